@@ -1,0 +1,107 @@
+"""Everything that plugs in: attacks, defenses (transforms), metrics, priors; and how they say that something went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+
+from torch import Generator
+
+from rasura.values import Grant, Mechanism, Observation, Stage, Transcript
+
+G_co = TypeVar("G_co", covariant=True)
+G_contra = TypeVar("G_contra", contravariant=True)
+X = TypeVar("X")
+Y = TypeVar("Y")
+S = TypeVar("S")
+
+
+class InputError(ValueError):
+    """The user's input was wrong: one line that says what was found, what was expected and what to do."""
+
+
+class MissingExtra(InputError):
+    """An optional library is not installed; the message names the extra."""
+
+
+class AttackFailed(RuntimeError):
+    """The attack ran and found nothing that it can stand behind; recorded as ``failed`` with this reason."""
+
+
+class NotApplicable(RuntimeError):
+    """The attack cannot be tried on this observation; recorded as ``not_applicable`` with this reason."""
+
+
+class Unavailable(RuntimeError):
+    """A metric cannot be computed on this machine; the message says what is missing and the remedy."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much work an attack may do: in work units, never seconds, so that the same seed gives the same result.
+
+    ``quick`` is for tests and first looks, ``default`` for audits, ``paper`` spends what the papers spend.
+    """
+
+    level: Literal["quick", "default", "paper"] = "default"
+
+
+@runtime_checkable
+class Attack(Protocol[G_co]):
+    """A guess from an observation. ``needs`` must be granted; ``uses`` helps when granted. Nothing else may be read.
+
+    Raises ``NotApplicable`` (cannot be tried here) or ``AttackFailed`` (tried, found nothing).
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> frozenset[Grant]: ...
+    @property
+    def uses(self) -> frozenset[Grant]: ...
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> G_co: ...
+
+
+@dataclass(frozen=True)
+class Transform(Generic[X, Y, S]):
+    """One protection, as two pure functions.
+
+    ``stage`` fixes ``X`` and ``Y``: DATA ``Batch -> Batch``, MODEL ``Module -> Module`` (may change it in place; ``undo``
+    then puts it back), AGGREGATE ``PerExample -> Gradients``, WIRE ``Message -> Message``. ``init`` makes the state from the
+    model; ``apply(x, state, rng)`` gives the result and the next state. ``undo`` is for the rightful receiver.
+    """
+
+    stage: Stage
+    mechanism: Mechanism
+    init: Callable[[Any], S]
+    apply: Callable[[X, S, Generator], tuple[Y, S]]
+    undo: Callable[[Y, S], X] | None = None
+
+
+Defense = tuple[Transform[Any, Any, Any], ...]
+"""Transforms in the order in which they act; make one with ``rasura.defenses.compose.chain``."""
+
+
+@runtime_checkable
+class Metric(Protocol[G_contra]):
+    """Judges a guess against the truth: one value for every text of the batch, in ``[0, 1]`` unless ``unit`` says else.
+
+    Raises ``Unavailable`` when this machine lacks what the metric needs.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def higher_is(self) -> Literal["worse", "better"]: ...
+    def __call__(self, guess: G_contra, truth: Transcript) -> Sequence[float]: ...
+
+
+class Prior(Protocol):
+    """What the adversary knows of the language."""
+
+    def log_probability(self, ids: Sequence[int]) -> float:
+        """Natural log of the probability of ``ids``, in nats."""
+        ...

@@ -1,0 +1,71 @@
+"""Who the adversary is, and the one door from the truth to what the adversary sees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from rasura.values import Grant, Observation, Transcript
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """An adversary, by what is granted to it. ``active``: the server may send a crafted model. ``plain`` is for reports."""
+
+    name: str
+    grants: frozenset[Grant]
+    plain: str
+    active: bool = False
+
+
+_PUBLIC = frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.MECHANISM, Grant.BATCH_SIZE})
+
+HONEST_SERVER = ThreatModel(
+    "honest-server",
+    _PUBLIC,
+    "the server operator, who follows the protocol but looks (honest-but-curious): knows the model, which protection is "
+    "used, and how many texts are in an update",
+)
+WITH_LABELS_AND_LENGTHS = ThreatModel(
+    "with-labels-and-lengths",
+    _PUBLIC | {Grant.LABELS, Grant.LENGTHS},
+    "the same operator, who also knows every text's label and length in tokens (the assumption of the older papers)",
+)
+
+THREATS: Mapping[str, ThreatModel] = {t.name: t for t in (HONEST_SERVER, WITH_LABELS_AND_LENGTHS)}
+
+
+def adversary_copy(model: nn.Module) -> nn.Module:
+    """The adversary's own model: the same weights (shared storage, read only), separate modules, eval mode, no gradients."""
+    shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    shared |= {id(b): b.detach() for b in model.buffers()}
+    return copy.deepcopy(model, shared).eval()
+
+
+def observe(
+    truth: Transcript,
+    threat: ThreatModel,
+    *,
+    adversary_model: nn.Module | None = None,
+    reference_text: tuple[str, ...] | None = None,
+) -> Observation:
+    """What ``threat`` sees of ``truth``: the message, and what it is granted. The one door from truth to adversary.
+
+    Pass ``adversary_model`` (from ``adversary_copy``) to save making one for every observation.
+    """
+    sources: dict[Grant, Any] = {
+        Grant.MODEL: lambda: adversary_model if adversary_model is not None else adversary_copy(truth.model),
+        Grant.BASE_MODEL: lambda: truth.vocabulary,
+        Grant.LABELS: lambda: truth.batch.labels.clone(),
+        Grant.LENGTHS: lambda: truth.batch.lengths,
+        Grant.BATCH_SIZE: lambda: len(truth.batch),
+        Grant.MECHANISM: lambda: truth.mechanism,
+    }
+    if reference_text is not None:
+        sources[Grant.REFERENCE_TEXT] = lambda: reference_text
+    granted = {g: sources[g]() for g in Grant if g in threat.grants and g in sources}
+    return Observation(truth.message, truth.task, granted)

@@ -1,0 +1,276 @@
+"""The values that flow from a private batch to a score. This module imports nothing else of the package.
+
+One way through: ``Batch`` -> ``PerExample`` -> ``Message`` -> ``Transcript`` (the truth) -> ``Observation`` (what one
+adversary sees) -> ``Reconstruction`` or ``Membership`` (a guess). Every value is frozen: a stage hands on a new one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Task = Literal["classification", "causal"]
+Confidence = Literal["verified", "span", "matched", "none"]
+Parameter = float | int | str | bool | None
+
+UNKNOWN = -1
+"""Stands in a reconstruction for a position whose token was not recovered."""
+
+
+class Grant(enum.Enum):
+    """One thing that an adversary may know besides the message itself."""
+
+    MODEL = "the weights of the model that was trained, as they were before the step"
+    BASE_MODEL = "the public pretrained model and its tokenizer"
+    LABELS = "the labels of the batch"
+    LENGTHS = "the number of tokens of every text in the batch"
+    BATCH_SIZE = "how many texts the batch holds"
+    CANDIDATES = "a set of texts that contains the private ones"
+    REFERENCE_TEXT = "public text of the same kind as the private text"
+    MECHANISM = "which protection is used, with its parameters (never its keys)"
+
+
+class Stage(enum.Enum):
+    """Where in the flow a defense acts."""
+
+    DATA = "data"
+    MODEL = "model"
+    AGGREGATE = "aggregate"
+    WIRE = "wire"
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """The public description of one protection (Kerckhoffs: never a key)."""
+
+    name: str
+    stage: Stage
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the public tokenizer tells: sizes, special ids, and how ids become text.
+
+    ``prefix`` and ``suffix`` are the ids that the tokenizer puts around every single text (BERT: ``[CLS]`` and ``[SEP]``).
+    """
+
+    size: int
+    decode: Callable[[Sequence[int]], str]
+    encode: Callable[[str], list[int]]
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    pad_id: int | None = None
+    special_ids: frozenset[int] = frozenset()
+    unused_ids: frozenset[int] = frozenset()
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ``ids`` without special, unknown and out-of-range ids."""
+        return self.decode([i for i in ids if 0 <= i < self.size and i not in self.special_ids])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Private texts as the model takes them.
+
+    ``input_ids``, ``attention_mask`` (0/1) and ``token_type_ids`` are ``(batch, length)`` int64. ``labels`` is ``(batch,)``
+    for classification, ``(batch, length)`` with -100 where no loss is taken for a causal model. ``texts`` are the texts as
+    given; ``seen`` the decoded ids without special tokens, which is what an attack could give back at best.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    texts: tuple[str, ...]
+    seen: tuple[str, ...]
+    token_type_ids: Tensor | None = None
+    special_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.input_ids.dim() != 2 or self.input_ids.shape != self.attention_mask.shape:
+            raise ValueError(
+                f"input_ids {tuple(self.input_ids.shape)} and attention_mask {tuple(self.attention_mask.shape)} "
+                "must both be (batch, length)"
+            )
+        if len(self.texts) != len(self.input_ids) or len(self.seen) != len(self.input_ids):
+            raise ValueError(f"{len(self.input_ids)} rows of ids but {len(self.texts)} texts and {len(self.seen)} seen texts")
+
+    def __len__(self) -> int:
+        return int(self.input_ids.shape[0])
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every text, special tokens included."""
+        return tuple(int(n) for n in self.attention_mask.sum(1))
+
+    def ids(self, row: int) -> tuple[int, ...]:
+        """The ids of one text, special tokens included and padding left out."""
+        return tuple(int(i) for i in self.input_ids[row][self.attention_mask[row].bool()])
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The keyword arguments of a Hugging Face model's forward."""
+        out = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
+        if self.token_type_ids is not None:
+            out["token_type_ids"] = self.token_type_ids
+        return out
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch with its tensors on ``device``."""
+        types = None if self.token_type_ids is None else self.token_type_ids.to(device)
+        return Batch(
+            self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device),
+            self.texts, self.seen, types, self.special_ids,
+        )  # fmt: skip
+
+
+Gradients = Mapping[str, Tensor]
+"""One tensor per parameter name, as in ``model.named_parameters()``."""
+
+
+@dataclass(frozen=True)
+class PerExample:
+    """The gradients of a batch before they are aggregated; computed when asked for, since most defenses need the mean only.
+
+    ``mean()`` is the gradient of the batch loss; ``each()`` yields the gradient of every text's own loss, one at a time.
+    """
+
+    mean: Callable[[], Gradients]
+    each: Callable[[], Iterator[Gradients]]
+    size: int
+
+
+@dataclass(frozen=True)
+class Message:
+    """What leaves the client.
+
+    ``gradients`` holds the clear tensors. ``visible`` (bool, same shapes; a missing name means all visible) is false where
+    an entry was sealed or dropped in a way that the receiver can tell; the clear tensor holds zeros there. ``sealed`` holds
+    ciphertexts. ``kind`` names the update kind, ``"fedsgd"`` being one gradient.
+    """
+
+    gradients: Gradients
+    visible: Mapping[str, Tensor] = field(default_factory=dict)
+    sealed: Mapping[str, bytes] = field(default_factory=dict)
+    kind: str = "fedsgd"
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """The truth of one step, secrets inside. Only ``threat.observe`` and metrics read it."""
+
+    batch: Batch
+    model: torch.nn.Module
+    message: Message
+    mechanism: tuple[Mechanism, ...]
+    loss: float
+    task: Task
+    vocabulary: Vocabulary
+
+
+class NotGranted(LookupError):
+    """An attack read something that its threat model does not grant."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What one adversary sees: the message, and the granted values. There is no way back to the Transcript.
+
+    Reading an ungranted field raises ``NotGranted``; ask ``Grant.X in seen`` first where a grant is optional.
+    """
+
+    message: Message
+    task: Task
+    granted: Mapping[Grant, Any]
+
+    def __contains__(self, grant: Grant) -> bool:
+        return grant in self.granted
+
+    def _get(self, grant: Grant) -> Any:
+        if grant not in self.granted:
+            raise NotGranted(f"this threat model does not grant {grant.name} ({grant.value})")
+        return self.granted[grant]
+
+    @property
+    def gradients(self) -> Gradients:
+        """The clear tensors of the message, by parameter name."""
+        return self.message.gradients
+
+    @property
+    def visible(self) -> Mapping[str, Tensor]:
+        """Boolean masks of the entries that are visible; a missing name means all."""
+        return self.message.visible
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The adversary's own copy of the trained model, in eval mode, without gradients."""
+        model: torch.nn.Module = self._get(Grant.MODEL)
+        return model
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The public tokenizer's vocabulary."""
+        vocabulary: Vocabulary = self._get(Grant.BASE_MODEL)
+        return vocabulary
+
+    @property
+    def labels(self) -> Tensor:
+        """Labels of the batch, ``(batch,)``; order as in the batch."""
+        labels: Tensor = self._get(Grant.LABELS)
+        return labels
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of every text, special tokens included."""
+        lengths: tuple[int, ...] = self._get(Grant.LENGTHS)
+        return lengths
+
+    @property
+    def batch_size(self) -> int:
+        """How many texts the batch holds."""
+        size: int = self._get(Grant.BATCH_SIZE)
+        return size
+
+    @property
+    def mechanism(self) -> tuple[Mechanism, ...]:
+        """The protections in use, public parameters only."""
+        mechanism: tuple[Mechanism, ...] = self._get(Grant.MECHANISM)
+        return mechanism
+
+    @property
+    def reference_text(self) -> tuple[str, ...]:
+        """Public text of the same kind."""
+        text: tuple[str, ...] = self._get(Grant.REFERENCE_TEXT)
+        return text
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """A guess at the private texts.
+
+    ``tokens`` holds one id sequence per guessed text, special tokens included where the attack places them and ``UNKNOWN``
+    where a position stayed open. ``ordered`` is false for a bag of tokens. ``confidence``: ``verified`` (the guess
+    reproduces the observed gradient), ``span`` (every token lies in the observed row space), ``matched`` (the best that an
+    optimisation found) or ``none``. ``residual`` is the attack's own measure of misfit, smaller is better. ``details`` holds
+    plain figures for the record. ``texts`` is filled in by the caller, with the vocabulary.
+    """
+
+    tokens: tuple[tuple[int, ...], ...]
+    confidence: Confidence = "none"
+    ordered: bool = True
+    labels: tuple[int, ...] | None = None
+    residual: float | None = None
+    details: Mapping[str, Parameter] = field(default_factory=dict)
+    texts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A guess for each candidate: the higher the score, the likelier a member."""
+
+    scores: Tensor
+    details: Mapping[str, Parameter] = field(default_factory=dict)
