@@ -1,0 +1,275 @@
+"""The victim: any Hugging Face sequence classifier or causal language model, its parts found by structure.
+
+Nothing here depends on a model family's class: word and position embeddings, blocks, Q/K/V and heads are recognised by
+where they stand and by a short list of the names that the families use. A model built otherwise gets an adapter through
+``register``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import InputError
+
+QKV_NAMES = frozenset(
+    {"query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin"}
+    | {"c_attn", "query_key_value", "qkv_proj", "Wqkv", "in_proj"}
+)
+"""What BERT, Llama, DistilBERT, GPT-2, GPT-NeoX, Phi, ModernBERT and MPT call their attention's input layers."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer. ``transposed``: the weight is ``(inputs, outputs)``, as in GPT-2's Conv1D."""
+
+    module: str
+    weight: str
+    bias: str | None
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block. ``qkv``: the linear layers that read the attention's input (after its norm, if any)."""
+
+    index: int
+    module: str
+    qkv: tuple[Linear, ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where things are in a model; names as in ``named_modules()`` and ``named_parameters()``.
+
+    ``causal``: a position sees only what stands before it. ``tied``: the output layer is the word embedding.
+    """
+
+    word_embedding: str
+    position_embedding: str | None
+    embedding_names: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    linears: tuple[Linear, ...]
+    head: Linear | None
+    hidden: int
+    causal: bool
+    tied: bool
+
+
+_ADAPTERS: dict[str, Callable[[nn.Module], Parts]] = {}
+_KNOWN: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
+
+
+def register(model_type: str, finder: Callable[[nn.Module], Parts]) -> None:
+    """Use ``finder`` for models whose ``config.model_type`` is ``model_type``, where ``parts`` cannot find its way."""
+    _ADAPTERS[model_type] = finder
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _linears(model: nn.Module) -> tuple[Linear, ...]:
+    known = {id(p): n for n, p in model.named_parameters(remove_duplicate=False)}
+    out = []
+    for name, module in model.named_modules():
+        if _is_linear(module):
+            weight, bias = module.weight, getattr(module, "bias", None)
+            assert isinstance(weight, Tensor)
+            out.append(
+                Linear(
+                    name,
+                    f"{name}.weight",
+                    f"{name}.bias" if isinstance(bias, Tensor) and id(bias) in known else None,
+                    not isinstance(module, nn.Linear),
+                )
+            )
+    return tuple(out)
+
+
+def _block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList)
+        and len(module) > 0
+        and any(part.split(".")[-1] in QKV_NAMES for part, _ in module[0].named_modules())
+    ]
+    # An outer list may hold groups of blocks (ALBERT): the innermost list that holds attention is the list of blocks.
+    return max(found, key=lambda item: (item[0].count("."), len(item[1])), default=None)
+
+
+def parts(model: nn.Module) -> Parts:
+    """The parts of ``model``, found by structure; remembered as long as the model lives.
+
+    Raises ``InputError`` that names what was looked for when something is not found; ``register`` an adapter then.
+    """
+    if model not in _KNOWN:
+        _KNOWN[model] = _find(model)
+    return _KNOWN[model]
+
+
+def _find(model: nn.Module) -> Parts:
+    config = getattr(model, "config", None)
+    finder = _ADAPTERS.get(getattr(config, "model_type", ""))
+    if finder is not None:
+        return finder(model)
+    kind = type(model).__name__
+    getter: Any = getattr(model, "get_input_embeddings", lambda: None)
+    embedding = getter()
+    if not isinstance(embedding, nn.Embedding):
+        raise InputError(
+            f"{kind}: no word embedding found (looked for get_input_embeddings() returning an nn.Embedding); "
+            "register an adapter with rasura.victims.models.register"
+        )
+    names = {id(m): n for n, m in model.named_modules()}
+    word = names[id(embedding)]
+    found = _block_list(model)
+    if found is None:
+        raise InputError(
+            f"{kind}: no transformer blocks found (looked for a ModuleList whose members hold one of "
+            f"{', '.join(sorted(QKV_NAMES))}); register an adapter with rasura.victims.models.register"
+        )
+    list_name, blocks = found
+    position = next(
+        (
+            n
+            for n, m in model.named_modules()
+            if isinstance(m, nn.Embedding) and n != word and ("position" in n.split(".")[-1] or n.endswith("wpe"))
+        ),
+        None,
+    )
+    # BERT keeps its embeddings under one module; GPT-2 and Llama keep them beside the blocks.
+    parent = word.rsplit(".", 1)[0]
+    inside = [n for n, _ in model.named_parameters() if n.startswith(parent + ".") and not n.startswith(list_name + ".")]
+    grouped = parent.endswith("embeddings")
+    embedding_names = tuple(inside) if grouped else tuple(f"{n}.weight" for n in (word, position) if n is not None)
+    linears = _linears(model)
+    seen_blocks = []
+    for index in range(len(blocks)):
+        prefix = f"{list_name}.{index}."
+        qkv = tuple(
+            lin
+            for lin in linears
+            if lin.module.startswith(prefix)
+            and QKV_NAMES & set(lin.module[len(prefix) :].split("."))
+            and "lora_B" not in lin.module
+        )
+        if not qkv:
+            raise InputError(f"{kind}: block {prefix[:-1]} has no query, key or value layer among {sorted(QKV_NAMES)}")
+        seen_blocks.append(Block(index, prefix[:-1], qkv))
+    outside = [lin for lin in linears if not lin.module.startswith(list_name + ".") and lin.weight != f"{word}.weight"]
+    head = outside[-1] if outside else None
+    output_getter: Any = getattr(model, "get_output_embeddings", lambda: None)
+    output = output_getter()
+    tied = output is not None and getattr(output, "weight", None) is embedding.weight
+    first = model.get_submodule(seen_blocks[0].qkv[0].module)
+    weight = first.weight
+    assert isinstance(weight, Tensor)
+    hidden = int(weight.shape[0] if seen_blocks[0].qkv[0].transposed else weight.shape[1])
+    return Parts(
+        f"{word}.weight",
+        f"{position}.weight" if position else None,
+        embedding_names,
+        tuple(seen_blocks),
+        linears,
+        head,
+        hidden,
+        _sees_only_the_past(model, seen_blocks[-1].qkv[0].module, embedding.num_embeddings),
+        tied,
+    )
+
+
+class _Stop(Exception):
+    pass
+
+
+@contextmanager
+def recorded_inputs(model: nn.Module, modules: Sequence[str], *, stop: bool = True) -> Iterator[dict[str, Tensor]]:
+    """Record what goes into ``modules`` while the model runs inside the block.
+
+    With ``stop``, the forward pass ends at the last of them (``run`` catches that), so that the rest costs nothing.
+    """
+    found: dict[str, Tensor] = {}
+    handles = []
+    last = modules[-1]
+
+    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def record(_: nn.Module, args: tuple[Any, ...]) -> None:
+            found[name] = args[0]
+            if stop and name == last:
+                raise _Stop
+
+        return record
+
+    try:
+        for name in modules:
+            handles.append(model.get_submodule(name).register_forward_pre_hook(hook(name)))
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def layer_inputs(model: nn.Module, modules: Sequence[str], **inputs: Any) -> dict[str, Tensor]:
+    """Run ``model`` on ``inputs`` up to the last of ``modules`` (in forward order); returns what went into each.
+
+    Shapes are those of the layers: ``(batch, length, hidden)`` inside blocks.
+    """
+    with recorded_inputs(model, modules) as found, suppress(_Stop):
+        model(**inputs)
+    return found
+
+
+def _sees_only_the_past(model: nn.Module, module: str, size: int) -> bool:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            device = next(model.parameters()).device
+            ids = torch.tensor([[1 % size, 2 % size, 3 % size], [1 % size, 2 % size, 4 % size]], device=device)
+            seen = layer_inputs(model, [module], input_ids=ids, attention_mask=torch.ones_like(ids))[module]
+    finally:
+        model.train(training)
+    if not torch.allclose(seen[0, :2], seen[1, :2], atol=1e-6):
+        return False
+    # The input of block 0 does not mix positions, so a one-block model is judged by its config and class instead.
+    blocks = _block_list(model)
+    if blocks is None or len(blocks[1]) < 2:
+        name, config = type(model).__name__, getattr(model, "config", None)
+        return bool(getattr(config, "is_decoder", False)) or "Causal" in name or "LMHead" in name
+    return True
+
+
+def is_eager(model: nn.Module) -> bool:
+    """Whether attention can be differentiated twice; fused attention cannot, and fails only at the first step."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager"
+
+
+def position_ids(model: nn.Module, length: int) -> Tensor | None:
+    """The position ids that the model itself uses for ``length`` tokens, or None where it has no position embedding.
+
+    RoBERTa counts from its padding id plus one; this asks the model instead of knowing it.
+    """
+    name = parts(model).position_embedding
+    if name is None:
+        return None
+    module = name.rsplit(".", 1)[0]
+    word = model.get_submodule(parts(model).word_embedding.rsplit(".", 1)[0])
+    pad = getattr(word, "padding_idx", None)
+    token = next(i for i in range(1, 4) if i != pad)
+    device = next(model.parameters()).device
+    ids = torch.full((1, length), token, device=device)
+    with torch.no_grad():
+        return layer_inputs(model, [module], input_ids=ids, attention_mask=torch.ones_like(ids))[module].reshape(-1)
+
+
+def parameter_shapes(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
+    """Names and shapes of all parameters, each once."""
+    return {n: tuple(p.shape) for n, p in model.named_parameters()}

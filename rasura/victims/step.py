@@ -1,0 +1,107 @@
+"""One private step, with any defense: batch, gradients, aggregate, message. What is audited is what is deployed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import Defense, InputError
+from rasura.rng import child
+from rasura.values import Batch, Gradients, Message, PerExample, Stage, Task, Transcript, Vocabulary
+
+
+@contextmanager
+def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
+    """Apply the MODEL part of ``defense`` (frozen layers, dropout) inside the block, and put the model back after it."""
+    done: list[tuple[Any, Any]] = []
+    try:
+        for part in (p for p in defense if p.stage is Stage.MODEL):
+            model, state = part.apply(model, part.init(model), torch.Generator())
+            done.append((part, state))
+        yield model
+    finally:
+        for part, state in reversed(done):
+            if part.undo is not None:
+                model = part.undo(model, state)
+
+
+def gradients(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Gradients, float]:
+    """The gradient of the model's loss on ``inputs`` by every trainable parameter, and the loss.
+
+    Returns fresh tensors and leaves ``.grad`` alone. Raises ``InputError`` when nothing is trainable.
+    """
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    if not named:
+        raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
+    loss = model(**inputs).loss
+    found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    return {n: g.detach() for (n, _), g in zip(named, found) if g is not None}, float(loss.detach())
+
+
+def step(
+    model: nn.Module,
+    batch: Batch,
+    defense: Defense = (),
+    *,
+    task: Task,
+    vocabulary: Vocabulary,
+    rng: torch.Generator,
+) -> Transcript:
+    """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
+
+    MODEL transforms are applied for the duration of the step. Without an AGGREGATE transform the message holds the gradient
+    of the mean loss. Active dropout draws from ``rng``: the same generator state gives the same masks.
+    """
+    by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
+    original = batch
+    for part in by_stage[Stage.DATA]:
+        batch, _ = part.apply(batch, part.init(model), rng)
+    # Tensors may sit on another device than the caller's batch.
+    inputs = batch.to(next(model.parameters()).device).inputs()
+    losses: list[float] = []
+    seed = child(rng)
+
+    def mean() -> Gradients:
+        found, loss = gradients(model, inputs)
+        losses.append(loss)
+        return found
+
+    def each() -> Iterator[Gradients]:
+        for row in range(len(batch)):
+            found, loss = gradients(model, {k: v[row : row + 1] for k, v in inputs.items()})
+            losses.append(loss)
+            yield found
+
+    with defended(model, defense), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        examples = PerExample(mean, each, len(batch))
+        if by_stage[Stage.AGGREGATE]:
+            part = by_stage[Stage.AGGREGATE][0]
+            entries, _ = part.apply(examples, part.init(model), rng)
+        else:
+            entries = mean()
+        message = Message(entries)
+        for part in by_stage[Stage.WIRE]:
+            message, _ = part.apply(message, part.init(model), rng)
+    loss = sum(losses) / max(len(losses), 1)
+    return Transcript(original, model, message, tuple(p.mechanism for p in defense), loss, task, vocabulary)
+
+
+def capture(model: nn.Module, inputs: Mapping[str, Tensor], path: str | Path = "update.safetensors") -> float:
+    """Write the update that ``model`` would send for ``inputs`` to a safetensors file, one tensor per parameter name.
+
+    ``inputs`` are the keyword arguments of the model's forward, labels included; the model's mode (train or eval) is kept.
+    Returns the loss. Read the file back with ``rasura read``.
+    """
+    from safetensors.torch import save_file
+
+    if "labels" not in inputs:
+        raise InputError(f"the batch has {', '.join(sorted(inputs))} but no labels; expected labels for the loss")
+    found, loss = gradients(model, dict(inputs))
+    save_file({n: g.contiguous() for n, g in found.items()}, str(path))
+    return loss
