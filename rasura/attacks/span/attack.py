@@ -1,0 +1,191 @@
+"""The span attack: exact tokens from the row space of attention gradients, then sentences, then verification."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.span.grouping import affinity, cluster
+from rasura.attacks.span.prefixes import choose, finish, grow
+from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_gradients
+from rasura.attacks.span.sentences import Checker, choices, search
+from rasura.attacks.span.tokens import Row, candidates, plain, robust
+from rasura.attacks.verify import VERIFIED, check
+from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.values import UNKNOWN, Grant, Observation, Reconstruction
+from rasura.victims.models import parts
+
+Sentences = list[list[tuple[int, int]]]
+"""Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
+
+
+def announced_dropout(seen: Observation) -> float:
+    """The dropout rate that the mechanism tells, 0 where it tells none."""
+    if Grant.MECHANISM not in seen:
+        return 0.0
+    return max((float(m.parameters.get("p") or 0.0) for m in seen.mechanism if m.name == "dropout"), default=0.0)
+
+
+def _attention_heads(model: torch.nn.Module) -> int:
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    return int(getattr(text, "num_attention_heads", 1))
+
+
+@dataclass(frozen=True)
+class Span:
+    """DAGER (Petrov et al. 2024) and beyond it: exact decomposition, any visible block for decoders, active dropout.
+
+    Encoders: tokens with their positions from block 0, robustly fitted where dropout zeroes coordinates; several texts are
+    told apart by the query and key gradients. Decoders: prefixes grown from whichever block is visible. Needs fewer tokens
+    in the batch than the layer has inputs.
+    """
+
+    name: str = "span"
+    needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
+    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
+    work: Mapping[str, tuple[int, int]] = field(
+        default_factory=lambda: {"quick": (48, 2), "default": (160, 8), "paper": (400, 16)}
+    )
+    """Budget level -> (prefilter, starts): candidates fitted at a position, and random starts to tell copies apart."""
+
+    def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
+        known = parts(seen.model)
+        if not any(visible_gradients(seen, block.qkv) for block in known.blocks):
+            raise NotApplicable("no whole query, key or value gradient is visible")
+        spaces = block_spaces(seen)
+        if not spaces:
+            raise AttackFailed(
+                f"the gradients show no row space: the batch holds {known.hidden} tokens or more, or noise covers the gap"
+            )
+        inputs = Inputs(seen.model)
+        dropout = announced_dropout(seen)
+        if known.causal and any(k > 0 for k in spaces) and not dropout:
+            return self._decoder(seen, spaces, inputs)
+        if 0 not in spaces:
+            raise NotApplicable("block 0 is hidden, so tokens cannot be tested one by one; span-matching can be tried")
+        return self._by_position(seen, spaces, inputs, dropout, rng, budget)
+
+    def _decoder(self, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -> Reconstruction:
+        longest = max(seen.lengths) if Grant.LENGTHS in seen else max(s.rank for s in spaces.values()) + 1
+        found = grow(seen, spaces, inputs, candidates(seen.vocabulary), longest=longest)
+        if not found:
+            raise AttackFailed("no token's state lies in the visible row spaces")
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else None
+        chosen = choose(found, size, seen.lengths if Grant.LENGTHS in seen else None)
+        texts = finish(seen, chosen, inputs)
+        plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
+        return self._judged(seen, plain_texts, max(p.residual for p in chosen), spaces, False)
+
+    def _by_position(
+        self,
+        seen: Observation,
+        spaces: Mapping[int, RowSpace],
+        inputs: Inputs,
+        dropout: float,
+        rng: torch.Generator,
+        budget: Budget,
+    ) -> Reconstruction:
+        space, ids = spaces[0], candidates(seen.vocabulary)
+        positional = inputs.parts.position_embedding is not None
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else 0
+        prefilter, starts = self.work[budget.level]
+        active = dropout > 0
+
+        def at(position: int) -> list[Row]:
+            if not active:
+                return plain(space, inputs, ids, position)
+            copies = size or 2
+            return robust(space, inputs, ids, position, copies=copies, prefilter=prefilter, starts=starts, rng=rng)
+
+        if not active and not at(0):
+            active = True  # nobody said so, but nothing lies in the span as it is
+        rows: list[Row] = []
+        empty = 0
+        longest = max(seen.lengths) if Grant.LENGTHS in seen else space.rank
+        for position in range(longest if positional else 1):
+            here = at(position)
+            rows += here
+            empty = 0 if here else empty + 1
+            if empty > (1 if active else 0) and Grant.LENGTHS not in seen:
+                break
+        if not rows:
+            raise AttackFailed("no token's input lies in the row space of block 0")
+        if not positional:
+            bag = tuple(row.token for row in rows)
+            return Reconstruction((bag,), "span", ordered=False, residual=max(r.residual for r in rows))
+        size = size or max(Counter(row.position for row in rows).values())
+        texts = self._texts(seen, spaces, inputs, rows, size, active, rng, budget)
+        return self._judged(seen, texts, max(row.residual for row in rows), spaces, active)
+
+    def _texts(
+        self,
+        seen: Observation,
+        spaces: Mapping[int, RowSpace],
+        inputs: Inputs,
+        rows: list[Row],
+        size: int,
+        active: bool,
+        rng: torch.Generator,
+        budget: Budget,
+    ) -> Sentences:
+        if size == 1:
+            best: dict[int, Row] = {}
+            for row in rows:
+                if row.position not in best or row.residual < best[row.position].residual:
+                    best[row.position] = row
+            return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
+        likeness = affinity(seen, inputs.parts.blocks[0], torch.stack([r.input for r in rows]), _attention_heads(seen.model))
+        if likeness is None:
+            likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
+        labels = cluster(likeness, size)
+        groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
+        score = Checker(spaces, inputs, seen.vocabulary.pad_id or 0)
+        if active or not score.deep:
+            return [_strongest(rows, group, likeness) for group in groups if group]
+        ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
+        floor = 10 * max(1e-5, max(s.floor for s in spaces.values()))
+        found = search(
+            choices(rows),
+            score,
+            [[rows[i] for i in group] for group in groups if group],
+            ends=ends,
+            size=size,
+            floor=floor,
+            rng=rng,
+            restarts=self.work[budget.level][1] * size,
+        )
+        return [text for text, _ in found]
+
+    def _judged(
+        self, seen: Observation, texts: Sentences, residual: float, spaces: Mapping[int, RowSpace], active: bool
+    ) -> Reconstruction:
+        tokens = tuple(tuple(t for t, _ in text) for text in texts)
+        segments = [[s for _, s in text] for text in texts]
+        error, labels = (float("inf"), None) if active else check(seen, tokens, segments)
+        details = {
+            "rank": max(s.rank for s in spaces.values()),
+            "blocks": ",".join(map(str, sorted(spaces))),
+            "dropout_fit": active,
+        }
+        if error < VERIFIED:
+            return Reconstruction(tokens, "verified", labels=labels, residual=error, details=details)
+        return Reconstruction(tokens, "span", residual=residual, details=details)
+
+
+def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+    return [known.get(n, (UNKNOWN, 0)) for n in range(max(known) + 1)]
+
+
+def _strongest(rows: list[Row], group: list[int], likeness: Tensor) -> list[tuple[int, int]]:
+    """One text from a group of rows: at each position the row that the rest of the group attends to most."""
+    best: dict[int, tuple[float, int]] = {}
+    for i in group:
+        weight = float(likeness[i, group].sum() - likeness[i, i])
+        if rows[i].position not in best or weight > best[rows[i].position][0]:
+            best[rows[i].position] = (weight, i)
+    return _with_holes({n: (rows[i].token, rows[i].segment) for n, (_, i) in best.items()})

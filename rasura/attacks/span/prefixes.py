@@ -1,0 +1,161 @@
+"""Decoders: grow prefixes token by token. Any one visible block is enough, since the input of block k at a position depends
+only on the tokens up to it (DAGER extends with block 1 over the tokens of block 0; here from whichever block is visible)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.span.rows import Inputs, RowSpace
+from rasura.values import UNKNOWN, Observation
+from rasura.victims.models import layer_inputs
+
+TOLERANCE = 1e-3
+"""Largest residual of a true prefix: float32 through several blocks leaves 1e-7 to 1e-5, a wrong token 1e-2 and more."""
+
+ROWS = 4096
+"""Most token positions that run through the model at once."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Tokens whose every position lies in the visible row spaces, and the largest residual among them."""
+
+    tokens: tuple[int, ...]
+    residual: float
+
+
+class Grower:
+    """Extends prefixes by all tokens that the visible blocks accept."""
+
+    def __init__(self, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor) -> None:
+        self.spaces = spaces
+        self.inputs = inputs
+        self.ids = ids
+        self.deep = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0][:2]
+        self.vocabulary = seen.vocabulary
+        self._bag: dict[int, Tensor] = {}
+
+    def allowed(self, position: int) -> Tensor:
+        """Ids that block 0 accepts at ``position`` (all ids where block 0 is hidden)."""
+        if 0 not in self.spaces:
+            return self.ids
+        key = position if self.inputs.parts.position_embedding is not None else 0
+        if key not in self._bag:
+            residual = self.spaces[0].residual(self.inputs.first(self.ids, key))
+            self._bag[key] = self.ids[residual < max(TOLERANCE, 10 * self.spaces[0].floor)]
+        return self._bag[key]
+
+    @torch.no_grad()
+    def residuals(self, sequences: Tensor) -> Tensor:
+        """Largest residual of the last position of each sequence ``(k, length)`` over the deep visible blocks."""
+        out = []
+        for chunk in sequences.split(max(1, ROWS // sequences.shape[1])):
+            states = self.inputs.deep(chunk, torch.ones_like(chunk), self.deep)
+            each = [self.spaces[b.index].residual(states[b.index][:, -1].double()) for b in self.deep]
+            out.append(torch.stack(each).amax(0))
+        return torch.cat(out)
+
+    def extensions(self, prefix: Prefix) -> list[Prefix]:
+        """All prefixes one token longer that every visible block accepts, best first."""
+        position = len(prefix.tokens)
+        allowed = self.allowed(position)
+        if position > 0 and self.vocabulary.prefix:
+            # A run of start tokens repeats its own state in rotary models; text holds the start token once.
+            start = self.vocabulary.prefix[0]
+            allowed = allowed[allowed != start]
+        elif position < len(self.vocabulary.prefix):
+            allowed = allowed[allowed == self.vocabulary.prefix[position]]
+        if not len(allowed):
+            return []
+        head = torch.tensor(prefix.tokens, dtype=torch.long).expand(len(allowed), -1)
+        residual = self.residuals(torch.cat([head, allowed[:, None]], 1))
+        tolerance = max(TOLERANCE, 10 * max(self.spaces[b.index].floor for b in self.deep))
+        order = residual.argsort()
+        return [
+            Prefix((*prefix.tokens, int(allowed[i])), max(prefix.residual, float(residual[i])))
+            for i in order.tolist()
+            if float(residual[i]) < tolerance
+        ]
+
+
+def grow(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, *, longest: int) -> list[Prefix]:
+    """All maximal prefixes that the visible blocks accept: the texts of the batch, up to a last token without gradient.
+
+    Needs a visible block above the first. ``longest`` bounds the length in tokens.
+    """
+    grower = Grower(seen, spaces, inputs, ids)
+    rank = max(space.rank for space in spaces.values())
+    alive = [Prefix((), 0.0)]
+    done: list[Prefix] = []
+    for _ in range(longest):
+        following: list[Prefix] = []
+        for prefix in alive:
+            extended = grower.extensions(prefix)
+            if extended:
+                following += extended
+            elif prefix.tokens:
+                done.append(prefix)
+        # A true batch has no more live prefixes than tokens; beyond that the test does not tell tokens apart.
+        alive = sorted(following, key=lambda p: p.residual)[: max(rank, 1)]
+        if not alive:
+            break
+    return done + [p for p in alive if p.tokens]
+
+
+def next_token_scores(seen: Observation, prefixes: list[Prefix], inputs: Inputs) -> Tensor | None:
+    """What the output layer's gradient says about the token behind each prefix: ``(prefixes, vocabulary)``, higher likelier.
+
+    The head's gradient is ``sum_t delta_t h_t^T`` with ``delta = softmax - onehot(next token)``, over all positions of all
+    prefixes; with the states h known it is solved for delta. None where the head's gradient is hidden.
+    """
+    head = inputs.parts.head
+    if head is None or (head.weight not in seen.gradients and not inputs.parts.tied) or seen.task != "causal":
+        return None
+    name = head.weight if head.weight in seen.gradients else inputs.parts.word_embedding
+    gradient = seen.gradients.get(name)
+    if gradient is None or name in seen.visible:
+        return None
+    states, ends = [], []
+    with torch.no_grad():
+        for prefix in prefixes:
+            ids = torch.tensor([prefix.tokens])
+            h = layer_inputs(inputs.model, [head.module], input_ids=ids, attention_mask=torch.ones_like(ids))[head.module]
+            states.append(h[0].double())
+            ends.append(sum(len(s) for s in states) - 1)
+    stacked = torch.cat(states)
+    if len(stacked) > stacked.shape[1]:
+        return None
+    deltas = (gradient.double() @ torch.linalg.pinv(stacked, rtol=1e-9)).T
+    return -deltas[ends]
+
+
+def finish(seen: Observation, prefixes: list[Prefix], inputs: Inputs) -> list[tuple[int, ...]]:
+    """Add the last token of each text, which no block's gradient holds in a causal loss: only the output layer names it.
+
+    ``UNKNOWN`` where the output layer's gradient is hidden. Classification losses have no such token.
+    """
+    if seen.task != "causal":
+        return [p.tokens for p in prefixes]
+    scores = next_token_scores(seen, prefixes, inputs)
+    if scores is None:
+        return [(*p.tokens, UNKNOWN) for p in prefixes]
+    return [(*p.tokens, int(s.argmax())) for p, s in zip(prefixes, scores)]
+
+
+def choose(prefixes: list[Prefix], batch_size: int | None, lengths: tuple[int, ...] | None) -> list[Prefix]:
+    """The texts among the maximal prefixes: the longest and best fitting ``batch_size`` ones (all when it is not known)."""
+    ranked = sorted(prefixes, key=lambda p: (-len(p.tokens), p.residual))
+    if batch_size is None or len(ranked) <= batch_size:
+        return ranked
+    if lengths is not None:
+        wanted = sorted(lengths, reverse=True)
+        chosen: list[Prefix] = []
+        for n in wanted:
+            near = min((p for p in ranked if p not in chosen), key=lambda p: (abs(len(p.tokens) - n), p.residual))
+            chosen.append(near)
+        return chosen
+    return ranked[:batch_size]

@@ -1,0 +1,135 @@
+"""Row spaces of linear layers' gradients, and the layer inputs that tokens would give.
+
+The gradient of ``y = W x + b`` is ``sum_t delta_t x_t^T``: while the batch holds fewer tokens than the layer has inputs, its
+row space is spanned by the inputs of the private tokens (DAGER, Petrov et al. 2024; here with an exact decomposition).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rasura.values import Observation
+from rasura.victims.models import Block, Linear, layer_inputs, parts, position_ids
+
+GAP = 30.0
+"""Smallest ratio of neighbouring singular values that counts as the end of the row space."""
+
+
+@dataclass(frozen=True)
+class RowSpace:
+    """``basis``: ``(inputs, rank)`` orthonormal, float64. ``floor``: first singular value behind the gap over the last
+    before it: the relative size of what is left of a true input outside the basis."""
+
+    basis: Tensor
+    floor: float
+
+    @property
+    def rank(self) -> int:
+        """Number of independent inputs; the number of private tokens as long as these are independent."""
+        return int(self.basis.shape[1])
+
+    def residual(self, x: Tensor) -> Tensor:
+        """``||x outside|| / ||x||`` for each row of ``x`` ``(..., inputs)``, in the precision of ``x``."""
+        basis = self.basis.to(x.dtype)
+        outside = x - (x @ basis) @ basis.T
+        size: Tensor = outside.norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
+        return size
+
+
+def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
+    """The common row space of gradients ``(outputs, inputs)``; None when there is no gap (too many tokens, or noise).
+
+    Each matrix is scaled to norm 1 first, so that none drowns the others.
+    """
+    kept = [m.double() / m.double().norm() for m in matrices if float(m.norm()) > 0]
+    if not kept:
+        return None
+    stacked = torch.cat(kept)
+    if len(stacked) > stacked.shape[1]:
+        stacked = torch.linalg.qr(stacked).R
+    _, values, rows = torch.linalg.svd(stacked, full_matrices=False)
+    most = max(1, min(len(values) - 1, int(0.98 * stacked.shape[1])))
+    ratios = values[:-1] / values[1:].clamp_min(1e-30 * float(values[0]))
+    # Behind the noise floor ratios mean nothing: exact zeros (a dead layer) would give endless ones.
+    ratios[values[:-1] < 1e-12 * values[0]] = 0.0
+    rank = int(ratios[:most].argmax()) + 1
+    if float(ratios[rank - 1]) < GAP:
+        return None
+    return RowSpace(rows[:rank].T.contiguous(), float(values[rank] / values[rank - 1]))
+
+
+def visible_gradients(seen: Observation, linears: Sequence[Linear]) -> list[Tensor]:
+    """Gradients of ``linears`` as ``(outputs, inputs)``, those that the adversary sees whole."""
+    out = []
+    for lin in linears:
+        gradient = seen.gradients.get(lin.weight)
+        mask = seen.visible.get(lin.weight)
+        if gradient is not None and (mask is None or bool(mask.all())):
+            out.append(gradient.T if lin.transposed else gradient)
+    return out
+
+
+def block_spaces(seen: Observation) -> dict[int, RowSpace]:
+    """The row space of the attention input of every block whose Q/K/V gradients are visible, by block index."""
+    out = {}
+    for block in parts(seen.model).blocks:
+        space = row_space(visible_gradients(seen, block.qkv))
+        if space is not None:
+            out[block.index] = space
+    return out
+
+
+class Inputs:
+    """Attention inputs that token ids would give, from the adversary's model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parts = parts(model)
+        forward = inspect.signature(self._base().forward).parameters
+        self._takes_positions = self.parts.position_embedding is not None and "position_ids" in forward
+        self._takes_types = "token_type_ids" in forward and any("token_type" in n for n in self.parts.embedding_names)
+
+    def _base(self) -> nn.Module:
+        base = getattr(self.model, "get_base_model", lambda: self.model)()
+        assert isinstance(base, nn.Module)
+        return base
+
+    @property
+    def types(self) -> int:
+        """How many segment types the model knows."""
+        if not self._takes_types:
+            return 1
+        name = next(n for n in self.parts.embedding_names if "token_type" in n)
+        return int(self.model.get_parameter(name).shape[0])
+
+    @torch.no_grad()
+    def first(self, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
+        """Inputs of block 0's attention for ``tokens`` ``(k,)`` at ``position``: ``(k, hidden)``."""
+        block = self.parts.blocks[0]
+        if self.parts.position_embedding is None or self._takes_positions:
+            ids = tokens[:, None]
+            extra: dict[str, Tensor] = {}
+            if self._takes_positions:
+                known = position_ids(self.model, position + 1)
+                assert known is not None
+                extra["position_ids"] = known[-1].expand_as(ids)
+        else:  # the model counts positions itself: put the token behind fillers
+            ids = torch.cat([torch.full((len(tokens), position), 1), tokens[:, None]], 1)
+            extra = {}
+        if self._takes_types:
+            extra["token_type_ids"] = torch.full_like(ids, segment)
+        module = block.qkv[0].module
+        return layer_inputs(self.model, [module], input_ids=ids, attention_mask=torch.ones_like(ids), **extra)[module][:, -1]
+
+    @torch.no_grad()
+    def deep(self, ids: Tensor, mask: Tensor, blocks: Sequence[Block], types: Tensor | None = None) -> Mapping[int, Tensor]:
+        """Inputs of the attention of ``blocks`` for sequences ``(k, length)``: block index -> ``(k, length, hidden)``."""
+        modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
+        extra = {} if types is None or not self._takes_types else {"token_type_ids": types}
+        found = layer_inputs(self.model, modules, input_ids=ids, attention_mask=mask, **extra)
+        return {b.index: found[b.qkv[0].module] for b in blocks}
