@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -65,21 +66,24 @@ def relative_error(
     guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None
 ) -> float:
     """``||a * guess - observed|| / ||observed||`` over visible entries, at the best scale ``a`` (clipping rescales)."""
+    pairs = []
     inner = own = square = 0.0
     for name, target in observed.items():
-        if name not in guess:
-            square += float(target.double().square().sum())
-            continue
         mask = None if visible is None else visible.get(name)
-        a, b = guess[name].double(), target.double()
-        if mask is not None:
-            a, b = a[mask], b[mask]
-        inner += float((a * b).sum())
-        own += float(a.square().sum())
-        square += float(b.square().sum())
-    if square == 0.0:
+        b = target.flatten() if mask is None else target[mask]
+        square += float(b.norm().double()) ** 2
+        if name in guess:
+            a = guess[name].flatten() if mask is None else guess[name][mask]
+            inner += float(a @ b)
+            own += float(a.norm().double()) ** 2
+            pairs.append((a, b))
+    if square == 0.0 or own == 0.0:
         return float("inf")
-    return max(0.0, 1.0 - inner * max(inner, 0.0) / (own * square)) ** 0.5 if own > 0 else 1.0
+    scale = max(inner, 0.0) / own
+    # The difference itself, not 1 - cos^2: that would vanish below the square root of the precision.
+    missed = square - sum(float(b.norm().double()) ** 2 for _, b in pairs)
+    error = max(missed, 0.0) + sum(float((b - scale * a).norm().double()) ** 2 for a, b in pairs)
+    return math.sqrt(error / square)
 
 
 def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from rasura.attacks.span.grouping import affinity, cluster
 from rasura.attacks.span.prefixes import choose, finish, grow
-from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_gradients
+from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
 from rasura.attacks.span.sentences import Checker, choices, search
 from rasura.attacks.span.tokens import Row, candidates, plain, robust
 from rasura.attacks.verify import VERIFIED, check
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.values import UNKNOWN, Grant, Observation, Reconstruction
+from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import parts
 
 Sentences = list[list[tuple[int, int]]]
@@ -55,9 +55,12 @@ class Span:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)
-        if not any(visible_gradients(seen, block.qkv) for block in known.blocks):
+        blocks = visible_blocks(seen)
+        if not blocks:
             raise NotApplicable("no whole query, key or value gradient is visible")
-        spaces = block_spaces(seen)
+        # The first visible block names tokens; one or two deeper ones tell texts apart.
+        one_text = Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal
+        spaces = block_spaces(seen, blocks[: 1 if one_text else 3])
         if not spaces:
             raise AttackFailed(
                 f"the gradients show no row space: the batch holds {known.hidden} tokens or more, or noise covers the gap"
@@ -167,7 +170,7 @@ class Span:
         tokens = tuple(tuple(t for t, _ in text) for text in texts)
         segments = [[s for _, s in text] for text in texts]
         error, labels = (float("inf"), None) if active else check(seen, tokens, segments)
-        details = {
+        details: dict[str, Parameter] = {
             "rank": max(s.rank for s in spaces.values()),
             "blocks": ",".join(map(str, sorted(spaces))),
             "dropout_fit": active,

@@ -45,15 +45,15 @@ class Grower:
             return self.ids
         key = position if self.inputs.parts.position_embedding is not None else 0
         if key not in self._bag:
-            residual = self.spaces[0].residual(self.inputs.first(self.ids, key))
-            self._bag[key] = self.ids[residual < max(TOLERANCE, 10 * self.spaces[0].floor)]
+            tolerance = max(TOLERANCE, 10 * self.spaces[0].floor)
+            self._bag[key] = self.ids[self.inputs.within(self.spaces[0], self.ids, key, tolerance)[0]]
         return self._bag[key]
 
     @torch.no_grad()
     def residuals(self, sequences: Tensor) -> Tensor:
         """Largest residual of the last position of each sequence ``(k, length)`` over the deep visible blocks."""
         out = []
-        for chunk in sequences.split(max(1, ROWS // sequences.shape[1])):
+        for chunk in torch.split(sequences, max(1, ROWS // sequences.shape[1])):
             states = self.inputs.deep(chunk, torch.ones_like(chunk), self.deep)
             each = [self.spaces[b.index].residual(states[b.index][:, -1].double()) for b in self.deep]
             out.append(torch.stack(each).amax(0))
@@ -129,7 +129,7 @@ def next_token_scores(seen: Observation, prefixes: list[Prefix], inputs: Inputs)
     stacked = torch.cat(states)
     if len(stacked) > stacked.shape[1]:
         return None
-    deltas = (gradient.double() @ torch.linalg.pinv(stacked, rtol=1e-9)).T
+    deltas: Tensor = (gradient.double() @ torch.linalg.pinv(stacked, rtol=1e-9)).T
     return -deltas[ends]
 
 

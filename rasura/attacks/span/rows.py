@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from rasura.values import Observation
 from rasura.victims.models import Block, Linear, layer_inputs, parts, position_ids
 
+CHUNK = 2048
+"""Tokens whose inputs are computed at once when a whole vocabulary is tested."""
+
 GAP = 30.0
 """Smallest ratio of neighbouring singular values that counts as the end of the row space."""
 
@@ -39,6 +42,14 @@ class RowSpace:
         outside = x - (x @ basis) @ basis.T
         size: Tensor = outside.norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
         return size
+
+
+    def missing(self, x: Tensor) -> Tensor:
+        """``residual`` squared, as ``1 - ||projection||^2 / ||x||^2``: half the work, and good to 1e-6 in float32."""
+        whole = torch.linalg.vector_norm(x, dim=-1).square()
+        inside = torch.linalg.vector_norm(x @ self.basis.to(x.dtype), dim=-1).square()
+        out: Tensor = 1 - inside / whole.clamp_min(1e-30)
+        return out
 
 
 def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
@@ -74,14 +85,15 @@ def visible_gradients(seen: Observation, linears: Sequence[Linear]) -> list[Tens
     return out
 
 
-def block_spaces(seen: Observation) -> dict[int, RowSpace]:
-    """The row space of the attention input of every block whose Q/K/V gradients are visible, by block index."""
-    out = {}
-    for block in parts(seen.model).blocks:
-        space = row_space(visible_gradients(seen, block.qkv))
-        if space is not None:
-            out[block.index] = space
-    return out
+def visible_blocks(seen: Observation) -> tuple[Block, ...]:
+    """Blocks with at least one whole Q/K/V gradient in sight."""
+    return tuple(b for b in parts(seen.model).blocks if visible_gradients(seen, b.qkv))
+
+
+def block_spaces(seen: Observation, blocks: Sequence[Block]) -> dict[int, RowSpace]:
+    """The row space of the attention input of each of ``blocks`` that shows one, by block index."""
+    found = {block.index: row_space(visible_gradients(seen, block.qkv)) for block in blocks}
+    return {index: space for index, space in found.items() if space is not None}
 
 
 class Inputs:
@@ -125,6 +137,22 @@ class Inputs:
             extra["token_type_ids"] = torch.full_like(ids, segment)
         module = block.qkv[0].module
         return layer_inputs(self.model, [module], input_ids=ids, attention_mask=torch.ones_like(ids), **extra)[module][:, -1]
+
+    def scan(self, space: RowSpace, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
+        """``space.missing`` of the first inputs of all ``tokens``, ``(k,)``; in chunks that stay in the cache."""
+        return torch.cat([space.missing(self.first(chunk, position, segment)) for chunk in torch.split(tokens, CHUNK)])
+
+    def within(
+        self, space: RowSpace, tokens: Tensor, position: int, tolerance: float, segment: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices of the ``tokens`` whose residual is under ``tolerance``, best first, their inputs and residuals."""
+        loose = max(3e-3, 2 * tolerance) ** 2
+        hits = self.scan(space, tokens, position, segment).lt(loose).nonzero().flatten()
+        states = self.first(tokens[hits], position, segment).double()
+        residual = space.residual(states)
+        order = residual.argsort()
+        order = order[residual[order] < tolerance]
+        return hits[order], states[order], residual[order]
 
     @torch.no_grad()
     def deep(self, ids: Tensor, mask: Tensor, blocks: Sequence[Block], types: Tensor | None = None) -> Mapping[int, Tensor]:

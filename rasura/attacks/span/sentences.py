@@ -40,10 +40,11 @@ class Checker:
         ids, mask = pad([[t for t, _ in s] for s in sequences], self.pad_id)
         types, _ = pad([[g for _, g in s] for s in sequences], 0)
         out = []
-        for a, b, c in zip(ids.split(128), mask.split(128), types.split(128)):
-            states = self.inputs.deep(a, b, self.deep, c)
+        for start in range(0, len(ids), 128):
+            rows = slice(start, start + 128)
+            states = self.inputs.deep(ids[rows], mask[rows], self.deep, types[rows])
             each = [self.spaces[k.index].residual(states[k.index]) for k in self.deep]
-            out.append((torch.stack(each).mean(0) * b).sum(1) / b.sum(1))
+            out.append((torch.stack(each).mean(0) * mask[rows]).sum(1) / mask[rows].sum(1))
         return torch.cat(out)
 
 

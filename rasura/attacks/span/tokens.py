@@ -35,12 +35,10 @@ def plain(space: RowSpace, inputs: Inputs, ids: Tensor, position: int) -> list[R
     """Tokens whose input at ``position`` lies in the row space, best first (DAGER's first-layer test)."""
     tolerance = max(TOLERANCE, 10 * space.floor)
     for segment in range(inputs.types):
-        states = inputs.first(ids, position, segment)
-        residual = space.residual(states)
-        order = residual.argsort()
-        hits = order[: int((residual < tolerance).sum())].tolist()
-        if hits:
-            return [Row(position, int(ids[i]), segment, states[i].double(), float(residual[i])) for i in hits]
+        hits, states, residual = inputs.within(space, ids, position, tolerance, segment)
+        if len(hits):
+            found = zip(ids[hits].tolist(), states, residual.tolist())
+            return [Row(position, token, segment, state, r) for token, state, r in found]
     return []
 
 
@@ -122,14 +120,14 @@ def robust(
     ``copies`` is how many texts the batch holds: the same token may stand at this position in each of them.
     """
     for segment in range(inputs.types):
-        states = inputs.first(ids, position, segment)
-        best = space.residual(states).argsort()[:prefilter]
-        targets = states[best].double()
+        missing = inputs.scan(space, ids, position, segment)
+        best = ids[missing.topk(min(prefilter, len(ids)), largest=False).indices]
+        targets = inputs.first(best, position, segment).double()
         rows: list[Row] = []
         for index, x in _fits(space, targets, copies, starts, rng):
-            known = [row for row in rows if row.token == int(ids[best[index]])]
+            known = [row for row in rows if row.token == int(best[index])]
             if all(float((row.input - x).norm()) > 1e-2 * float(x.norm()) for row in known):
-                rows.append(Row(position, int(ids[best[index]]), segment, x, 0.0))
+                rows.append(Row(position, int(best[index]), segment, x, 0.0))
         if rows:
             return rows
     return []
