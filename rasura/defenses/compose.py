@@ -1,0 +1,66 @@
+"""Composing defenses: ``chain`` keeps the order of the stages, ``mean`` is the aggregation that everybody uses."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Generator
+
+from rasura.interfaces import Defense, InputError, Transform
+from rasura.values import Gradients, Mechanism, PerExample, Stage
+
+ORDER = (Stage.DATA, Stage.MODEL, Stage.AGGREGATE, Stage.WIRE)
+"""The stages in the order in which a step runs through them."""
+
+
+def stateless(_: Any) -> None:
+    """The ``init`` of a transform that keeps no state."""
+    return
+
+
+def none() -> Defense:
+    """No protection at all: the empty chain."""
+    return ()
+
+
+def mean() -> Transform[PerExample, Gradients, None]:
+    """The gradient of the mean loss of the batch: what plain training sends."""
+
+    def apply(examples: PerExample, state: None, rng: Generator) -> tuple[Gradients, None]:
+        return examples.mean(), None
+
+    return Transform(Stage.AGGREGATE, Mechanism("mean", Stage.AGGREGATE), stateless, apply)
+
+
+def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:
+    """Join transforms and defenses into one defense, in the order given; ``chain()`` is no protection.
+
+    Raises ``InputError`` that names both parts when a stage stands before an earlier one (DATA < MODEL < AGGREGATE < WIRE),
+    and when two parts aggregate. The order is refused, not repaired: what is described must be what runs.
+    """
+    flat: list[Transform[Any, Any, Any]] = []
+    for part in parts:
+        for one in part if isinstance(part, tuple) else (part,):
+            if not isinstance(one, Transform):
+                raise InputError(f"a {type(one).__name__} is not a defense; expected a Transform or a tuple of them")
+            flat.append(one)
+    for before, after in pairwise(flat):
+        if ORDER.index(before.stage) > ORDER.index(after.stage):
+            raise InputError(
+                f"'{before.mechanism.name}' ({before.stage.value}) stands before "
+                f"'{after.mechanism.name}' ({after.stage.value}); the order is {' < '.join(s.value for s in ORDER)}: "
+                f"put '{after.mechanism.name}' first"
+            )
+    aggregations = [one.mechanism.name for one in flat if one.stage is Stage.AGGREGATE]
+    if len(aggregations) > 1:
+        raise InputError(f"'{aggregations[0]}' and '{aggregations[1]}' both aggregate the batch; leave one of them out")
+    return tuple(flat)
+
+
+def with_aggregation(defense: Defense) -> Defense:
+    """``defense`` with ``mean()`` put where the aggregation stands, unless it has one already."""
+    if any(one.stage is Stage.AGGREGATE for one in defense):
+        return defense
+    before = tuple(one for one in defense if ORDER.index(one.stage) < ORDER.index(Stage.AGGREGATE))
+    return (*before, mean(), *defense[len(before) :])

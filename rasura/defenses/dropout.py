@@ -1,0 +1,64 @@
+"""Active dropout: the client trains with random masks that the server does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Generator, nn
+
+from rasura.defenses.compose import stateless
+from rasura.interfaces import InputError, Transform
+from rasura.values import Mechanism, Stage
+
+_RATES = ("attention_dropout", "dropout", "hidden_dropout", "activation_dropout")
+"""Float attributes that models hand to ``F.dropout`` (Llama, OPT) where others keep an ``nn.Dropout``."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a model's dropout was: the probability by module and attribute, and every module's training flag."""
+
+    rates: tuple[tuple[nn.Module, str, float], ...]
+    modes: tuple[tuple[nn.Module, bool], ...]
+
+
+def _rates(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            yield module, "p", module.p
+        for name in _RATES:
+            value = module.__dict__.get(name)
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                yield module, name, value
+
+
+def dropout(p: float) -> Transform[nn.Module, nn.Module, Rates | None]:
+    """Train with every dropout of the model at probability ``p``, attention dropout included; ``undo`` restores all.
+
+    Models of transformers 5 draw attention dropout with ``F.dropout`` from a module's ``p`` or from a plain float, so both
+    are set and the model is put in train mode. A family without hidden dropout (Llama) drops attention weights only. The
+    masks come from torch's global generator, which the step seeds. Raises ``InputError`` unless ``0 <= p < 1``, and for a
+    model that has no dropout at all.
+    """
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise InputError(f"dropout: p is {p!r}; expected a probability of at least 0 and below 1")
+
+    def apply(model: nn.Module, state: Rates | None, rng: Generator) -> tuple[nn.Module, Rates | None]:
+        before = Rates(tuple(_rates(model)), tuple((m, m.training) for m in model.modules()))
+        if not before.rates:
+            raise InputError(f"dropout: {type(model).__name__} has no dropout to set; use another defense")
+        model.train()
+        for module, name, _ in before.rates:
+            setattr(module, name, float(p))
+        return model, before
+
+    def undo(model: nn.Module, state: Rates | None) -> nn.Module:
+        if state is not None:
+            for module, name, value in state.rates:
+                setattr(module, name, value)
+            for module, mode in state.modes:
+                module.training = mode
+        return model
+
+    return Transform(Stage.MODEL, Mechanism("dropout", Stage.MODEL, {"p": float(p)}), stateless, apply, undo)

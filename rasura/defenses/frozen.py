@@ -1,0 +1,66 @@
+"""Frozen lower layers: their gradients are never computed, so they cannot leave the client.
+
+It is a popular speed-up and looks like a protection. How little it protects: the audit's span attacks read the text from any
+layer that stays trainable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Generator, nn
+
+from rasura.defenses.compose import stateless
+from rasura.defenses.structure import blocks, embedding_parameters
+from rasura.interfaces import InputError, Transform
+from rasura.values import Mechanism, Parameter, Stage
+
+Frozen = list[nn.Parameter] | None
+"""The state: the parameters that were trainable before, which ``undo`` makes trainable again."""
+
+
+def _freeze(
+    name: str, parameters: dict[str, Parameter], select: Callable[[nn.Module], list[nn.Parameter]]
+) -> Transform[nn.Module, nn.Module, Frozen]:
+    def apply(model: nn.Module, state: Frozen, rng: Generator) -> tuple[nn.Module, Frozen]:
+        frozen = [p for p in select(model) if p.requires_grad]
+        chosen = {id(p) for p in frozen}
+        if not any(p.requires_grad and id(p) not in chosen for p in model.parameters()):
+            raise InputError(f"'{name}' leaves nothing to train in {type(model).__name__}; freeze fewer layers")
+        for p in frozen:
+            p.requires_grad_(False)
+        return model, frozen
+
+    def undo(model: nn.Module, state: Frozen) -> nn.Module:
+        for p in state or ():
+            p.requires_grad_(True)
+        return model
+
+    return Transform(Stage.MODEL, Mechanism(name, Stage.MODEL, parameters), stateless, apply, undo)
+
+
+def frozen_embeddings() -> Transform[nn.Module, nn.Module, Frozen]:
+    """Freeze the embeddings (words, positions, types, their norm), as in GRAB's practical setting (GRAB, sec. 5).
+
+    A causal model that ties its output layer to the word embedding has that layer frozen too: it is one parameter. Under
+    LoRA the base embeddings are frozen already and this changes nothing.
+    """
+    return _freeze("frozen-embeddings", {}, embedding_parameters)
+
+
+def frozen_blocks(n: int) -> Transform[nn.Module, nn.Module, Frozen]:
+    """Freeze the embeddings and the first ``n`` transformer blocks; ``frozen_blocks(0)`` freezes the embeddings alone.
+
+    Raises ``InputError`` for a negative ``n``, and when the model has fewer than ``n`` blocks. Adapters (LoRA) inside a
+    frozen block are frozen with it.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 0:
+        raise InputError(f"frozen-blocks: n is {n!r}; expected a whole number of blocks, 0 or more")
+
+    def select(model: nn.Module) -> list[nn.Parameter]:
+        stack = blocks(model)
+        if n > len(stack):
+            raise InputError(f"frozen-blocks: n is {n}, but the model has {len(stack)} blocks; pass {len(stack)} or fewer")
+        return embedding_parameters(model) + [p for block in list(stack)[:n] for p in block.parameters()]
+
+    return _freeze("frozen-blocks", {"n": n}, select)

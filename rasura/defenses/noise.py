@@ -1,0 +1,75 @@
+"""Clipping with Gaussian or Laplace noise on a whole batch's gradient, as the attack papers evaluate it.
+
+No formal guarantee is claimed for this per-batch form: differential privacy for single texts needs clipping *per example*
+(DP-SGD), noise from a cryptographic source, and accounting over all steps. In a real deployment pass
+``rasura.rng.secret_generator()``, which the operating system seeds: whoever knows a seed can subtract the noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+from rasura.defenses.compose import stateless
+from rasura.interfaces import InputError, Transform
+from rasura.values import Mechanism, Message, Stage
+
+Draw = Callable[[torch.Size, Generator], Tensor]
+
+
+def visible_norm(message: Message) -> float:
+    """The Euclidean norm of all entries of ``message`` together (entries that are not visible are zero)."""
+    return math.sqrt(sum(float(g.double().square().sum()) for g in message.gradients.values()))
+
+
+def _noise(name: str, knob: str, width: float, clip: float, draw: Draw) -> Transform[Message, Message, None]:
+    for label, value, least in ((knob, width, 0.0), ("clip", clip, None)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+        if not number or (value < 0 if least is not None else value <= 0):
+            wanted = "0 or more" if least is not None else "above 0 (float('inf') for no clipping)"
+            raise InputError(f"{name}: {label} is {value!r}; expected a number {wanted}")
+    if math.isinf(width):
+        raise InputError(f"{name}: {knob} is infinite; expected a finite number")
+
+    def apply(message: Message, state: None, rng: Generator) -> tuple[Message, None]:
+        norm = visible_norm(message)
+        factor = min(1.0, clip / norm) if norm > 0 else 1.0
+        noisy = {}
+        for key, gradient in message.gradients.items():
+            out = gradient * factor if factor < 1 else gradient
+            if width > 0:
+                # Drawn on the CPU in float32, so that a seed gives the same noise on every device and for every dtype.
+                noise = draw(gradient.shape, rng).mul_(width).to(gradient)
+                mask = message.visible.get(key)
+                out = out + (noise if mask is None else noise * mask.to(noise))
+            noisy[key] = out
+        return Message(noisy, message.visible, message.sealed, message.kind), None
+
+    mechanism = Mechanism(name, Stage.WIRE, {knob: float(width), "clip": float(clip)})
+    return Transform(Stage.WIRE, mechanism, stateless, apply)
+
+
+def gaussian_noise(sigma: float, clip: float = 1.0) -> Transform[Message, Message, None]:
+    """Clip the whole gradient to norm ``clip``, then add Gaussian noise of deviation ``sigma`` to every visible entry.
+
+    ``sigma`` is in the units of the gradient, not a multiple of ``clip``. ``sigma=0, clip=inf`` changes nothing. Raises
+    ``InputError`` unless ``sigma >= 0`` and ``clip > 0``. See the module for what this does not guarantee.
+    """
+    return _noise("gaussian", "sigma", sigma, clip, lambda shape, rng: torch.randn(shape, generator=rng))
+
+
+def laplace_noise(scale: float, clip: float = 1.0) -> Transform[Message, Message, None]:
+    """Clip the whole gradient to norm ``clip``, then add Laplace noise of ``scale`` b to every visible entry.
+
+    The standard deviation of an entry is ``sqrt(2) * b``. Raises ``InputError`` unless ``scale >= 0`` and ``clip > 0``. See
+    the module for what this does not guarantee.
+    """
+
+    def draw(shape: torch.Size, rng: Generator) -> Tensor:
+        # The difference of two exponentials is Laplace, without the lost tail of inverting a 24-bit uniform.
+        return torch.empty(shape).exponential_(generator=rng) - torch.empty(shape).exponential_(generator=rng)
+
+    return _noise("laplace", "scale", scale, clip, draw)

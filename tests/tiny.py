@@ -1,0 +1,92 @@
+"""Tiny random models of the families, a small vocabulary and batches: what several tests build on. No files, no network."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from rasura.values import Batch, Task, Vocabulary
+
+WORDS = 300
+PAD, CLS, SEP = 0, 1, 2
+FAMILIES = ("bert", "roberta", "distilbert", "gpt2", "llama")
+ENCODERS = FAMILIES[:3]
+_NAMES = ["the", "of", "and", "to", "a", "in", ".", ","]
+
+
+def _word(i: int) -> str:
+    return _NAMES[i - 3] if 3 <= i < 3 + len(_NAMES) else f"w{i}"
+
+
+_IDS = {_word(i): i for i in range(3, WORDS)}
+
+VOCABULARY = Vocabulary(
+    size=WORDS,
+    decode=lambda ids: " ".join(_word(i) for i in ids),
+    encode=lambda text: [_IDS[w] for w in text.split() if w in _IDS],
+    prefix=(CLS,),
+    suffix=(SEP,),
+    pad_id=PAD,
+    special_ids=frozenset({PAD, CLS, SEP}),
+)
+"""Words ``w11 w12 ...`` and a few real ones; id 0 pads, 1 and 2 stand around every text."""
+
+CAUSAL_VOCABULARY = Vocabulary(
+    VOCABULARY.size, VOCABULARY.decode, VOCABULARY.encode, (CLS,), (), PAD, VOCABULARY.special_ids
+)
+"""The same without an end token."""
+
+
+def tiny(
+    family: str,
+    task: str,
+    *,
+    num_labels: int = 3,
+    hidden: int = 64,
+    blocks: int = 2,
+    tied: bool | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A random model in eval mode, eager attention, with the given number of blocks. ``tied`` as the family does if None."""
+    torch.manual_seed(seed)
+    common = {"vocab_size": WORDS, "pad_token_id": PAD, "num_labels": num_labels, "attn_implementation": "eager"}
+    names = {
+        "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": 4, "intermediate_size": 2 * hidden,
+        "max_position_embeddings": 64,
+    }  # fmt: skip
+    tie = {} if tied is None else {"tie_word_embeddings": tied}
+    if family == "bert":
+        return transformers.BertForSequenceClassification(transformers.BertConfig(**common, **names)).eval()
+    if family == "roberta":
+        return transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**common, **names)).eval()
+    if family == "distilbert":
+        own = {"dim": hidden, "n_layers": blocks, "n_heads": 4, "hidden_dim": 2 * hidden, "max_position_embeddings": 64}
+        return transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(**common, **own)).eval()
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            **common, **tie, n_embd=hidden, n_layer=blocks, n_head=4, n_positions=64, bos_token_id=CLS, eos_token_id=SEP
+        )
+        causal, classifier = transformers.GPT2LMHeadModel, transformers.GPT2ForSequenceClassification
+        return (causal if task == "causal" else classifier)(config).eval()
+    config = transformers.LlamaConfig(**common, **names, **tie, bos_token_id=CLS, eos_token_id=SEP)
+    causal, classifier = transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification
+    return (causal if task == "causal" else classifier)(config).eval()
+
+
+def batch_of(rows: list[list[int]], task: Task | str, labels: list[int] | None = None) -> Batch:
+    """A batch of id rows (special tokens included), padded on the right."""
+    longest = max(map(len, rows))
+    ids = torch.tensor([r + [PAD] * (longest - len(r)) for r in rows])
+    mask = torch.tensor([[1] * len(r) + [0] * (longest - len(r)) for r in rows])
+    target: Tensor = torch.where(mask.bool(), ids, -100) if task == "causal" else torch.tensor(labels or [0] * len(rows))
+    texts = tuple(VOCABULARY.text(r) for r in rows)
+    return Batch(ids, mask, target, texts, texts, special_ids=VOCABULARY.special_ids)
+
+
+def batch_for(task: Task | str, rows: int = 2) -> Batch:
+    """Texts of different lengths with repeated words."""
+    texts = [
+        [CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP], [CLS, 70, 9, SEP],
+    ]  # fmt: skip
+    return batch_of(texts[:rows], task, [1, 0, 2, 1][:rows])
