@@ -1,0 +1,53 @@
+"""The blind attack: guesses from the prior alone and never looks at the update. Every risk is measured against it."""
+
+from __future__ import annotations
+
+from torch import Generator
+
+from rasura.interfaces import Budget
+from rasura.priors.ngram import Unigram
+from rasura.values import Grant, Observation, Reconstruction
+
+
+def best_guess(prior: Unigram, length: int) -> tuple[int, ...]:
+    """The tokens with the best expected F1 (ROUGE-1) against a text of ``length`` tokens, special ones left out.
+
+    Expected F1 of m guesses is ``2 * (sum of their gains) / (m + length)``; gains fall, so the best m is a prefix.
+    """
+    best, best_size, total = 0.0, 0, 0.0
+    copies = prior.expected_copies(length)[:length]
+    for size, (gain, _) in enumerate(copies, start=1):
+        total += gain
+        if 2 * total / (size + length) > best:
+            best, best_size = 2 * total / (size + length), size
+    return tuple(token for _, token in copies[:best_size])
+
+
+class Blind:
+    """What anybody could guess: the commonest tokens of the language, or of reference text of the same kind.
+
+    Without a granted batch size it guesses one text, without lengths a text of usual length. Every text of a batch gets the
+    best guess for its length. Reads no gradient.
+    """
+
+    name = "blind"
+    needs = frozenset({Grant.BASE_MODEL})
+    uses = frozenset({Grant.BATCH_SIZE, Grant.LENGTHS, Grant.REFERENCE_TEXT})
+
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        vocabulary = seen.vocabulary
+        if Grant.REFERENCE_TEXT in seen and seen.reference_text:
+            prior = Unigram.of(vocabulary, seen.reference_text)
+        else:
+            prior = Unigram.english(vocabulary)
+        around = len(vocabulary.prefix) + len(vocabulary.suffix)
+        if Grant.LENGTHS in seen:
+            lengths = [max(1, n - around) for n in seen.lengths]
+        else:
+            lengths = [prior.typical_tokens] * (seen.batch_size if Grant.BATCH_SIZE in seen else 1)
+        guesses = {n: (*vocabulary.prefix, *best_guess(prior, n), *vocabulary.suffix) for n in set(lengths)}
+        return Reconstruction(
+            tuple(guesses[n] for n in lengths),
+            confidence="none",
+            details={"prior": "reference text" if Grant.REFERENCE_TEXT in seen else "English words"},
+        )
