@@ -137,7 +137,8 @@ def check(
         return float("inf"), None
     pad_id = seen.vocabulary.pad_id or 0
     ids, mask = pad(tokens, pad_id)
-    type_ids = None if types is None else pad(types, 0)[0]
+    # GPT-2 adds a word embedding for segment 0 when it is told of segments, so say nothing where there are none.
+    type_ids = pad(types, 0)[0] if types is not None and any(any(t) for t in types) else None
     best, best_labels = float("inf"), None
     for labels in labelings(seen, ids, mask, type_ids):
         guess = gradient_of(seen.model, ids, mask, labels, seen.gradients, type_ids)

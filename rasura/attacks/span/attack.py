@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rasura.attacks.span.endings import finish
 from rasura.attacks.span.grouping import affinity, cluster
-from rasura.attacks.span.prefixes import choose, finish, grow
+from rasura.attacks.span.prefixes import choose, grow
 from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
 from rasura.attacks.span.sentences import Checker, choices, search
 from rasura.attacks.span.tokens import Row, candidates, plain, robust

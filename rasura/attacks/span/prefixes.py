@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.span.rows import Inputs, RowSpace
-from rasura.values import UNKNOWN, Observation
-from rasura.victims.models import layer_inputs
+from rasura.values import Observation
 
 TOLERANCE = 1e-3
 """Largest residual of a true prefix: float32 through several blocks leaves 1e-7 to 1e-5, a wrong token 1e-2 and more."""
@@ -104,46 +103,6 @@ def grow(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs, ids:
         if not alive:
             break
     return done + [p for p in alive if p.tokens]
-
-
-def next_token_scores(seen: Observation, prefixes: list[Prefix], inputs: Inputs) -> Tensor | None:
-    """What the output layer's gradient says about the token behind each prefix: ``(prefixes, vocabulary)``, higher likelier.
-
-    The head's gradient is ``sum_t delta_t h_t^T`` with ``delta = softmax - onehot(next token)``, over all positions of all
-    prefixes; with the states h known it is solved for delta. None where the head's gradient is hidden.
-    """
-    head = inputs.parts.head
-    if head is None or (head.weight not in seen.gradients and not inputs.parts.tied) or seen.task != "causal":
-        return None
-    name = head.weight if head.weight in seen.gradients else inputs.parts.word_embedding
-    gradient = seen.gradients.get(name)
-    if gradient is None or name in seen.visible:
-        return None
-    states, ends = [], []
-    with torch.no_grad():
-        for prefix in prefixes:
-            ids = torch.tensor([prefix.tokens])
-            h = layer_inputs(inputs.model, [head.module], input_ids=ids, attention_mask=torch.ones_like(ids))[head.module]
-            states.append(h[0].double())
-            ends.append(sum(len(s) for s in states) - 1)
-    stacked = torch.cat(states)
-    if len(stacked) > stacked.shape[1]:
-        return None
-    deltas: Tensor = (gradient.double() @ torch.linalg.pinv(stacked, rtol=1e-9)).T
-    return -deltas[ends]
-
-
-def finish(seen: Observation, prefixes: list[Prefix], inputs: Inputs) -> list[tuple[int, ...]]:
-    """Add the last token of each text, which no block's gradient holds in a causal loss: only the output layer names it.
-
-    ``UNKNOWN`` where the output layer's gradient is hidden. Classification losses have no such token.
-    """
-    if seen.task != "causal":
-        return [p.tokens for p in prefixes]
-    scores = next_token_scores(seen, prefixes, inputs)
-    if scores is None:
-        return [(*p.tokens, UNKNOWN) for p in prefixes]
-    return [(*p.tokens, int(s.argmax())) for p, s in zip(prefixes, scores)]
 
 
 def choose(prefixes: list[Prefix], batch_size: int | None, lengths: tuple[int, ...] | None) -> list[Prefix]:

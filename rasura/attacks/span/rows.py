@@ -148,6 +148,8 @@ class Inputs:
         """Indices of the ``tokens`` whose residual is under ``tolerance``, best first, their inputs and residuals."""
         loose = max(3e-3, 2 * tolerance) ** 2
         hits = self.scan(space, tokens, position, segment).lt(loose).nonzero().flatten()
+        if not len(hits):
+            return hits, torch.empty(0, self.parts.hidden, dtype=torch.double), torch.empty(0, dtype=torch.double)
         states = self.first(tokens[hits], position, segment).double()
         residual = space.residual(states)
         order = residual.argsort()

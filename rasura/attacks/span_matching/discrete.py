@@ -83,7 +83,8 @@ def repair(
     hole's embedding alone, and its ``nearest`` tokens are tried. Returns the best text found, ``text`` itself at worst.
     Copies of a word and words that no restart found need this: no single replacement, swap or move mends them.
     """
-    layouts, spots = [], []
+    layouts: list[Tensor] = []
+    spots: list[tuple[int, int]] = []
     for b, i in free:
         for c, j in free:
             if c == b:
@@ -102,19 +103,20 @@ def repair(
         scores = torch.cat([objective.embeddings(e, 0.0) for e in torch.split(embedded, 64)])
     best = scores.topk(min(holes, len(scores)), largest=False).indices
     rows = torch.arange(len(best))
-    b, j = where[best, 0], where[best, 1]
+    texts, columns = where[best, 0], where[best, 1]
     base = embedded[best]
-    hole = base[rows, b, j].clone().requires_grad_(True)
+    hole = base[rows, texts, columns].clone().requires_grad_(True)
     optimizer = torch.optim.Adam([hole], lr=rate)
     for _ in range(steps):
         optimizer.zero_grad()
         e = base.clone()
-        e[rows, b, j] = hole
+        e[rows, texts, columns] = hole
         (hole.grad,) = torch.autograd.grad(objective.embeddings(e, 0.0).sum(), hole)
         optimizer.step()
     unit = torch.nn.functional.normalize(table[ordinary], dim=1)
     near = ordinary[(torch.nn.functional.normalize(hole.detach(), dim=1) @ unit.T).topk(nearest, dim=1).indices]
     filled = tried[best].repeat_interleave(nearest, 0)
-    filled[torch.arange(len(filled)), b.repeat_interleave(nearest), j.repeat_interleave(nearest)] = near.flatten()
+    wide = [x.repeat_interleave(nearest) for x in (texts, columns)]
+    filled[torch.arange(len(filled)), wide[0], wide[1]] = near.flatten()
     every = torch.cat([text[None], filled])
     return every[int(objective.ids(every).argmin())]
