@@ -1,0 +1,146 @@
+"""Labels from the head: softmax minus one-hot, summed over the batch, is the gradient of the classifier's bias.
+
+The sign names the labels that are present (iDLG, Zhao et al. 2020); with the batch size their counts follow (GradInversion,
+Yin et al. 2021), up to the head's own mean prediction, which the attacker's model estimates.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor, nn
+
+from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.values import Grant, Observation, Reconstruction, Vocabulary
+from rasura.victims.models import Linear, layer_inputs, parts
+
+_PROBES = 16
+_PROBE_TOKENS = 12
+_ALIGNED = 3.0
+"""Least cosine between the head's typical input and the observed one at which the sign of a bias-free head can be told, in
+multiples of what chance gives, 1 / sqrt(hidden)."""
+
+
+def _probe(model: nn.Module, head: Linear, rng: Generator, vocabulary: Vocabulary | None) -> tuple[Tensor, Tensor]:
+    """What the model makes of random texts: mean class probabilities ``(classes,)`` and mean head input ``(hidden,)``."""
+    embedding = model.get_submodule(parts(model).word_embedding.rsplit(".", 1)[0])
+    assert isinstance(embedding, nn.Embedding)
+    ids = torch.randint(0, embedding.num_embeddings, (_PROBES, _PROBE_TOKENS), generator=rng)
+    if vocabulary is not None:
+        barred = torch.tensor(sorted(vocabulary.special_ids | vocabulary.unused_ids), dtype=torch.long)
+        ids[torch.isin(ids, barred)] = next(i for i in range(vocabulary.size) if i not in set(barred.tolist()))
+        prefix, suffix = torch.tensor(vocabulary.prefix).long(), torch.tensor(vocabulary.suffix).long()
+        ids = torch.cat([prefix.expand(_PROBES, -1), ids, suffix.expand(_PROBES, -1)], dim=1)
+    ids = ids.to(next(model.parameters()).device)
+    probabilities, inputs = [], []
+    with torch.no_grad():
+        # One at a time: decoders without a padding token refuse a batch.
+        for row in torch.split(ids, 1):
+            mask = torch.ones_like(row)
+            logits = model(input_ids=row, attention_mask=mask).logits
+            states = layer_inputs(model, [head.module], input_ids=row, attention_mask=mask)[head.module]
+            probabilities.append(logits[0].double().softmax(0))
+            inputs.append(states.reshape(-1, states.shape[-1])[-1].double())  # decoders score every position, use the last
+    return torch.stack(probabilities).mean(0).cpu(), torch.stack(inputs).mean(0).cpu()
+
+
+def class_deltas(seen: Observation, head: Linear, typical: Tensor) -> tuple[Tensor, bool]:
+    """Mean over the batch of softmax minus one-hot, ``(classes,)`` up to a positive factor, and whether it is exact.
+
+    From the head's bias; else from the bias of the norm before the head, whose gradient is the head's weight times the
+    deltas; else from the head's weight gradient and the ``typical`` input of the head. Raises ``NotApplicable`` when none of
+    them is in the update, ``AttackFailed`` when the last one leaves the sign open.
+    """
+    bias = seen.gradients.get(head.bias) if head.bias is not None else None
+    if head.bias is not None and bias is not None and bool(seen.visible.get(head.bias, torch.ones(1)).all()):
+        return bias.double().cpu(), True
+    weight = dict(seen.model.named_parameters())[head.weight].detach().double().cpu()
+    weight = weight.T if head.transposed else weight  # (classes, hidden)
+    for name, gradient in seen.gradients.items():
+        # Only a layer that adds into the head's input has a gradient within the head's few rows.
+        if gradient.shape == typical.shape and name not in seen.visible and name != head.bias and len(weight) < len(typical):
+            target = gradient.double().cpu()
+            deltas = torch.linalg.lstsq(weight.T, target[:, None], driver="gelsd").solution.flatten()
+            if bool(target.any()) and (deltas @ weight - target).norm() < 1e-4 * target.norm():
+                return deltas, True
+    gradient = seen.gradients.get(head.weight, torch.empty(0))
+    if not gradient.numel() or (head.weight in seen.visible and not bool(seen.visible[head.weight].any())):
+        raise NotApplicable(f"neither the head's bias nor its weight ({head.weight}) is in the update")
+    rows = (gradient.T if head.transposed else gradient).double().cpu()
+    direction = torch.linalg.svd(rows, full_matrices=False).Vh[0]
+    cosine = abs(float(direction @ typical)) / float(typical.norm())
+    needed = _ALIGNED / len(typical) ** 0.5
+    if not cosine > needed:
+        raise AttackFailed(
+            f"the head has no bias, and its input is not aligned with a typical one (cosine {cosine:.2f}, needed "
+            f"{needed:.2f}): the sign of its gradient tells no label"
+        )
+    return rows @ typical, False
+
+
+def counts(deltas: Tensor, expected: Tensor, size: int) -> list[int]:
+    """How many texts have each label: ``size * (expected - deltas)``, rounded so that it sums to ``size``.
+
+    ``expected``: the head's mean probabilities. A label with a negative delta is present for certain; the others share what
+    is left by largest remainder.
+    """
+    share = (size * (expected - deltas)).clamp_min(0)
+    least = (deltas < 0).long()
+    if int(least.sum()) >= size:
+        chosen = deltas.sort(stable=True).indices[:size]
+        return [int(i in chosen.tolist()) for i in range(len(deltas))]
+    whole = torch.maximum(share.floor().long(), least)
+    while int(whole.sum()) < size:
+        whole[int((share - whole).argmax())] += 1
+    while int(whole.sum()) > size:
+        over = torch.where(whole > least, whole - share, torch.full_like(share, -torch.inf))
+        whole[int(over.argmax())] -= 1
+    return [int(n) for n in whole]
+
+
+class LabelRecovery:
+    """Which labels the batch holds, from the head's gradient; no text is guessed (``tokens=()``).
+
+    ``labels`` lists every text's label in ascending order (which text has which cannot be told). At batch size 1 the label
+    is exact; at larger sizes the counts lean on the head's mean prediction (``details['exact']``), and on a gradient that
+    was not rescaled by clipping. Without a granted batch
+    size only the labels that are certainly present are listed, once each.
+
+    Raises ``NotApplicable`` for a causal model, a regression or multi-label head, and where the head's gradient is not in
+    the update; ``AttackFailed`` where noise hides the sign.
+    """
+
+    name = "labels"
+    needs = frozenset({Grant.MODEL})
+    uses = frozenset({Grant.BATCH_SIZE, Grant.BASE_MODEL})
+
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        if seen.task == "causal":
+            raise NotApplicable("a causal model's labels are its own tokens")
+        kind = getattr(seen.model.config, "problem_type", None)
+        head = parts(seen.model).head
+        if head is None or kind in ("regression", "multi_label_classification"):
+            raise NotApplicable(f"expected a single-label classification head, found {kind or 'no head'}")
+        vocabulary = seen.vocabulary if Grant.BASE_MODEL in seen else None
+        expected, typical = _probe(seen.model, head, rng, vocabulary)
+        if len(expected) < 2:
+            raise NotApplicable("the head has one output, a regression; expected two labels or more")
+        deltas, exact = class_deltas(seen, head, typical)
+        if not bool(torch.isfinite(deltas).all()) or not bool(deltas.any()):
+            raise AttackFailed("the head's gradient is zero or not finite")
+        # Softmax and one-hot both sum to one, so true deltas sum to zero; independent noise does not.
+        off = abs(float(deltas.sum())) / len(deltas) ** 0.5
+        noisy = off > 1e-3 * float(deltas.norm())
+        if noisy and -float(deltas.min()) < 3 * off:
+            raise AttackFailed("the head's gradient does not sum to zero over the labels: noise hides the sign")
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else None
+        details = {"exact": exact and size == 1 and not noisy, "from": "bias" if exact else "weight"}
+        if size is None:
+            labels = tuple(int(i) for i in (deltas < 0).nonzero().flatten())
+        elif size == 1:
+            labels = (int(deltas.argmin()),)
+        else:
+            if not exact:  # rows @ typical is in units of the typical input's squared norm
+                deltas = deltas / typical.square().sum()
+            found = counts(deltas, expected, size)
+            labels = tuple(label for label, n in enumerate(found) for _ in range(n))
+        return Reconstruction((), "none", labels=labels, details=details)
