@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from rasura.priors.ngram import Unigram
 from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
+from rasura.victims.loading import load
 from rasura.victims.step import step
 
 BUDGET = Budget("quick")
@@ -137,6 +139,16 @@ def test_causal_gpt2_in_order_but_for_the_last_token(tied: bool) -> None:
 def test_tied_rows_are_separated_from_the_output_part(family: str, rows: list[list[int]]) -> None:
     got = read(family, rows, "causal", tied=True)
     assert set(got.tokens[0]) - {UNKNOWN} == {i for row in rows for i in row[:-1]}
+
+
+def test_tied_rows_of_a_trained_llama(shared: Path) -> None:
+    victim = load(shared / "models" / "stories260K-hf", "causal")
+    ids = [*victim.vocabulary.prefix, *victim.vocabulary.encode("Once upon a time there was a little dog named Tim.")]
+    batch = batch_of([ids], "causal")
+    truth = step(victim.model, batch, task="causal", vocabulary=victim.vocabulary, rng=generator(0))
+    got = EmbeddingRows()(observe(truth, HONEST_SERVER), rng=generator(0), budget=BUDGET)
+    # Every word but the last, which has no gradient; that one may stand out all the same, as a target of the loss.
+    assert set(ids[:-1]) <= set(got.tokens[0]) <= set(ids)
 
 
 def test_tied_with_as_many_tokens_as_dimensions_says_so() -> None:

@@ -18,11 +18,10 @@ from rasura.values import Mechanism, Message, Stage
 
 def _smallest(scores: Tensor, count: int) -> Tensor:
     """A bool mask of exactly ``count`` smallest ``scores``; ties are taken in order."""
-    mask = torch.zeros_like(scores, dtype=torch.bool)
     if count == 0:
-        return mask
+        return torch.zeros_like(scores, dtype=torch.bool)
     cut = torch.kthvalue(scores, count).values
-    mask |= scores < cut
+    mask: Tensor = scores < cut
     ties = (scores == cut).nonzero().flatten()
     mask[ties[: count - int(mask.sum())]] = True
     return mask
@@ -33,17 +32,21 @@ def _prune(name: str, ratio: float, score: Callable[[Tensor, Generator], Tensor]
         raise InputError(f"{name}: ratio is {ratio!r}; expected the share of entries to drop, at least 0 and below 1")
 
     def apply(message: Message, state: None, rng: Generator) -> tuple[Message, None]:
-        everything = {k: torch.ones_like(g, dtype=torch.bool) for k, g in message.gradients.items()}
-        before = {k: message.visible.get(k, full) for k, full in everything.items()}
-        if not before:
+        if not message.gradients:
             return message, None
-        entries = torch.cat([g[before[k]].reshape(-1) for k, g in message.gradients.items()])
+        # Boolean indexing of millions of entries costs more than the pruning: only where something is hidden already.
+        parts = [
+            g.reshape(-1) if k not in message.visible else g[message.visible[k]] for k, g in message.gradients.items()
+        ]
+        entries = torch.cat(parts)
         keep = ~_smallest(score(entries, rng), round(ratio * entries.numel()))
-        gradients, visible, start = {}, dict(message.visible), 0
-        for key, gradient in message.gradients.items():
-            mask, shown = torch.zeros_like(before[key]), int(before[key].sum())
-            mask[before[key]] = keep[start : start + shown]
-            start += shown
+        gradients, visible = {}, dict(message.visible)
+        for (key, gradient), kept in zip(message.gradients.items(), torch.split(keep, [len(p) for p in parts])):
+            if key in message.visible:
+                mask = torch.zeros_like(message.visible[key])
+                mask[message.visible[key]] = kept
+            else:
+                mask = kept.reshape(gradient.shape)
             gradients[key], visible[key] = gradient * mask, mask
         return Message(gradients, visible, message.sealed, message.kind), None
 
