@@ -15,7 +15,7 @@ def derive(seed: int, *names: str | int) -> int:
 
 
 def generator(seed: int, *names: str | int) -> torch.Generator:
-    """A CPU generator for the stream called ``names``. For experiments only: it can be replayed by whoever knows the seed."""
+    """A CPU generator for the stream called ``names``. For experiments only: whoever knows the seed can replay it."""
     return torch.Generator().manual_seed(derive(seed, *names))
 
 

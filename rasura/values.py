@@ -98,7 +98,7 @@ class Batch:
                 "must both be (batch, length)"
             )
         if len(self.texts) != len(self.input_ids) or len(self.seen) != len(self.input_ids):
-            raise ValueError(f"{len(self.input_ids)} rows of ids but {len(self.texts)} texts and {len(self.seen)} seen texts")
+            raise ValueError(f"{len(self.input_ids)} rows of ids, {len(self.texts)} texts and {len(self.seen)} seen texts")
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])

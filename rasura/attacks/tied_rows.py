@@ -1,8 +1,8 @@
 """Tied embeddings: separating the rows of input words from the output layer's part of the same gradient.
 
 The gradient of a tied embedding is the input part, a row for every word of the batch, plus the output part
-``sum_t (p_t - onehot_t) h_t^T``, which fills every row, but only with combinations of the last hidden states h_t, one for each
-token that enters the loss. Rows outside their span hold an input word.
+``sum_t (p_t - onehot_t) h_t^T``, which fills every row, but only with combinations of the last hidden states h_t, one for
+each token that enters the loss. Rows outside their span hold an input word.
 """
 
 from __future__ import annotations

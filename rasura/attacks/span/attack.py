@@ -114,6 +114,11 @@ class Span:
         for position in range(longest if positional else 1):
             here = at(position)
             rows += here
+            if len(rows) > 2 * space.rank:
+                raise AttackFailed(
+                    f"the row space (rank {space.rank} of {inputs.parts.hidden}) accepts more tokens than it can hold: "
+                    "the batch has about as many tokens as the layer has inputs"
+                )
             empty = 0 if here else empty + 1
             if empty > (1 if active else 0) and Grant.LENGTHS not in seen:
                 break
@@ -152,7 +157,7 @@ class Span:
         if active or not score.deep:
             return [_strongest(rows, group, likeness) for group in groups if group]
         ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
-        floor = 10 * max(1e-5, max(s.floor for s in spaces.values()))
+        floor = max(5e-6, 10 * max(s.floor for s in spaces.values()))
         found = search(
             choices(rows),
             score,

@@ -1,0 +1,232 @@
+"""The audit: attack x defense x threat x batch size x seed over real batches, as a stream of Records."""
+
+from __future__ import annotations
+
+import platform
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rasura.data.text import Example, data_hash, demo_examples, encode, groups, load_examples
+from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, Unavailable
+from rasura.metrics.intervals import bootstrap
+from rasura.metrics.matching import paired, read_texts
+from rasura.metrics.sensitive import marked_words
+from rasura.metrics.text import rouge
+from rasura.plan import Plan
+from rasura.recipes import attack as make_attack
+from rasura.recipes import metric as make_metric
+from rasura.recipes import parse_defense
+from rasura.records import Record, RunStore, cell_key
+from rasura.rng import generator
+from rasura.threat import THREATS, ThreatModel, adversary_copy, observe
+from rasura.values import Reconstruction, Transcript
+from rasura.victims.loading import Victim, load
+from rasura.victims.step import step
+
+SECONDS = {"blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "span": 4.0, "span-matching": 45.0, "dlg": 40.0, "tag": 40.0}
+"""Rough CPU seconds of one attack on one short text on MiniLM, for the estimate before the start."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix."""
+
+    attack: str
+    defense: str
+    threat: str
+    batch_size: int
+    seed: int
+    batch: int
+    key: str
+
+
+class Audit:
+    """A prepared audit: inputs checked, model loaded, cells known. Iterate ``run`` to do what is not done yet."""
+
+    def __init__(self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None) -> None:
+        self.plan = plan.checked()
+        self.examples = self._examples()
+        self.defenses = {text: parse_defense(text) for text in plan.defenses}
+        self.metrics = {name: make_metric(name) for name in plan.metrics}
+        self.attacks = {name: make_attack(name) for name in plan.attacks}
+        labels = plan.num_labels or max(2, 1 + max((e.label or 0) for e in self.examples))
+        task: Any = plan.task
+        self.victim = victim or load(plan.model, task, num_labels=labels, seed=plan.seed, device=device)
+        self.device = device
+        self.data = data_hash(self.examples)
+        self.adversary = adversary_copy(self.victim.model)
+        self.unavailable: dict[str, str] = {}
+        # Everything is tokenized once before the first cell, so that a bad text is refused now.
+        self.batches = {size: [self._encode(g) for g in groups(self.examples, size)] for size in plan.batch_sizes}
+        self.cells = list(self._cells())
+
+    def _examples(self) -> list[Example]:
+        plan = self.plan
+        if plan.texts:
+            if any(not t.strip() for t in plan.texts):
+                raise InputError("--text is empty; expected a text")
+            found = [Example(t, None, k % 2) for k, t in enumerate(plan.texts)]
+        else:
+            found = demo_examples() if plan.data is None else load_examples(plan.data, limit=plan.limit)
+        return found[: plan.limit]
+
+    def _encode(self, group: Sequence[Example]) -> Any:
+        v = self.victim
+        return encode(
+            group, v.tokenizer, v.task, max_length=v.max_length, num_labels=v.num_labels, truncate=self.plan.truncate
+        )
+
+    def _cells(self) -> Iterator[Cell]:
+        plan = self.plan
+        for size in plan.batch_sizes:
+            for seed in range(plan.seed, plan.seed + plan.seeds):
+                for batch in range(len(self.batches[size])):
+                    for defense in plan.defenses:
+                        for threat in plan.threats:
+                            for attack in plan.attacks:
+                                where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
+                                where |= {"seed": seed, "batch": batch, "budget": plan.budget}
+                                key = cell_key(model=plan.model, task=plan.task, data=self.data, **where)
+                                yield Cell(attack, defense, threat, size, seed, batch, key)
+
+    def estimate(self) -> float:
+        """Rough CPU seconds of the whole audit on a small model, for the user to decide before it starts."""
+        return sum(SECONDS.get(c.attack, 60.0) * c.batch_size for c in self.cells)
+
+    def run(self, store: RunStore, progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
+        """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
+        held: tuple[tuple[Any, ...], Transcript] | None = None
+        for cell in self.cells:
+            if progress is not None:
+                progress(cell)
+            if cell.key in store:
+                continue
+            where = (cell.defense, cell.batch_size, cell.seed, cell.batch)
+            if held is None or held[0] != where:
+                held = (where, self._step(cell))
+            record = self._cell(cell, held[1])
+            store.add(record)
+            yield record
+
+    def _step(self, cell: Cell) -> Transcript:
+        # Seeded by the cell's place, not by what ran before, so that a resumed run takes the same step.
+        rng = generator(cell.seed, "step", cell.defense, cell.batch_size, cell.batch)
+        batch = self.batches[cell.batch_size][cell.batch]
+        v = self.victim
+        return step(v.model, batch, self.defenses[cell.defense], task=v.task, vocabulary=v.vocabulary, rng=rng)
+
+    def _cell(self, cell: Cell, truth: Transcript) -> Record:
+        wall, cpu = time.perf_counter(), time.process_time()
+        threat = THREATS[cell.threat]
+        status, reason, guess = self._attempt(self.attacks[cell.attack], cell, truth, threat)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        _, _, floor = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
+        scored = guess is not None and bool(guess.tokens)
+        return Record(
+            key=cell.key,
+            attack=cell.attack,
+            defense=cell.defense,
+            threat=cell.threat,
+            model=self.plan.model if self.plan.model == "minilm" else Path(self.plan.model).name,
+            data=self.data,
+            batch_size=cell.batch_size,
+            seed=cell.seed,
+            batch=cell.batch,
+            status=status,
+            reason=reason,
+            confidence=guess.confidence if guess is not None else "none",
+            scores=self.scores(guess, truth) if guess is not None and scored else {},
+            blind=self.scores(floor, truth) if floor is not None else {},
+            recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
+            details=dict(guess.details) if guess is not None else {},
+            n_tokens=sum(truth.batch.lengths),
+            sent_bytes=sum(g.numel() * g.element_size() for g in truth.message.gradients.values()),
+            threat_plain=threat.plain,
+            wall_seconds=wall,
+            cpu_seconds=cpu,
+            peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            device=self.device,
+            versions=versions(),
+        )
+
+    def _attempt(
+        self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
+    ) -> tuple[str, str, Reconstruction | None]:
+        seen = observe(truth, threat, adversary_model=self.adversary)
+        missing = [g.name for g in attack.needs if g not in seen]
+        if missing:
+            return "not_applicable", f"{cell.threat} does not grant {', '.join(sorted(missing))}", None
+        rng = generator(cell.seed, "attack", cell.attack, cell.defense, cell.threat, cell.batch_size, cell.batch)
+        try:
+            guess = attack(seen, rng=rng, budget=self.plan.work)
+        except NotApplicable as error:
+            return "not_applicable", str(error), None
+        except AttackFailed as error:
+            return "failed", str(error), None
+        except (RuntimeError, ValueError, ArithmeticError, torch.linalg.LinAlgError) as error:
+            # An attack that breaks is a finding about the attack, not the end of the run.
+            return "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}", None
+        texts = tuple(truth.vocabulary.text(t) for t in guess.tokens)
+        return "ok", "", replace(guess, texts=texts)
+
+    def scores(self, guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
+        """All metrics of one guess; a metric that this machine cannot compute is noted with its remedy, not faked."""
+        out = {}
+        for name, metric in self.metrics.items():
+            try:
+                out[name] = _score(metric, guess, truth)
+            except Unavailable as error:
+                self.unavailable[name] = str(error)
+        return out
+
+
+def _score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
+    values = [float(v) for v in metric(guess, truth)]
+    mean, low, high = bootstrap(values)
+    there = [v for v in values if v == v]
+    worst = (max if metric.higher_is == "worse" else min)(there, default=float("nan"))
+    return {
+        "per_record": values, "mean": mean, "low": low, "high": high, "worst": worst, "n": len(there),
+        "unit": metric.unit, "higher_is": metric.higher_is,
+    }  # fmt: skip
+
+
+def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
+    """What was read of each text, word by word: (word, whether it came back, whether it is sensitive); masked unless shown."""
+    texts = read_texts(guess, truth)
+    metric = rouge("rouge1")
+    out = []
+    for text, (score, place) in zip(truth.batch.texts, paired(truth.batch.seen, texts, metric.score)):
+        read = texts[place] if place >= 0 else ""
+        words = [[w if show else "█" * len(w), hit, hurts] for w, hit, hurts in marked_words(text, read)]
+        shown = read if show else " ".join("█" * len(w) for w in read.split())
+        out.append({"sent": text if show else " ".join(str(w[0]) for w in words), "read": shown, "words": words, "score": score})
+    return out
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    found = {"python": platform.python_version()}
+    for name in ("rasura", "torch", "transformers", "tokenizers", "numpy", "rouge-score"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def audit(plan: Plan, *, out: str | Path, device: str = "cpu") -> Iterator[Record]:
+    """Run ``plan`` into the folder ``out`` and yield the Records as they are done; what ``out`` already holds is not redone."""
+    prepared = Audit(plan, device=device)
+    store = RunStore(out, prepared.plan.canonical())
+    try:
+        yield from prepared.run(store)
+    finally:
+        store.close()

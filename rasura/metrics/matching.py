@@ -1,0 +1,35 @@
+"""Which recovered text answers which private one (GRAB, appendix B.3: the best; here one to one, which is stricter)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from rasura.values import Reconstruction, Transcript
+
+
+def read_texts(guess: Reconstruction, truth: Transcript) -> list[str]:
+    """The recovered texts without special and unknown tokens."""
+    return list(guess.texts) or [truth.vocabulary.text(t) for t in guess.tokens]
+
+
+def assign(scores: np.ndarray) -> list[int]:
+    """For each reference (row of ``scores`` ``(references, recovered)``) the recovered text that answers it, -1 for none.
+
+    One to one, with the greatest sum.
+    """
+    out = [-1] * len(scores)
+    if scores.size:
+        for row, column in zip(*linear_sum_assignment(-scores)):
+            out[int(row)] = int(column)
+    return out
+
+
+def paired(
+    references: Sequence[str], recovered: Sequence[str], score: Callable[[str, str], float]
+) -> list[tuple[float, int]]:
+    """The score of each reference with the recovered text that answers it, and that text's number (-1: none, score 0)."""
+    table = np.array([[score(r, g) for g in recovered] for r in references]).reshape(len(references), len(recovered))
+    return [(float(table[i, j]) if j >= 0 else 0.0, j) for i, j in enumerate(assign(table))]

@@ -1,0 +1,84 @@
+"""What hurts most: names, numbers and dates, found in the private text by rules, and the share of them read back."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rasura.metrics.matching import paired, read_texts
+from rasura.metrics.text import _scorer, words
+from rasura.values import Reconstruction, Transcript
+
+_MONTHS = ["January", "February", "March", "April", "May", "June"]
+_MONTHS += ["July", "August", "September", "October", "November", "December"]
+_TITLES = r"(?:Mr|Mrs|Ms|Dr|Prof|Miss|Sir|Lady)"
+_COMMON_FIRST = {"the", "a", "an", "please", "do", "our", "hi", "dear", "ask", "send", "meet", "block", "someone", "happy"}
+_MONTH = f"(?:{'|'.join(_MONTHS)})"
+_DATE = rf"\d{{1,2}} {_MONTH}|{_MONTH} \d{{1,2}}|\d{{4}}-\d{{2}}-\d{{2}}|\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}"
+_EMAIL = r"[\w.+-]+@[\w-]+\.[\w.]+"
+_NUMBER = r"\d[\d.,]*\d|\d"
+_NAME = r"[A-ZÀ-Þ][\w'-]+"
+
+
+def sensitive_spans(text: str) -> list[tuple[int, int]]:
+    """(start, end) of names, numbers, dates and e-mail addresses in ``text``, in order, not overlapping.
+
+    Rules, not a model: capitalised words that do not open a sentence, words after a title, runs of capitalised words, and
+    everything with digits. Text without capitals gives numbers only.
+    """
+    found: list[tuple[int, int]] = []
+    for pattern in (_EMAIL, _DATE, _NUMBER):
+        for m in re.finditer(pattern, text):
+            if all(m.end() <= a or m.start() >= b for a, b in found):
+                found.append(m.span())
+    for m in re.finditer(rf"(?:{_TITLES}\.? )?{_NAME}(?: {_NAME})*", text):
+        start, end = m.span()
+        opens = start == 0 or bool(re.search(r"[.!?:]\s*$", text[:start]))
+        parts = m.group().split(" ")
+        if re.fullmatch(_TITLES, parts[0].rstrip(".")) and len(parts) > 1:
+            start += len(parts[0]) + 1
+        elif opens and len(parts) == 1:
+            continue
+        elif opens and parts[0].lower() in _COMMON_FIRST:
+            start += len(parts[0]) + 1
+        if m.group() in _MONTHS or any(start < b and end > a for a, b in found):
+            continue
+        found.append((start, end))
+    return sorted(found)
+
+
+@dataclass(frozen=True)
+class Sensitive:
+    """Share of the words in sensitive spans that were read back; NaN for a text without any, which no mean counts."""
+
+    name: str = "sensitive"
+    unit: str = "share"
+    higher_is: Literal["worse", "better"] = "worse"
+
+    def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
+        read = read_texts(guess, truth)
+        pairs = paired(truth.batch.seen, read, lambda a, b: float(_scorer("rouge1").score(a, b)["rouge1"].fmeasure))
+        out = []
+        for text, (_, place) in zip(truth.batch.texts, pairs):
+            wanted = Counter(w for a, b in sensitive_spans(text) for w in words(text[a:b]))
+            got = Counter(words(read[place])) if place >= 0 else Counter()
+            total = sum(wanted.values())
+            out.append(sum((wanted & got).values()) / total if total else float("nan"))
+        return out
+
+
+def marked_words(reference: str, read: str) -> list[tuple[str, bool, bool]]:
+    """The words of ``reference`` as written: (word, whether it was read back, whether it is sensitive)."""
+    spans = sensitive_spans(reference)
+    left = Counter(words(read))
+    out = []
+    for m in re.finditer(r"\S+", reference):
+        pieces = words(m.group())
+        hit = bool(pieces) and all(left[p] > 0 for p in pieces)
+        if hit:
+            left.subtract(pieces)
+        out.append((m.group(), hit, any(m.start() < b and m.end() > a for a, b in spans)))
+    return out

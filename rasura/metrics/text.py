@@ -1,0 +1,147 @@
+"""How much of the text came back: ROUGE, METEOR, Jaccard, tokens, exact match. All per private text, in ``[0, 1]``."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+
+from rasura.interfaces import Unavailable
+from rasura.metrics.matching import assign, paired, read_texts
+from rasura.values import UNKNOWN, Reconstruction, Transcript
+
+
+@dataclass(frozen=True)
+class TextMetric:
+    """A score of (private text, recovered text); recovered texts are assigned one to one (``metrics.matching``)."""
+
+    name: str
+    score: Callable[[str, str], float]
+    unit: str = "share"
+    higher_is: Literal["worse", "better"] = "worse"
+
+    def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
+        return [value for value, _ in paired(truth.batch.seen, read_texts(guess, truth), self.score)]
+
+
+@lru_cache(maxsize=4)
+def _scorer(kind: str) -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer([kind])
+
+
+def rouge(kind: Literal["rouge1", "rouge2", "rougeL"]) -> TextMetric:
+    """ROUGE F1 by the package rouge-score, without stemming, as in the papers."""
+    return TextMetric(kind, lambda reference, read: float(_scorer(kind).score(reference, read)[kind].fmeasure))
+
+
+def words(text: str) -> list[str]:
+    """Words and numbers of ``text``, lower case, punctuation left out."""
+    return re.findall(r"\w+", text.lower())
+
+
+def _jaccard(reference: str, read: str) -> float:
+    a, b = set(words(reference)), set(words(read))
+    return len(a & b) / len(a | b) if a | b else 0.0
+
+
+def jaccard() -> TextMetric:
+    """Common words over all words, as sets."""
+    return TextMetric("jaccard", _jaccard)
+
+
+def _meteor(reference: str, read: str) -> float:
+    from nltk.translate.meteor_score import meteor_score
+
+    return float(meteor_score([words(reference)], words(read))) if words(read) else 0.0
+
+
+@dataclass(frozen=True)
+class Meteor:
+    """METEOR by NLTK with WordNet's synonyms. Raises ``Unavailable`` where WordNet is not on NLTK's data path."""
+
+    name: str = "meteor"
+    unit: str = "share"
+    higher_is: Literal["worse", "better"] = "worse"
+
+    def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
+        if not wordnet_available():
+            raise Unavailable(
+                "METEOR needs WordNet, which NLTK does not find; set NLTK_DATA to a folder that holds corpora/wordnet.zip"
+            )
+        return [value for value, _ in paired(truth.batch.seen, read_texts(guess, truth), _meteor)]
+
+
+def wordnet_available() -> bool:
+    """Whether NLTK finds WordNet on this machine."""
+    import nltk
+
+    for name in ("corpora/wordnet", "corpora/wordnet.zip"):
+        try:
+            nltk.data.find(name)
+        except LookupError:
+            continue
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class TokenMetric:
+    """A score of (private ids, recovered ids), special tokens left out; texts assigned by common tokens."""
+
+    name: str
+    score: Callable[[Sequence[int], Sequence[int]], float]
+    special: Literal["drop", "keep"] = "drop"
+    unit: str = "share"
+    higher_is: Literal["worse", "better"] = "worse"
+
+    def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
+        special = truth.batch.special_ids | truth.vocabulary.special_ids
+
+        def plain(ids: Sequence[int]) -> list[int]:
+            return [i for i in ids if i not in special and i != UNKNOWN]
+
+        whole = [truth.batch.ids(row) for row in range(len(truth.batch))]
+        read = list(guess.tokens)
+        table = np.array([[_common(plain(a), plain(b)) for b in read] for a in whole]).reshape(len(whole), len(read))
+        places = assign(table.astype(float))
+        out = []
+        for row, place in enumerate(places):
+            found = read[place] if place >= 0 else ()
+            if self.special == "drop":
+                out.append(self.score(plain(whole[row]), plain(found)))
+            else:
+                kept = [k for k, t in enumerate(whole[row]) if t not in special]
+                hits = [guess.ordered and k < len(found) and found[k] == whole[row][k] for k in kept]
+                out.append(sum(hits) / len(kept) if kept else 0.0)
+        return out
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    return sum((Counter(a) & Counter(b)).values())
+
+
+def token_precision() -> TokenMetric:
+    """Share of the recovered tokens that are in the private text, counting repeats."""
+    return TokenMetric("token_precision", lambda a, b: _common(a, b) / len(b) if b else 0.0)
+
+
+def token_recall() -> TokenMetric:
+    """Share of the private tokens that were recovered, in any order, counting repeats."""
+    return TokenMetric("token_recall", lambda a, b: _common(a, b) / len(a) if a else 0.0)
+
+
+def position_exact() -> TokenMetric:
+    """Share of the private tokens that stand at their very position in the recovered text; 0 for a bag."""
+    return TokenMetric("position_exact", lambda a, b: 0.0, special="keep")
+
+
+def exact_match() -> TokenMetric:
+    """1 where the recovered tokens are the private text, all of it in order, else 0."""
+    return TokenMetric("exact_match", lambda a, b: float(list(a) == list(b)))

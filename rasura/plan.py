@@ -1,0 +1,90 @@
+"""What an audit is to do: from the command line or a TOML file, checked once, before anything runs. No torch."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from rasura.interfaces import Budget, InputError
+from rasura.recipes import ATTACKS, DEFENSES, METRICS, known
+from rasura.values import Task
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One audit: every attack x defense x threat x batch size x seed, over the texts of ``data`` (the demo notes if None).
+
+    ``limit``: texts used. ``num_labels``: size of a fresh head; None takes what the labels need.
+    """
+
+    model: str = "minilm"
+    task: str = "classification"
+    data: str | None = None
+    texts: tuple[str, ...] = ()
+    attacks: tuple[str, ...] = ("blind", "embedding-rows", "span", "best")
+    defenses: tuple[str, ...] = ("none", "frozen-embeddings+dropout:0.1", "frozen-blocks:1", "pruning:0.9", "gaussian:0.001")
+    threats: tuple[str, ...] = ("honest-server",)
+    batch_sizes: tuple[int, ...] = (1,)
+    metrics: tuple[str, ...] = tuple(METRICS)
+    limit: int = 4
+    seeds: int = 1
+    seed: int = 0
+    budget: str = "default"
+    truncate: bool = False
+    num_labels: int | None = None
+    show_text: bool = False
+
+    def checked(self) -> Plan:
+        """This plan, or ``InputError`` for what is wrong with it."""
+        from rasura.threat import THREATS
+
+        for kind, names, choices in (
+            ("attack", self.attacks, ATTACKS),
+            ("metric", self.metrics, METRICS),
+            ("threat", self.threats, THREATS),
+        ):
+            if not names:
+                raise InputError(f"no {kind} given; expected at least one of {', '.join(choices)}")
+            for name in names:
+                known(kind, name, choices)
+        for defense in self.defenses:
+            for part in defense.split("+"):
+                known("defense", part.strip().partition(":")[0], DEFENSES)
+        known("task", self.task, get_args(Task))
+        known("budget", self.budget, ("quick", "default", "paper"))
+        for name, value in (("limit", self.limit), ("seeds", self.seeds), *(("batch size", b) for b in self.batch_sizes)):
+            if value < 1:
+                raise InputError(f"{name} is {value}; expected at least 1")
+        return self
+
+    @property
+    def work(self) -> Budget:
+        """The attacks' budget."""
+        return Budget(self.budget)  # type: ignore[arg-type]  # checked above
+
+    def canonical(self) -> dict[str, Any]:
+        """What the results depend on, as plain JSON values: the identity of a run's folder."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+
+def from_toml(path: Path, base: Plan | None = None) -> Plan:
+    """A plan from a TOML file with the fields of ``Plan``; unknown keys are refused by name."""
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; expected a TOML file with the fields of a plan")
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is no TOML: {error}") from None
+    kinds = {f.name: type(getattr(Plan(), f.name)) for f in fields(Plan)}
+    values: dict[str, Any] = {}
+    for key, value in found.items():
+        known(f"key in {path}", key, kinds)
+        wanted = kinds[key]
+        if wanted is tuple:
+            value = tuple(value) if isinstance(value, list) else (value,)
+        elif wanted in (int, bool, str) and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
+            raise InputError(f"{path}: {key} is {value!r}; expected {wanted.__name__}")
+        values[key] = value
+    return replace(base or Plan(), **values)

@@ -1,0 +1,124 @@
+"""Names for attacks, defenses and metrics; alone imports the concrete ones, and only when they are asked for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from typing import Any
+
+from rasura.interfaces import Attack, Defense, InputError, Metric
+from rasura.values import Reconstruction
+
+
+def _lazy(module: str, name: str) -> Callable[..., Any]:
+    def build(*arguments: Any) -> Any:
+        return getattr(import_module(module), name)(*arguments)
+
+    return build
+
+
+ATTACKS: Mapping[str, Callable[[], Attack[Reconstruction]]] = {
+    "blind": _lazy("rasura.attacks.blind", "Blind"),
+    "embedding-rows": _lazy("rasura.attacks.embedding_rows", "EmbeddingRows"),
+    "labels": _lazy("rasura.attacks.label_recovery", "LabelRecovery"),
+    "span": _lazy("rasura.attacks.span", "Span"),
+    "span-matching": _lazy("rasura.attacks.span_matching", "SpanMatching"),
+    "dlg": _lazy("rasura.attacks.gradient_matching.presets", "dlg"),
+    "tag": _lazy("rasura.attacks.gradient_matching.presets", "tag"),
+    "best": _lazy("rasura.attacks.best", "Best"),
+}
+ABOUT_ATTACKS: Mapping[str, str] = {
+    "blind": "guesses from the language alone, without looking at the update",
+    "embedding-rows": "reads the words off the embedding's gradient (Melis et al., APRIL)",
+    "labels": "reads the labels off the classifier's gradient",
+    "span": "exact tokens from attention gradients (DAGER and beyond: dropout, any block of a decoder)",
+    "span-matching": "one text that fits all visible layers, whichever they are",
+    "dlg": "gradient matching, squared distance (DLG)",
+    "tag": "gradient matching, squared plus absolute distance (TAG)",
+    "best": "the portfolio: cheap attacks first, until a text is certain",
+}
+
+# name -> (builder, type of the parameter, what it is); None where a defense takes no parameter.
+DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | None, str]] = {
+    "none": (_lazy("rasura.defenses.compose", "none"), None, "nothing: the plain gradient, dropout off"),
+    "frozen-embeddings": (_lazy("rasura.defenses.frozen", "frozen_embeddings"), None, "the embeddings are not trained"),
+    "frozen-blocks": (_lazy("rasura.defenses.frozen", "frozen_blocks"), int, "the embeddings and the first N blocks are not"),
+    "dropout": (_lazy("rasura.defenses.dropout", "dropout"), float, "active dropout with probability P"),
+    "gaussian": (_lazy("rasura.defenses.noise", "gaussian_noise"), float, "clip to norm 1, Gaussian noise SIGMA per entry"),
+    "laplace": (_lazy("rasura.defenses.noise", "laplace_noise"), float, "clip to norm 1, Laplace noise SCALE per entry"),
+    "pruning": (_lazy("rasura.defenses.pruning", "magnitude_pruning"), float, "the smallest RATIO of all entries dropped"),
+    "random-pruning": (_lazy("rasura.defenses.pruning", "random_pruning"), float, "a random RATIO of all entries dropped"),
+}
+
+METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
+    "rouge1": lambda: _lazy("rasura.metrics.text", "rouge")("rouge1"),
+    "rouge2": lambda: _lazy("rasura.metrics.text", "rouge")("rouge2"),
+    "rougeL": lambda: _lazy("rasura.metrics.text", "rouge")("rougeL"),
+    "meteor": _lazy("rasura.metrics.text", "Meteor"),
+    "jaccard": _lazy("rasura.metrics.text", "jaccard"),
+    "token_precision": _lazy("rasura.metrics.text", "token_precision"),
+    "token_recall": _lazy("rasura.metrics.text", "token_recall"),
+    "position_exact": _lazy("rasura.metrics.text", "position_exact"),
+    "exact_match": _lazy("rasura.metrics.text", "exact_match"),
+    "sensitive": _lazy("rasura.metrics.sensitive", "Sensitive"),
+}
+
+SUITES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "quick": (
+        ("blind", "embedding-rows", "span"),
+        ("none", "frozen-embeddings+dropout:0.1"),
+    ),
+    "full": (
+        ("blind", "embedding-rows", "labels", "span", "span-matching", "tag", "best"),
+        ("none", "frozen-embeddings+dropout:0.1", "frozen-blocks:1", "pruning:0.9", "gaussian:0.001"),
+    ),
+}
+"""Suite -> (attacks, defenses)."""
+
+
+def known(kind: str, name: str, names: Iterable[str]) -> str:
+    """``name`` if it is one of ``names``; else ``InputError`` that offers the nearest ones."""
+    every = list(names)
+    if name in every:
+        return name
+    near = difflib.get_close_matches(name, every, 3, 0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(every)}"
+    raise InputError(f"unknown {kind} {name!r}; {hint}")
+
+
+def attack(name: str) -> Attack[Reconstruction]:
+    """The attack called ``name``."""
+    return ATTACKS[known("attack", name, ATTACKS)]()
+
+
+def metric(name: str) -> Metric[Reconstruction]:
+    """The metric called ``name``."""
+    return METRICS[known("metric", name, METRICS)]()
+
+
+def parse_defense(text: str) -> Defense:
+    """``"frozen-embeddings+dropout:0.1"`` as a defense: names with their parameter, joined by ``+``, in any order.
+
+    Raises ``InputError`` for unknown names, and for a parameter that is missing, out of range or not wanted.
+    """
+    from rasura.defenses.compose import chain
+
+    built = []
+    for part in text.split("+"):
+        name, _, value = part.strip().partition(":")
+        builder, kind, about = DEFENSES[known("defense", name, DEFENSES)]
+        if kind is None:
+            if value:
+                raise InputError(f"defense {name} takes no parameter, found {value!r}")
+            built.append(builder())
+            continue
+        try:
+            built.append(builder(kind(value)))
+        except InputError:
+            raise
+        except ValueError:
+            raise InputError(f"defense {name} needs a number, found {value!r}; write {name}:... ({about})") from None
+    flat = [t for d in built for t in (d if isinstance(d, tuple) else (d,))]
+    order = ["data", "model", "aggregate", "wire"]
+    return chain(*sorted(flat, key=lambda t: order.index(t.stage.value)))

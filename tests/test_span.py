@@ -1,0 +1,236 @@
+"""The span attack: exact texts from real gradients of tiny models, dropout on and off, one text and several."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
+from torch import nn
+
+from rasura.attacks.span import Span
+from rasura.attacks.span.grouping import cluster
+from rasura.attacks.span.rows import Inputs, RowSpace, row_space
+from rasura.attacks.span.tokens import robust_fit
+from rasura.attacks.verify import VERIFIED, check, gradient_of, relative_error
+from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.rng import generator
+from rasura.threat import HONEST_SERVER, observe
+from rasura.values import UNKNOWN, Batch, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
+from rasura.victims.models import layer_inputs, parts
+from rasura.victims.step import gradients, step
+
+TEXTS = [[CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP]]
+BARE = [[CLS, *t[1:-1]] for t in TEXTS]
+
+
+def seen_by_server(model: nn.Module, batch: Batch, task: str, keep: str | None = None) -> Observation:
+    """What the honest server sees of one step; ``keep``: only parameters with this in their names."""
+    vocabulary = CAUSAL_VOCABULARY if task == "causal" else VOCABULARY
+    truth = step(model, batch, task=task, vocabulary=vocabulary, rng=generator(0, "step"))  # type: ignore[arg-type]
+    seen = observe(truth, HONEST_SERVER)
+    if keep is None:
+        return seen
+    kept = {n: g for n, g in seen.gradients.items() if keep in n}
+    return Observation(Message(kept), seen.task, seen.granted)
+
+
+def attack(seen: Observation) -> Reconstruction:
+    return Span()(seen, rng=generator(0, "attack"), budget=Budget())
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_encoders_give_back_every_text_verified(family: str, rows: int) -> None:
+    batch = batch_of(TEXTS[:rows], "classification", [1, 0, 2][:rows])
+    guess = attack(seen_by_server(tiny(family, "classification"), batch, "classification"))
+    assert sorted(guess.tokens) == sorted(map(tuple, TEXTS[:rows]))
+    assert guess.confidence == "verified"
+    assert guess.labels is not None and sorted(guess.labels) == sorted([1, 0, 2][:rows])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("task", ["classification", "causal"])
+def test_decoders_give_back_every_text_verified(family: str, task: str) -> None:
+    batch = batch_of(BARE, task, [1, 0, 2])
+    guess = attack(seen_by_server(tiny(family, task), batch, task))
+    assert sorted(guess.tokens) == sorted(map(tuple, BARE))
+    assert guess.confidence == "verified"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_last_block_of_a_decoder_is_enough(family: str) -> None:
+    model = tiny(family, "causal", blocks=3)
+    name = parts(model).blocks[-1].module
+    guess = attack(seen_by_server(model, batch_of(BARE[:1], "causal"), "causal", keep=name))
+    assert guess.tokens == (tuple(BARE[0]),)
+    assert guess.confidence == "verified"
+
+
+def test_encoder_with_block_0_hidden_is_not_applicable() -> None:
+    seen = seen_by_server(tiny("bert", "classification"), batch_of(TEXTS[:1], "classification"), "classification", "layer.1.")
+    with pytest.raises(NotApplicable, match="block 0 is hidden"):
+        attack(seen)
+
+
+def test_no_attention_gradient_is_not_applicable() -> None:
+    seen = seen_by_server(tiny("bert", "classification"), batch_of(TEXTS[:1], "classification"), "classification", "classifier")
+    with pytest.raises(NotApplicable, match="no whole query, key or value gradient"):
+        attack(seen)
+
+
+def test_noise_ends_the_attack_as_a_failure() -> None:
+    seen = seen_by_server(tiny("bert", "classification"), batch_of(TEXTS[:1], "classification"), "classification")
+    noisy = {n: g + 1e-2 * torch.randn(g.shape, generator=generator(1)) for n, g in seen.gradients.items()}
+    with pytest.raises(AttackFailed):
+        attack(Observation(Message(noisy), seen.task, seen.granted))
+
+
+def test_more_tokens_than_inputs_end_the_attack_as_a_failure() -> None:
+    model = tiny("bert", "classification", hidden=16)
+    rows = [[CLS, *range(20 + 10 * k, 29 + 10 * k), SEP] for k in range(3)]
+    with pytest.raises(AttackFailed):
+        attack(seen_by_server(model, batch_of(rows, "classification"), "classification"))
+
+
+# --- active dropout
+
+
+def practical(texts: list[list[int]], rate: float, seed: int, size: int | None = None) -> Reconstruction:
+    """Dropout active and embeddings frozen; the model is wide enough for the robust fit."""
+    model = tiny("bert", "classification", hidden=128)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = rate
+    model.train()
+    torch.manual_seed(seed)
+    batch = batch_of(texts, "classification")
+    found, _ = gradients(model, batch.inputs())
+    model.eval()
+    granted = {
+        Grant.MODEL: model,
+        Grant.BASE_MODEL: VOCABULARY,
+        Grant.MECHANISM: (Mechanism("dropout", Stage.MODEL, {"p": rate}),),
+        Grant.BATCH_SIZE: size or len(texts),
+    }
+    visible = {n: g for n, g in found.items() if "embeddings" not in n}
+    return attack(Observation(Message(visible), "classification", granted))
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2])
+def test_dropout_does_not_stop_it(rate: float) -> None:
+    guess = practical(TEXTS[:1], rate, 3)
+    assert guess.tokens == (tuple(TEXTS[0]),)
+    assert guess.confidence == "span", "nothing can be verified while the masks are unknown"
+
+
+def test_two_texts_under_dropout_are_told_apart() -> None:
+    guess = practical(TEXTS[:2], 0.1, 5)
+    assert sorted(guess.tokens) == sorted(map(tuple, TEXTS[:2]))
+
+
+def test_dropout_that_nobody_announced_is_noticed() -> None:
+    model = tiny("bert", "classification", hidden=128)
+    model.train()
+    torch.manual_seed(0)
+    found, _ = gradients(model, batch_of(TEXTS[:1], "classification").inputs())
+    model.eval()
+    granted = {Grant.MODEL: model, Grant.BASE_MODEL: VOCABULARY, Grant.BATCH_SIZE: 1}
+    guess = attack(Observation(Message(found), "classification", granted))
+    assert guess.tokens == (tuple(TEXTS[0]),)
+    assert guess.details["dropout_fit"] is True
+
+
+def test_robust_fit_recovers_masked_vectors_exactly_and_rejects_others() -> None:
+    rng = generator(7)
+    width, rank = 120, 8
+    full = torch.randn(rank, width, generator=rng, dtype=torch.double)
+    masks = torch.rand(rank, width, generator=rng) > 0.1
+    basis = torch.linalg.qr((full * masks).T).Q
+    other = torch.randn(20, width, generator=rng, dtype=torch.double)
+    fit = robust_fit(RowSpace(basis, 1e-9), torch.cat([full, other]))
+    assert fit.accepted() == list(range(rank))
+    assert torch.allclose(fit.inputs[:rank], full * masks, atol=1e-6)
+
+
+# --- pieces
+
+
+def test_row_space_is_that_of_the_layer_inputs() -> None:
+    model, batch = tiny("gpt2", "causal"), batch_of(BARE, "causal")
+    found, _ = gradients(model, batch.inputs())
+    lin = parts(model).blocks[1].qkv[0]
+    space = row_space([found[lin.weight].T])
+    assert space is not None
+    x = layer_inputs(model, [lin.module], input_ids=batch.input_ids, attention_mask=batch.attention_mask)[lin.module]
+    ends = batch.attention_mask.sum(1) - 1
+    for row, end in enumerate(ends.tolist()):
+        assert float(space.residual(x[row, :end].double()).max()) < 1e-5
+        assert float(space.residual(x[row, end].double())) > 1e-2, "nothing is predicted from a last token: no gradient"
+
+
+def test_row_space_of_noise_is_none() -> None:
+    assert row_space([torch.randn(96, 64, generator=generator(3))]) is None
+    assert row_space([torch.zeros(8, 8)]) is None
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "gpt2", "llama"])
+def test_first_inputs_equal_the_whole_forward_pass(family: str) -> None:
+    model = tiny(family, "classification")
+    batch = batch_of([TEXTS[2]], "classification")
+    module = parts(model).blocks[0].qkv[0].module
+    with torch.no_grad():
+        whole = layer_inputs(model, [module], input_ids=batch.input_ids, attention_mask=batch.attention_mask)[module][0]
+    inputs = Inputs(model)
+    for position, token in enumerate(TEXTS[2]):
+        assert torch.allclose(inputs.first(torch.tensor([token]), position)[0], whole[position], atol=1e-5)
+
+
+def test_cluster_finds_blocks_and_is_deterministic() -> None:
+    likeness = torch.block_diag(torch.ones(4, 4), torch.ones(3, 3), torch.ones(5, 5)).double()
+    labels = cluster(likeness, 3)
+    assert labels == cluster(likeness, 3)
+    assert [len({*labels[a:b]}) for a, b in ((0, 4), (4, 7), (7, 12))] == [1, 1, 1] and len({*labels}) == 3
+
+
+# --- verification
+
+
+def test_check_accepts_the_truth_and_nothing_near_it() -> None:
+    model = tiny("bert", "classification")
+    seen = seen_by_server(model, batch_of(TEXTS[:2], "classification", [2, 1]), "classification")
+    error, labels = check(seen, [TEXTS[1], TEXTS[0]])
+    assert error < VERIFIED / 10 and labels == (1, 2)
+    wrong = [TEXTS[0], [*TEXTS[1][:-2], 53, SEP]]
+    assert check(seen, wrong)[0] > 10 * VERIFIED
+    assert check(seen, [TEXTS[0], [CLS, UNKNOWN, SEP]]) == (float("inf"), None)
+    assert check(seen, []) == (float("inf"), None)
+
+
+def test_relative_error_ignores_scale_and_hidden_entries() -> None:
+    a = {"w": torch.tensor([1.0, 2.0, 3.0])}
+    assert relative_error(a, {"w": 0.1 * a["w"]}) < 1e-6
+    hidden = {"w": torch.tensor([2.0, 4.0, -9.0])}
+    assert relative_error(a, hidden, {"w": torch.tensor([True, True, False])}) < 1e-6
+    assert relative_error(a, hidden) > 0.5
+    assert relative_error({}, a) == float("inf")
+
+
+def test_gradient_of_leaves_the_model_as_it_was() -> None:
+    model = tiny("bert", "classification").requires_grad_(False)
+    batch = batch_of(TEXTS[:1], "classification")
+    name = parts(model).blocks[0].qkv[0].weight
+    found = gradient_of(model, batch.input_ids, batch.attention_mask, batch.labels, [name])
+    assert set(found) == {name}
+    assert not any(p.requires_grad or p.grad is not None for p in model.parameters())
+
+
+def test_unused_and_out_of_range_ids_are_never_guessed() -> None:
+    unused = frozenset(range(200, WORDS))
+    vocabulary = Vocabulary(
+        WORDS, VOCABULARY.decode, VOCABULARY.encode, (CLS,), (SEP,), 0, VOCABULARY.special_ids, unused_ids=unused
+    )
+    model = tiny("bert", "classification")
+    seen = seen_by_server(model, batch_of([[CLS, 40, 250, 41, SEP]], "classification"), "classification")
+    granted = {**seen.granted, Grant.BASE_MODEL: vocabulary}
+    guess = attack(Observation(seen.message, seen.task, granted))
+    assert guess.tokens[0][:2] == (CLS, 40) and 250 not in guess.tokens[0]
