@@ -8,33 +8,19 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Generator
 
+from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
 from rasura.values import Grant, Mechanism, Observation, Stage, Transcript
+
+__all__ = [
+    "Attack", "AttackFailed", "Budget", "Defense", "InputError", "Metric", "MissingExtra", "NotApplicable", "Prior",
+    "Transform", "Unavailable",
+]  # fmt: skip
 
 G_co = TypeVar("G_co", covariant=True)
 G_contra = TypeVar("G_contra", contravariant=True)
 X = TypeVar("X")
 Y = TypeVar("Y")
 S = TypeVar("S")
-
-
-class InputError(ValueError):
-    """The user's input was wrong: one line that says what was found, what was expected and what to do."""
-
-
-class MissingExtra(InputError):
-    """An optional library is not installed; the message names the extra."""
-
-
-class AttackFailed(RuntimeError):
-    """The attack ran and found nothing that it can stand behind; recorded as ``failed`` with this reason."""
-
-
-class NotApplicable(RuntimeError):
-    """The attack cannot be tried on this observation; recorded as ``not_applicable`` with this reason."""
-
-
-class Unavailable(RuntimeError):
-    """A metric cannot be computed on this machine; the message says what is missing and the remedy."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What an audit is to do: from the command line or a TOML file, checked once, before anything runs. No torch."""
+"""What an audit is to do: from the command line or a TOML file, checked once, before anything runs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ ABOUT_ATTACKS: Mapping[str, str] = {
 DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | None, str]] = {
     "none": (_lazy("rasura.defenses.compose", "none"), None, "nothing: the plain gradient, dropout off"),
     "frozen-embeddings": (_lazy("rasura.defenses.frozen", "frozen_embeddings"), None, "the embeddings are not trained"),
-    "frozen-blocks": (_lazy("rasura.defenses.frozen", "frozen_blocks"), int, "the embeddings and the first N blocks are not"),
+    "frozen-blocks": (_lazy("rasura.defenses.frozen", "frozen_blocks"), int, "nor are the first N blocks"),
     "dropout": (_lazy("rasura.defenses.dropout", "dropout"), float, "active dropout with probability P"),
     "gaussian": (_lazy("rasura.defenses.noise", "gaussian_noise"), float, "clip to norm 1, Gaussian noise SIGMA per entry"),
     "laplace": (_lazy("rasura.defenses.noise", "laplace_noise"), float, "clip to norm 1, Laplace noise SCALE per entry"),

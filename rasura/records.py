@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rasura.interfaces import InputError
+from rasura.errors import InputError
 
 SCHEMA = 1
 
@@ -118,7 +118,7 @@ class RunStore:
             with self._db:
                 self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?)", (record.key, text))
         except sqlite3.Error as error:
-            raise InputError(f"{self.folder}: the record could not be stored ({error}); free some space and resume") from None
+            raise InputError(f"{self.folder}: a record could not be stored ({error}); free some space, resume") from None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for (text,) in self._db.execute("SELECT record FROM records ORDER BY key").fetchall():

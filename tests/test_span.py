@@ -67,13 +67,15 @@ def test_the_last_block_of_a_decoder_is_enough(family: str) -> None:
 
 
 def test_encoder_with_block_0_hidden_is_not_applicable() -> None:
-    seen = seen_by_server(tiny("bert", "classification"), batch_of(TEXTS[:1], "classification"), "classification", "layer.1.")
+    batch = batch_of(TEXTS[:1], "classification")
+    seen = seen_by_server(tiny("bert", "classification"), batch, "classification", "layer.1.")
     with pytest.raises(NotApplicable, match="block 0 is hidden"):
         attack(seen)
 
 
 def test_no_attention_gradient_is_not_applicable() -> None:
-    seen = seen_by_server(tiny("bert", "classification"), batch_of(TEXTS[:1], "classification"), "classification", "classifier")
+    batch = batch_of(TEXTS[:1], "classification")
+    seen = seen_by_server(tiny("bert", "classification"), batch, "classification", "classifier")
     with pytest.raises(NotApplicable, match="no whole query, key or value gradient"):
         attack(seen)
 

@@ -1,0 +1,23 @@
+"""How things go wrong, in words for the person who can mend it. Imports nothing."""
+
+from __future__ import annotations
+
+
+class InputError(ValueError):
+    """The user's input was wrong: one line that says what was found, what was expected and what to do."""
+
+
+class MissingExtra(InputError):
+    """An optional library is not installed; the message names the extra."""
+
+
+class AttackFailed(RuntimeError):
+    """The attack ran and found nothing that it can stand behind; recorded as ``failed`` with this reason."""
+
+
+class NotApplicable(RuntimeError):
+    """The attack cannot be tried on this observation; recorded as ``not_applicable`` with this reason."""
+
+
+class Unavailable(RuntimeError):
+    """A metric cannot be computed on this machine; the message says what is missing and the remedy."""

@@ -1,0 +1,108 @@
+"""Reading an update that somebody captured elsewhere: one safetensors file, any subset of the parameters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rasura.interfaces import Budget, InputError
+from rasura.recipes import attack as make_attack
+from rasura.recipes import known
+from rasura.rng import generator
+from rasura.threat import adversary_copy
+from rasura.values import UNKNOWN, Grant, Mechanism, Message, Observation, Stage
+from rasura.victims.loading import Victim
+from rasura.victims.models import parameter_shapes
+
+
+def load_update(path: str | Path, victim: Victim) -> dict[str, torch.Tensor]:
+    """The tensors of an update file, checked against the model.
+
+    Raises ``InputError`` for a missing or unreadable file, unknown names, wrong shapes, NaN or infinity.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = Path(path)
+    if not file.is_file():
+        raise InputError(f"{file} does not exist; expected a safetensors file with one tensor per parameter name")
+    try:
+        found: dict[str, torch.Tensor] = load_file(str(file))
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{file} is no safetensors file ({str(error).splitlines()[0]}); write it with rasura.capture") from None
+    if not found:
+        raise InputError(f"{file} holds no tensor; expected one per parameter name")
+    shapes = parameter_shapes(victim.model)
+    for name, tensor in found.items():
+        known(f"parameter in {file.name}", name, shapes)
+        if tuple(tensor.shape) != shapes[name]:
+            raise InputError(f"{file}: {name} has shape {tuple(tensor.shape)}, the model's is {shapes[name]}; is it its update?")
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{file}: {name} holds NaN, infinity or whole numbers; expected finite gradients")
+    return {n: t.float() for n, t in found.items()}
+
+
+def read_update(
+    path: str | Path,
+    victim: Victim,
+    *,
+    attack: str = "best",
+    batch_size: int | None = None,
+    labels: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    dropout: float = 0.0,
+    frozen_embeddings: bool = False,
+    budget: Budget | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Read the text behind an update: ``texts``, ``confidence``, ``attack``, ``tokens``, ``seconds``, ``details``.
+
+    Whatever is not given is estimated by the attacks. ``frozen_embeddings`` leaves the embeddings' gradients unread. Raises
+    ``InputError`` for bad input, ``AttackFailed`` or ``NotApplicable`` when nothing can be read.
+    """
+    from rasura.victims.models import parts
+
+    entries = load_update(path, victim)
+    if not 0 <= dropout < 1:
+        raise InputError(f"dropout is {dropout}; expected at least 0 and less than 1")
+    if frozen_embeddings:
+        entries = {n: t for n, t in entries.items() if n not in parts(victim.model).embedding_names}
+    size = batch_size or (len(lengths) if lengths else len(labels) if labels else None)
+    for name, given in (("labels", labels), ("lengths", lengths)):
+        if given and size is not None and len(given) != size:
+            raise InputError(f"{len(given)} {name} for a batch of {size}; give one for each text")
+    mechanism = []
+    if frozen_embeddings:
+        mechanism.append(Mechanism("frozen-embeddings", Stage.MODEL))
+    if dropout:
+        mechanism.append(Mechanism("dropout", Stage.MODEL, {"p": dropout}))
+    granted: dict[Grant, Any] = {
+        Grant.MODEL: adversary_copy(victim.model),
+        Grant.BASE_MODEL: victim.vocabulary,
+        Grant.MECHANISM: tuple(mechanism),
+    }
+    if size is not None:
+        granted[Grant.BATCH_SIZE] = size
+    if labels:
+        granted[Grant.LABELS] = torch.tensor(list(labels))
+    if lengths:
+        granted[Grant.LENGTHS] = tuple(lengths)
+    start = time.perf_counter()
+    method = make_attack(attack)
+    guess = method(
+        Observation(Message(entries), victim.task, granted), rng=generator(seed, "read"), budget=budget or Budget()
+    )
+    return {
+        "texts": [victim.vocabulary.text(t) for t in guess.tokens],
+        "confidence": guess.confidence,
+        "attack": str(guess.details.get("attack", method.name)),
+        "tokens": [[None if t == UNKNOWN else t for t in text] for text in guess.tokens],
+        "ordered": guess.ordered,
+        "labels": list(guess.labels) if guess.labels is not None else None,
+        "seconds": round(time.perf_counter() - start, 3),
+        "details": dict(guess.details),
+    }

@@ -1,0 +1,215 @@
+"""From Records to what a person needs to know: the matrix, the sentence, the recommendation. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rasura.metrics.intervals import bootstrap
+
+HEADLINE = "token_recall"
+SENTENCE_METRICS = ("token_recall", "rouge1", "rougeL")
+HOLDS_WITHIN = 0.1
+"""A setting holds when the upper bound of its risk is at most this much above the guessing level."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A pooled score: mean, interval, worst case, number of texts, all in [0, 1]."""
+
+    mean: float
+    low: float
+    high: float
+    worst: float
+    n: int
+
+    @property
+    def text(self) -> str:
+        """In whole percent with its interval."""
+        return f"{100 * self.mean:.0f} % (95 %: {100 * self.low:.0f} to {100 * self.high:.0f}, n = {self.n})"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the matrix. ``mark``: value, ``–`` (not applicable) or ``!`` (failed)."""
+
+    attack: str
+    defense: str
+    level: Level | None
+    blind: float
+    reasons: tuple[str, ...]
+    failed: int
+    total: int
+    verified: int
+    seconds: float
+
+    @property
+    def mark(self) -> str:
+        """What the cell shows."""
+        if self.level is not None:
+            return f"{100 * self.level.mean:.0f}"
+        return "!" if self.failed else "–"
+
+    @property
+    def step(self) -> int:
+        """Shade 0 to 5 by risk above the blind level."""
+        if self.level is None:
+            return 0
+        above = max(0.0, self.level.mean - self.blind) / max(1e-9, 1 - self.blind)
+        return min(5, int(above * 5 + 0.999)) if above > 0.02 else 0
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that the page shows, for one metric."""
+
+    metric: str
+    attacks: tuple[str, ...]
+    defenses: tuple[str, ...]
+    matrix: Mapping[tuple[str, str], Entry]
+    best: Mapping[str, Entry]
+    blind: Level | None
+    sentence: tuple[str, ...]
+    recommendation: str
+    threats: Mapping[str, str]
+    evidence: tuple[dict[str, Any], ...]
+    sizes: tuple[int, ...]
+    cells: int
+    failed: int
+
+
+def pooled(values: Iterable[float | None]) -> Level | None:
+    """Pool values over cells; null (not measured) is left out."""
+    kept = [float(v) for v in values if v is not None and v == v]
+    if not kept:
+        return None
+    mean, low, high = bootstrap(kept)
+    return Level(mean, low, high, max(kept), len(kept))
+
+
+def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str = "scores") -> list[float | None]:
+    return [v for r in records for v in r[side].get(metric, {}).get("per_record", [])]
+
+
+def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], metric: str) -> Entry:
+    blind = pooled(_values(records, metric, "blind"))
+    failed = sum(r["status"] == "failed" for r in records)
+    # A failed attempt is a status; in the pool it stands at the guessing level, which is what that adversary would do.
+    values = _values(records, metric)
+    if values and failed:
+        values += [v for r in records if r["status"] == "failed" for v in r["blind"].get(metric, {}).get("per_record", [])]
+    return Entry(
+        attack,
+        defense,
+        pooled(values),
+        blind.mean if blind else 0.0,
+        tuple(sorted({r["reason"] for r in records if r["reason"]})),
+        failed,
+        len(records),
+        sum(r["confidence"] == "verified" for r in records),
+        sum(r["wall_seconds"] for r in records) / max(1, len(records)),
+    )
+
+
+def findings(records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str = HEADLINE) -> Findings:
+    """What the records say. ``plan`` gives the order of attacks and defenses."""
+    every = list(records)
+    order = plan or {}
+    attacks = [a for a in order.get("attacks", []) if any(r["attack"] == a for r in every)]
+    attacks += sorted({r["attack"] for r in every} - set(attacks))
+    defenses = [d for d in order.get("defenses", []) if any(r["defense"] == d for r in every)]
+    defenses += sorted({r["defense"] for r in every} - set(defenses))
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for r in every:
+        groups[r["attack"], r["defense"]].append(r)
+    matrix = {k: _entry(*k, v, metric) for k, v in groups.items()}
+    best: dict[str, Entry] = {}
+    for d in defenses:
+        rows = [matrix[a, d] for a in attacks if (a, d) in matrix and matrix[a, d].level is not None]
+        if rows:
+            best[d] = max(rows, key=lambda e: e.level.mean if e.level else -1.0)
+    blind = pooled(_values(every, metric, "blind"))
+    strongest = [r for r in every if r["status"] == "ok" and r["recovered"] and r["attack"] != "blind"]
+    found = Findings(
+        metric, tuple(attacks), tuple(defenses), matrix, best, blind, (), "",
+        {r["threat"]: r.get("threat_plain", "") for r in every},
+        tuple(_evidence(strongest)), tuple(sorted({r["batch_size"] for r in every})),
+        len(every), sum(r["status"] == "failed" for r in every),
+    )  # fmt: skip
+    recommendation = _recommendation(found)
+    return Findings(**{**found.__dict__, "sentence": tuple(_sentence(found, every)), "recommendation": recommendation})
+
+
+def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    plain = "none" if "none" in f.best else next(iter(f.best), None)
+    if plain is None or f.blind is None:
+        return ["No attack gave a result that can be scored; the reasons stand in the table."]
+    entry = f.best[plain]
+    assert entry.level is not None
+    sizes = "a single note" if f.sizes == (1,) else f"{f.sizes[0]} to {f.sizes[-1]} notes"
+    where = "with no protection" if plain == "none" else f"behind {plain}"
+    out = [f"From one update of {sizes} {where}, the server read back {entry.level.text} of the words."]
+    out.append(f"Guessing without the update: {f.blind.text}.")
+    sensitive = [r for r in records if (r["attack"], r["defense"]) == (entry.attack, plain)]
+    values = [v for v in _values(sensitive, "sensitive") if v is not None]
+    if values:
+        whole = sum(v >= 1.0 for v in values)
+        out.append(f"Every name, number and date came back in {whole} of the {len(values)} notes that hold any.")
+    return out
+
+
+def _recommendation(f: Findings) -> str:
+    if f.blind is None or not f.best:
+        return "Nothing can be recommended: no attack was scored."
+    safe = [(e.level.high, d) for d, e in f.best.items() if e.level and e.level.high <= f.blind.mean + HOLDS_WITHIN]
+    if safe:
+        high, name = min(safe)
+        level = f.best[name].level
+        assert level is not None
+        return (
+            f"Of the settings tested, {name} holds: {level.text} of the words, against {f.blind.text} by guessing. "
+            "Empirical only: no formal guarantee, and a stronger attack may come."
+        )
+    name, entry = min(f.best.items(), key=lambda item: item[1].level.mean if item[1].level else 1.0)
+    assert entry.level is not None
+    return (
+        f"None of the settings tested holds. The least is read behind {name}: {entry.level.text} of the words. Freezing or "
+        "dropping out lower layers does not help; keep updates back until they hold more tokens than the model is wide, or "
+        "seal every gradient."
+    )
+
+
+def _evidence(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    rows = [
+        {**text, "attack": r["attack"], "defense": r["defense"], "confidence": r["confidence"]}
+        for r in records
+        for text in r["recovered"]
+    ]
+    rows.sort(key=lambda row: -float(row["score"] or 0))
+    if len(rows) <= 3:
+        return [dict(row, rank=name) for row, name in zip(rows, ("most read", "median", "least read"))]
+    chosen = {"most read": rows[0], "median": rows[len(rows) // 2], "least read": rows[-1]}
+    return [dict(row, rank=name) for name, row in chosen.items()]
+
+
+def summarise(records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """``summary.json``: the sentence, the recommendation and the matrix in plain values."""
+    f = findings(records, plan)
+    return {
+        "sentence": list(f.sentence),
+        "recommendation": f.recommendation,
+        "metric": f.metric,
+        "blind": f.blind.__dict__ if f.blind else None,
+        "highest_risk": max((e.level.mean for e in f.best.values() if e.level), default=None),
+        "cells": f.cells,
+        "failed": f.failed,
+        "matrix": [
+            {
+                "attack": e.attack, "defense": e.defense, "level": e.level.__dict__ if e.level else None,
+                "blind": e.blind, "failed": e.failed, "verified": e.verified, "n_cells": e.total, "reasons": list(e.reasons),
+            }
+            for e in f.matrix.values()
+        ],
+    }  # fmt: skip

@@ -1,0 +1,103 @@
+"""Factored gradients against explicit ones in float64, and what the engine recovers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_span import seen_by_server
+from tiny import CLS, SEP, batch_of, tiny
+from torch import Tensor, nn
+
+from rasura.attacks.gradient_matching.factors import Factoriser
+from rasura.attacks.gradient_matching.objective import Kind, distance, soft_cross_entropy
+from rasura.attacks.gradient_matching.presets import dlg, tag
+from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.rng import generator
+from rasura.values import Message, Observation
+from rasura.victims.step import gradients
+
+MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+
+
+def explicit(model: nn.Module, names: list[str], e: Tensor, mask: Tensor, targets: Tensor, target: dict[str, Tensor],
+             kind: Kind, alpha: float) -> Tensor:  # fmt: skip
+    """One candidate at a time, every weight gradient formed: the obvious reference."""
+    chosen = {n: p for n, p in model.named_parameters() if n in names}
+    if kind == "cosine":  # a key bias has no gradient but rounding, hence no direction
+        largest = max(float(target[n].norm()) for n in chosen)
+        chosen = {n: p for n, p in chosen.items() if float(target[n].norm()) > 1e-6 * largest}
+    out = []
+    for k in range(len(e)):
+        for p in chosen.values():
+            p.requires_grad_(True)
+        logits = model(inputs_embeds=e[k], attention_mask=mask).logits
+        loss = soft_cross_entropy(logits[None], targets[None])[0]
+        found = dict(zip(chosen, torch.autograd.grad(loss, list(chosen.values()), create_graph=True)))
+        terms = []
+        for n, g in found.items():
+            if kind == "cosine":
+                terms.append((1 - (g * target[n]).sum() / (g.norm() * target[n].norm())) / len(found))
+            else:
+                terms.append((g - target[n]).square().sum() + alpha * (g - target[n]).abs().sum() * (kind == "l2+l1"))
+        out.append(torch.stack(terms).sum())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert", "gpt2"])
+@pytest.mark.parametrize("kind", ["l2", "l2+l1", "cosine"])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_factored_equals_explicit(family: str, kind: Kind, batch: int) -> None:
+    model = tiny(family, "classification", hidden=16).double().requires_grad_(False)
+    mask = MASK[:batch]
+    rng = generator(1)
+    true = torch.randint(10, 200, mask.shape, generator=rng)
+    live = tiny(family, "classification", hidden=16).double()
+    target, _ = gradients(live, {"input_ids": true, "attention_mask": mask, "labels": torch.tensor([0, 2])[:batch]})
+    factoriser = Factoriser(model, list(target))
+    names = factoriser.names
+    assert any("LayerNorm" in n or "layer_norm" in n or "ln_" in n for n in names)
+    e = torch.randn(3, *mask.shape, 16, generator=rng, dtype=torch.double).requires_grad_(True)
+    targets = torch.randn(batch, 3, generator=rng, dtype=torch.double).softmax(-1)
+    found = factoriser(e, mask, lambda z: soft_cross_entropy(z, targets.expand(3, -1, -1)), graph=True)
+    fast = distance(found, factoriser.observed(target), kind, alpha=0.01)
+    slow = explicit(model, names, e, mask, targets, dict(target), kind, 0.01)
+    assert torch.allclose(fast, slow, rtol=1e-9)
+    (a,) = torch.autograd.grad(fast.sum(), e)
+    (b,) = torch.autograd.grad(slow.sum(), e)
+    assert float((a - b).norm() / b.norm()) < 1e-9
+
+
+def test_hidden_entries_count_on_neither_side() -> None:
+    model = tiny("bert", "classification", hidden=16).requires_grad_(False)
+    live = tiny("bert", "classification", hidden=16)
+    ids = torch.tensor([[CLS, 40, 41, SEP]])
+    target, _ = gradients(live, {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.tensor([1])})
+    factoriser = Factoriser(model, list(target))
+    rng = generator(2)
+    masks = {n: torch.rand(target[n].shape, generator=rng) > 0.5 for n in factoriser.names}
+    shown = {n: target[n] * masks[n] for n in masks}
+    e = model.get_input_embeddings().weight[ids][None].requires_grad_(True)  # type: ignore[operator,union-attr]
+    onehot = nn.functional.one_hot(torch.tensor([[1]]), 3).float()
+    found = factoriser(e, torch.ones_like(ids), lambda z: soft_cross_entropy(z, onehot), graph=False)
+    assert float(distance(found, shown, "l2", visible=masks)) < 1e-8
+    assert float(distance(found, shown, "l2")) > 1e-6
+
+
+@pytest.mark.parametrize("make", [dlg, tag])
+def test_recovers_the_words_of_a_short_text(make: object) -> None:
+    text = [CLS, 40, 41, 42, SEP]
+    seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification", [1]), "classification")
+    guess = make()(seen, rng=generator(0), budget=Budget())  # type: ignore[operator]
+    assert len(set(guess.tokens[0]) & {40, 41, 42}) >= 2
+    again = make()(seen, rng=generator(0), budget=Budget())  # type: ignore[operator]
+    assert guess.tokens == again.tokens
+
+
+def test_refuses_what_it_cannot_do() -> None:
+    seen = seen_by_server(tiny("bert", "classification"), batch_of([[CLS, 40, SEP]], "classification"), "classification")
+    broken = {n: torch.full_like(g, float("nan")) for n, g in seen.gradients.items()}
+    with pytest.raises(AttackFailed, match="not finite"):
+        dlg()(Observation(Message(broken), seen.task, seen.granted), rng=generator(0), budget=Budget("quick"))
+    causal = seen_by_server(tiny("gpt2", "causal"), batch_of([[CLS, 40, 41]], "causal"), "causal")
+    with pytest.raises(NotApplicable, match="classifiers"):
+        dlg()(causal, rng=generator(0), budget=Budget("quick"))
