@@ -33,14 +33,16 @@ def load_update(path: str | Path, victim: Victim) -> dict[str, torch.Tensor]:
     try:
         found: dict[str, torch.Tensor] = load_file(str(file))
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{file} is no safetensors file ({str(error).splitlines()[0]}); write it with rasura.capture") from None
+        first = str(error).splitlines()[0]
+        raise InputError(f"{file} is no safetensors file ({first}); write it with rasura.capture") from None
     if not found:
         raise InputError(f"{file} holds no tensor; expected one per parameter name")
     shapes = parameter_shapes(victim.model)
     for name, tensor in found.items():
         known(f"parameter in {file.name}", name, shapes)
         if tuple(tensor.shape) != shapes[name]:
-            raise InputError(f"{file}: {name} has shape {tuple(tensor.shape)}, the model's is {shapes[name]}; is it its update?")
+            shape = tuple(tensor.shape)
+            raise InputError(f"{file}: {name} has shape {shape}, the model's is {shapes[name]}; pass the model it came from")
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{file}: {name} holds NaN, infinity or whole numbers; expected finite gradients")
     return {n: t.float() for n, t in found.items()}

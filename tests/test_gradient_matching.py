@@ -83,14 +83,20 @@ def test_hidden_entries_count_on_neither_side() -> None:
     assert float(distance(found, shown, "l2")) > 1e-6
 
 
-@pytest.mark.parametrize("make", [dlg, tag])
-def test_recovers_the_words_of_a_short_text(make: object) -> None:
+def test_tag_recovers_the_words_of_a_short_text() -> None:
     text = [CLS, 40, 41, 42, SEP]
     seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification", [1]), "classification")
-    guess = make()(seen, rng=generator(0), budget=Budget())  # type: ignore[operator]
+    guess = tag()(seen, rng=generator(0), budget=Budget())
     assert len(set(guess.tokens[0]) & {40, 41, 42}) >= 2
-    again = make()(seen, rng=generator(0), budget=Budget())  # type: ignore[operator]
-    assert guess.tokens == again.tokens
+
+
+def test_dlg_is_deterministic_and_more_steps_fit_better() -> None:
+    text = [CLS, 40, 41, 42, SEP]
+    seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification", [1]), "classification")
+    short, again = (dlg()(seen, rng=generator(0), budget=Budget("quick")) for _ in range(2))
+    assert short.tokens == again.tokens and short.residual == again.residual
+    long = dlg()(seen, rng=generator(0), budget=Budget())
+    assert long.residual is not None and short.residual is not None and long.residual < short.residual
 
 
 def test_refuses_what_it_cannot_do() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from rasura.metrics.intervals import bootstrap
 
 HEADLINE = "token_recall"
-SENTENCE_METRICS = ("token_recall", "rouge1", "rougeL")
 HOLDS_WITHIN = 0.1
 """A setting holds when the upper bound of its risk is at most this much above the guessing level."""
 
@@ -113,7 +112,9 @@ def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], metr
     )
 
 
-def findings(records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str = HEADLINE) -> Findings:
+def findings(
+    records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str = HEADLINE
+) -> Findings:
     """What the records say. ``plan`` gives the order of attacks and defenses."""
     every = list(records)
     order = plan or {}
@@ -165,7 +166,7 @@ def _recommendation(f: Findings) -> str:
         return "Nothing can be recommended: no attack was scored."
     safe = [(e.level.high, d) for d, e in f.best.items() if e.level and e.level.high <= f.blind.mean + HOLDS_WITHIN]
     if safe:
-        high, name = min(safe)
+        name = min(safe)[1]
         level = f.best[name].level
         assert level is not None
         return (

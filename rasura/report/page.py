@@ -36,7 +36,8 @@ def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text:
     """The page as a string."""
     from jinja2 import Environment, PackageLoader
 
-    environment = Environment(loader=PackageLoader("rasura", "report"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    loader = PackageLoader("rasura", "report")
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     f = findings(records, plan)
     evidence = [dict(e, words=_words(e["words"], show_text), read=_shown(e["read"], show_text)) for e in f.evidence]
     return environment.get_template("page.html").render(

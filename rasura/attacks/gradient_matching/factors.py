@@ -20,7 +20,7 @@ from rasura.victims.models import Linear, parts
 
 @dataclass(frozen=True)
 class Factor:
-    """Factors of a parameter's gradient: ``delta`` ``(candidates, tokens, outputs)``, ``x`` ``(candidates, tokens, inputs)``.
+    """Factors of a gradient: ``delta`` ``(candidates, tokens, outputs)``, ``x`` ``(candidates, tokens, inputs)``.
 
     For a vector parameter (bias, LayerNorm) ``x`` is None and ``delta`` is the gradient itself, ``(candidates, width)``.
     """

@@ -1,0 +1,5 @@
+"""``python -m rasura``."""
+
+from rasura.cli import main
+
+main()

