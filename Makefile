@@ -15,7 +15,7 @@ $(BIN)/python:
 	touch $@
 
 audit: .venv/demo
-	$(BIN)/rasura audit --out runs/demo
+	$(BIN)/rasura audit --budget quick --limit 3 --out runs/demo
 
 test: .venv/dev
 	$(BIN)/ruff check .

@@ -14,6 +14,7 @@ import torch
 from tiny import CAUSAL_VOCABULARY, CLS, FAMILIES, SEP, VOCABULARY, batch_for, batch_of, tiny
 from torch import nn
 
+from rasura import recipes
 from rasura.defenses.compose import ORDER, chain, none, with_aggregation
 from rasura.defenses.dropout import dropout
 from rasura.defenses.noise import gaussian_noise, laplace_noise
@@ -23,8 +24,6 @@ from rasura.rng import generator
 from rasura.threat import adversary_copy
 from rasura.values import Batch, Grant, Message, NotGranted, Observation, Reconstruction, Transcript
 from rasura.victims.step import defended, step
-
-recipes = pytest.importorskip("rasura.recipes", reason="the recipes name the methods", exc_type=ImportError)
 
 TASKS = [(family, "classification") for family in FAMILIES] + [("gpt2", "causal"), ("llama", "causal")]
 

@@ -1,0 +1,216 @@
+"""The audit end to end on a tiny model: the same Records whatever interrupts it, and what people see of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from tiny import tiny
+
+from rasura.auditing import Audit, audit
+from rasura.interfaces import InputError
+from rasura.plan import Plan, from_toml
+from rasura.records import RunStore
+from rasura.report.findings import findings, summarise
+from rasura.report.page import write_report
+
+NAMES = ["alpha", "bravo", "carol", "delta", "echo", "the", "met", "in", "paid", "."]
+TEXTS = ("Alpha met Bravo in Delta .", "Carol paid the echo .", "Delta paid 7 .")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *NAMES, *map(str, range(10)), *(f"w{i}" for i in range(275))]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
+    tiny("bert", "classification", num_labels=2).save_pretrained(folder)
+    return folder
+
+
+def plan_for(folder: Path, **more: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "model": str(folder), "texts": TEXTS, "limit": 3, "attacks": ("blind", "embedding-rows", "span"),
+        "defenses": ("none", "frozen-embeddings", "gaussian:0.1"), "metrics": ("rouge1", "token_recall", "sensitive"),
+        "budget": "quick",
+    }  # fmt: skip
+    return Plan(**{**fields, **more})
+
+
+def comparable(folder: Path) -> list[dict[str, Any]]:
+    """The Records without what depends on the machine's mood."""
+    moody = {"wall_seconds", "cpu_seconds", "peak_mb"}
+    store = RunStore(folder)
+    try:
+        return [{k: v for k, v in r.items() if k not in moody} for r in store]
+    finally:
+        store.close()
+
+
+def test_matrix_is_whole_and_says_what_happened(tmp_path: Path, model_folder: Path) -> None:
+    records = list(audit(plan_for(model_folder, batch_sizes=(1, 2)), out=tmp_path))
+    assert len(records) == 3 * 3 * (3 + 1)
+    by = {(r.attack, r.defense, r.batch_size, r.batch): r for r in records}
+    assert by["span", "none", 1, 0].confidence == "verified"
+    assert by["span", "none", 1, 0].scores["token_recall"]["mean"] == 1.0
+    assert by["embedding-rows", "frozen-embeddings", 1, 0].status == "not_applicable"
+    noisy = by["span", "gaussian:0.1", 1, 0]
+    assert noisy.status == "failed" and noisy.reason and not noisy.scores, "a failure is a status, not a zero"
+    assert all(r.blind["rouge1"]["n"] == r.batch_size for r in records)
+    assert not any(re.search(r"[A-Za-z]{3}", t["sent"]) for r in records for t in r.recovered), "masked"
+
+
+def test_resuming_gives_the_same_records(tmp_path: Path, model_folder: Path) -> None:
+    plan = plan_for(model_folder)
+    list(audit(plan, out=tmp_path / "whole"))
+    stopped = audit(plan, out=tmp_path / "parts")
+    for _ in range(5):
+        next(stopped)
+    stopped.close()  # type: ignore[attr-defined]  # a generator
+    assert len(list(audit(plan, out=tmp_path / "parts"))) == 27 - 5
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+    assert list(audit(plan, out=tmp_path / "parts")) == []
+
+
+def run_and_kill(arguments: list[str], delay: float) -> None:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(arguments, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(10, marks=pytest.mark.slow)])
+def test_killed_runs_resume_to_the_same_records(tmp_path: Path, model_folder: Path, times: int) -> None:
+    plan = plan_for(model_folder, seeds=3)
+    config = tmp_path / "plan.toml"
+    fields = {k: v for k, v in plan.canonical().items() if v is not None}
+    config.write_text("\n".join(f"{k} = {json.dumps(v)}" for k, v in fields.items()))
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "rasura", "audit", "--config", str(config), "--out", str(folder)]
+    chance = random.Random(times)
+    for _ in range(times):
+        run_and_kill(command, chance.uniform(3.0, 8.0))
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    list(audit(plan, out=tmp_path / "whole"))
+    assert comparable(folder) == comparable(tmp_path / "whole")
+    lines = (folder / "records.jsonl").read_text().splitlines()
+    assert len(lines) == 81 and len({json.loads(line)["key"] for line in lines}) == 81
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attacks": ("spam",)}, r"unknown attack 'spam'; did you mean span"),
+        ({"defenses": ("dropuot:0.1",)}, "unknown defense 'dropuot'; did you mean dropout"),
+        ({"defenses": ("dropout",)}, "defense dropout needs a number"),
+        ({"defenses": ("none:3",)}, "takes no parameter"),
+        ({"threats": ("honest",)}, "unknown threat 'honest'; did you mean honest-server"),
+        ({"metrics": ("rouge",)}, "unknown metric"),
+        ({"texts": ("x", " ")}, "--text is empty"),
+        ({"batch_sizes": (0,)}, "batch size is 0"),
+        ({"num_labels": 1}, r"outside the head's 0 .. 0"),
+        ({"texts": ("alpha " * 80,)}, "pass --truncate"),
+    ],
+)
+def test_a_bad_plan_is_refused_before_anything_runs(model_folder: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        Audit(plan_for(model_folder, **change))
+    assert "\n" not in str(caught.value)
+
+
+def test_plan_from_toml(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('attacks = ["span"]\nlimit = 3\n')
+    assert from_toml(path) == Plan(attacks=("span",), limit=3)
+    path.write_text("attakcs = []\n")
+    with pytest.raises(InputError, match="did you mean attacks"):
+        from_toml(path)
+    path.write_text('limit = "three"\n')
+    with pytest.raises(InputError, match="limit is 'three'; expected int"):
+        from_toml(path)
+    path.write_text("limit = = 3\n")
+    with pytest.raises(InputError, match="is no TOML"):
+        from_toml(path)
+    with pytest.raises(InputError, match="does not exist"):
+        from_toml(tmp_path / "none.toml")
+
+
+# --- the report
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    defenses = ("none", "frozen-embeddings+dropout:0.1", "gaussian:0.001", "gaussian:0.1")
+    list(audit(plan_for(model_folder, defenses=defenses, show_text=True), out=folder))
+    return folder
+
+
+def test_the_sentence_agrees_with_the_data(run: Path) -> None:
+    store = RunStore(run)
+    records, plan = list(store), store.plan
+    store.close()
+    found = findings(records, plan)
+    ok = [r for r in records if r["attack"] == "span" and r["defense"] == "none"]
+    assert found.matrix["span", "none"].level is not None
+    mean = sum(r["scores"]["token_recall"]["mean"] for r in ok) / len(ok)
+    assert found.matrix["span", "none"].level.mean == pytest.approx(mean) == 1.0
+    assert found.sentence[0].startswith("From one update of a single note with no protection, the server read back 100 %")
+    assert found.matrix["span", "gaussian:0.1"].mark == "!"
+    assert found.matrix["embedding-rows", "frozen-embeddings+dropout:0.1"].mark == "–"
+    summary = summarise(records, plan)
+    assert summary["highest_risk"] == 1.0 and json.dumps(summary)
+
+
+def test_nothing_scored_is_said(run: Path) -> None:
+    store = RunStore(run)
+    failed = [{**r, "status": "failed", "scores": {}, "blind": {}, "recovered": []} for r in store]
+    store.close()
+    assert "No attack gave a result" in findings(failed).sentence[0]
+    assert findings([]).cells == 0
+
+
+def test_the_report_masks_and_escapes(run: Path) -> None:
+    html = write_report(run).read_text()
+    assert "Bravo" not in html and "bravo" not in html and "█" in html
+    assert "Bravo" in write_report(run, show_text=True).read_text()
+    assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html), "nothing is fetched"
+    assert "<script" not in html and "This file is personal data" in html
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_report_in_a_browser_overflows_nowhere(run: Path, tmp_path: Path, width: int) -> None:
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    page = write_report(run).read_text()
+    # Headless windows have a least width, so the page is measured inside a frame of the wanted one.
+    frame = tmp_path / "frame.html"
+    (tmp_path / "page.html").write_text(page)
+    frame.write_text(
+        f'<iframe id="f" src="page.html" style="width:{width}px;height:900px;border:0"></iframe><p id="out"></p><script>'
+        'f.onload = () => { const d = f.contentDocument.documentElement;'
+        'out.textContent = "W" + d.scrollWidth + "/" + d.clientWidth; }</script>'
+    )
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    flags += "--disable-component-update --disable-sync --allow-file-access-from-files --virtual-time-budget=3000"
+    done = subprocess.run(
+        [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", frame.as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    measured = re.search(r"W(\d+)/(\d+)", done.stdout)
+    assert measured, done.stderr[-500:]
+    assert int(measured[1]) <= int(measured[2]) == width

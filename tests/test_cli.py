@@ -1,0 +1,106 @@
+"""The commands, as a person types them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_auditing import TEXTS, model_folder
+
+import rasura
+
+__all__ = ["model_folder"]
+
+
+def rasura_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rasura", *map(str, arguments)], capture_output=True, text=True, check=False, timeout=280
+    )
+
+
+def refused(*arguments: str | Path) -> str:
+    done = rasura_command(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("command", ["audit", "read", "report", "list", "doctor"])
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    done = rasura_command(command, "--help")
+    assert done.returncode == 0 and "Example: rasura" in done.stdout
+
+
+def test_audit_prints_the_sentence_and_writes_the_report(tmp_path: Path, model_folder: Path) -> None:
+    notes = tmp_path / "notes.csv"
+    notes.write_text("text,label\n" + "\n".join(f"{t},{k % 2}" for k, t in enumerate(TEXTS)) + "\n")
+    common = ["audit", notes, "--model", model_folder, "--attack", "blind,span", "--defense", "none,gaussian:0.1"]
+    common += ["--limit", "2", "--out", tmp_path / "run"]
+    done = rasura_command(*common)
+    assert done.returncode == 0, done.stderr
+    assert "the server read back 100 %" in " ".join(done.stdout.split())
+    assert (tmp_path / "run" / "report.html").is_file()
+    again = rasura_command(*common, "--json", "--fail-above", "0.2")
+    assert again.returncode == 3 and "8 done before" in again.stderr
+    assert json.loads(again.stdout)["highest_risk"] == 1.0
+    assert "another plan" in refused(*common, "--seeds", "2")
+    assert rasura_command("report", tmp_path / "run").returncode == 0
+
+
+def captured(tmp_path: Path, folder: Path) -> Path:
+    victim = rasura.load(folder, "classification")
+    batch = victim.tokenizer([TEXTS[0]], return_tensors="pt")
+    path = tmp_path / "update.safetensors"
+    rasura.capture(victim.model, {**batch, "labels": torch.tensor([1])}, path)
+    return path
+
+
+def test_read_gives_the_text_back(tmp_path: Path, model_folder: Path) -> None:
+    done = rasura_command("read", captured(tmp_path, model_folder), "--model", model_folder, "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["texts"] == ["alpha met bravo in delta."] and found["confidence"] == "verified"
+    assert {"texts", "confidence", "attack", "tokens", "seconds"} <= set(found)
+
+
+def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_folder: Path) -> None:
+    path = captured(tmp_path, model_folder)
+    whole = load_file(path)
+    name = "classifier.weight"
+
+    def attempt(tensors: dict[str, torch.Tensor]) -> str:
+        save_file(tensors, tmp_path / "bad.safetensors")
+        return refused("read", tmp_path / "bad.safetensors", "--model", model_folder)
+
+    assert "did you mean classifier.weight" in attempt({"clasifier.weight": whole[name]})
+    assert "has shape (2, 3), the model's is (2, 64)" in attempt({name: torch.zeros(2, 3)})
+    assert "NaN, infinity" in attempt({name: torch.full((2, 64), float("nan"))})
+    (tmp_path / "bad.safetensors").write_text("not safetensors")
+    assert "is no safetensors file" in refused("read", tmp_path / "bad.safetensors", "--model", model_folder)
+    assert "does not exist" in refused("read", tmp_path / "none.safetensors", "--model", model_folder)
+    assert "2 labels for a batch of 1" in refused(
+        "read", path, "--model", model_folder, "--labels", "0,1", "--batch-size", "1"
+    )
+
+
+def test_bad_input_is_one_line(tmp_path: Path, model_folder: Path) -> None:
+    assert "did you mean span" in refused("audit", "--attack", "sapn", "--out", tmp_path / "x")
+    assert "unknown list" in refused("list", "atacks")
+    assert "does not exist" in refused("audit", tmp_path / "no.csv", "--model", model_folder, "--out", tmp_path / "x")
+    assert "expected whole numbers" in refused("audit", "--batch-size", "one", "--out", tmp_path / "x")
+    assert "--device is 'tpu'" in refused("audit", "--device", "tpu", "--out", tmp_path / "x")
+    assert "holds no run" in refused("report", tmp_path)
+    assert not (tmp_path / "x").exists(), "nothing half-written"
+
+
+def test_lists_and_doctor() -> None:
+    for kind, name in (("attacks", "span"), ("defenses", "dropout:X"), ("threats", "honest-server"), ("metrics", "rouge1")):
+        done = rasura_command("list", kind, "--json")
+        assert name in json.loads(done.stdout)
+    found = json.loads(rasura_command("doctor", "--json").stdout)
+    assert found["torch"] and "WordNet (METEOR)" in found
