@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rasura.attacks.embedding_rows import EmbeddingRows
-from rasura.attacks.gradient_matching.presets import tag
+from rasura.attacks.gradient_matching.presets import dlg
 from rasura.attacks.span import Span
 from rasura.attacks.span_matching import SpanMatching
 from rasura.interfaces import Attack, AttackFailed, Budget, NotApplicable
@@ -39,7 +39,7 @@ class Best:
     name: str = "best"
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
-    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (EmbeddingRows, Span, SpanMatching, tag)
+    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (EmbeddingRows, Span, SpanMatching, dlg)
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         best: Reconstruction | None = None

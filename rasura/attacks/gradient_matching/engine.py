@@ -44,7 +44,7 @@ class Work:
 
 
 # GRAB's public defaults are 2,000 candidates and 2,000 steps a round (sec. 5.1); ``paper`` spends that on eight restarts.
-LEVELS: Mapping[str, Work] = {"quick": Work(16, 4, 150), "default": Work(64, 8, 500), "paper": Work(2000, 8, 2000)}
+LEVELS: Mapping[str, Work] = {"quick": Work(8, 2, 80), "default": Work(64, 8, 500), "paper": Work(2000, 8, 2000)}
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class GradientMatching:
             return distance(found, observed, s.objective, alpha=s.alpha, visible=visible)
 
         first = []
-        for chunk, labels in zip(starts.split(16), guesses.split(16)):  # type: ignore[no-untyped-call]
+        for chunk, labels in zip(starts.split(4), guesses.split(4)):  # type: ignore[no-untyped-call]
             first.append(misfit(chunk.clone().requires_grad_(True), labels, False).detach())
         kept = torch.cat(first).topk(min(work.restarts, work.candidates), largest=False).indices
         e = starts[kept].clone().requires_grad_(True)
