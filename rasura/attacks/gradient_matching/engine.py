@@ -84,13 +84,14 @@ class GradientMatching:
         if Grant.LENGTHS in seen:
             return seen.lengths
         spaces = block_spaces(seen, visible_blocks(seen)[:1])
-        position = parts(seen.model).position_embedding
+        name = parts(seen.model).position_embedding
+        rows = seen.gradients[name].norm(dim=1) > 0 if name is not None and name in seen.gradients else None
         if spaces:
             total = max(space.rank for space in spaces.values())
-        elif position is not None and position in seen.gradients:
-            total = size * int((seen.gradients[position].norm(dim=1) > 0).sum())
+        elif rows is not None and not bool(rows.all()):
+            total = size * int(rows.sum())
         else:
-            total = 12 * size  # nothing tells: a common sentence
+            total = 12 * size  # noise fills every row, or nothing is visible: a common sentence
         return tuple(max(3, total // size + (1 if k < total % size else 0)) for k in range(size))
 
     def _optimise(
