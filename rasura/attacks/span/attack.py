@@ -157,7 +157,7 @@ class Span:
         if active or not score.deep:
             return [_strongest(rows, group, likeness) for group in groups if group]
         ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
-        floor = max(5e-6, 10 * max(s.floor for s in spaces.values()))
+        floor = min(1e-3, max(5e-6, 10 * max(s.floor for s in spaces.values())))
         found = search(
             choices(rows),
             score,

@@ -45,11 +45,14 @@ def projections(seen: Observation, block: Block) -> tuple[Projection, Projection
     def tensors(lin: Linear) -> Projection | None:
         if lin.weight not in seen.gradients or lin.weight in seen.visible:
             return None
-        weight, gradient = seen.model.get_parameter(lin.weight).double(), seen.gradients[lin.weight].double()
+        weight = seen.model.get_parameter(lin.weight).detach().double()
+        gradient = seen.gradients[lin.weight].double()
         if lin.transposed:
             weight, gradient = weight.T, gradient.T
         bias = torch.zeros(len(weight), dtype=weight.dtype)
-        return Projection(weight, bias if lin.bias is None else seen.model.get_parameter(lin.bias).double(), gradient)
+        if lin.bias is not None:
+            bias = seen.model.get_parameter(lin.bias).detach().double()
+        return Projection(weight, bias, gradient)
 
     by_name = {lin.module.split(".")[-1]: lin for lin in block.qkv}
     if "c_attn" in by_name:

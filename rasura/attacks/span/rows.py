@@ -55,9 +55,11 @@ class RowSpace:
 def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     """The common row space of gradients ``(outputs, inputs)``; None when there is no gap (too many tokens, or noise).
 
-    Each matrix is scaled to norm 1 first, so that none drowns the others.
+    Each matrix is scaled to norm 1 first, so that none drowns the others; one that is tiny beside the largest is left out,
+    since it would bring the rounding of larger numbers with it.
     """
-    kept = [m.double() / m.double().norm() for m in matrices if float(m.norm()) > 0]
+    largest = max((float(m.norm()) for m in matrices), default=0.0)
+    kept = [m.double() / m.double().norm() for m in matrices if float(m.norm()) > 1e-3 * largest]
     if not kept:
         return None
     stacked = torch.cat(kept)

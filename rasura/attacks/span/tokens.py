@@ -33,7 +33,7 @@ def candidates(vocabulary: Vocabulary) -> Tensor:
 
 def plain(space: RowSpace, inputs: Inputs, ids: Tensor, position: int) -> list[Row]:
     """Tokens whose input at ``position`` lies in the row space, best first (DAGER's first-layer test)."""
-    tolerance = max(TOLERANCE, 10 * space.floor)
+    tolerance = min(1e-2, max(TOLERANCE, 10 * space.floor))
     for segment in range(inputs.types):
         hits, states, residual = inputs.within(space, ids, position, tolerance, segment)
         if len(hits):
