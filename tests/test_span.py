@@ -133,8 +133,9 @@ def test_two_texts_of_a_trained_model_are_told_apart(minilm_path: Path, rate: fl
     # Random encoders cannot show it: their LayerNorm scales all tokens alike, so that a word at another text's position lies
     # in the span of the three that are there.
     victim = load(minilm_path, "classification")
-    texts = ["mary is here .", "he lost it ."]
-    coded = victim.tokenizer(texts, return_tensors="pt")
+    texts = ["mary is here now", "he lost it , again"]
+    coded = victim.tokenizer(texts, return_tensors="pt", padding=True)
+    ids = coded.input_ids.tolist()
     for module in victim.model.modules():
         if isinstance(module, nn.Dropout):
             module.p = rate
@@ -144,10 +145,8 @@ def test_two_texts_of_a_trained_model_are_told_apart(minilm_path: Path, rate: fl
     victim.model.eval()
     granted = {Grant.MODEL: victim.model, Grant.BASE_MODEL: victim.vocabulary, Grant.BATCH_SIZE: 2}
     granted[Grant.MECHANISM] = (Mechanism("dropout", Stage.MODEL, {"p": rate}),) if rate else ()
-    guess = Span()(
-        Observation(Message(found), "classification", granted), rng=generator(0), budget=Budget("quick")
-    )
-    assert sorted(guess.tokens) == sorted(map(tuple, coded.input_ids.tolist()))
+    guess = attack(Observation(Message(found), "classification", granted))
+    assert sorted(map(victim.vocabulary.text, guess.tokens)) == sorted(map(victim.vocabulary.text, ids))
     assert guess.confidence == ("span" if rate else "verified")
 
 

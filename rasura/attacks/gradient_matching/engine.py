@@ -1,148 +1,182 @@
-"""The engine behind DLG, TAG and their kin: K restarts as one batch, the best iterate kept, tokens only at the end.
-
-``start`` chooses starting points, ``descend`` takes continuous steps; a method with discrete moves calls ``descend`` again
-on the State that it has rearranged, and a method with a prior adds its term where ``embedding_norm`` stands.
-"""
+"""The engine behind DLG, TAG and their kin: K restarts as one batch, the best iterate kept, tokens only at the end."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from rasura.attacks.gradient_matching.objective import Kind
-from rasura.attacks.gradient_matching.problem import Problem, pose
+from rasura.attacks.gradient_matching.factors import Factoriser
+from rasura.attacks.gradient_matching.objective import Kind, distance, soft_cross_entropy
+from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.verify import VERIFIED, check
-from rasura.interfaces import AttackFailed, Budget
+from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.values import Grant, Observation, Reconstruction
+from rasura.victims.models import is_eager, parts
 
-CHUNK = 16
-"""Starting points that are judged at once."""
+
+@dataclass(frozen=True)
+class Settings:
+    """One method of the family.
+
+    ``learning_rate`` is in units of the embedding table's standard deviation, so that one value fits all models: GRAB's 0.01
+    on BERT-base, whose entries deviate by about .04, is 0.25. It decays by ``decay`` every ``decay_every`` steps (GRAB,
+    sec. 5.1). ``embedding_norm``: weight of LAMP's regulariser.
+    """
+
+    objective: Kind
+    alpha: float = 0.0
+    learning_rate: float = 0.25
+    decay: float = 0.89
+    decay_every: int = 50
+    embedding_norm: float = 0.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one budget level: ``candidates`` are judged once, the best ``restarts`` of them take ``steps`` steps."""
+    """Work of one budget level."""
 
     candidates: int
     restarts: int
     steps: int
 
 
-@dataclass(frozen=True)
-class Settings:
-    """One method of the family; presets name the published ones.
-
-    ``alpha``: weight of L1. ``learning_rate`` is in units of the embedding table's standard deviation, so that one value fits
-    all models; it falls by ``decay`` every ``decay_every`` steps. ``label_rate``: the learning rate of label logits.
-    ``weight_decay``: AdamW's; 0 is Adam. ``embedding_norm``: weight of LAMP's regulariser.
-    """
-
-    objective: Kind
-    levels: Mapping[str, Work]
-    alpha: float = 0.0
-    learning_rate: float = 0.25
-    label_rate: float = 0.1
-    decay: float = 0.89
-    decay_every: int = 50
-    weight_decay: float = 0.0
-    embedding_norm: float = 0.0
-
-
-@dataclass(frozen=True)
-class State:
-    """Restarts and the best that each has seen: ``e`` ``(restarts, batch, length, hidden)``, label logits ``y``
-    ``(restarts, batch, classes)``, and the ``loss`` ``(restarts,)`` that they reach."""
-
-    e: Tensor
-    y: Tensor
-    loss: Tensor
-
-
-def start(problem: Problem, settings: Settings, work: Work, rng: torch.Generator) -> State:
-    """The best ``work.restarts`` of ``work.candidates`` random texts, with undecided labels."""
-    s = settings
-    e = problem.draw(work.candidates, rng)
-    # Not exactly undecided: equal logits stay equal where the classes' gradients mirror each other.
-    y = 0.1 * torch.randn(work.candidates, len(problem.lengths), max(problem.classes, 1), generator=rng).to(e)
-    chunks = zip(torch.split(e, CHUNK), torch.split(y, CHUNK))
-    loss = torch.cat([problem.misfit(a, b, s.objective, s.alpha, graph=False) for a, b in chunks])
-    kept = loss.topk(min(work.restarts, work.candidates), largest=False).indices
-    return State(e[kept], y[kept], loss[kept])
-
-
-def descend(problem: Problem, state: State, settings: Settings, steps: int) -> State:
-    """``steps`` steps of Adam from ``state``; each restart ends at its best point, which may be the first.
-
-    A restart whose values or slopes stop being finite keeps its best point. Raises ``AttackFailed`` when all of them do.
-    """
-    s = settings
-    e, y = state.e.clone().requires_grad_(True), state.y.clone().requires_grad_(problem.solves_labels)
-    wanted, rates = [e], [s.learning_rate * float(problem.table.std())]
-    if problem.solves_labels:
-        wanted, rates = [e, y], [*rates, s.label_rate]
-    groups = [{"params": [v], "lr": rate} for v, rate in zip(wanted, rates)]
-    optimizer = torch.optim.AdamW(groups, weight_decay=s.weight_decay)
-    best_e, best_y, best = state.e, state.y, torch.full_like(state.loss, float("inf"))
-    alive = torch.ones_like(best, dtype=torch.bool)
-    for step in range(steps):
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate * s.decay ** (step // s.decay_every)
-        whole = loss = problem.misfit(e, y, s.objective, s.alpha, graph=True)
-        if s.embedding_norm:
-            whole = loss + s.embedding_norm * problem.norm_gap(e)
-        slopes = torch.autograd.grad(whole.sum(), wanted)
-        with torch.no_grad():
-            alive &= torch.isfinite(loss)
-            for slope in slopes:
-                alive &= torch.isfinite(slope.flatten(1)).all(1)
-            if not bool(alive.any()):
-                raise AttackFailed(f"every restart diverged by step {step} (loss or slope not finite)")
-            better = alive & (loss < best)
-            best = torch.where(better, loss, best)
-            best_e = torch.where(better[:, None, None, None], e, best_e)
-            best_y = torch.where(better[:, None, None], y, best_y)
-        for variable, slope in zip(wanted, slopes):
-            # A dead restart gets no slope, and its NaN must not reach the others through the optimiser.
-            rest = (1,) * (slope.dim() - 1)
-            variable.grad = torch.where(alive.reshape(-1, *rest), slope, torch.zeros_like(slope))
-        assert e.grad is not None
-        e.grad *= problem.free[..., None]
-        held = e.detach().clone()
-        optimizer.step()
-        with torch.no_grad():  # known tokens stay, also under weight decay
-            e.copy_(torch.where(problem.free[..., None], e, held))
-    return State(best_e, best_y, best)
+# GRAB's public defaults are 2,000 candidates and 2,000 steps a round (sec. 5.1); ``paper`` spends that on eight restarts.
+LEVELS: Mapping[str, Work] = {"quick": Work(8, 2, 80), "default": Work(64, 8, 500), "paper": Work(2000, 8, 2000)}
 
 
 @dataclass(frozen=True)
 class GradientMatching:
-    """Optimises dummy embeddings (and soft labels where none are granted) until their gradient is the observed one.
+    """Optimises dummy embeddings (and soft labels where none are granted) to the observed gradient; classifiers only.
 
-    Only visible entries count, and embeddings' gradients are never used (GRAB's benchmark setting). Lengths that are not
-    granted are estimated (``problem.estimate_lengths``). A granted mechanism that clips makes distances scale-free. Raises
-    ``AttackFailed`` on divergence and ``NotApplicable`` for fused attention, with the reason.
+    Embedding gradients are not used (GRAB's benchmark setting). Lengths that are not granted are read off the rank of an
+    attention gradient and shared out evenly. Raises ``AttackFailed`` on divergence, with the reason.
     """
 
     name: str
     settings: Settings
-    needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.BATCH_SIZE})
-    uses: frozenset[Grant] = frozenset({Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
+    needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
+    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS})
+    levels: Mapping[str, Work] = field(default_factory=lambda: LEVELS)
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
-        s, work = self.settings, self.settings.levels[budget.level]
-        problem = pose(seen)
-        state = descend(problem, start(problem, s, work, rng), s, work.steps)
-        winner = int(state.loss.argmin())
-        tokens = problem.tokens(state.e[winner])
-        details = {"restarts": len(state.e), "steps": work.steps, "objective": s.objective}
-        error, labels = check(seen, tokens)
+        if seen.task != "classification":
+            raise NotApplicable("gradient matching is built for classifiers; for causal models use span")
+        if not is_eager(seen.model):
+            raise NotApplicable(
+                "fused attention cannot be differentiated twice; load the model with attn_implementation='eager'"
+            )
+        factoriser = Factoriser(seen.model, list(seen.gradients))
+        if not factoriser.layers:
+            raise NotApplicable("no gradient of a linear or LayerNorm layer is visible")
+        observed = factoriser.observed(seen.gradients)
+        if not all(bool(torch.isfinite(g).all()) for g in observed.values()):
+            raise AttackFailed("the observed gradient is not finite")
+        turned = {s.weight for s in factoriser.layers if s.linear is not None and s.linear.transposed}
+        visible = {n: m.T if n in turned else m for n, m in seen.visible.items() if n in observed}
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
+        lengths = self._lengths(seen, size)
+        return self._optimise(seen, factoriser, observed, visible, lengths, self.levels[budget.level], rng)
+
+    def _lengths(self, seen: Observation, size: int) -> tuple[int, ...]:
+        if Grant.LENGTHS in seen:
+            return seen.lengths
+        spaces = block_spaces(seen, visible_blocks(seen)[:1])
+        name = parts(seen.model).position_embedding
+        rows = seen.gradients[name].norm(dim=1) > 0 if name is not None and name in seen.gradients else None
+        if spaces:
+            total = max(space.rank for space in spaces.values())
+        elif rows is not None and not bool(rows.all()):
+            total = size * int(rows.sum())
+        else:
+            total = 12 * size  # noise fills every row, or nothing is visible: a common sentence
+        return tuple(max(3, total // size + (1 if k < total % size else 0)) for k in range(size))
+
+    def _optimise(
+        self,
+        seen: Observation,
+        factoriser: Factoriser,
+        observed: Mapping[str, Tensor],
+        visible: Mapping[str, Tensor],
+        lengths: tuple[int, ...],
+        work: Work,
+        rng: torch.Generator,
+    ) -> Reconstruction:
+        s, vocabulary, model = self.settings, seen.vocabulary, seen.model
+        size, longest = len(lengths), max(lengths)
+        mask = torch.stack([(torch.arange(longest) < n).long() for n in lengths])
+        with torch.no_grad():
+            table: Tensor = model.get_input_embeddings()(torch.arange(vocabulary.size))  # type: ignore[operator]
+        barred = vocabulary.special_ids | vocabulary.unused_ids
+        ordinary = torch.tensor([i for i in range(vocabulary.size) if i not in barred])
+        template, free = _template(vocabulary.prefix, vocabulary.suffix, lengths, vocabulary.pad_id or 0)
+        draws = ordinary[torch.randint(len(ordinary), (work.candidates, size, longest), generator=rng)]
+        starts = table[torch.where(free, draws, template)]
+        granted = seen.labels if Grant.LABELS in seen else None
+        classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
+        guesses = torch.zeros(work.candidates, size, classes)
+
+        def misfit(e: Tensor, labels: Tensor, graph: bool) -> Tensor:
+            targets = labels.softmax(-1)
+            if granted is not None:
+                targets = nn.functional.one_hot(granted, classes).to(e.dtype).expand(len(e), -1, -1)
+            found = factoriser(e, mask, lambda logits: soft_cross_entropy(logits, targets), graph=graph)
+            return distance(found, observed, s.objective, alpha=s.alpha, visible=visible)
+
+        first = []
+        for chunk, labels in zip(starts.split(4), guesses.split(4)):  # type: ignore[no-untyped-call]
+            first.append(misfit(chunk.clone().requires_grad_(True), labels, False).detach())
+        kept = torch.cat(first).topk(min(work.restarts, work.candidates), largest=False).indices
+        e = starts[kept].clone().requires_grad_(True)
+        y = (guesses[kept] + 0.1 * torch.randn(guesses[kept].shape, generator=rng)).requires_grad_(True)
+        rates = {"e": s.learning_rate * float(table.std()), "y": s.learning_rate}
+        groups = [{"params": [e], "lr": rates["e"]}, {"params": [y], "lr": rates["y"]}]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+        typical = table.norm(dim=1).mean()
+        best = torch.full((len(e),), float("inf"))
+        best_e = e.detach().clone()
+        for step in range(work.steps):
+            for group, rate in zip(optimizer.param_groups, rates.values()):
+                group["lr"] = rate * s.decay ** (step // s.decay_every)
+            loss = misfit(e, y, True)
+            with torch.no_grad():
+                better = loss < best
+                best = torch.where(better, loss, best)
+                best_e = torch.where(better[:, None, None, None], e, best_e)
+            whole = loss
+            if s.embedding_norm:
+                whole = whole + s.embedding_norm * (e.norm(dim=-1).mean((1, 2)) - typical).square()
+            wanted = [e] if granted is not None else [e, y]
+            slopes = torch.autograd.grad(whole.sum(), wanted, allow_unused=True)
+            if not all(bool(torch.isfinite(g).all()) for g in slopes if g is not None):
+                raise AttackFailed(f"the optimisation diverged at step {step} (gradient not finite)")
+            for variable, slope in zip(wanted, slopes):
+                variable.grad = slope
+            assert e.grad is not None
+            e.grad = e.grad * free[..., None]
+            optimizer.step()
+        winner = int(best.argmin())
+        unit = nn.functional.normalize(table[ordinary], dim=1)
+        near = ordinary[(nn.functional.normalize(best_e[winner], dim=-1) @ unit.T).argmax(-1)]
+        ids = torch.where(free, near, template)
+        tokens = tuple(tuple(int(t) for t in row[:n]) for row, n in zip(ids, lengths))
+        details = {"restarts": len(e), "steps": work.steps, "objective": s.objective}
+        error, labels_found = check(seen, tokens)
         if error < VERIFIED:
-            return Reconstruction(tokens, "verified", labels=labels, residual=error, details=details)
-        if problem.labels is not None:
-            labels = tuple(problem.labels.argmax(-1).tolist())
-        elif problem.solves_labels:
-            labels = tuple(state.y[winner].argmax(-1).tolist())
-        return Reconstruction(tokens, "matched", labels=labels, residual=float(state.loss[winner]), details=details)
+            return Reconstruction(tokens, "verified", labels=labels_found, residual=error, details=details)
+        return Reconstruction(tokens, "matched", residual=float(best[winner]), details=details)
+
+
+def _template(
+    prefix: tuple[int, ...], suffix: tuple[int, ...], lengths: tuple[int, ...], pad_id: int
+) -> tuple[Tensor, Tensor]:
+    """Ids ``(batch, length)`` with the tokenizer's own tokens in place, and which positions are free."""
+    ids = torch.full((len(lengths), max(lengths)), pad_id)
+    free = torch.zeros_like(ids, dtype=torch.bool)
+    for row, n in enumerate(lengths):
+        ids[row, : len(prefix)] = torch.tensor(prefix, dtype=torch.long)
+        ids[row, n - len(suffix) : n] = torch.tensor(suffix, dtype=torch.long)
+        free[row, len(prefix) : n - len(suffix)] = True
+    return ids, free
