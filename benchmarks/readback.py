@@ -1,0 +1,70 @@
+"""What span and span matching read back from real sentences on MiniLM.
+
+python benchmarks/readback.py DATA.parquet --attack span --dropout 0.1 --batch-size 2 --draws 16
+python benchmarks/readback.py DATA.parquet --attack span-matching --first-visible 5 --draws 16
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import mean, median
+
+from rasura.data.text import Example, encode, load_examples
+from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.metrics.text import rouge
+from rasura.recipes import attack, parse_defense
+from rasura.rng import derive, generator
+from rasura.threat import HONEST_SERVER, adversary_copy, observe
+from rasura.values import Reconstruction
+from rasura.victims.loading import load
+from rasura.victims.step import step
+
+
+def main() -> None:
+    """Print one line a draw and the means."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data")
+    parser.add_argument("--attack", default="span")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--first-visible", type=int, default=-1, help="first visible block; -1: embeddings too")
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--draws", type=int, default=16)
+    options = parser.parse_args()
+    victim = load("minilm", "classification")
+    adversary = adversary_copy(victim.model)
+    every = [e for e in load_examples(options.data) if 8 <= len(victim.tokenizer(e.text).input_ids) <= 20]
+    every.sort(key=lambda e: derive(0, e.text))
+    parts = [f"frozen-blocks:{options.first_visible}"] if options.first_visible > 0 else []
+    parts += [f"frozen-embeddings+dropout:{options.dropout}"] if options.dropout else []
+    defense = parse_defense("+".join(parts) or "none")
+    scores, seconds, exact = [], [], 0
+    for draw in range(options.draws):
+        chosen = every[draw * options.batch_size : (draw + 1) * options.batch_size]
+        labelled = [Example(e.text, None, k % 2) for k, e in enumerate(chosen)]
+        batch = encode(labelled, victim.tokenizer, "classification", max_length=512, num_labels=2)
+        truth = step(
+            victim.model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=generator(draw, "step")
+        )
+        start, cpu = time.perf_counter(), time.process_time()
+        try:
+            seen = observe(truth, HONEST_SERVER, adversary_model=adversary)
+            guess = attack(options.attack)(seen, rng=generator(draw, "attack"), budget=Budget())
+        except (AttackFailed, NotApplicable) as error:
+            print(draw, error)
+            guess = Reconstruction(())
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - start
+        values = rouge("rouge1")(guess, truth)
+        read = [victim.vocabulary.text(t) for t in guess.tokens]
+        hits = sum(victim.vocabulary.text(batch.ids(k)) in read for k in range(len(batch)))
+        scores += values
+        seconds.append((wall, cpu))
+        exact += hits
+        print(f"{draw} {guess.confidence} ROUGE-1 {100 * mean(values):.1f} exact {hits}/{len(batch)} {wall:.1f} s, cpu {cpu:.1f} s")
+    print(f"mean ROUGE-1 {100 * mean(scores):.1f}, exact {exact} of {len(scores)}")
+    print(f"median wall {median(s[0] for s in seconds):.1f} s")
+    print(f"median cpu {median(s[1] for s in seconds):.1f} s")
+
+
+if __name__ == "__main__":
+    main()
