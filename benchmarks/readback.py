@@ -60,7 +60,8 @@ def main() -> None:
         scores += values
         seconds.append((wall, cpu))
         exact += hits
-        print(f"{draw} {guess.confidence} ROUGE-1 {100 * mean(values):.1f} exact {hits}/{len(batch)} {wall:.1f} s, cpu {cpu:.1f} s")
+        line = f"{draw} {guess.confidence} ROUGE-1 {100 * mean(values):.1f} exact {hits}/{len(batch)}"
+        print(f"{line} wall {wall:.1f} s cpu {cpu:.1f} s")
     print(f"mean ROUGE-1 {100 * mean(scores):.1f}, exact {exact} of {len(scores)}")
     print(f"median wall {median(s[0] for s in seconds):.1f} s")
     print(f"median cpu {median(s[1] for s in seconds):.1f} s")
