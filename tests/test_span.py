@@ -183,7 +183,8 @@ def test_row_space_is_that_of_the_layer_inputs() -> None:
     lin = parts(model).blocks[1].qkv[0]
     space = row_space([found[lin.weight].T])
     assert space is not None
-    x = layer_inputs(model, [lin.module], input_ids=batch.input_ids, attention_mask=batch.attention_mask)[lin.module]
+    states = layer_inputs(model, [lin.module], input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+    x = states[lin.module].detach()
     ends = batch.attention_mask.sum(1) - 1
     for row, end in enumerate(ends.tolist()):
         assert float(space.residual(x[row, :end].double()).max()) < 1e-5

@@ -14,14 +14,20 @@ from rasura.attacks.span.grouping import affinity, cluster
 from rasura.attacks.span.prefixes import choose, grow
 from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
 from rasura.attacks.span.sentences import Checker, choices, search
-from rasura.attacks.span.tokens import Row, candidates, plain, robust
+from rasura.attacks.span.tokens import Row, Search, candidates, plain
 from rasura.attacks.verify import VERIFIED, check
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
+from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
 from rasura.victims.models import parts
 
 Sentences = list[list[tuple[int, int]]]
 """Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
+
+MOST_COPIES = 16
+"""Texts that may share a token at one place where the batch size is unknown."""
+
+UNANNOUNCED = 0.1
+"""Dropout rate that is assumed where nobody names one but no token lies in the span as it is: most models' default."""
 
 
 def announced_dropout(seen: Observation) -> float:
@@ -49,10 +55,10 @@ class Span:
     name: str = "span"
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
-    work: Mapping[str, tuple[int, int]] = field(
-        default_factory=lambda: {"quick": (48, 2), "default": (160, 8), "paper": (400, 16)}
+    work: Mapping[str, tuple[int, int, int]] = field(
+        default_factory=lambda: {"quick": (48, 4, 2), "default": (160, 12, 8), "paper": (400, 32, 16)}
     )
-    """Budget level -> (prefilter, starts): candidates fitted at a position, and random starts to tell copies apart."""
+    """Budget level -> candidates fitted at a position, rounds that look for copies, random texts per text of the batch."""
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)
@@ -97,39 +103,39 @@ class Span:
         space, ids = spaces[0], candidates(seen.vocabulary)
         positional = inputs.parts.position_embedding is not None
         size = seen.batch_size if Grant.BATCH_SIZE in seen else 0
-        prefilter, starts = self.work[budget.level]
-        active = dropout > 0
-
-        def at(position: int) -> list[Row]:
-            if not active:
-                return plain(space, inputs, ids, position)
-            copies = size or 2
-            return robust(space, inputs, ids, position, copies=copies, prefilter=prefilter, starts=starts, rng=rng)
-
-        if not active and not at(0):
-            active = True  # nobody said so, but nothing lies in the span as it is
+        known_length = Grant.LENGTHS in seen
+        longest = (max(seen.lengths) if known_length else space.rank) if positional else 1
         rows: list[Row] = []
-        empty = 0
-        longest = max(seen.lengths) if Grant.LENGTHS in seen else space.rank
-        for position in range(longest if positional else 1):
-            here = at(position)
-            rows += here
-            if len(rows) > 2 * space.rank:
-                raise AttackFailed(
-                    f"the row space (rank {space.rank} of {inputs.parts.hidden}) accepts more tokens than it can hold: "
-                    "the batch has about as many tokens as the layer has inputs"
-                )
-            empty = 0 if here else empty + 1
-            if empty > (1 if active else 0) and Grant.LENGTHS not in seen:
-                break
+        if not dropout:
+            rows = self._plain(space, inputs, ids, longest, known_length)
+        if dropout or not rows:  # nobody may have said so, but nothing lies in the span as it is
+            dropout = dropout or UNANNOUNCED
+            prefilter, rounds, _ = self.work[budget.level]
+            opening = seen.vocabulary.prefix if size else ()
+            look = Search(space, inputs, ids, copies=size or MOST_COPIES, opening=opening, rng=rng)
+            rows = look(longest, known_length=known_length, prefilter=prefilter, rounds=rounds)
         if not rows:
             raise AttackFailed("no token's input lies in the row space of block 0")
         if not positional:
             bag = tuple(row.token for row in rows)
             return Reconstruction((bag,), "span", ordered=False, residual=max(r.residual for r in rows))
         size = size or max(Counter(row.position for row in rows).values())
-        texts = self._texts(seen, spaces, inputs, rows, size, active, rng, budget)
-        return self._judged(seen, texts, max(row.residual for row in rows), spaces, active)
+        texts = self._texts(seen, spaces, inputs, rows, size, dropout > 0, rng, budget)
+        return self._judged(seen, texts, max(row.residual for row in rows), spaces, dropout > 0)
+
+    def _plain(self, space: RowSpace, inputs: Inputs, ids: Tensor, longest: int, known_length: bool) -> list[Row]:
+        rows: list[Row] = []
+        for position in range(longest):
+            here = plain(space, inputs, ids, position)
+            rows += here
+            if len(rows) > 2 * space.rank:
+                raise AttackFailed(
+                    f"the row space (rank {space.rank} of {inputs.parts.hidden}) accepts more tokens than it can hold: "
+                    "the batch has about as many tokens as the layer has inputs"
+                )
+            if not here and not known_length:
+                break
+        return rows
 
     def _texts(
         self,
@@ -147,15 +153,19 @@ class Span:
             for row in rows:
                 if row.position not in best or row.residual < best[row.position].residual:
                     best[row.position] = row
-            return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
-        likeness = affinity(seen, inputs.parts.blocks[0], torch.stack([r.input for r in rows]), _attention_heads(seen.model))
+            text = _with_holes({n: (row.token, row.segment) for n, row in best.items()})
+            return [_completed(text, rows, seen.vocabulary)] if active else [text]
+        likeness = affinity(
+            seen, inputs.parts.blocks[0], torch.stack([r.input for r in rows]), spaces[0], _attention_heads(seen.model)
+        )
         if likeness is None:
             likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
         labels = cluster(likeness, size)
         groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
         score = Checker(spaces, inputs, seen.vocabulary.pad_id or 0)
         if active or not score.deep:
-            return [_strongest(rows, group, likeness) for group in groups if group]
+            whole = [_strongest(rows, group, likeness) for group in groups if group]
+            return [_completed(text, rows, seen.vocabulary) for text in whole] if active else whole
         ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
         floor = min(1e-3, max(5e-6, 10 * max(s.floor for s in spaces.values())))
         found = search(
@@ -166,7 +176,7 @@ class Span:
             size=size,
             floor=floor,
             rng=rng,
-            restarts=self.work[budget.level][1] * size,
+            restarts=self.work[budget.level][2] * size,
         )
         return [text for text, _ in found]
 
@@ -188,6 +198,26 @@ class Span:
 
 def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
     return [known.get(n, (UNKNOWN, 0)) for n in range(max(known) + 1)]
+
+
+def _completed(text: list[tuple[int, int]], rows: list[Row], vocabulary: Vocabulary) -> list[tuple[int, int]]:
+    """``text`` with what the robust search may have missed: the tokenizer's frame, and in a hole the token found there most.
+
+    Of several copies of one token at one place the search finds some, so what is missing is most likely one more copy.
+    """
+    out = list(text)
+    for n, token in enumerate(vocabulary.prefix[: len(out)]):
+        if out[n][0] == UNKNOWN:
+            out[n] = (token, 0)
+    for n, (token, _) in enumerate(out):
+        here = Counter((r.token, r.segment) for r in rows if r.position == n)
+        if token == UNKNOWN and here:
+            out[n] = here.most_common(1)[0][0]
+    end = vocabulary.suffix
+    if end and out[-1][0] != end[-1]:
+        have = next(k for k in range(len(end), -1, -1) if [t for t, _ in out[len(out) - k :]] == list(end[:k]))
+        out += [(token, out[-1][1]) for token in end[have:]]
+    return out
 
 
 def _strongest(rows: list[Row], group: list[int], likeness: Tensor) -> list[tuple[int, int]]:

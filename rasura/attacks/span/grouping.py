@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rasura.attacks.span.rows import RowSpace
 from rasura.values import Observation
 from rasura.victims.models import Block, Linear
 
@@ -69,15 +70,18 @@ def projections(seen: Observation, block: Block) -> tuple[Projection, Projection
     return found[0], found[1]
 
 
-def affinity(seen: Observation, block: Block, inputs: Tensor, heads: int) -> Tensor | None:
+def affinity(seen: Observation, block: Block, inputs: Tensor, space: RowSpace, heads: int) -> Tensor | None:
     """``(N, N)`` symmetric, non-negative: how strongly two recovered inputs attend to each other in any head.
 
-    ``inputs`` ``(N, hidden)`` float64. None where ``projections`` finds no pair.
+    ``inputs`` ``(N, hidden)`` float64. Where tokens of ``space`` were not found its other directions stand in for them.
+    None where ``projections`` finds no pair.
     """
     pair = projections(seen, block)
     if pair is None:
         return None
-    inverse = torch.linalg.pinv(inputs, rtol=1e-9)
+    own = torch.linalg.qr((inputs @ space.basis).T).Q
+    rest = space.basis @ torch.linalg.svd(own).U[:, own.shape[1] :]
+    inverse = torch.linalg.pinv(torch.cat([inputs, rest.T]), rtol=1e-9)[:, : len(inputs)]
 
     def split(x: Tensor) -> Tensor:
         return x.reshape(len(inputs), heads, -1)

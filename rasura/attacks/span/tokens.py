@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,14 @@ from rasura.values import Vocabulary
 
 TOLERANCE = 1e-4
 """Largest plain residual of a true token: float32 leaves 1e-7 to 1e-5, the next best token of a trained model 1e-2."""
+
+TOLERANT = 2e-2
+"""Largest error of a fitted coordinate, over the coordinates' mean size: a token with little influence on the loss stands
+deep in the numerical noise of the row space, and a wrong one misses most coordinates by far more."""
+
+
+POLISH = 4
+"""Steps in float64 that end a robust fit."""
 
 
 @dataclass(frozen=True)
@@ -44,105 +54,186 @@ def plain(space: RowSpace, inputs: Inputs, ids: Tensor, position: int) -> list[R
 
 @dataclass(frozen=True)
 class Fit:
-    """Robust fits of candidates: the fitted inputs ``(k, hidden)``, and the shares of kept and of dropped coordinates."""
+    """Robust fits of candidates, each ``(k, hidden)`` or ``(k,)``: ``inputs`` with dropped coordinates exactly zero,
+    ``explained`` the share of coordinates that are right or zero, ``kept`` the share that are right."""
 
     inputs: Tensor
+    explained: Tensor
     kept: Tensor
-    dropped: Tensor
 
     def accepted(self) -> list[int]:
-        """Candidates whose every coordinate is either exactly right or exactly zero: dropout's signature, hence no chance
-        hit."""
-        good = (self.kept + self.dropped > 0.97) & (self.kept > 0.5)
-        return [int(i) for i in good.nonzero().flatten()]
+        """Candidates whose every coordinate is either right or zero: dropout's signature, hence no chance hit."""
+        return [int(i) for i in ((self.explained > 0.97) & (self.kept > 0.5)).nonzero().flatten()]
 
 
 def robust_fit(
-    space: RowSpace, targets: Tensor, *, weights: Tensor | None = None, iterations: int = 70, drop_hopeless: bool = True
+    space: RowSpace,
+    targets: Tensor,
+    *,
+    weights: Tensor | None = None,
+    zeros: Tensor | None = None,
+    decay: float = 0.75,
+    known: Sequence[Sequence[Tensor]] = (),
 ) -> Fit:
     """Fit each row of ``targets`` ``(k, hidden)`` by the row space where dropped coordinates are sparse errors.
 
-    Iteratively reweighted least squares, annealed: L1 weights ``1 / (r + eps)`` for the first third, then ``1 / (r^2 +
-    eps^2)`` with ``eps`` shrinking to the numerical floor, so that what remains is fitted exactly. ``weights``
-    ``(k, hidden)`` starts elsewhere: copies of one token in several texts differ only by their masks, and other starts
-    find them.
+    Iteratively reweighted least squares with weights ``1 / (r^2 + width^2)``, ``width`` shrinking by ``decay`` from half the
+    coordinates' mean size to the numerical floor (graduated non-convexity): it finds rows where L1 settles on a mixture of
+    near copies. ``weights`` ``(k, hidden)`` multiply the first steps' and ``zeros`` ``(k,)`` names a coordinate that they
+    hold at zero: both lead to other copies of one token. A fit that is hopeless, or on its way to one of the ``known``
+    inputs of its candidate (one sequence a row), is given up early.
     """
-    basis = space.basis
-    rank, count = space.rank, len(targets)
-    tolerance = max(1e-5, 300 * space.floor)
-    eps = targets.abs().mean(1, keepdim=True)
-    scale = eps.clone()
-    eye = 1e-13 * torch.eye(rank, dtype=basis.dtype)
+    basis = space.basis.float()
+    scale = targets.abs().mean(1, keepdim=True)
     fitted = torch.zeros_like(targets)
-    alive = torch.arange(count)
-    e, w0, width = targets, weights, eps
-    for step in range(iterations):
-        r = (e - fitted[alive]).abs()
-        if step == 0 and w0 is not None:
-            w = w0
-        elif step < iterations // 3 and w0 is None:
-            w = 1 / (r + width)
-        else:
-            w = 1 / (r * r + width * width)
-        w = w / w.mean(1, keepdim=True)
-        normal = (basis.T * w[:, None, :]) @ basis + eye
-        c = torch.linalg.solve(normal, (w * e) @ basis)
-        fitted[alive] = c @ basis.T
-        width = torch.clamp(width * 0.75, min=1e-9)
-        if drop_hopeless and step == iterations // 2:
-            # A true token has most coordinates at the floor by now; leave the others where they are.
-            r = (e - fitted[alive]).abs()
-            going = (r < 0.02 * scale[alive]).double().mean(1) > 0.3
+    alive = torch.arange(len(targets))
+    e, held, width = targets.clone(), weights, 0.5 * scale
+    rows = torch.arange(len(targets))
+    if zeros is not None:
+        e[rows, zeros] = 0.0
+    coarse = math.ceil(math.log(1e-4) / math.log(decay))
+    first = round(math.log(0.03) / math.log(decay))
+    ridge = 1e-6
+    for step in range(coarse + POLISH):
+        if step == coarse:  # which coordinates were dropped is settled; float64 brings the rest
+            basis, ridge, decay = space.basis, 1e-13, 0.1
+        r = e - fitted[alive]
+        w = 1 / (r * r + width * width) if step else torch.ones_like(e)
+        if step < first and held is not None:
+            w = w * held
+        if step < first and zeros is not None:
+            w[rows, zeros] = 1e4 * w.mean(1)
+        w = (w / w.mean(1, keepdim=True)).to(basis.dtype)
+        normal = (basis.T * w[:, None, :]) @ basis + ridge * torch.eye(space.rank, dtype=basis.dtype)
+        right_side = ((w * e.to(basis.dtype)) @ basis)[:, :, None]
+        solved = torch.cholesky_solve(right_side, torch.linalg.cholesky_ex(normal).L)[:, :, 0]
+        fitted[alive] = (solved @ basis.T).double()
+        width = width * decay
+        if step in (first, round(1.5 * first)):
+            # Any row space of rank N explains N coordinates of anything; a true token soon has many more.
+            share = ((e - fitted[alive]).abs() < 0.02 * scale[alive]).double().mean(1)
+            going = share > space.rank / targets.shape[1] + (0.03 if step == first else 0.15)
+            for i, k in enumerate(alive.tolist()) if known else ():
+                x = fitted[k]
+                going[i] &= all(float((x - other).norm()) > 0.1 * float(other.norm()) for other in known[k])
+            fitted[alive[~going]] = 0.0
             alive, e, width = alive[going], e[going], width[going]
-        if not len(alive):
-            break
-    r = (targets - fitted).abs()
+            if not len(alive):
+                break
+    wrong, size = (targets - fitted).abs(), fitted.abs()
+    close = TOLERANT * scale
+    right = wrong < close
     return Fit(
-        fitted,
-        (r < tolerance * scale).double().mean(1),
-        ((fitted.abs() < tolerance * scale) & (r >= tolerance * scale)).double().mean(1),
+        torch.where(size < wrong, 0.0, targets),
+        (right | (size < close)).double().mean(1),
+        right.double().mean(1),
     )
 
 
-def robust(
-    space: RowSpace,
-    inputs: Inputs,
-    ids: Tensor,
-    position: int,
-    *,
-    copies: int,
-    prefilter: int,
-    starts: int,
-    rng: torch.Generator,
-) -> list[Row]:
-    """Tokens at ``position`` with dropout active: prefilter by plain residual, then robust fits from several starts.
+class Search:
+    """Looks for all private tokens although dropout is active, until as many are found as the row space has dimensions.
 
-    ``copies`` is how many texts the batch holds: the same token may stand at this position in each of them.
+    ``copies``: how many texts may share a token at one place. ``opening``: tokens that open every text; one copy is enough.
     """
-    for segment in range(inputs.types):
-        missing = inputs.scan(space, ids, position, segment)
-        best = ids[missing.topk(min(prefilter, len(ids)), largest=False).indices]
-        targets = inputs.first(best, position, segment).double()
-        rows: list[Row] = []
-        for index, x in _fits(space, targets, copies, starts, rng):
-            known = [row for row in rows if row.token == int(best[index])]
-            if all(float((row.input - x).norm()) > 1e-2 * float(x.norm()) for row in known):
-                rows.append(Row(position, int(best[index]), segment, x, 0.0))
-        if rows:
-            return rows
-    return []
 
+    def __init__(
+        self,
+        space: RowSpace,
+        inputs: Inputs,
+        ids: Tensor,
+        *,
+        copies: int,
+        opening: Sequence[int] = (),
+        rng: torch.Generator,
+    ) -> None:
+        self.space = space
+        self.inputs = inputs
+        self.ids = ids
+        self.copies = copies
+        self.opening = tuple(enumerate(opening))
+        self.rng = rng
+        self.rows: list[Row] = []
+        self._inputs: dict[tuple[int, int, int], Tensor] = {}
 
-def _fits(space: RowSpace, targets: Tensor, copies: int, starts: int, rng: torch.Generator) -> Iterator[tuple[int, Tensor]]:
-    fit = robust_fit(space, targets)
-    first = fit.accepted()
-    yield from ((i, fit.inputs[i]) for i in first)
-    if copies == 1:
-        return
-    # Copies of tokens already found, and near misses of the first pass, from random weights.
-    again = sorted(set(first) | set(range(min(len(targets), copies + 24))))
-    subset = targets[again]
-    for _ in range(starts):
-        weights = torch.rand(subset.shape, generator=rng, dtype=subset.dtype) ** 3 + 1e-3
-        fit = robust_fit(space, subset, weights=weights)
-        yield from ((again[i], fit.inputs[i]) for i in fit.accepted())
+    def __call__(self, longest: int, *, known_length: bool, prefilter: int, rounds: int) -> list[Row]:
+        """Rows at the first ``longest`` positions; ``prefilter`` candidates a position, best plain residual first.
+
+        A first pass fits some of them everywhere; more rounds then look for copies and for tokens that hide behind others.
+        """
+        some = min(48, prefilter)
+        best: list[Tensor] = []
+        empty = 0
+        for position in range(longest):
+            missing = self.inputs.scan(self.space, self.ids, position)
+            best.append(self.ids[missing.topk(min(prefilter, len(self.ids)), largest=False).indices])
+            empty = 0 if self._fit(position, best[-1][:some]) else empty + 1
+            if empty > 1 and not known_length:
+                break
+        self._again(best, rounds)
+        if prefilter > some and not self.complete:
+            for position, tokens in enumerate(best):
+                self._fit(position, tokens[some:])
+            self._again(best, rounds)
+        return self.rows
+
+    @property
+    def complete(self) -> bool:
+        """Whether every dimension of the row space is explained, copies of the opening included."""
+        counts = Counter((r.position, r.token) for r in self.rows)
+        owed = sum(self.copies - counts[key] for key in self.opening if counts[key])
+        return len(self.rows) + owed >= self.space.rank
+
+    def _fit(self, position: int, tokens: Tensor) -> bool:
+        """First fits at a position; the segment is the first one that fits anything."""
+        for segment in range(self.inputs.types):
+            targets = self.inputs.first(tokens, position, segment).double()
+            fit = robust_fit(self.space, targets)
+            found = [self._add(position, int(tokens[i]), segment, fit.inputs[i]) for i in fit.accepted()]
+            if any(found):
+                return True
+        return False
+
+    def _add(self, position: int, token: int, segment: int, x: Tensor) -> bool:
+        known = [r.input for r in self.rows if (r.position, r.token, r.segment) == (position, token, segment)]
+        # The fit is exact, so another copy differs by whole coordinates.
+        if any(float((k - x).norm()) < 1e-2 * float(x.norm()) for k in known) or len(known) >= self.copies:
+            return False
+        self.rows.append(Row(position, token, segment, x, float(self.space.residual(x))))
+        return True
+
+    def _again(self, best: Sequence[Tensor], rounds: int) -> None:
+        """Copies of found tokens, and tokens that also stand elsewhere: there a mixture of near copies fits best at first.
+
+        What a mixture cannot do is be right where its parts were dropped, so those coordinates weigh more; every second
+        round looks at copies only and holds a random coordinate at zero, which singles out one of several.
+        """
+        fruitless = 0
+        for number in range(rounds):
+            found: dict[tuple[int, int, int], list[Tensor]] = {}
+            for row in self.rows:
+                found.setdefault((row.position, row.token, row.segment), []).append(row.input)
+            keys = [key for key, xs in found.items() if len(xs) < self.copies and key[:2] not in self.opening]
+            tokens = {token for _, token, _ in found}
+            if number % 2 == 0:
+                near = [(n, int(t), 0) for n, ids in enumerate(best) for t in ids[:24] if int(t) in tokens]
+                keys += [key for key in near if key not in found]
+            if self.complete or fruitless > 2 or not keys:
+                return
+            targets = torch.cat([self._input(key) for key in keys]).double()
+            dropped = {t: torch.stack([r.input == 0 for r in self.rows if r.token == t]).any(0) for t in tokens}
+            guard = torch.stack([dropped[t] for _, t, _ in keys]).double()
+            weights = 1 + 7 * guard * torch.rand(targets.shape, generator=self.rng, dtype=targets.dtype)
+            zeros = torch.multinomial(targets.abs(), 1, generator=self.rng)[:, 0] if number % 2 else None
+            new = 0
+            for part in torch.split(torch.arange(len(keys)), 96):
+                z = None if zeros is None else zeros[part]
+                known = [found.get(keys[int(i)], []) for i in part]
+                fit = robust_fit(self.space, targets[part], weights=weights[part], zeros=z, decay=0.85, known=known)
+                new += sum(self._add(*keys[int(part[i])], fit.inputs[i]) for i in fit.accepted())
+            fruitless = 0 if new else fruitless + 1
+
+    def _input(self, key: tuple[int, int, int]) -> Tensor:
+        if key not in self._inputs:
+            position, token, segment = key
+            self._inputs[key] = self.inputs.first(torch.tensor([token]), position, segment)
+        return self._inputs[key]
