@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.gradient_matching.factors import Factoriser
-from rasura.attacks.gradient_matching.objective import distance, soft_cross_entropy
+from rasura.attacks.gradient_matching.objective import Distance, soft_cross_entropy
 from rasura.data.text import Example, encode
 from rasura.rng import generator
 from rasura.victims.loading import load
@@ -30,7 +30,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--candidates", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="more than one counts waiting as work")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     victim = load("minilm", "classification")
     model = victim.model.eval()
     batch = encode([Example(TEXT, None, 1)], victim.tokenizer, "classification", max_length=64, num_labels=2)
@@ -40,12 +42,12 @@ def main() -> None:
     observed = factoriser.observed(target)
     chosen = {n: p for n, p in model.named_parameters() if n in observed}
     goal = torch.nn.functional.one_hot(batch.labels, 2).float()
-    print(f"{batch.input_ids.shape[1]} tokens, {len(observed)} parameters, {torch.get_num_threads()} threads")
+    print(f"{batch.input_ids.shape[1]} tokens, {len(observed)} parameters, {options.threads} thread(s)")
 
-    def factored(e: Tensor, wish: dict[str, Tensor], slope: bool) -> tuple[Tensor, Tensor | None]:
+    def factored(e: Tensor, wish: Distance, slope: bool) -> tuple[Tensor, Tensor | None]:
         targets = goal.to(e.dtype).expand(len(e), -1, -1)
         found = factoriser(e, batch.attention_mask, lambda z: soft_cross_entropy(z, targets), graph=slope)
-        value = distance(found, wish, "l2")
+        value = wish(found)
         return value.detach(), torch.autograd.grad(value.sum(), e)[0] if slope else None
 
     def explicit(e: Tensor, wish: dict[str, Tensor], slope: bool) -> tuple[Tensor, Tensor | None]:
@@ -70,13 +72,14 @@ def main() -> None:
         return time.process_time() - start
 
     rng = generator(0)
+    near = Distance(observed, "l2")
     hidden = int(model.config.hidden_size)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
     for count in options.candidates:
         e = (0.05 * torch.randn(count, *batch.input_ids.shape, hidden, generator=rng)).requires_grad_(True)
         for slope in (True, False):
             pairs = []
             for _ in range(options.repeats + 1):
-                pairs.append((cpu(factored, e, observed, slope), cpu(explicit, e, observed, slope)))
+                pairs.append((cpu(factored, e, near, slope), cpu(explicit, e, observed, slope)))
             ours, theirs = (1000 * median(side) / count for side in zip(*pairs[1:]))
             ratio = median(b / a for a, b in pairs[1:])
             what = "step" if slope else "evaluation"
@@ -84,7 +87,7 @@ def main() -> None:
     model.double()
     e = (0.05 * torch.randn(2, *batch.input_ids.shape, hidden, generator=rng)).double().requires_grad_(True)
     wish = {n: g.double() for n, g in observed.items()}
-    (a, da), (b, db) = factored(e, wish, True), explicit(e, wish, True)
+    (a, da), (b, db) = factored(e, Distance(wish, "l2"), True), explicit(e, wish, True)
     assert da is not None and db is not None
     value, gradient = float(((a - b) / b).abs().max()), float((da - db).norm() / db.norm())
     print(f"float64: values differ by {value:.1e}, gradients by {gradient:.1e}")

@@ -38,7 +38,9 @@ def main() -> None:
     parts = [f"frozen-blocks:{options.first_visible}"] if options.first_visible > 0 else []
     parts += [f"frozen-embeddings+dropout:{options.dropout}"] if options.dropout else []
     defense = parse_defense("+".join(parts) or "none")
-    scores, seconds, exact = [], [], 0
+    scores: list[float] = []
+    seconds: list[tuple[float, float]] = []
+    exact = 0
     for draw in range(options.draws):
         chosen = every[draw * options.batch_size : (draw + 1) * options.batch_size]
         labelled = [Example(e.text, None, k % 2) for k, e in enumerate(chosen)]

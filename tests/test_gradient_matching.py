@@ -9,7 +9,7 @@ from tiny import CLS, SEP, batch_of, tiny
 from torch import Tensor, nn
 
 from rasura.attacks.gradient_matching.factors import Factoriser
-from rasura.attacks.gradient_matching.objective import Kind, distance, soft_cross_entropy
+from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.gradient_matching.presets import dlg, tag
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.rng import generator
@@ -59,7 +59,7 @@ def test_factored_equals_explicit(family: str, kind: Kind, batch: int) -> None:
     e = torch.randn(3, *mask.shape, 16, generator=rng, dtype=torch.double).requires_grad_(True)
     targets = torch.randn(batch, 3, generator=rng, dtype=torch.double).softmax(-1)
     found = factoriser(e, mask, lambda z: soft_cross_entropy(z, targets.expand(3, -1, -1)), graph=True)
-    fast = distance(found, factoriser.observed(target), kind, alpha=0.01)
+    fast = Distance(factoriser.observed(target), kind, alpha=0.01)(found)
     slow = explicit(model, names, e, mask, targets, dict(target), kind, 0.01)
     assert torch.allclose(fast, slow, rtol=1e-9)
     (a,) = torch.autograd.grad(fast.sum(), e)
@@ -79,8 +79,8 @@ def test_hidden_entries_count_on_neither_side() -> None:
     e = model.get_input_embeddings().weight[ids][None].requires_grad_(True)  # type: ignore[operator,union-attr]
     onehot = nn.functional.one_hot(torch.tensor([[1]]), 3).float()
     found = factoriser(e, torch.ones_like(ids), lambda z: soft_cross_entropy(z, onehot), graph=False)
-    assert float(distance(found, shown, "l2", visible=masks).detach()) < 1e-8
-    assert float(distance(found, shown, "l2").detach()) > 1e-6
+    assert float(Distance(shown, "l2", visible=masks)(found).detach()) < 1e-8
+    assert float(Distance(shown, "l2")(found).detach()) > 1e-6
 
 
 def test_tag_recovers_the_words_of_a_short_text() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.gradient_matching.factors import Factoriser
-from rasura.attacks.gradient_matching.objective import Kind, distance, soft_cross_entropy
+from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.verify import VERIFIED, check
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
@@ -118,12 +118,14 @@ class GradientMatching:
         classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
         guesses = torch.zeros(work.candidates, size, classes)
 
+        distance = Distance(observed, s.objective, alpha=s.alpha, visible=visible)
+
         def misfit(e: Tensor, labels: Tensor, graph: bool) -> Tensor:
             targets = labels.softmax(-1)
             if granted is not None:
                 targets = nn.functional.one_hot(granted, classes).to(e.dtype).expand(len(e), -1, -1)
             found = factoriser(e, mask, lambda logits: soft_cross_entropy(logits, targets), graph=graph)
-            return distance(found, observed, s.objective, alpha=s.alpha, visible=visible)
+            return distance(found)
 
         first = []
         for chunk, labels in zip(starts.split(4), guesses.split(4)):  # type: ignore[no-untyped-call]

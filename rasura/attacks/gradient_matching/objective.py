@@ -16,46 +16,53 @@ NEGLIGIBLE = 1e-6
 """Parameters whose observed gradient is smaller than this share of the largest have no direction to match."""
 
 
-def distance(
-    factors: Mapping[str, Factor],
-    observed: Mapping[str, Tensor],
-    kind: Kind,
-    *,
-    alpha: float = 0.0,
-    visible: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """Distance of each candidate from ``observed``, ``(candidates,)``, summed over parameters.
+class Distance:
+    """Distance of candidates' gradients from ``observed`` (parameter name -> ``(outputs, inputs)`` or ``(width,)``).
 
     ``l2``: squared L2 (DLG). ``l2+l1``: plus ``alpha`` times L1 (TAG), which needs the entries. ``cosine``: mean over
     parameters of 1 - cosine (LAMP). Entries outside ``visible`` are left out of both sides, which needs the entries too.
     """
-    masks = visible or {}
-    if kind == "cosine":
-        # Some gradients are zero but for rounding (attention's key bias): their direction says nothing.
-        largest = max(float(observed[n].norm()) for n in factors)
-        factors = {n: f for n, f in factors.items() if float(observed[n].norm()) > NEGLIGIBLE * largest}
-    total: Tensor | None = None
-    for name, factor in factors.items():
-        target = observed[name]
-        mask = masks.get(name)
-        if kind == "l2+l1" or mask is not None:
+
+    def __init__(
+        self,
+        observed: Mapping[str, Tensor],
+        kind: Kind,
+        *,
+        alpha: float = 0.0,
+        visible: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.alpha = alpha
+        self.masks = visible or {}
+        self.observed = observed
+        self.squares = {n: g.square().sum() for n, g in observed.items()}
+        if kind == "cosine":
+            # Some gradients are zero but for rounding (attention's key bias): their direction says nothing.
+            least = NEGLIGIBLE**2 * max(self.squares.values())
+            self.squares = {n: s for n, s in self.squares.items() if s > least}
+
+    def __call__(self, factors: Mapping[str, Factor]) -> Tensor:
+        """The distance of each candidate, ``(candidates,)``, summed over parameters."""
+        terms = [self._term(name, factors[name], square) for name, square in self.squares.items()]
+        total = torch.stack(terms).sum(0)
+        return total / len(terms) if self.kind == "cosine" else total
+
+    def _term(self, name: str, factor: Factor, size: Tensor) -> Tensor:
+        target, mask = self.observed[name], self.masks.get(name)
+        whole = 0.0 * size
+        if self.kind == "l2+l1" or mask is not None:
             own = factor.explicit()
             if mask is not None:
                 own = own * mask.to(own.dtype)
             own, flat = own.flatten(1), target.flatten()
             square, inner = own.square().sum(1), own @ flat
+            if self.kind == "l2+l1":
+                whole = self.alpha * (own - flat).abs().sum(1)
         else:
             square, inner = factor.square(), factor.inner(target)
-        size = target.square().sum()
-        if kind == "cosine":
-            term = (1 - inner / (square * size).clamp_min(1e-30).sqrt()) / len(factors)
-        else:
-            term = square - 2 * inner + size
-        if kind == "l2+l1":
-            term = term + alpha * (own - flat).abs().sum(1)
-        total = term if total is None else total + term
-    assert total is not None
-    return total
+        if self.kind == "cosine":
+            return 1 - inner / (square * size).clamp_min(1e-30).sqrt()
+        return square - 2 * inner + size + whole
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
