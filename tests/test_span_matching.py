@@ -9,7 +9,7 @@ from tiny import CLS, SEP, batch_of, tiny
 
 from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.span_matching import SpanMatching
-from rasura.attacks.span_matching.discrete import improve, rearrangements
+from rasura.attacks.span_matching.discrete import beam_search, fill_holes, neighbours
 from rasura.attacks.span_matching.objective import Objective
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.rng import generator
@@ -26,39 +26,60 @@ def test_last_block_alone_gives_the_text_verified() -> None:
     assert guess.confidence == "verified"
 
 
-def test_the_objective_is_at_the_floor_for_the_truth_alone() -> None:
+def objective_of(seen: Observation) -> Objective:
+    return Objective(seen.model, block_spaces(seen, visible_blocks(seen)), seen.vocabulary)
+
+
+def test_the_objective_is_at_the_floor_for_private_texts_alone() -> None:
     model = tiny("bert", "classification", blocks=3)
     batch = batch_of(TEXTS[:2], "classification")
-    seen = seen_by_server(model, batch, "classification")
-    objective = Objective(seen.model, block_spaces(seen, visible_blocks(seen)), batch.attention_mask[None])
-    wrong = batch.input_ids.clone()
-    wrong[0, 2] = 77
-    scores = objective.ids(torch.stack([batch.input_ids, wrong, batch.input_ids.flip(0)[:, : batch.input_ids.shape[1]]]))
-    assert scores[0] < 1e-9 and scores[1] > 1e-4
-    table = seen.model.get_input_embeddings().weight  # type: ignore[operator,union-attr]
-    assert objective.embeddings(table[batch.input_ids][None], 0.0)[0] < 1e-5
+    objective = objective_of(seen_by_server(model, batch, "classification"))
+    bodies = [tuple(text[1:-1]) for text in TEXTS[:2]]
+    scores = objective.texts([*bodies, (77, *bodies[0][1:]), bodies[0][::-1]])
+    assert scores[:2].max() < 1e-9 and scores[2:].min() > 1e-4
+    table = objective.model.get_input_embeddings().weight  # type: ignore[operator]
+    e = table[batch.input_ids][None]
+    assert objective.embeddings(e, batch.attention_mask[None], 0.0)[0] < 1e-5
 
 
-def test_discrete_pass_mends_a_swap_and_a_wrong_token() -> None:
-    model = tiny("bert", "classification", blocks=3)
-    batch = batch_of([SHORT], "classification")
-    seen = seen_by_server(model, batch, "classification", keep="layer.2.")
-    objective = Objective(seen.model, block_spaces(seen, visible_blocks(seen)), batch.attention_mask[None])
-    start = torch.tensor([[CLS, 41, 3, 40, 77, SEP]])
-    free = [(0, i) for i in range(1, 5)]
-    text, residual = improve(
-        objective, start, torch.tensor([3, 9, 40, 41]), free, floor=1e-9, rng=generator(0), sweeps=8
+def test_beam_search_mends_a_swap_and_a_wrong_token() -> None:
+    seen = seen_by_server(tiny("bert", "classification", blocks=3), batch_of([SHORT], "classification"), "classification",
+                          keep="layer.2.")  # fmt: skip
+    beam = beam_search(
+        objective_of(seen), [(41, 3, 40, 77)], [3, 9, 40, 41], width=2, floor=1e-9, sweeps=8, rng=generator(0)
     )
-    assert text.tolist() == [SHORT] and residual < 1e-9
+    assert beam[0][1] == tuple(SHORT[1:-1]) and beam[0][0] < 1e-9
 
 
-def test_rearrangements_keep_the_tokens() -> None:
-    current = torch.tensor([[1, 5, 6, 7, 2], [1, 8, 9, 2, 0]])
-    free = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2)]
-    out = rearrangements(current, (0, 1), free)
-    assert len(out) > 0
-    assert all(sorted(x.flatten().tolist()) == sorted(current.flatten().tolist()) for x in out)
-    assert all(torch.equal(x[:, 0], current[:, 0]) for x in out)
+def test_beam_search_finds_the_length_and_avoids_barred_texts() -> None:
+    seen = seen_by_server(tiny("bert", "classification", blocks=3), batch_of([SHORT], "classification"), "classification")
+    truth = tuple(SHORT[1:-1])
+    for start in (truth[:-1], (*truth, 9)):
+        beam = beam_search(
+            objective_of(seen), [start], [3, 9, 40, 41], width=2, floor=1e-9, sweeps=4, rng=generator(0), resize=True
+        )
+        assert beam[0][1] == truth
+    beam = beam_search(
+        objective_of(seen), [truth[::-1]], [3, 9], width=2, floor=1e-9, sweeps=4, rng=generator(0), barred=truth.__eq__
+    )
+    assert all(text != truth for _, text in beam)
+
+
+def test_neighbours_differ_and_keep_the_length_unless_they_may_change_it() -> None:
+    text = (5, 6, 7, 6)
+    out = neighbours(text, 1, [8, 6], resize=False)
+    assert text not in out and (5, 8, 7, 6) in out and (6, 5, 7, 6) in out and (5, 7, 6, 6) in out
+    assert all(len(t) == 4 for t in out)
+    assert {len(t) for t in neighbours(text, 1, [8], resize=True)} == {3, 4, 5}
+
+
+def test_a_hole_is_filled_with_a_token_that_is_in_no_pool() -> None:
+    seen = seen_by_server(tiny("bert", "classification", blocks=3), batch_of([SHORT], "classification"), "classification")
+    objective, truth = objective_of(seen), tuple(SHORT[1:-1])
+    table = seen.model.get_input_embeddings().weight.detach()  # type: ignore[operator,union-attr]
+    ordinary = torch.arange(3, len(table))
+    mended = fill_holes(objective, [(truth[0], 77, *truth[2:])], table, ordinary, rate=0.01, rng=generator(0))
+    assert mended[0] == truth
 
 
 def test_says_when_it_cannot_be_tried_or_sees_nothing() -> None:

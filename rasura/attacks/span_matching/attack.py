@@ -1,46 +1,51 @@
-"""Span matching: optimise the text's embeddings to lie in the row spaces of all visible layers, then settle on tokens."""
+"""Span matching: optimise embeddings to lie in the row spaces of all visible layers, then settle on tokens."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rasura.attacks.span.rows import RowSpace, block_spaces, visible_blocks
-from rasura.attacks.span_matching.discrete import improve, repair
-from rasura.attacks.span_matching.objective import Objective
+from rasura.attacks.span_matching.discrete import Beam, beam_search, fill_holes, nearest_tokens
+from rasura.attacks.span_matching.objective import Body, Objective
 from rasura.attacks.verify import VERIFIED, check
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
+from rasura.priors.ngram import Unigram
 from rasura.values import Grant, Observation, Parameter, Reconstruction, Vocabulary
 
 FLOOR = 1e-7
 """Squared relative residual under which a text is exact: float32 leaves 1e-12 to 1e-9, one wrong token 1e-3 and more."""
 
-MOST_LAYOUTS = 24
+ALIKE = 0.7
+"""Share of common tokens above which the search for one more text keeps away from one that is found."""
+
+COMMON = 100
+"""Common tokens that join the pool where the tokens of the restarts alone do not make a text."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one level: restarts and steps of the continuous search, how many survive half-way, rounds, sweeps."""
+    """Work of one level: restarts and steps of the continuous search, width of the beam, rounds, sweeps."""
 
     restarts: int
     steps: int
-    survivors: int
-    starts: int
+    beam: int
     rounds: int
-    sweeps: int = 8
+    sweeps: int = 6
 
 
 LEVELS: Mapping[str, Work] = {
-    "quick": Work(8, 200, 4, 2, 1),
-    "default": Work(24, 400, 8, 4, 4),
-    "paper": Work(48, 800, 16, 8, 8),
+    "quick": Work(8, 80, 2, 1),
+    "default": Work(16, 100, 4, 5),
+    "paper": Work(32, 200, 8, 10),
 }
-"""Starting point: 8 restarts, 400 steps, Adam .03 found 5 to 7 of 8 sentences; more restarts that are halved half-way cost
-about the same and miss fewer."""
+"""After 100 steps no restart moves to another text any more, but the tokens that most restarts agree on are the private ones
+(all of them among the first 10 to 35, six CoLA sentences, last block only): their order is for the beam."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,9 @@ class SpanMatching:
     """Ours: the general attack for whatever layers are visible, first-order only.
 
     Minimises the mean distance of every visible layer's inputs from the observed row spaces minus a coverage term that
-    falls to zero, over the embeddings, from many restarts as one batch; then tokens by nearest neighbour and a discrete
-    pass. Needs no labels. A residual at the float floor, and then the gradient itself, verify the text. With dropout active
-    the text with the least residual is ``matched``.
+    falls to zero, over the embeddings, from many restarts as one batch; the tokens that restarts agree on are the pool of a
+    beam search for each text by itself. Needs no labels. A residual at the float floor, and then the gradient itself, verify
+    a text. With dropout active the texts with the least residual are ``matched``.
     """
 
     name: str = "span-matching"
@@ -67,158 +72,125 @@ class SpanMatching:
         spaces = block_spaces(seen, blocks)
         if not spaces:
             raise AttackFailed("no visible layer shows a row space: too many tokens for its width, or noise covers the gap")
-        work = self.levels[budget.level]
-        size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
-        layouts = self._layouts(seen, spaces, size)
-        best: tuple[float, Tensor, tuple[int, ...]] | None = None
-        bag: Counter[int] = Counter()
-        rounds = 0
-        while rounds < work.rounds:
-            rounds += 1
-            found = self._round(seen, spaces, layouts, work, bag, rng, best)
-            if best is None or found[0] < best[0]:
-                best = found
-            if best[0] < FLOOR:
-                break
-            layouts = [best[2]]
-        assert best is not None
-        residual, ids, lengths = best
-        tokens = tuple(tuple(int(t) for t in row[:n]) for row, n in zip(ids, lengths))
-        details: dict[str, Parameter] = {
-            "rounds": rounds,
-            "blocks": ",".join(map(str, sorted(spaces))),
-            "lengths": ",".join(map(str, lengths)),
-        }
-        if residual < FLOOR:
+        search = _Search(self, seen, spaces, self.levels[budget.level], rng)
+        found, rounds = search()
+        tokens = tuple(search.objective.whole(text) for _, text in found)
+        details: dict[str, Parameter] = {"rounds": rounds, "blocks": ",".join(map(str, sorted(spaces)))}
+        worst = max(r for r, _ in found)
+        if worst < FLOOR:
             error, labels = check(seen, tokens)
             if error < VERIFIED:
                 return Reconstruction(tokens, "verified", labels=labels, residual=error, details=details)
-        return Reconstruction(tokens, "matched", residual=residual**0.5, details=details)
+        return Reconstruction(tokens, "matched", residual=worst**0.5, details=details)
 
-    def _layouts(self, seen: Observation, spaces: Mapping[int, RowSpace], size: int) -> list[tuple[int, ...]]:
-        """Which lengths the texts may have: the granted ones, or all ways to share out the rank."""
-        if Grant.LENGTHS in seen:
-            return [seen.lengths]
-        total = Counter(space.rank for space in spaces.values()).most_common(1)[0][0]
-        if size == 1:
-            return [(total,)]
-        least = len(seen.vocabulary.prefix) + len(seen.vocabulary.suffix) + 1
-        if size == 2:
-            every: list[tuple[int, ...]] = [(total - n, n) for n in range(least, total // 2 + 1)]
-            # Spread over the range where there are more than can be tried.
-            return every[:: max(1, -(-len(every) // MOST_LAYOUTS))] or [(total - total // 2, total // 2)]
-        even = total // size
-        return [tuple(even + (1 if k < total % size else 0) for k in range(size))]
 
-    def _round(
-        self,
-        seen: Observation,
-        spaces: Mapping[int, RowSpace],
-        layouts: list[tuple[int, ...]],
-        work: Work,
-        bag: Counter[int],
-        rng: torch.Generator,
-        last: tuple[float, Tensor, tuple[int, ...]] | None,
-    ) -> tuple[float, Tensor, tuple[int, ...]]:
+class _Search:
+    """One attack on one observation: the tokens that restarts agree on, the texts found, and the best near misses."""
+
+    def __init__(
+        self, settings: SpanMatching, seen: Observation, spaces: Mapping[int, RowSpace], work: Work, rng: torch.Generator
+    ) -> None:
+        self.settings, self.work, self.rng = settings, work, rng
+        self.common: list[int] = []
         vocabulary = seen.vocabulary
-        longest = max(max(lay) for lay in layouts)
-        restarts = max(work.restarts, 2 * len(layouts))
-        chosen = [layouts[k % len(layouts)] for k in range(restarts)]
-        mask = torch.stack([_mask(lay, longest) for lay in chosen])
-        template, fixed = _template(vocabulary, chosen, longest)
-        table = _table(seen.model, vocabulary)
+        self.objective = Objective(seen.model, spaces, vocabulary)
+        self.size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
+        self.lengths = seen.lengths if Grant.LENGTHS in seen else self._even(spaces, vocabulary)
+        # One text has as many tokens as the space has dimensions; several share them in a way that is not known.
+        self.resize = self.size > 1 and Grant.LENGTHS not in seen
+        embedding = seen.model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
+        with torch.no_grad():  # asked for every id, since Gemma scales its rows
+            self.table: Tensor = embedding(torch.arange(vocabulary.size)).float()
         barred = vocabulary.special_ids | vocabulary.unused_ids
-        ordinary = torch.tensor([i for i in range(vocabulary.size) if i not in barred])
-        draw = ordinary[torch.randint(len(ordinary), template.shape, generator=rng)]
-        if last is not None:
-            # Later rounds: half of the restarts keep most of the best text so far, the rest start from tokens seen before.
-            draw = _perturbed(draw, last[1], torch.tensor([t for t, _ in bag.most_common(60)]), rng)
-        ids = torch.where(fixed, template, draw)
-        objective = Objective(seen.model, spaces, mask)
-        e, loss, kept = self._descend(objective, table[ids], fixed, work)
-        near = _nearest(e, table, ordinary)
-        tokens = torch.where(fixed[kept], template[kept], near)
-        for row, real in zip(tokens, (mask[kept].bool() & ~fixed[kept])):
-            bag.update(row[real].tolist())
-        best: tuple[float, Tensor, tuple[int, ...]] | None = None
-        for index in loss.argsort()[: work.starts].tolist():
-            layout = chosen[int(kept[index])]
-            single = Objective(seen.model, spaces, _mask(layout, longest)[None])
-            free = [(b, i) for b, n in enumerate(layout) for i in range(n) if not bool(fixed[kept[index], b, i])]
-            pool = torch.tensor([t for t, _ in bag.most_common(50 * len(layout))])
-            text, residual = improve(single, tokens[index], pool, free, floor=FLOOR, rng=rng, sweeps=work.sweeps)
-            if residual >= FLOOR and index == int(loss.argmin()):
-                mended = repair(single, text, free, table, ordinary, rate=self.learning_rate)
-                text, residual = improve(single, mended, pool, free, floor=FLOOR, rng=rng, sweeps=work.sweeps)
-            if best is None or residual < best[0]:
-                best = (residual, text, layout)
-            if residual < FLOOR:
-                break
-        assert best is not None
-        return best
+        self.ordinary = torch.tensor([i for i in range(vocabulary.size) if i not in barred])
+        # Words that are in most texts are the ones that an optimisation finds last.
+        with suppress(InputError):  # a vocabulary of another language
+            self.common = Unigram.english(vocabulary).top(COMMON)
+        self.bag: Counter[int] = Counter()
+        self.found: Beam = []
+        self.near: Beam = []
 
-    def _descend(self, objective: Objective, start: Tensor, fixed: Tensor, work: Work) -> tuple[Tensor, Tensor, Tensor]:
-        """Adam on the free embeddings; half-way only the best survive. Returns embeddings, losses, surviving indices."""
-        kept = torch.arange(len(start))
-        e = start.clone()
-        half = work.steps // 3
-        for begin, end in ((0, half), (half, work.steps)):
-            e = e.detach().requires_grad_(True)
-            frozen = fixed[kept][..., None]
-            optimizer = torch.optim.Adam([e], lr=self.learning_rate)
-            loss = torch.zeros(len(e))
-            for step in range(begin, end):
-                optimizer.zero_grad()
-                loss = objective.embeddings(e, self.coverage * max(0.0, 1 - step / (0.9 * work.steps)))
-                (gradient,) = torch.autograd.grad(loss.sum(), e)
-                if not bool(torch.isfinite(gradient).all()):
-                    raise AttackFailed("the optimisation diverged (gradient not finite)")
-                e.grad = gradient.masked_fill(frozen, 0.0)
-                optimizer.step()
-            if end == half:
-                best = loss.detach().argsort()[: work.survivors]
-                e, kept = e.detach()[best], kept[best]
-                objective = objective.narrowed(best)
-        with torch.no_grad():
-            return e.detach(), objective.embeddings(e, 0.0), kept
+    def _even(self, spaces: Mapping[int, RowSpace], vocabulary: Vocabulary) -> tuple[int, ...]:
+        total = Counter(space.rank for space in spaces.values()).most_common(1)[0][0]
+        least = len(vocabulary.prefix) + len(vocabulary.suffix) + 1
+        return tuple(max(least, total // self.size + (k < total % self.size)) for k in range(self.size))
 
+    def __call__(self) -> tuple[Beam, int]:
+        """One text for each of the batch, best first, and how many rounds it took."""
+        rounds = 0
+        while rounds < self.work.rounds and len(self.found) < self.size:
+            rounds += 1
+            starts = self._continuous()
+            while len(self.found) < self.size and self._discrete(starts):
+                pass
+        return (self.found + [hit for hit in self.near if not self._alike(hit[1])])[: self.size], rounds
 
-def _mask(layout: tuple[int, ...], longest: int) -> Tensor:
-    return torch.stack([(torch.arange(longest) < n).long() for n in layout])
+    def _alike(self, text: Body) -> bool:
+        return any(sum((Counter(text) & Counter(known)).values()) > ALIKE * len(text) for _, known in self.found)
 
+    def _discrete(self, starts: list[Body]) -> bool:
+        """Looks for one more text; whether it was found."""
+        longest = sum(self.lengths) // self.size
+        taken = Counter(t for _, text in self.found for t in text)
+        first = [t for t, _ in self.bag.most_common() if t not in taken][: 2 * longest * self.size + 8]
+        pool = first + [t for t in taken if t not in first]
+        fresh = [tuple(t for t in s if t not in taken) or s for s in starts] if self.resize else starts
+        beam = self._beam(fresh, pool if self.found else first)
+        if beam and beam[0][0] >= FLOOR:
+            stuck = [text for _, text in sorted({*beam, *self.near})]
+            rate = self.settings.learning_rate
+            mended = fill_holes(self.objective, stuck, self.table, self.ordinary, rate=rate, rng=self.rng)
+            again = stuck + mended[: 2 * self.work.beam]
+            extra = [t for text in mended[:8] for t in text]
+            wider = dict.fromkeys([*pool[: 2 * longest], *extra, *self.common])
+            beam = sorted([*beam, *self._beam(again, list(wider))])
+        if beam and beam[0][0] < FLOOR:
+            self.found.append(beam[0])
+            self.near = [hit for hit in self.near if not self._alike(hit[1])]
+            return True
+        self.near = sorted({*self.near, *beam})[: 4 * self.size]
+        return False
 
-def _template(vocabulary: Vocabulary, layouts: list[tuple[int, ...]], longest: int) -> tuple[Tensor, Tensor]:
-    """Ids ``(restarts, batch, length)`` with the tokenizer's own tokens and padding in place, and where they are fixed."""
-    ids = torch.full((len(layouts), len(layouts[0]), longest), vocabulary.pad_id or 0)
-    fixed = torch.ones_like(ids, dtype=torch.bool)
-    for k, layout in enumerate(layouts):
-        for b, n in enumerate(layout):
-            first, last = len(vocabulary.prefix), n - len(vocabulary.suffix)
-            ids[k, b, :first] = torch.tensor(vocabulary.prefix, dtype=torch.long)[:n]
-            ids[k, b, last:n] = torch.tensor(vocabulary.suffix, dtype=torch.long)
-            fixed[k, b, first:last] = False
-    return ids, fixed
+    def _beam(self, starts: list[Body], pool: list[int]) -> Beam:
+        return beam_search(
+            self.objective,
+            starts,
+            pool,
+            width=self.work.beam,
+            floor=FLOOR,
+            sweeps=self.work.sweeps,
+            rng=self.rng,
+            resize=self.resize,
+            barred=self._alike,
+        )
 
-
-def _table(model: nn.Module, vocabulary: Vocabulary) -> Tensor:
-    """What the model makes of every single id before positions are added (Gemma scales its rows)."""
-    embedding = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
-    with torch.no_grad():
-        table: Tensor = embedding(torch.arange(vocabulary.size)).float()
-    return table
-
-
-def _nearest(e: Tensor, table: Tensor, ordinary: Tensor) -> Tensor:
-    rows = nn.functional.normalize(table[ordinary], dim=1)
-    flat = nn.functional.normalize(e.flatten(0, -2), dim=1)
-    return ordinary[(flat @ rows.T).argmax(1)].reshape(e.shape[:-1])
-
-
-def _perturbed(draw: Tensor, best: Tensor, bag: Tensor, rng: torch.Generator) -> Tensor:
-    seen_before = bag[torch.randint(len(bag), draw.shape, generator=rng)]
-    out = torch.where(torch.rand(draw.shape, generator=rng) < 0.5, seen_before, draw)
-    half = len(out) // 2
-    keep = torch.rand(out[:half].shape, generator=rng) < 0.6
-    width = best.shape[-1]
-    out[:half, :, :width] = torch.where(keep[..., :width], best, out[:half, :, :width])
-    return out
+    def _continuous(self) -> list[Body]:
+        """Adam on the free embeddings of random batches; counts the tokens of all restarts and returns the best texts."""
+        work, settings, objective = self.work, self.settings, self.objective
+        longest = max(self.lengths)
+        free = torch.zeros(self.size, longest, dtype=torch.bool)
+        mask = torch.zeros(self.size, longest, dtype=torch.long)
+        template = torch.full((self.size, longest), objective.pad_id)
+        for row, n in enumerate(self.lengths):
+            begin, end = len(objective.prefix), n - len(objective.suffix)
+            template[row, :n] = torch.tensor(objective.whole((objective.pad_id,) * (end - begin)))
+            free[row, begin:end] = True
+            mask[row, :n] = 1
+        drawn = self.ordinary[torch.randint(len(self.ordinary), (work.restarts, *free.shape), generator=self.rng)]
+        e = self.table[torch.where(free, drawn, template)].clone().requires_grad_(True)
+        optimizer = torch.optim.Adam([e], lr=settings.learning_rate)
+        tokens = drawn
+        for step in range(work.steps):
+            weight = settings.coverage * max(0.0, 1 - step / (0.9 * work.steps))
+            (slope,) = torch.autograd.grad(objective.embeddings(e, mask, weight).sum(), e)
+            if not bool(torch.isfinite(slope).all()):
+                raise AttackFailed("the optimisation diverged (gradient not finite)")
+            e.grad = slope * free[..., None]
+            optimizer.step()
+            if step in (work.steps // 2, work.steps - 1):
+                flat = e.detach()[:, free].flatten(0, 1)
+                tokens[:, free] = nearest_tokens(flat, self.table, self.ordinary, 1).reshape(work.restarts, -1)
+                for row in tokens:
+                    self.bag.update(set(row[free].tolist()))
+        bodies = list(dict.fromkeys(tuple(text[real].tolist()) for row in tokens for text, real in zip(row, free)))
+        return [bodies[int(i)] for i in objective.texts(bodies).argsort()[: work.beam * self.size]]

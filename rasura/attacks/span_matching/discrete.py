@@ -1,122 +1,138 @@
-"""The discrete pass: from a near miss to the text, by trying tokens, swaps and moves until the residual is at the floor."""
+"""The discrete pass: from near misses to texts at the float floor, by beam search over a small pool of tokens.
+
+Scored by evaluation, the true token at a place is among the best few of a pool even while half of the others are wrong;
+a gradient's linear estimate is not (measured on a trained BERT: rank 0 to 4 of 50 against 0 to 34).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from rasura.attacks.span_matching.objective import Objective
+from rasura.attacks.span_matching.objective import Body, Objective
+from rasura.attacks.verify import pad
+
+Beam = list[tuple[float, Body]]
+"""Texts with their residuals, best first."""
 
 
-def rearrangements(current: Tensor, spot: tuple[int, int], free: Sequence[tuple[int, int]]) -> Tensor:
-    """All texts that swap ``spot`` with another free position, or move its token there within its own text.
-
-    ``current`` is ``(batch, length)``; returns ``(count, batch, length)``.
-    """
-    b, i = spot
-    out = []
-    for c, j in free:
-        if (c, j) == spot:
-            continue
-        swapped = current.clone()
-        swapped[b, i], swapped[c, j] = current[c, j], current[b, i]
-        out.append(swapped)
-        if c == b and abs(i - j) > 1:
-            row = current[b].tolist()
-            row.insert(j, row.pop(i))
-            moved = current.clone()
-            moved[b] = torch.tensor(row)
-            out.append(moved)
-    return torch.stack(out) if out else current.new_zeros(0, *current.shape)
+def neighbours(text: Body, spot: int, pool: Sequence[int], *, resize: bool) -> set[Body]:
+    """Texts one change away at ``spot``: a token of ``pool``, a swap, a move; with ``resize`` one token less or more."""
+    before, token, after = text[:spot], text[spot], text[spot + 1 :]
+    out = {(*before, t, *after) for t in pool}
+    rest = (*before, *after)
+    for j, other in enumerate(text):
+        swapped = list(text)
+        swapped[spot], swapped[j] = other, token
+        out.add(tuple(swapped))
+        out.add((*rest[:j], token, *rest[j:]))
+    if resize:
+        out |= {(*before, t, token, *after) for t in pool}
+        if rest:
+            out.add(rest)
+    return out - {text}
 
 
-def improve(
+def beam_search(
     objective: Objective,
-    start: Tensor,
-    pool: Tensor,
-    free: Sequence[tuple[int, int]],
+    starts: Sequence[Body],
+    pool: Sequence[int],
     *,
+    width: int,
     floor: float,
-    rng: torch.Generator,
     sweeps: int,
-) -> tuple[Tensor, float]:
-    """Coordinate descent from ``start`` ``(batch, length)``: at each free position the tokens of ``pool``, swaps, moves.
+    rng: torch.Generator,
+    resize: bool = False,
+    barred: Callable[[Body], bool] = lambda text: False,
+) -> Beam:
+    """Up to ``width`` texts after sweeps over all spots, until one is under ``floor`` or a sweep changes nothing.
 
-    Stops when the residual is under ``floor`` or a sweep changes nothing. Returns the text and its residual.
+    ``barred`` texts are not followed.
     """
-    current, best = start.clone(), float(objective.ids(start[None])[0])
+    texts = [s for s in dict.fromkeys(starts) if not barred(s)]
+    if not texts:
+        return []
+    beam = _best(objective, texts, width)
     for _ in range(sweeps):
-        before = best
-        for index in torch.randperm(len(free), generator=rng).tolist():
-            b, i = free[index]
-            replaced = current.expand(len(pool), -1, -1).clone()
-            replaced[:, b, i] = pool
-            tried = torch.cat([replaced, rearrangements(current, (b, i), free)])
-            scores = objective.ids(tried)
-            k = int(scores.argmin())
-            if float(scores[k]) < best * (1 - 1e-6):
-                current, best = tried[k].clone(), float(scores[k])
-            if best < floor:
-                return current, best
-        if best >= before:
+        before = beam[0][0]
+        for spot in torch.randperm(max(len(t) for _, t in beam), generator=rng).tolist():
+            tried: set[Body] = set()
+            for _, text in beam:
+                if spot < len(text):
+                    tried |= neighbours(text, spot, pool, resize=resize)
+            fresh = sorted(t for t in tried - {t for _, t in beam} if not barred(t))
+            if fresh:
+                beam = sorted([*beam, *_best(objective, fresh, width)])[:width]
+            if beam[0][0] < floor:
+                return beam
+        if beam[0][0] >= before * (1 - 1e-6):
             break
-    return current, best
+    return beam
 
 
-def repair(
+def _best(objective: Objective, texts: Sequence[Body], width: int) -> Beam:
+    scores = objective.texts(texts)
+    best = scores.topk(min(width, len(texts)), largest=False)
+    return [(float(r), texts[int(i)]) for r, i in zip(best.values, best.indices)]
+
+
+def fill_holes(
     objective: Objective,
-    text: Tensor,
-    free: Sequence[tuple[int, int]],
+    texts: Sequence[Body],
     table: Tensor,
     ordinary: Tensor,
     *,
     rate: float,
-    holes: int = 24,
-    steps: int = 80,
-    nearest: int = 4,
-) -> Tensor:
-    """Get out of a stuck text: take a token away, open a hole elsewhere in the same text, and optimise what fills it.
+    rng: torch.Generator,
+    holes: int = 16,
+    steps: int = 60,
+    nearest: int = 64,
+) -> list[Body]:
+    """``texts`` with one token taken away and a hole, there or elsewhere, filled with a token that may be in no pool.
 
     All (taken, opened) pairs are scored with a neutral hole; the best ``holes`` are filled by gradient descent on the
-    hole's embedding alone, and its ``nearest`` tokens are tried. Returns the best text found, ``text`` itself at worst.
-    Copies of a word and words that no restart found need this: no single replacement, swap or move mends them.
+    hole's embedding alone, which is slow to reach its token but soon near it: so its ``nearest`` tokens of ``ordinary`` are
+    tried, too. Returns texts, best first.
     """
-    layouts: list[Tensor] = []
-    spots: list[tuple[int, int]] = []
-    for b, i in free:
-        for c, j in free:
-            if c == b:
-                row = text[b].tolist()
-                row.pop(i)
-                row.insert(j, int(ordinary[0]))
-                changed = text.clone()
-                changed[b] = torch.tensor(row)
-                layouts.append(changed)
-                spots.append((b, j))
-    tried = torch.stack(layouts)
-    where = torch.tensor(spots)
-    embedded = table[tried]
-    embedded[torch.arange(len(tried)), where[:, 0], where[:, 1]] = table[ordinary].mean(0)
+    neutral = int(ordinary[0])
+    open_texts = {
+        ((*rest[:j], neutral, *rest[j:]), j)
+        for text in texts
+        for rest in {(*text[:i], *text[i + 1 :]) for i in range(len(text))}
+        for j in range(len(text))
+    }
+    tried = sorted(open_texts)
+    begin = len(objective.prefix)
+    ids, mask = pad([objective.whole(body) for body, _ in tried], objective.pad_id)
+    where = torch.tensor([begin + j for _, j in tried])
+    embedded, mask = table[ids], mask[:, None]
+    embedded[torch.arange(len(ids)), where] = table[ordinary].mean(0)
     with torch.no_grad():
-        scores = torch.cat([objective.embeddings(e, 0.0) for e in torch.split(embedded, 64)])
+        parts = zip(torch.split(embedded[:, None], 64), torch.split(mask, 64))
+        scores = torch.cat([objective.embeddings(e, m, 0.0) for e, m in parts])
     best = scores.topk(min(holes, len(scores)), largest=False).indices
-    rows = torch.arange(len(best))
-    texts, columns = where[best, 0], where[best, 1]
-    base = embedded[best]
-    hole = base[rows, texts, columns].clone().requires_grad_(True)
+    rows, columns, base, mask = torch.arange(len(best)), where[best], embedded[best], mask[best]
+    # A real token is a better start than the mean of all.
+    hole = table[ordinary[torch.randint(len(ordinary), (len(best),), generator=rng)]].clone().requires_grad_(True)
     optimizer = torch.optim.Adam([hole], lr=rate)
     for _ in range(steps):
         optimizer.zero_grad()
         e = base.clone()
-        e[rows, texts, columns] = hole
-        (hole.grad,) = torch.autograd.grad(objective.embeddings(e, 0.0).sum(), hole)
+        e[rows, columns] = hole
+        (hole.grad,) = torch.autograd.grad(objective.embeddings(e[:, None], mask, 0.0).sum(), hole)
         optimizer.step()
-    unit = torch.nn.functional.normalize(table[ordinary], dim=1)
-    near = ordinary[(torch.nn.functional.normalize(hole.detach(), dim=1) @ unit.T).topk(nearest, dim=1).indices]
-    filled = tried[best].repeat_interleave(nearest, 0)
-    wide = [x.repeat_interleave(nearest) for x in (texts, columns)]
-    filled[torch.arange(len(filled)), wide[0], wide[1]] = near.flatten()
-    every = torch.cat([text[None], filled])
-    return every[int(objective.ids(every).argmin())]
+    near = nearest_tokens(hole.detach(), table, ordinary, nearest).tolist()
+    bodies = []
+    for k, tokens in zip(best.tolist(), near):
+        body, j = tried[k]
+        bodies += [(*body[:j], token, *body[j + 1 :]) for token in tokens]
+    bodies = list(dict.fromkeys(bodies))
+    return [bodies[int(i)] for i in objective.texts(bodies).argsort()]
+
+
+def nearest_tokens(e: Tensor, table: Tensor, ordinary: Tensor, k: int) -> Tensor:
+    """The ``k`` ids of ``ordinary`` whose embeddings have the largest cosine with ``e`` ``(n, hidden)``: ``(n, k)``."""
+    rows = torch.nn.functional.normalize(table[ordinary], dim=1)
+    return ordinary[(torch.nn.functional.normalize(e, dim=1) @ rows.T).topk(k, dim=1).indices]

@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rasura.attacks.span.rows import RowSpace
+from rasura.attacks.verify import pad
+from rasura.values import Vocabulary
 from rasura.victims.models import layer_inputs, parts
+
+Body = tuple[int, ...]
+"""A text without the tokens that the tokenizer puts around every text."""
 
 
 class Objective:
     """Mean over visible layers and tokens of the squared relative distance from the layer's observed row space.
 
-    At the float floor exactly for the private text (up to its order within the batch). ``candidates`` texts of a batch are
-    rows of one forward pass; no weight gradient is ever formed.
+    At the float floor exactly for private texts, each by itself: the texts of a batch share one row space but do not see
+    each other. No weight gradient is ever formed.
     """
 
-    def __init__(self, model: nn.Module, spaces: Mapping[int, RowSpace], lengths_mask: Tensor) -> None:
-        """``spaces`` by block index; ``lengths_mask`` ``(candidates or 1, batch, length)`` marks real positions."""
+    def __init__(self, model: nn.Module, spaces: Mapping[int, RowSpace], vocabulary: Vocabulary) -> None:
+        """``spaces`` by block index."""
         known = parts(model)
         self.model = model
         self.modules = [known.blocks[k].qkv[0].module for k in sorted(spaces)]
         self.bases = [spaces[k].basis.float() for k in sorted(spaces)]
-        self.mask = lengths_mask
+        self.prefix, self.suffix = vocabulary.prefix, vocabulary.suffix
+        self.pad_id = vocabulary.pad_id or 0
 
-    def narrowed(self, rows: Tensor) -> Objective:
-        """The same objective for some of the candidates."""
-        out = object.__new__(Objective)
-        out.model, out.modules, out.bases = self.model, self.modules, self.bases
-        out.mask = self.mask[rows] if len(self.mask) > 1 else self.mask
-        return out
+    @property
+    def frame(self) -> int:
+        """Tokens that stand around every text."""
+        return len(self.prefix) + len(self.suffix)
 
-    def _states(self, count: int, **inputs: Tensor) -> list[Tensor]:
-        mask = self.mask.expand(count, -1, -1).flatten(0, 1)
-        found = layer_inputs(self.model, self.modules, attention_mask=mask, **inputs)
-        return [found[m].reshape(count, -1, found[m].shape[-1]) for m in self.modules]
+    def whole(self, body: Body) -> tuple[int, ...]:
+        """The text with the tokenizer's own tokens around it."""
+        return (*self.prefix, *body, *self.suffix)
 
-    def embeddings(self, e: Tensor, coverage: float) -> Tensor:
-        """Objective ``(candidates,)`` of ``e`` ``(candidates, batch, length, hidden)``, with the coverage term's weight.
+    def embeddings(self, e: Tensor, mask: Tensor, coverage: float) -> Tensor:
+        """Objective ``(candidates,)`` of batches ``e`` ``(candidates, batch, length, hidden)``; ``mask``: real positions.
 
         Coverage: minus the log-determinant of the Gram matrix of the projected, normalised inputs, so that the tokens fill
         the space and do not all fall on the same true one.
         """
         count = len(e)
-        states = self._states(count, inputs_embeds=e.flatten(0, 1))
-        real = self.mask.expand(count, -1, -1).reshape(count, -1).to(e.dtype)
+        found = layer_inputs(
+            self.model, self.modules, inputs_embeds=e.flatten(0, 1), attention_mask=mask.expand(e.shape[:3]).flatten(0, 1)
+        )
+        real = mask.expand(e.shape[:3]).reshape(count, -1).to(e.dtype)
         total = e.new_zeros(count)
-        for h, basis in zip(states, self.bases):
+        for module, basis in zip(self.modules, self.bases):
+            h = found[module].reshape(count, -1, found[module].shape[-1])
             inside = h @ basis
             share = 1 - inside.square().sum(-1) / h.square().sum(-1).clamp_min(1e-12)
             total = total + (share * real).sum(1) / real.sum(1)
@@ -60,18 +66,18 @@ class Objective:
         return total / len(self.bases)
 
     @torch.no_grad()
-    def ids(self, tokens: Tensor, rows: int = 2048) -> Tensor:
-        """Objective ``(candidates,)`` of ``tokens`` ``(candidates, batch, length)``; ``rows`` tokens in a forward pass."""
-        assert len(self.mask) == 1, "discrete scoring takes one layout of lengths"
-        step = max(1, rows // tokens[0].numel())
-        real = self.mask.bool().flatten()
+    def texts(self, bodies: Sequence[Body], tokens: int = 2048) -> Tensor:
+        """Objective ``(texts,)`` of each text by itself; about ``tokens`` tokens in a forward pass."""
+        ids, mask = pad([self.whole(body) for body in bodies], self.pad_id)
+        rows = max(1, tokens // ids.shape[1])
         out = []
-        for chunk in torch.split(tokens, step):
-            states = self._states(len(chunk), input_ids=chunk.flatten(0, 1))
-            total = torch.zeros(len(chunk))
-            for h, basis in zip(states, self.bases):
-                h = h[:, real]
+        for x, real in zip(torch.split(ids, rows), torch.split(mask, rows)):
+            found = layer_inputs(self.model, self.modules, input_ids=x, attention_mask=real)
+            total = torch.zeros(len(x))
+            for module, basis in zip(self.modules, self.bases):
+                h = found[module]
                 outside = h - (h @ basis) @ basis.T
-                total += (outside.square().sum(-1) / h.square().sum(-1)).mean(1)
+                share = outside.square().sum(-1) / h.square().sum(-1)
+                total += (share * real).sum(1) / real.sum(1)
             out.append(total / len(self.bases))
         return torch.cat(out)
