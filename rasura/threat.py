@@ -40,9 +40,12 @@ THREATS: Mapping[str, ThreatModel] = {t.name: t for t in (HONEST_SERVER, WITH_LA
 
 
 def adversary_copy(model: nn.Module) -> nn.Module:
-    """The adversary's own model: the same weights (shared storage, read only), separate modules, eval mode, no gradients."""
-    shared: dict[int, Any] = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    shared |= {id(b): b.detach() for b in model.buffers()}
+    """The adversary's own model, on the CPU, in eval mode, without gradients: separate modules, weights shared, read only.
+
+    A victim on another device is copied.
+    """
+    shared: dict[int, Any] = {id(p): nn.Parameter(p.detach().cpu(), requires_grad=False) for p in model.parameters()}
+    shared |= {id(b): b.detach().cpu() for b in model.buffers()}
     return copy.deepcopy(model, shared).eval()
 
 

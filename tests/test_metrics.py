@@ -22,7 +22,7 @@ from rasura.metrics.text import (
     rouge,
     token_precision,
     token_recall,
-    wordnet_available,
+    wordnet,
 )  # fmt: skip
 from rasura.recipes import METRICS
 from rasura.values import UNKNOWN, Batch, Message, Reconstruction, Transcript
@@ -101,7 +101,7 @@ def test_meteor_with_wordnet(monkeypatch: pytest.MonkeyPatch, shared: Path) -> N
     import nltk
 
     monkeypatch.setattr(nltk.data, "path", [str(shared / "nltk_data")])
-    assert wordnet_available()
+    assert wordnet()
     t = truth([20], texts=("the doctor called his mother today",))
     same = Reconstruction(((20,),), texts=("the doctor called his mother today",))
     synonym = Reconstruction(((20,),), texts=("the physician called his mother today",))

@@ -71,24 +71,23 @@ class Meteor:
     higher_is: Literal["worse", "better"] = "worse"
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
-        if not wordnet_available():
+        if wordnet() is None:
             raise Unavailable(
                 "METEOR needs WordNet, which NLTK does not find; set NLTK_DATA to a folder that holds corpora/wordnet.zip"
             )
         return [value for value, _ in paired(truth.batch.seen, read_texts(guess, truth), _meteor)]
 
 
-def wordnet_available() -> bool:
-    """Whether NLTK finds WordNet on this machine."""
+def wordnet() -> str | None:
+    """Where NLTK finds WordNet on this machine; None where it does not."""
     import nltk
 
     for name in ("corpora/wordnet", "corpora/wordnet.zip"):
         try:
-            nltk.data.find(name)
+            return str(nltk.data.find(name))
         except LookupError:
             continue
-        return True
-    return False
+    return None
 
 
 @dataclass(frozen=True)

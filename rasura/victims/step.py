@@ -40,7 +40,7 @@ def gradients(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Gradients
         raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
     loss = model(**inputs).loss
     found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
-    return {n: g.detach() for (n, _), g in zip(named, found) if g is not None}, float(loss.detach())
+    return {n: g.detach().cpu() for (n, _), g in zip(named, found) if g is not None}, float(loss.detach())
 
 
 def step(
