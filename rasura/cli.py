@@ -75,7 +75,7 @@ def audit(
     show_text: Annotated[bool, typer.Option("--show-text", help="store and show texts unmasked")] = False,
     fail_above: Annotated[float | None, typer.Option(help="exit with 3 when a risk is above this share")] = None,
     folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path("runs/audit"),
-    device: Annotated[str, typer.Option(help="where the victim trains: auto, cpu, cuda or mps; attacks run on the CPU")] = "auto",
+    device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Measure what attacks read back from the updates that your texts would cause, behind each protection.
@@ -166,7 +166,7 @@ def read(
     budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
     num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
     seed: Annotated[int, typer.Option(help="seed of the attack (and of a fresh head)")] = 0,
-    device: Annotated[str, typer.Option(help="where the victim trains: auto, cpu, cuda or mps; attacks run on the CPU")] = "auto",
+    device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
     allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights; they can run code")] = False,
 ) -> None:
@@ -278,7 +278,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print as JSON")
         sys.stdout.write(json.dumps(rows) + "\n")
         return
     for name, value in rows.items():
-        out.print(f"{name:20} {value}", markup=False, highlight=False)
+        out.print(f"{name:20} {value}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
