@@ -1,14 +1,18 @@
 """What span and span matching read back from real sentences on MiniLM.
 
-python benchmarks/readback.py DATA.parquet --attack span --dropout 0.1 --batch-size 2 --draws 16
-python benchmarks/readback.py DATA.parquet --attack span-matching --first-visible 5 --draws 16
+python benchmarks/readback.py DATA.parquet --attack span --defense frozen-embeddings+dropout:0.1 --batch-size 2 --draws 16
+python benchmarks/readback.py DATA.parquet --attack span-matching --defense frozen-blocks:5 --draws 16
+python benchmarks/readback.py DATA.parquet --attack span --defense frozen-embeddings --hide-top 0.3 --draws 16
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from statistics import mean, median
+
+import torch
 
 from rasura.data.text import Example, encode, load_examples
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
@@ -16,9 +20,19 @@ from rasura.metrics.text import rouge
 from rasura.recipes import attack, parse_defense
 from rasura.rng import derive, generator
 from rasura.threat import HONEST_SERVER, adversary_copy, observe
-from rasura.values import Reconstruction
+from rasura.values import Message, Observation, Reconstruction
 from rasura.victims.loading import load
 from rasura.victims.step import step
+
+
+def without_largest(seen: Observation, share: float) -> Observation:
+    """``seen`` with the largest ``share`` of all entries hidden."""
+    if not share:
+        return seen
+    sizes = torch.cat([g.abs().flatten() for g in seen.gradients.values()])
+    cut = sizes.kthvalue(round((1 - share) * sizes.numel())).values
+    visible = {n: g.abs() <= cut for n, g in seen.gradients.items()}
+    return replace(seen, message=Message({n: g * visible[n] for n, g in seen.gradients.items()}, visible))
 
 
 def main() -> None:
@@ -26,8 +40,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data")
     parser.add_argument("--attack", default="span")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--first-visible", type=int, default=-1, help="first visible block; -1: embeddings too")
+    parser.add_argument("--defense", default="none")
+    parser.add_argument("--hide-top", type=float, default=0.0, help="share of all entries, the largest, that is hidden")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--draws", type=int, default=16)
     options = parser.parse_args()
@@ -35,9 +49,7 @@ def main() -> None:
     adversary = adversary_copy(victim.model)
     every = [e for e in load_examples(options.data) if 8 <= len(victim.tokenizer(e.text).input_ids) <= 20]
     every.sort(key=lambda e: derive(0, e.text))
-    parts = [f"frozen-blocks:{options.first_visible}"] if options.first_visible > 0 else []
-    parts += [f"frozen-embeddings+dropout:{options.dropout}"] if options.dropout else []
-    defense = parse_defense("+".join(parts) or "none")
+    defense = parse_defense(options.defense)
     scores: list[float] = []
     seconds: list[tuple[float, float]] = []
     exact = 0
@@ -50,7 +62,7 @@ def main() -> None:
         )
         start, cpu = time.perf_counter(), time.process_time()
         try:
-            seen = observe(truth, HONEST_SERVER, adversary_model=adversary)
+            seen = without_largest(observe(truth, HONEST_SERVER, adversary_model=adversary), options.hide_top)
             guess = attack(options.attack)(seen, rng=generator(draw, "attack"), budget=Budget())
         except (AttackFailed, NotApplicable) as error:
             print(draw, error)

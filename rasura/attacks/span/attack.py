@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rasura.attacks.span.completion import uncovered
 from rasura.attacks.span.endings import finish
 from rasura.attacks.span.grouping import affinity, cluster
 from rasura.attacks.span.prefixes import choose, grow
@@ -62,12 +63,14 @@ class Span:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)
+        # The first visible block names tokens; one or two deeper ones tell texts apart.
+        one_text = Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal
+        wanted = 1 if one_text else 3
+        observed, seen = seen, uncovered(seen, wanted)
         blocks = visible_blocks(seen)
         if not blocks:
             raise NotApplicable("no whole query, key or value gradient is visible")
-        # The first visible block names tokens; one or two deeper ones tell texts apart.
-        one_text = Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal
-        spaces = block_spaces(seen, blocks[: 1 if one_text else 3])
+        spaces = block_spaces(seen, blocks[:wanted])
         if not spaces:
             raise AttackFailed(
                 f"the gradients show no row space: the batch holds {known.hidden} tokens or more, or noise covers the gap"
@@ -75,24 +78,27 @@ class Span:
         inputs = Inputs(seen.model)
         dropout = announced_dropout(seen)
         if known.causal and any(k > 0 for k in spaces) and not dropout:
-            return self._decoder(seen, spaces, inputs)
+            return self._decoder(observed, seen, spaces, inputs)
         if 0 not in spaces:
             raise NotApplicable("block 0 is hidden, so tokens cannot be tested one by one; span-matching can be tried")
-        return self._by_position(seen, spaces, inputs, dropout, rng, budget)
+        return self._by_position(observed, seen, spaces, inputs, dropout, rng, budget)
 
-    def _decoder(self, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -> Reconstruction:
+    def _decoder(
+        self, observed: Observation, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs
+    ) -> Reconstruction:
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(s.rank for s in spaces.values()) + 1
         found = grow(seen, spaces, inputs, candidates(seen.vocabulary), longest=longest)
         if not found:
             raise AttackFailed("no token's state lies in the visible row spaces")
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         chosen = choose(found, size, seen.lengths if Grant.LENGTHS in seen else None)
-        texts = finish(seen, chosen, inputs)
+        texts = finish(observed, chosen, inputs)
         plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
-        return self._judged(seen, plain_texts, max(p.residual for p in chosen), spaces, False)
+        return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, False)
 
     def _by_position(
         self,
+        observed: Observation,
         seen: Observation,
         spaces: Mapping[int, RowSpace],
         inputs: Inputs,
@@ -121,7 +127,7 @@ class Span:
             return Reconstruction((bag,), "span", ordered=False, residual=max(r.residual for r in rows))
         size = size or max(Counter(row.position for row in rows).values())
         texts = self._texts(seen, spaces, inputs, rows, size, dropout > 0, rng, budget)
-        return self._judged(seen, texts, max(row.residual for row in rows), spaces, dropout > 0)
+        return self._judged(observed, texts, max(row.residual for row in rows), spaces, dropout > 0)
 
     def _plain(self, space: RowSpace, inputs: Inputs, ids: Tensor, longest: int, known_length: bool) -> list[Row]:
         rows: list[Row] = []

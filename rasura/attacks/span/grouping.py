@@ -79,9 +79,10 @@ def affinity(seen: Observation, block: Block, inputs: Tensor, space: RowSpace, h
     pair = projections(seen, block)
     if pair is None:
         return None
-    own = torch.linalg.qr((inputs @ space.basis).T).Q
+    shown = space.shown(inputs)
+    own = torch.linalg.qr((shown @ space.basis).T).Q
     rest = space.basis @ torch.linalg.svd(own).U[:, own.shape[1] :]
-    inverse = torch.linalg.pinv(torch.cat([inputs, rest.T]), rtol=1e-9)[:, : len(inputs)]
+    inverse = torch.linalg.pinv(torch.cat([shown, rest.T]), rtol=1e-9)[:, : len(inputs)]
 
     def split(x: Tensor) -> Tensor:
         return x.reshape(len(inputs), heads, -1)

@@ -26,26 +26,32 @@ GAP = 30.0
 @dataclass(frozen=True)
 class RowSpace:
     """``basis``: ``(inputs, rank)`` orthonormal, float64. ``floor``: first singular value behind the gap over the last
-    before it: the relative size of what is left of a true input outside the basis."""
+    before it: the relative size of what is left of a true input outside the basis. ``known``: 1 for inputs ``(inputs,)``
+    that the gradients show, 0 for those that they are blank in, which count on neither side; None for all."""
 
     basis: Tensor
     floor: float
+    known: Tensor | None = None
 
     @property
     def rank(self) -> int:
         """Number of independent inputs; the number of private tokens as long as these are independent."""
         return int(self.basis.shape[1])
 
+    def shown(self, x: Tensor) -> Tensor:
+        """``x`` with the inputs that the gradients do not show at zero."""
+        return x if self.known is None else x * self.known.to(x.dtype)
+
     def residual(self, x: Tensor) -> Tensor:
         """``||x outside|| / ||x||`` for each row of ``x`` ``(..., inputs)``, in the precision of ``x``."""
-        basis = self.basis.to(x.dtype)
+        basis, x = self.basis.to(x.dtype), self.shown(x)
         outside = x - (x @ basis) @ basis.T
         size: Tensor = outside.norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
         return size
 
-
     def missing(self, x: Tensor) -> Tensor:
         """``residual`` squared, as ``1 - ||projection||^2 / ||x||^2``: half the work, and good to 1e-6 in float32."""
+        x = self.shown(x)
         whole = torch.linalg.vector_norm(x, dim=-1).square()
         inside = torch.linalg.vector_norm(x @ self.basis.to(x.dtype), dim=-1).square()
         out: Tensor = 1 - inside / whole.clamp_min(1e-30)
@@ -73,7 +79,8 @@ def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     rank = int(ratios[:most].argmax()) + 1
     if float(ratios[rank - 1]) < GAP:
         return None
-    return RowSpace(rows[:rank].T.contiguous(), float(values[rank] / values[rank - 1]))
+    known = stacked.ne(0).any(0)
+    return RowSpace(rows[:rank].T.contiguous(), float(values[rank] / values[rank - 1]), None if known.all() else known)
 
 
 def visible_gradients(seen: Observation, linears: Sequence[Linear]) -> list[Tensor]:

@@ -83,6 +83,7 @@ def robust_fit(
     hold at zero: both lead to other copies of one token. A fit that is hopeless, or on its way to one of the ``known``
     inputs of its candidate (one sequence a row), is given up early.
     """
+    whole, targets = targets, space.shown(targets)
     basis = space.basis.float()
     scale = targets.abs().mean(1, keepdim=True)
     fitted = torch.zeros_like(targets)
@@ -124,7 +125,7 @@ def robust_fit(
     close = TOLERANT * scale
     right = wrong < close
     return Fit(
-        torch.where(size < wrong, 0.0, targets),
+        torch.where((size < wrong) & (targets != 0), 0.0, whole),
         (right | (size < close)).double().mean(1),
         right.double().mean(1),
     )

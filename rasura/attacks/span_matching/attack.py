@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rasura.attacks.span.completion import uncovered
 from rasura.attacks.span.rows import RowSpace, block_spaces, visible_blocks
 from rasura.attacks.span_matching.discrete import Beam, beam_search, fill_holes, nearest_tokens
 from rasura.attacks.span_matching.objective import Body, Objective
@@ -66,6 +67,7 @@ class SpanMatching:
     levels: Mapping[str, Work] = field(default_factory=lambda: LEVELS)
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
+        observed, seen = seen, uncovered(seen)
         blocks = visible_blocks(seen)
         if not blocks:
             raise NotApplicable("no whole query, key or value gradient is visible")
@@ -78,7 +80,7 @@ class SpanMatching:
         details: dict[str, Parameter] = {"rounds": rounds, "blocks": ",".join(map(str, sorted(spaces)))}
         worst = max(r for r, _ in found)
         if worst < FLOOR:
-            error, labels = check(seen, tokens)
+            error, labels = check(observed, tokens)
             if error < VERIFIED:
                 return Reconstruction(tokens, "verified", labels=labels, residual=error, details=details)
         return Reconstruction(tokens, "matched", residual=worst**0.5, details=details)

@@ -28,7 +28,8 @@ class Objective:
         known = parts(model)
         self.model = model
         self.modules = [known.blocks[k].qkv[0].module for k in sorted(spaces)]
-        self.bases = [spaces[k].basis.float() for k in sorted(spaces)]
+        self.spaces = [spaces[k] for k in sorted(spaces)]
+        self.bases = [space.basis.float() for space in self.spaces]
         self.prefix, self.suffix = vocabulary.prefix, vocabulary.suffix
         self.pad_id = vocabulary.pad_id or 0
 
@@ -53,8 +54,8 @@ class Objective:
         )
         real = mask.expand(e.shape[:3]).reshape(count, -1).to(e.dtype)
         total = e.new_zeros(count)
-        for module, basis in zip(self.modules, self.bases):
-            h = found[module].reshape(count, -1, found[module].shape[-1])
+        for module, space, basis in zip(self.modules, self.spaces, self.bases):
+            h = space.shown(found[module].reshape(count, -1, found[module].shape[-1]))
             inside = h @ basis
             share = 1 - inside.square().sum(-1) / h.square().sum(-1).clamp_min(1e-12)
             total = total + (share * real).sum(1) / real.sum(1)
@@ -74,8 +75,8 @@ class Objective:
         for x, real in zip(torch.split(ids, rows), torch.split(mask, rows)):
             found = layer_inputs(self.model, self.modules, input_ids=x, attention_mask=real)
             total = torch.zeros(len(x))
-            for module, basis in zip(self.modules, self.bases):
-                h = found[module]
+            for module, space, basis in zip(self.modules, self.spaces, self.bases):
+                h = space.shown(found[module])
                 outside = h - (h @ basis) @ basis.T
                 share = outside.square().sum(-1) / h.square().sum(-1)
                 total += (share * real).sum(1) / real.sum(1)
