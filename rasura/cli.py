@@ -163,6 +163,7 @@ def read(
     lengths: Annotated[str | None, typer.Option(help="their lengths in tokens, if known: 12,9")] = None,
     dropout: Annotated[float, typer.Option(help="dropout probability while the update was made")] = 0.0,
     frozen_embeddings: Annotated[bool, typer.Option("--frozen-embeddings", help="do not use embedding gradients")] = False,
+    hidden: Annotated[Path | None, typer.Option(help="safetensors of bool tensors, true where an entry is hidden")] = None,
     budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
     num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
     seed: Annotated[int, typer.Option(help="seed of the attack (and of a fresh head)")] = 0,
@@ -191,7 +192,7 @@ def read(
         with err.status("reading"):
             found = read_update(
                 update, victim, attack=attack, batch_size=batch_size, labels=_numbers(labels, "labels"),
-                lengths=_numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings,
+                lengths=_numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden,
                 budget=Budget(level), seed=seed,
             )  # fmt: skip
     except (AttackFailed, NotApplicable) as error:

@@ -19,22 +19,18 @@ from rasura.victims.loading import Victim
 from rasura.victims.models import parameter_shapes
 
 
-def load_update(path: str | Path, victim: Victim) -> dict[str, torch.Tensor]:
-    """The tensors of an update file, checked against the model.
-
-    Raises ``InputError`` for a missing or unreadable file, unknown names, wrong shapes, NaN or infinity.
-    """
+def _tensors(file: Path, victim: Victim, remedy: str) -> dict[str, torch.Tensor]:
+    """One tensor per parameter name of the victim's model, in its shape."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    file = Path(path)
     if not file.is_file():
         raise InputError(f"{file} does not exist; expected a safetensors file with one tensor per parameter name")
     try:
         found: dict[str, torch.Tensor] = load_file(str(file))
     except (SafetensorError, OSError) as error:
         first = str(error).splitlines()[0]
-        raise InputError(f"{file} is no safetensors file ({first}); write it with rasura.capture") from None
+        raise InputError(f"{file} is no safetensors file ({first}); {remedy}") from None
     if not found:
         raise InputError(f"{file} holds no tensor; expected one per parameter name")
     shapes = parameter_shapes(victim.model)
@@ -43,6 +39,30 @@ def load_update(path: str | Path, victim: Victim) -> dict[str, torch.Tensor]:
         if tuple(tensor.shape) != shapes[name]:
             shape = tuple(tensor.shape)
             raise InputError(f"{file}: {name} has shape {shape}, the model's is {shapes[name]}; pass the model it came from")
+    return found
+
+
+def load_hidden(path: str | Path, victim: Victim) -> dict[str, torch.Tensor]:
+    """Which entries are visible, by parameter, from a file of bool tensors that are true where an entry is hidden.
+
+    Raises ``InputError`` for a missing or unreadable file, unknown names, wrong shapes, and tensors that are not bool.
+    """
+    file = Path(path)
+    found = _tensors(file, victim, "expected bool tensors by parameter name, true where an entry is hidden")
+    for name, tensor in found.items():
+        if tensor.dtype != torch.bool:
+            raise InputError(f"{file}: {name} is {tensor.dtype}; expected bool, true where an entry is hidden")
+    return {n: ~t for n, t in found.items()}
+
+
+def load_update(path: str | Path, victim: Victim) -> dict[str, torch.Tensor]:
+    """The tensors of an update file, checked against the model.
+
+    Raises ``InputError`` for a missing or unreadable file, unknown names, wrong shapes, NaN or infinity.
+    """
+    file = Path(path)
+    found = _tensors(file, victim, "write it with rasura.capture")
+    for name, tensor in found.items():
         if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
             raise InputError(f"{file}: {name} holds NaN, infinity or whole numbers; expected finite gradients")
     return {n: t.float() for n, t in found.items()}
@@ -58,12 +78,14 @@ def read_update(
     lengths: Sequence[int] | None = None,
     dropout: float = 0.0,
     frozen_embeddings: bool = False,
+    hidden: str | Path | None = None,
     budget: Budget | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Read the text behind an update: ``texts``, ``confidence``, ``attack``, ``tokens``, ``seconds``, ``details``.
 
-    Whatever is not given is estimated by the attacks. ``frozen_embeddings`` leaves the embeddings' gradients unread. Raises
+    Whatever is not given is estimated by the attacks. ``frozen_embeddings`` leaves the embeddings' gradients unread;
+    ``hidden`` names a file that says which entries the adversary does not see (``load_hidden``). Raises
     ``InputError`` for bad input, ``AttackFailed`` or ``NotApplicable`` when nothing can be read.
     """
     from rasura.victims.models import parts
@@ -73,6 +95,9 @@ def read_update(
         raise InputError(f"dropout is {dropout}; expected at least 0 and less than 1")
     if frozen_embeddings:
         entries = {n: t for n, t in entries.items() if n not in parts(victim.model).embedding_names}
+    visible = {} if hidden is None else load_hidden(hidden, victim)
+    visible = {n: mask for n, mask in visible.items() if n in entries and not bool(mask.all())}
+    entries |= {n: entries[n] * mask for n, mask in visible.items()}
     size = batch_size or (len(lengths) if lengths else len(labels) if labels else None)
     for name, given in (("labels", labels), ("lengths", lengths)):
         if given and size is not None and len(given) != size:
@@ -96,7 +121,9 @@ def read_update(
     start = time.perf_counter()
     method = make_attack(attack)
     guess = method(
-        Observation(Message(entries), victim.task, granted), rng=generator(seed, "read"), budget=budget or Budget()
+        Observation(Message(entries, visible), victim.task, granted),
+        rng=generator(seed, "read"),
+        budget=budget or Budget(),
     )
     return {
         "texts": [victim.vocabulary.text(t) for t in guess.tokens],

@@ -68,6 +68,17 @@ def test_read_gives_the_text_back(tmp_path: Path, model_folder: Path) -> None:
     assert {"texts", "confidence", "attack", "tokens", "seconds"} <= set(found)
 
 
+def test_read_completes_hidden_entries(tmp_path: Path, model_folder: Path) -> None:
+    path = captured(tmp_path, model_folder)
+    mask = {n: g.abs() > g.abs().flatten().kthvalue(int(0.8 * g.numel())).values for n, g in load_file(path).items()}
+    save_file(mask, tmp_path / "hidden.safetensors")
+    found = rasura_command("read", path, "--model", model_folder, "--hidden", tmp_path / "hidden.safetensors", "--json")
+    assert json.loads(found.stdout)["texts"] == ["alpha met bravo in delta."], found.stderr
+    save_file({n: m.float() for n, m in mask.items()}, tmp_path / "floats.safetensors")
+    line = refused("read", path, "--model", model_folder, "--hidden", tmp_path / "floats.safetensors")
+    assert "expected bool, true where an entry is hidden" in line
+
+
 def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_folder: Path) -> None:
     path = captured(tmp_path, model_folder)
     whole = load_file(path)

@@ -61,18 +61,18 @@ def _inverse_size(matrix: Tensor, visible: Tensor, dim: int) -> Tensor:
     return 1 / torch.where(size > 0, size, torch.ones_like(size))
 
 
-def _rank(matrix: Tensor) -> int | None:
-    """The rank by the widest gap of the singular values; None without a gap or where the matrix is too small to tell."""
+def _rank(matrix: Tensor, floor: float) -> int | None:
+    """The rank by the widest gap of the singular values; None without a gap or where the matrix is too small to tell.
+
+    Values under ``floor`` of the largest are noise.
+    """
     values = torch.linalg.svdvals(matrix)
-    values = values[values > 1e-12 * values[0]] if len(values) else values
     most = int(0.9 * min(matrix.shape))
-    if len(values) < min(matrix.shape):  # exactly low rank
-        return len(values) if 0 < len(values) <= most else None
-    if most < 1:
+    if most < 1 or not float(values[0]) > 0:
         return None
-    ratios = values[:-1] / values[1:]
-    rank = int(ratios[:most].argmax()) + 1
-    return rank if float(ratios[rank - 1]) > GAP else None
+    values = values.clamp_min(floor * float(values[0]))
+    rank = int((values[:-1] / values[1:])[:most].argmax()) + 1
+    return rank if float(values[rank - 1] / values[rank]) > GAP else None
 
 
 def _from_block(matrix: Tensor, visible: Tensor) -> Completed | None:
@@ -87,7 +87,7 @@ def _from_block(matrix: Tensor, visible: Tensor) -> Completed | None:
             continue
         inside = whole >= width
         block = matrix[inside][:, order[:width]]
-        rank = _rank(block)
+        rank = _rank(block, 1e-9)
         if rank is None:
             continue
         right = torch.zeros(rank, matrix.shape[1], dtype=matrix.dtype)
@@ -167,7 +167,7 @@ def _from_singular_vectors(matrix: Tensor, visible: Tensor, ranks: Sequence[int]
         left = torch.zeros(len(matrix), rank, dtype=matrix.dtype)
         found = _polished(matrix, visible, left, start[:rank].clone(), rows, columns, 150)
         if found is not None:
-            true = _rank(found.left @ found.right)
+            true = _rank(found.left @ found.right, FITS)
             if true is None or true == rank:
                 return found
             vectors = torch.linalg.svd(found.left @ found.right, full_matrices=False).Vh[:true]
@@ -198,7 +198,7 @@ def _turned(matrix: Tensor, linear: Linear) -> Tensor:
 
 
 def uncovered(seen: Observation, most: int | None = None) -> Observation:
-    """``seen`` with the hidden entries of query, key and value gradients filled in, in the first ``most`` blocks where it works.
+    """``seen`` with the hidden entries of query, key and value gradients filled in, in the first ``most`` blocks possible.
 
     In rows and columns that nothing is known of, the gradients are zero.
     """
