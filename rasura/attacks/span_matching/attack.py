@@ -31,17 +31,19 @@ COMMON = 100
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one level: restarts and steps of the continuous search, width of the beam, rounds, sweeps."""
+    """Work of one level: restarts and steps of the continuous search, width of the beam, rounds, sweeps of a beam, and how
+    many holes are opened where a beam is stuck."""
 
     restarts: int
     steps: int
     beam: int
     rounds: int
     sweeps: int = 6
+    holes: int = 16
 
 
 LEVELS: Mapping[str, Work] = {
-    "quick": Work(8, 80, 2, 1),
+    "quick": Work(8, 80, 2, 1, sweeps=2, holes=0),
     "default": Work(16, 100, 4, 5),
     "paper": Work(32, 200, 8, 10),
 }
@@ -138,10 +140,17 @@ class _Search:
         pool = first + [t for t in taken if t not in first]
         fresh = [tuple(t for t in s if t not in taken) or s for s in starts] if self.resize else starts
         beam = self._beam(fresh, pool if self.found else first)
-        if beam and beam[0][0] >= FLOOR:
+        if beam and beam[0][0] >= FLOOR and self.work.holes:
             stuck = [text for _, text in sorted({*beam, *self.near})]
-            rate = self.settings.learning_rate
-            mended = fill_holes(self.objective, stuck, self.table, self.ordinary, rate=rate, rng=self.rng)
+            mended = fill_holes(
+                self.objective,
+                stuck,
+                self.table,
+                self.ordinary,
+                rate=self.settings.learning_rate,
+                holes=self.work.holes,
+                rng=self.rng,
+            )
             again = stuck + mended[: 2 * self.work.beam]
             extra = [t for text in mended[:8] for t in text]
             wider = dict.fromkeys([*pool[: 2 * longest], *extra, *self.common])
