@@ -124,3 +124,8 @@ def test_no_values_no_mean() -> None:
 
 def test_every_named_metric_has_name_and_unit() -> None:
     assert {n: build().name for n, build in METRICS.items()} == {n: n for n in METRICS}
+
+
+def test_a_mark_that_stands_alone_is_marked_as_read() -> None:
+    assert [hit for _, hit, _ in marked_words("Anna pays . today !", "anna pays today.")] == [True, True, True, True, False]
+    assert [hit for _, hit, _ in marked_words("Anna pays today.", "anna pays today")] == [True, True, True]

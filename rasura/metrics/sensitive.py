@@ -73,11 +73,12 @@ class Sensitive:
 def marked_words(reference: str, read: str) -> list[tuple[str, bool, bool]]:
     """The words of ``reference`` as written: (word, whether it was read back, whether it is sensitive)."""
     spans = sensitive_spans(reference)
-    left = Counter(words(read))
+    # A mark that stands alone counts as itself; beside letters it follows them.
+    left = Counter(words(read)) + Counter(re.sub(r"[\w\s]", "", read))
     out = []
     for m in re.finditer(r"\S+", reference):
-        pieces = words(m.group())
-        hit = bool(pieces) and all(left[p] > 0 for p in pieces)
+        pieces = words(m.group()) or list(m.group())
+        hit = all(left[p] > 0 for p in pieces)
         if hit:
             left.subtract(pieces)
         out.append((m.group(), hit, any(m.start() < b and m.end() > a for a, b in spans)))
