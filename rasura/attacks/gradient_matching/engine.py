@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from rasura.attacks.dummies import nearest_tokens, ordinary_ids, template, token_table
 from rasura.attacks.gradient_matching.factors import Factoriser
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.span.rows import block_spaces, visible_blocks
@@ -105,15 +106,11 @@ class GradientMatching:
         rng: torch.Generator,
     ) -> Reconstruction:
         s, vocabulary, model = self.settings, seen.vocabulary, seen.model
-        size, longest = len(lengths), max(lengths)
-        mask = torch.stack([(torch.arange(longest) < n).long() for n in lengths])
-        with torch.no_grad():
-            table: Tensor = model.get_input_embeddings()(torch.arange(vocabulary.size))  # type: ignore[operator]
-        barred = vocabulary.special_ids | vocabulary.unused_ids
-        ordinary = torch.tensor([i for i in range(vocabulary.size) if i not in barred])
-        template, free = _template(vocabulary.prefix, vocabulary.suffix, lengths, vocabulary.pad_id or 0)
-        draws = ordinary[torch.randint(len(ordinary), (work.candidates, size, longest), generator=rng)]
-        starts = table[torch.where(free, draws, template)]
+        size = len(lengths)
+        frame, mask, free = template(vocabulary, lengths)
+        table, ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
+        draws = ordinary[torch.randint(len(ordinary), (work.candidates, *frame.shape), generator=rng)]
+        starts = table[torch.where(free, draws, frame)]
         granted = seen.labels if Grant.LABELS in seen else None
         classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
         guesses = torch.zeros(work.candidates, size, classes)
@@ -160,25 +157,11 @@ class GradientMatching:
             e.grad = e.grad * free[..., None]
             optimizer.step()
         winner = int(best.argmin())
-        unit = nn.functional.normalize(table[ordinary], dim=1)
-        near = ordinary[(nn.functional.normalize(best_e[winner], dim=-1) @ unit.T).argmax(-1)]
-        ids = torch.where(free, near, template)
+        near = nearest_tokens(best_e[winner], table, ordinary, 1)[..., 0]
+        ids = torch.where(free, near, frame)
         tokens = tuple(tuple(int(t) for t in row[:n]) for row, n in zip(ids, lengths))
         details = {"restarts": len(e), "steps": work.steps, "objective": s.objective}
         error, labels_found = check(seen, tokens)
         if error < VERIFIED:
             return Reconstruction(tokens, "verified", labels=labels_found, residual=error, details=details)
         return Reconstruction(tokens, "matched", residual=float(best[winner]), details=details)
-
-
-def _template(
-    prefix: tuple[int, ...], suffix: tuple[int, ...], lengths: tuple[int, ...], pad_id: int
-) -> tuple[Tensor, Tensor]:
-    """Ids ``(batch, length)`` with the tokenizer's own tokens in place, and which positions are free."""
-    ids = torch.full((len(lengths), max(lengths)), pad_id)
-    free = torch.zeros_like(ids, dtype=torch.bool)
-    for row, n in enumerate(lengths):
-        ids[row, : len(prefix)] = torch.tensor(prefix, dtype=torch.long)
-        ids[row, n - len(suffix) : n] = torch.tensor(suffix, dtype=torch.long)
-        free[row, len(prefix) : n - len(suffix)] = True
-    return ids, free

@@ -43,13 +43,13 @@ class Distance:
 
     def __call__(self, factors: Mapping[str, Factor]) -> Tensor:
         """The distance of each candidate, ``(candidates,)``, summed over parameters."""
-        terms = [self._term(name, factors[name], square) for name, square in self.squares.items()]
+        terms = [self._term(name, f, self.squares[name]) for name, f in factors.items() if name in self.squares]
         total = torch.stack(terms).sum(0)
         return total / len(terms) if self.kind == "cosine" else total
 
     def _term(self, name: str, factor: Factor, size: Tensor) -> Tensor:
         target, mask = self.observed[name], self.masks.get(name)
-        whole = 0.0 * size
+        extra: Tensor | float = 0.0
         if self.kind == "l2+l1" or mask is not None:
             own = factor.explicit()
             if mask is not None:
@@ -57,12 +57,12 @@ class Distance:
             own, flat = own.flatten(1), target.flatten()
             square, inner = own.square().sum(1), own @ flat
             if self.kind == "l2+l1":
-                whole = self.alpha * (own - flat).abs().sum(1)
+                extra = self.alpha * (own - flat).abs().sum(1)
         else:
             square, inner = factor.square(), factor.inner(target)
         if self.kind == "cosine":
             return 1 - inner / (square * size).clamp_min(1e-30).sqrt()
-        return square - 2 * inner + size + whole
+        return square - 2 * inner + size + extra
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

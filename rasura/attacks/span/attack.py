@@ -27,9 +27,6 @@ Sentences = list[list[tuple[int, int]]]
 MOST_COPIES = 16
 """Texts that may share a token at one place where the batch size is unknown."""
 
-UNANNOUNCED = 0.1
-"""Dropout rate that is assumed where nobody names one but no token lies in the span as it is: most models' default."""
-
 
 def announced_dropout(seen: Observation) -> float:
     """The dropout rate that the mechanism tells, 0 where it tells none."""
@@ -81,7 +78,7 @@ class Span:
             return self._decoder(observed, seen, spaces, inputs)
         if 0 not in spaces:
             raise NotApplicable("block 0 is hidden, so tokens cannot be tested one by one; span-matching can be tried")
-        return self._by_position(observed, seen, spaces, inputs, dropout, rng, budget)
+        return self._by_position(observed, seen, spaces, inputs, dropout > 0, rng, budget)
 
     def _decoder(
         self, observed: Observation, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs
@@ -102,7 +99,7 @@ class Span:
         seen: Observation,
         spaces: Mapping[int, RowSpace],
         inputs: Inputs,
-        dropout: float,
+        active: bool,
         rng: torch.Generator,
         budget: Budget,
     ) -> Reconstruction:
@@ -112,10 +109,10 @@ class Span:
         known_length = Grant.LENGTHS in seen
         longest = (max(seen.lengths) if known_length else space.rank) if positional else 1
         rows: list[Row] = []
-        if not dropout:
+        if not active:
             rows = self._plain(space, inputs, ids, longest, known_length)
-        if dropout or not rows:  # nobody may have said so, but nothing lies in the span as it is
-            dropout = dropout or UNANNOUNCED
+        if not rows:  # dropout was active: somebody said so, or nothing lies in the span as it is
+            active = True
             prefilter, rounds, _ = self.work[budget.level]
             opening = seen.vocabulary.prefix if size else ()
             look = Search(space, inputs, ids, copies=size or MOST_COPIES, opening=opening, rng=rng)
@@ -126,8 +123,10 @@ class Span:
             bag = tuple(row.token for row in rows)
             return Reconstruction((bag,), "span", ordered=False, residual=max(r.residual for r in rows))
         size = size or max(Counter(row.position for row in rows).values())
-        texts = self._texts(seen, spaces, inputs, rows, size, dropout > 0, rng, budget)
-        return self._judged(observed, texts, max(row.residual for row in rows), spaces, dropout > 0)
+        texts = self._texts(seen, spaces, inputs, rows, size, active, rng, budget)
+        if active:
+            texts = [_completed(text, rows, seen.vocabulary) for text in texts]
+        return self._judged(observed, texts, max(row.residual for row in rows), spaces, active)
 
     def _plain(self, space: RowSpace, inputs: Inputs, ids: Tensor, longest: int, known_length: bool) -> list[Row]:
         rows: list[Row] = []
@@ -159,8 +158,7 @@ class Span:
             for row in rows:
                 if row.position not in best or row.residual < best[row.position].residual:
                     best[row.position] = row
-            text = _with_holes({n: (row.token, row.segment) for n, row in best.items()})
-            return [_completed(text, rows, seen.vocabulary)] if active else [text]
+            return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
         likeness = affinity(
             seen, inputs.parts.blocks[0], torch.stack([r.input for r in rows]), spaces[0], _attention_heads(seen.model)
         )
@@ -170,8 +168,7 @@ class Span:
         groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
         score = Checker(spaces, inputs, seen.vocabulary.pad_id or 0)
         if active or not score.deep:
-            whole = [_strongest(rows, group, likeness) for group in groups if group]
-            return [_completed(text, rows, seen.vocabulary) for text in whole] if active else whole
+            return [_strongest(rows, group, likeness) for group in groups if group]
         ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
         floor = min(1e-3, max(5e-6, 10 * max(s.floor for s in spaces.values())))
         found = search(

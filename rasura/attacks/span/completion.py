@@ -124,11 +124,11 @@ def _grow(matrix: Tensor, visible: Tensor, right: Tensor, columns: Tensor) -> Co
         right[:, columns] = _solve(matrix[rows][:, columns].T, visible[rows][:, columns].T, left[rows].T).T
         if int(rows.sum()) + int(columns.sum()) == before:
             break
-    return _polished(matrix, visible, left, right, rows, columns, 20)
+    return _polished(matrix, visible, right, rows, columns, 20)
 
 
 def _polished(
-    matrix: Tensor, visible: Tensor, left: Tensor, right: Tensor, rows: Tensor, columns: Tensor, steps: int
+    matrix: Tensor, visible: Tensor, right: Tensor, rows: Tensor, columns: Tensor, steps: int
 ) -> Completed | None:
     """Alternating least squares on the known rows and columns; None if the visible entries are not met."""
     if not bool(rows.any()) or not bool(columns.any()):
@@ -149,7 +149,7 @@ def _polished(
             break
     if error > FITS:
         return None
-    left, right = torch.zeros_like(left), torch.zeros_like(right)
+    left, right = matrix.new_zeros(len(matrix), len(right)), torch.zeros_like(right)
     left[rows], right[:, columns] = a, r
     return Completed(left, right, rows, columns)
 
@@ -164,14 +164,14 @@ def _from_singular_vectors(matrix: Tensor, visible: Tensor, ranks: Sequence[int]
     for rank in tries:
         if rank > min(most, 0.6 * min(matrix.shape)):
             break
-        left = torch.zeros(len(matrix), rank, dtype=matrix.dtype)
-        found = _polished(matrix, visible, left, start[:rank].clone(), rows, columns, 150)
+        found = _polished(matrix, visible, start[:rank], rows, columns, 150)
         if found is not None:
-            true = _rank(found.left @ found.right, FITS)
+            product = found.left @ found.right
+            true = _rank(product, FITS)
             if true is None or true == rank:
                 return found
-            vectors = torch.linalg.svd(found.left @ found.right, full_matrices=False).Vh[:true]
-            return _polished(matrix, visible, left[:, :true], vectors, rows, columns, 50) or found
+            vectors = torch.linalg.svd(product, full_matrices=False).Vh[:true]
+            return _polished(matrix, visible, vectors, rows, columns, 50) or found
     return None
 
 

@@ -88,7 +88,7 @@ def robust_fit(
     scale = targets.abs().mean(1, keepdim=True)
     fitted = torch.zeros_like(targets)
     alive = torch.arange(len(targets))
-    e, held, width = targets.clone(), weights, 0.5 * scale
+    e, width = targets.clone(), 0.5 * scale
     rows = torch.arange(len(targets))
     if zeros is not None:
         e[rows, zeros] = 0.0
@@ -100,8 +100,8 @@ def robust_fit(
             basis, ridge, decay = space.basis, 1e-13, 0.1
         r = e - fitted[alive]
         w = 1 / (r * r + width * width) if step else torch.ones_like(e)
-        if step < first and held is not None:
-            w = w * held
+        if step < first and weights is not None:
+            w = w * weights
         if step < first and zeros is not None:
             w[rows, zeros] = 1e4 * w.mean(1)
         w = (w / w.mean(1, keepdim=True)).to(basis.dtype)

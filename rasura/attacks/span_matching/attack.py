@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
+from rasura.attacks.dummies import nearest_tokens, ordinary_ids, template, token_table
 from rasura.attacks.span.completion import uncovered
 from rasura.attacks.span.rows import RowSpace, block_spaces, visible_blocks
-from rasura.attacks.span_matching.discrete import Beam, beam_search, fill_holes, nearest_tokens
+from rasura.attacks.span_matching.discrete import Beam, beam_search, fill_holes
 from rasura.attacks.span_matching.objective import Body, Objective
 from rasura.attacks.verify import VERIFIED, check
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
@@ -102,11 +102,8 @@ class _Search:
         self.lengths = seen.lengths if Grant.LENGTHS in seen else self._even(spaces, vocabulary)
         # One text has as many tokens as the space has dimensions; several share them in a way that is not known.
         self.resize = self.size > 1 and Grant.LENGTHS not in seen
-        embedding = seen.model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
-        with torch.no_grad():  # asked for every id, since Gemma scales its rows
-            self.table: Tensor = embedding(torch.arange(vocabulary.size)).float()
-        barred = vocabulary.special_ids | vocabulary.unused_ids
-        self.ordinary = torch.tensor([i for i in range(vocabulary.size) if i not in barred])
+        self.table, self.ordinary = token_table(seen.model, vocabulary).float(), ordinary_ids(vocabulary)
+        self.frame, self.mask, self.free = template(vocabulary, self.lengths)
         # Words that are in most texts are the ones that an optimisation finds last.
         with suppress(InputError):  # a vocabulary of another language
             self.common = Unigram.english(vocabulary).top(COMMON)
@@ -139,7 +136,7 @@ class _Search:
         first = [t for t, _ in self.bag.most_common() if t not in taken][: 2 * longest * self.size + 8]
         pool = first + [t for t in taken if t not in first]
         fresh = [tuple(t for t in s if t not in taken) or s for s in starts] if self.resize else starts
-        beam = self._beam(fresh, pool if self.found else first)
+        beam = self._beam(fresh, pool)
         if beam and beam[0][0] >= FLOOR and self.work.holes:
             stuck = [text for _, text in sorted({*beam, *self.near})]
             mended = fill_holes(
@@ -178,22 +175,14 @@ class _Search:
     def _continuous(self) -> list[Body]:
         """Adam on the free embeddings of random batches; counts the tokens of all restarts and returns the best texts."""
         work, settings, objective = self.work, self.settings, self.objective
-        longest = max(self.lengths)
-        free = torch.zeros(self.size, longest, dtype=torch.bool)
-        mask = torch.zeros(self.size, longest, dtype=torch.long)
-        template = torch.full((self.size, longest), objective.pad_id)
-        for row, n in enumerate(self.lengths):
-            begin, end = len(objective.prefix), n - len(objective.suffix)
-            template[row, :n] = torch.tensor(objective.whole((objective.pad_id,) * (end - begin)))
-            free[row, begin:end] = True
-            mask[row, :n] = 1
+        free = self.free
         drawn = self.ordinary[torch.randint(len(self.ordinary), (work.restarts, *free.shape), generator=self.rng)]
-        e = self.table[torch.where(free, drawn, template)].clone().requires_grad_(True)
+        e = self.table[torch.where(free, drawn, self.frame)].clone().requires_grad_(True)
         optimizer = torch.optim.Adam([e], lr=settings.learning_rate)
         tokens = drawn
         for step in range(work.steps):
             weight = settings.coverage * max(0.0, 1 - step / (0.9 * work.steps))
-            (slope,) = torch.autograd.grad(objective.embeddings(e, mask, weight).sum(), e)
+            (slope,) = torch.autograd.grad(objective.embeddings(e, self.mask, weight).sum(), e)
             if not bool(torch.isfinite(slope).all()):
                 raise AttackFailed("the optimisation diverged (gradient not finite)")
             e.grad = slope * free[..., None]

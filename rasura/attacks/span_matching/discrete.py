@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rasura.attacks.dummies import nearest_tokens
 from rasura.attacks.span_matching.objective import Body, Objective
 from rasura.attacks.verify import pad
 
@@ -130,9 +131,3 @@ def fill_holes(
         bodies += [(*body[:j], token, *body[j + 1 :]) for token in tokens]
     bodies = list(dict.fromkeys(bodies))
     return [bodies[int(i)] for i in objective.texts(bodies).argsort()]
-
-
-def nearest_tokens(e: Tensor, table: Tensor, ordinary: Tensor, k: int) -> Tensor:
-    """The ``k`` ids of ``ordinary`` whose embeddings have the largest cosine with ``e`` ``(n, hidden)``: ``(n, k)``."""
-    rows = torch.nn.functional.normalize(table[ordinary], dim=1)
-    return ordinary[(torch.nn.functional.normalize(e, dim=1) @ rows.T).topk(k, dim=1).indices]

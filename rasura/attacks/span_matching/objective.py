@@ -29,14 +29,8 @@ class Objective:
         self.model = model
         self.modules = [known.blocks[k].qkv[0].module for k in sorted(spaces)]
         self.spaces = [spaces[k] for k in sorted(spaces)]
-        self.bases = [space.basis.float() for space in self.spaces]
         self.prefix, self.suffix = vocabulary.prefix, vocabulary.suffix
         self.pad_id = vocabulary.pad_id or 0
-
-    @property
-    def frame(self) -> int:
-        """Tokens that stand around every text."""
-        return len(self.prefix) + len(self.suffix)
 
     def whole(self, body: Body) -> tuple[int, ...]:
         """The text with the tokenizer's own tokens around it."""
@@ -54,9 +48,9 @@ class Objective:
         )
         real = mask.expand(e.shape[:3]).reshape(count, -1).to(e.dtype)
         total = e.new_zeros(count)
-        for module, space, basis in zip(self.modules, self.spaces, self.bases):
+        for module, space in zip(self.modules, self.spaces):
             h = space.shown(found[module].reshape(count, -1, found[module].shape[-1]))
-            inside = h @ basis
+            inside = h @ space.basis.to(h.dtype)
             share = 1 - inside.square().sum(-1) / h.square().sum(-1).clamp_min(1e-12)
             total = total + (share * real).sum(1) / real.sum(1)
             if coverage:
@@ -64,7 +58,7 @@ class Objective:
                 # Padding gets ones on the diagonal, so that it adds nothing to the determinant.
                 gram = z @ z.transpose(1, 2) + torch.diag_embed(1e-3 + (1 - real))
                 total = total - coverage * torch.logdet(gram) / real.sum(1)
-        return total / len(self.bases)
+        return total / len(self.spaces)
 
     @torch.no_grad()
     def texts(self, bodies: Sequence[Body], tokens: int = 2048) -> Tensor:
@@ -75,10 +69,8 @@ class Objective:
         for x, real in zip(torch.split(ids, rows), torch.split(mask, rows)):
             found = layer_inputs(self.model, self.modules, input_ids=x, attention_mask=real)
             total = torch.zeros(len(x))
-            for module, space, basis in zip(self.modules, self.spaces, self.bases):
-                h = space.shown(found[module])
-                outside = h - (h @ basis) @ basis.T
-                share = outside.square().sum(-1) / h.square().sum(-1)
+            for module, space in zip(self.modules, self.spaces):
+                share = space.residual(found[module]).square()
                 total += (share * real).sum(1) / real.sum(1)
-            out.append(total / len(self.bases))
+            out.append(total / len(self.spaces))
         return torch.cat(out)
