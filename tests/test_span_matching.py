@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from test_span import TEXTS, seen_by_server
-from tiny import CLS, SEP, batch_of, tiny
+from tiny import CLS, ENCODERS, FAMILIES, SEP, batch_of, tiny
 
 from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.span_matching import SpanMatching
 from rasura.attacks.span_matching.discrete import beam_search, fill_holes, neighbours
-from rasura.attacks.span_matching.objective import Objective
+from rasura.attacks.span_matching.objective import Objective, readout
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.rng import generator
 from rasura.values import Message, Observation
+from rasura.victims.models import read_position
 
 SHORT = [CLS, 40, 3, 41, 9, SEP]
 
@@ -27,7 +28,7 @@ def test_last_block_alone_gives_the_text_verified() -> None:
 
 
 def objective_of(seen: Observation) -> Objective:
-    return Objective(seen.model, block_spaces(seen, visible_blocks(seen)), seen.vocabulary)
+    return Objective(seen.model, block_spaces(seen, visible_blocks(seen)), seen.vocabulary, readout(seen, seen.batch_size))
 
 
 def test_the_objective_is_at_the_floor_for_private_texts_alone() -> None:
@@ -63,6 +64,37 @@ def test_beam_search_finds_the_length_and_avoids_barred_texts() -> None:
         objective_of(seen), [truth[::-1]], [3, 9], width=2, floor=1e-9, sweeps=4, rng=generator(0), barred=truth.__eq__
     )
     assert all(text != truth for _, text in beam)
+
+
+def test_words_twice_and_words_of_known_texts_do_not_fit() -> None:
+    batch = batch_of(TEXTS[:2], "classification")
+    objective = objective_of(seen_by_server(tiny("bert", "classification", blocks=3), batch, "classification"))
+    one, two = (tuple(text[1:-1]) for text in TEXTS[:2])
+    changed = (*one[:-1], two[-1])
+    before = objective.texts([one, changed, two])
+    objective.exclude([one])
+    after = objective.texts([one, changed, two])
+    assert after[2] < 1e-7 and before[[0, 2]].max() < 1e-9
+    assert after[1] > 2 * before[1] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_readout_is_what_the_head_reads_of_a_text(family: str) -> None:
+    position = 0 if family in ENCODERS else -1
+    batch = batch_of([SHORT], "classification")
+    model = tiny(family, "classification")
+    assert read_position(model) == position
+    seen = seen_by_server(model, batch, "classification")
+    read = readout(seen, 1)
+    assert read is not None and read.position == position
+    assert objective_of(seen).texts([tuple(SHORT[1:-1])])[0] < 1e-9
+    assert readout(seen, 2) is None
+
+
+def test_no_readout_where_every_position_counts_or_the_last_block_is_out_of_sight() -> None:
+    assert read_position(tiny("gpt2", "causal")) is None
+    batch = batch_of([SHORT], "classification")
+    assert readout(seen_by_server(tiny("bert", "classification"), batch, "classification", keep="layer.0."), 1) is None
 
 
 def test_neighbours_differ_and_keep_the_length_unless_they_may_change_it() -> None:

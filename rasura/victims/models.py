@@ -247,6 +247,37 @@ def _sees_only_the_past(model: nn.Module, module: str, size: int) -> bool:
     return True
 
 
+def read_position(model: nn.Module) -> int | None:
+    """The one position that a classifier's head reads: 0 for the first, -1 for the last token; None if it reads several.
+
+    Asked of the model: the place in a short text where the last block's output matters to the logits.
+    """
+    known = parts(model)
+    module = model.get_submodule(known.blocks[-1].module)
+    outputs: list[Tensor] = []
+
+    def keep(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
+        whole = out if isinstance(out, Tensor) else out[0]
+        outputs.append(whole.detach().requires_grad_(True))
+        return outputs[0] if isinstance(out, Tensor) else (outputs[0], *out[1:])
+
+    training = model.training
+    model.eval()
+    handle = module.register_forward_hook(keep)
+    try:
+        with torch.enable_grad():
+            pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+            token = next(i for i in range(1, 3) if i != pad)
+            ids = torch.full((1, 4), token, device=next(model.parameters()).device)
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            (slope,) = torch.autograd.grad(logits.square().sum(), outputs[0])
+    finally:
+        handle.remove()
+        model.train(training)
+    read = slope[0].abs().sum(-1).nonzero().flatten().tolist()
+    return {(0,): 0, (ids.shape[1] - 1,): -1}.get(tuple(read))
+
+
 def is_eager(model: nn.Module) -> bool:
     """Whether attention can be differentiated twice; fused attention cannot, and fails only at the first step."""
     return getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager"
