@@ -181,7 +181,7 @@ class _Search:
             self.objective,
             starts,
             pool,
-            width=self.work.beam,
+            width=self.work.beam * (self.size - len(self.found)),
             floor=FLOOR,
             sweeps=self.work.sweeps,
             rng=self.rng,
