@@ -28,7 +28,10 @@ from rasura.values import Reconstruction, Transcript
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 
-SECONDS = {"blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "span": 4.0, "span-matching": 45.0, "dlg": 40.0, "tag": 40.0}
+SECONDS = {
+    "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "span": 4.0, "span-matching": 45.0, "dlg": 40.0, "tag": 40.0,
+    "lamp-cos": 70.0, "lamp-l1l2": 120.0,
+}  # fmt: skip
 """Rough CPU seconds of one attack on one short text on MiniLM, for the estimate before the start."""
 
 

@@ -26,6 +26,8 @@ ATTACKS: Mapping[str, Callable[[], Attack[Reconstruction]]] = {
     "span-matching": _lazy("rasura.attacks.span_matching", "SpanMatching"),
     "dlg": _lazy("rasura.attacks.gradient_matching.presets", "dlg"),
     "tag": _lazy("rasura.attacks.gradient_matching.presets", "tag"),
+    "lamp-cos": _lazy("rasura.attacks.gradient_matching.presets", "lamp_cos"),
+    "lamp-l1l2": _lazy("rasura.attacks.gradient_matching.presets", "lamp_l1l2"),
     "best": _lazy("rasura.attacks.best", "Best"),
 }
 ABOUT_ATTACKS: Mapping[str, str] = {
@@ -36,6 +38,8 @@ ABOUT_ATTACKS: Mapping[str, str] = {
     "span-matching": "one text that fits all visible layers, whichever they are",
     "dlg": "gradient matching, squared distance (DLG)",
     "tag": "gradient matching, squared plus absolute distance (TAG)",
+    "lamp-cos": "gradient matching, cosine, with reordering by gradient and language (LAMP)",
+    "lamp-l1l2": "the same with squared plus absolute distance (LAMP)",
     "best": "the portfolio: cheap attacks first, until a text is certain",
 }
 

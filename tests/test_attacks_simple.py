@@ -23,6 +23,7 @@ from rasura.defenses.noise import gaussian_noise, laplace_noise
 from rasura.defenses.pruning import magnitude_pruning, random_pruning
 from rasura.interfaces import AttackFailed, Budget, Defense, InputError, NotApplicable
 from rasura.priors.ngram import Unigram
+from rasura.priors.trigram import Trigram
 from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
@@ -71,6 +72,19 @@ def test_a_frequent_word_is_guessed_as_often_as_it_pays() -> None:
     guess = Counter(best_guess(prior, 16))
     assert guess[VOCABULARY.encode("the")[0]] >= 6 and guess[VOCABULARY.encode("of")[0]] >= 3
     assert sum(guess.values()) <= 16
+
+
+def test_trigram_sums_to_one_and_prefers_the_order_of_its_texts() -> None:
+    prior = Trigram(VOCABULARY, ["w40 the w41 .", "w40 the w42 .", "w50 the w41 ."])
+    assert sum(prior.weights) == pytest.approx(1) and min(prior.weights) >= 0
+    one = [i for i in range(VOCABULARY.size) if i not in VOCABULARY.special_ids]
+    ids = VOCABULARY.encode("w40 the w41")
+    for before in ([], ids[:1], ids[:2], [77], [77, *ids[1:2]], [*ids, 9]):
+        known = prior.log_probability(before)
+        assert sum(math.exp(prior.log_probability([*before, i]) - known) for i in one) == pytest.approx(1)
+    assert prior.log_probability(ids) > prior.log_probability(ids[::-1])
+    with pytest.raises(InputError, match="no token"):
+        Trigram(VOCABULARY, ["", "?"])
 
 
 def test_blind_uses_what_is_granted_and_reads_no_gradient() -> None:

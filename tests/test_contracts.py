@@ -67,6 +67,8 @@ ATTACKS: dict[str, Case] = {
     "span": Case(),
     "span-matching": Case(),
     "dlg": Case(reads=False),
+    "lamp-cos": Case(reads=False),
+    "lamp-l1l2": Case(reads=False),
     "tag": Case(reads=False),
     "best": Case(),
 }

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_span import seen_by_server
 from tiny import CLS, SEP, batch_of, tiny
 from torch import Tensor, nn
 
+from rasura.attacks.gradient_matching.engine import Work
 from rasura.attacks.gradient_matching.factors import Factoriser
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
-from rasura.attacks.gradient_matching.presets import dlg, tag
+from rasura.attacks.gradient_matching.presets import dlg, lamp_cos, tag
+from rasura.attacks.gradient_matching.reorder import orders, reordered
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.rng import generator
-from rasura.values import Message, Observation
+from rasura.values import Grant, Message, Observation
 from rasura.victims.step import gradients
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -107,3 +111,31 @@ def test_refuses_what_it_cannot_do() -> None:
     causal = seen_by_server(tiny("gpt2", "causal"), batch_of([[CLS, 40, 41]], "causal"), "causal")
     with pytest.raises(NotApplicable, match="classifiers"):
         dlg()(causal, rng=generator(0), budget=Budget("quick"))
+
+
+def test_orders_move_only_free_positions_of_one_text() -> None:
+    free = torch.tensor([[0, 1, 1, 1, 1, 0], [0, 1, 0, 0, 0, 0], [0, 1, 1, 1, 0, 0]]).bool()
+    found = orders(free, 200, generator(0))
+    same = torch.arange(6)
+    assert torch.equal(found.sort(-1).values, same.expand(200, 3, 6))
+    assert torch.equal(found[:, ~free], same.repeat(3, 1)[~free].expand(200, -1))
+    moved = (found != same).any(-1)
+    assert moved.sum(1).max() == 1 and moved[:, 0].any() and moved[:, 2].any() and not moved[:, 1].any()
+    assert len({tuple(o[0].tolist()) for o in found}) > 10
+
+
+def test_reordered_moves_vectors_and_orders_of_one_token_are_all_the_same() -> None:
+    x = torch.arange(8.0).view(1, 4, 2)
+    assert reordered(x, torch.tensor([[0, 2, 1, 3]]))[0, :, 0].tolist() == [0, 4, 2, 6]
+    assert torch.equal(orders(torch.tensor([[False, True, False]]), 3, generator(0)), torch.arange(3).expand(3, 1, 3))
+
+
+@pytest.mark.parametrize("reference", [None, ("w40 the w41 . w50", "w51 of w52")])
+def test_lamp_reads_a_text_with_and_without_reference_text(reference: tuple[str, ...] | None) -> None:
+    text = [CLS, 40, 3, 41, 9, 50, 51, 4, 52, SEP]
+    seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification"), "classification")
+    if reference:
+        seen = replace(seen, granted={**seen.granted, Grant.REFERENCE_TEXT: reference})
+    attack = replace(lamp_cos(), levels={"quick": Work(16, 2, 80, 10, 10)})
+    guess = attack(seen, rng=generator(0), budget=Budget("quick"))
+    assert guess.tokens == (tuple(text),) and guess.confidence == "verified"

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from rasura.attacks.dummies import nearest_tokens, ordinary_ids, template, token_table
 from rasura.attacks.gradient_matching.factors import Factoriser
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
+from rasura.attacks.gradient_matching.reorder import orders, reordered
 from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.verify import VERIFIED, check
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.priors import language
 from rasura.values import Grant, Observation, Reconstruction
 from rasura.victims.models import is_eager, parts
 
@@ -24,7 +26,9 @@ class Settings:
 
     ``learning_rate`` is in units of the embedding table's standard deviation, so that one value fits all models: GRAB's 0.01
     on BERT-base, whose entries deviate by about .04, is 0.25. It decays by ``decay`` every ``decay_every`` steps (GRAB,
-    sec. 5.1). ``embedding_norm``: weight of LAMP's regulariser.
+    sec. 5.1). ``embedding_norm``: weight of LAMP's regulariser. With ``reorder``, after a first tenth of the steps, restarts
+    try other orders of their tokens now and then and keep what has the least distance plus ``prior`` times the mean negative
+    log-likelihood of a token (LAMP).
     """
 
     objective: Kind
@@ -33,15 +37,19 @@ class Settings:
     decay: float = 0.89
     decay_every: int = 50
     embedding_norm: float = 0.0
+    reorder: bool = False
+    prior: float = 0.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one budget level."""
+    """Work of one budget level; where tokens are reordered, ``orders`` are tried every ``every`` steps."""
 
     candidates: int
     restarts: int
     steps: int
+    orders: int = 0
+    every: int = 1
 
 
 # GRAB's public defaults are 2,000 candidates and 2,000 steps a round (sec. 5.1); ``paper`` spends that on eight restarts.
@@ -59,7 +67,7 @@ class GradientMatching:
     name: str
     settings: Settings
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
-    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS})
+    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.REFERENCE_TEXT})
     levels: Mapping[str, Work] = field(default_factory=lambda: LEVELS)
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
@@ -115,6 +123,7 @@ class GradientMatching:
         classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
         guesses = torch.zeros(work.candidates, size, classes)
 
+        prior = language(seen) if s.prior else None
         distance = Distance(observed, s.objective, alpha=s.alpha, visible=visible)
 
         def misfit(e: Tensor, labels: Tensor, graph: bool) -> Tensor:
@@ -133,6 +142,26 @@ class GradientMatching:
         rates = {"e": s.learning_rate * float(table.std()), "y": s.learning_rate}
         groups = [{"params": [e], "lr": rates["e"]}, {"params": [y], "lr": rates["y"]}]
         optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+
+        def reorder() -> None:
+            for k in range(len(e)):
+                same = torch.arange(free.shape[1]).expand(1, *free.shape)
+                tried = torch.cat([same, orders(free, work.orders, rng)])
+                moved = reordered(e[k].detach().expand(len(tried), -1, -1, -1), tried)
+                parted = torch.split(moved, 16)
+                scores = torch.cat([misfit(x.requires_grad_(True), y[[k] * len(x)], False).detach() for x in parted])
+                if prior is not None:
+                    ids = nearest_tokens(e[k].detach(), table, ordinary, 1)[..., 0]
+                    turned_ids = ids.expand_as(tried).gather(-1, tried)
+                    texts = [batch[b][free[b]].tolist() for batch in turned_ids for b in range(size)]
+                    likely = torch.tensor([prior.log_probability(t) for t in texts]).view(-1, size).sum(1)
+                    scores -= s.prior * likely / free.sum()
+                best = int(scores.argmin())
+                with torch.no_grad():
+                    state = optimizer.state[e]
+                    for x in (e, state["exp_avg"], state["exp_avg_sq"]):
+                        x[k] = reordered(x[k], tried[best])
+
         typical = table.norm(dim=1).mean()
         best = torch.full((len(e),), float("inf"))
         best_e = e.detach().clone()
@@ -156,6 +185,8 @@ class GradientMatching:
             assert e.grad is not None
             e.grad = e.grad * free[..., None]
             optimizer.step()
+            if s.reorder and step >= work.steps // 10 and step % work.every == work.every - 1:
+                reorder()
         winner = int(best.argmin())
         near = nearest_tokens(best_e[winner], table, ordinary, 1)[..., 0]
         ids = torch.where(free, near, frame)
