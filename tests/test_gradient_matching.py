@@ -139,3 +139,14 @@ def test_lamp_reads_a_text_with_and_without_reference_text(reference: tuple[str,
     attack = replace(lamp_cos(), levels={"quick": Work(16, 2, 80, 10, 10)})
     guess = attack(seen, rng=generator(0), budget=Budget("quick"))
     assert guess.tokens == (tuple(text),) and guess.confidence == "verified"
+
+
+def test_rounds_of_beam_search_find_the_order_that_an_optimisation_misses() -> None:
+    text = [CLS, 40, 3, 41, 9, 50, 51, 4, 52, SEP]
+    seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification"), "classification")
+    plain = replace(dlg(), levels={"quick": Work(8, 1, 15)})
+    beamed = replace(plain, levels={"quick": Work(8, 1, 15, orders=20, rounds=3, beam=2, sweeps=3)})
+    without, found = (a(seen, rng=generator(1), budget=Budget("quick")) for a in (plain, beamed))
+    assert without.confidence == "matched" and without.residual is not None and found.residual is not None
+    assert found.residual < without.residual
+    assert beamed(seen, rng=generator(1), budget=Budget("quick")).tokens == found.tokens

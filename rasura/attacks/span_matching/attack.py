@@ -75,7 +75,7 @@ class SpanMatching:
         spaces = block_spaces(seen, blocks)
         if not spaces:
             raise AttackFailed("no visible layer shows a row space: too many tokens for its width, or noise covers the gap")
-        search = _Search(self, seen, spaces, self.levels[budget.level], rng)
+        search = _Search(self, seen, spaces, self.levels[budget.level], rng, completed=bool(observed.visible))
         found = search()
         tokens = tuple(search.objective.whole(text) for _, text in found)
         details: dict[str, Parameter] = {"rounds": search.rounds, "blocks": ",".join(map(str, sorted(spaces)))}
@@ -91,9 +91,16 @@ class _Search:
     """One attack on one observation: the tokens that restarts agree on, the texts found, and the best near misses."""
 
     def __init__(
-        self, settings: SpanMatching, seen: Observation, spaces: Mapping[int, RowSpace], work: Work, rng: torch.Generator
+        self,
+        settings: SpanMatching,
+        seen: Observation,
+        spaces: Mapping[int, RowSpace],
+        work: Work,
+        rng: torch.Generator,
+        *,
+        completed: bool = False,
     ) -> None:
-        self.settings, self.work, self.rng = settings, work, rng
+        self.settings, self.work, self.rng, self.completed = settings, work, rng, completed
         self.vocabulary = vocabulary = seen.vocabulary
         self.size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
         self.objective = Objective(seen.model, spaces, vocabulary, readout(seen, self.size))
@@ -131,8 +138,9 @@ class _Search:
 
     @property
     def _resize(self) -> bool:
-        """Whether several texts share the dimensions of the space in a way that is not known."""
-        return self.given is None and self.size - len(self.found) > 1
+        """Whether a text's length is not known: several share the space, or its rank is that of a completion, which may have
+        one dimension too many."""
+        return self.given is None and (self.completed or self.size - len(self.found) > 1)
 
     def _lengths(self) -> list[int]:
         """Lengths of the texts that are still looked for; drawn at random where they are not known."""
