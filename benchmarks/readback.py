@@ -1,14 +1,16 @@
-"""What span and span matching read back from real sentences on MiniLM.
+"""What an attack reads back from real sentences on MiniLM.
 
 python benchmarks/readback.py DATA.parquet --attack span --defense frozen-embeddings+dropout:0.1 --batch-size 2 --draws 16
 python benchmarks/readback.py DATA.parquet --attack span-matching --defense frozen-blocks:5 --draws 16
 python benchmarks/readback.py DATA.parquet --attack span --defense frozen-embeddings --hide-top 0.3 --draws 16
+python benchmarks/readback.py DATA.parquet --attack lamp-cos --threat with-labels-and-lengths --reference TRAIN.parquet
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import mean, median
 
@@ -19,7 +21,7 @@ from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.text import rouge
 from rasura.recipes import attack, parse_defense
 from rasura.rng import derive, generator
-from rasura.threat import HONEST_SERVER, adversary_copy, observe
+from rasura.threat import THREATS, adversary_copy, observe
 from rasura.values import Message, Observation, Reconstruction
 from rasura.victims.loading import load
 from rasura.victims.step import step
@@ -35,6 +37,11 @@ def without_largest(seen: Observation, share: float) -> Observation:
     return replace(seen, message=Message({n: g * visible[n] for n, g in seen.gradients.items()}, visible))
 
 
+def percent(scores: Mapping[str, Sequence[float]]) -> str:
+    """The means of ``scores`` in percent."""
+    return " / ".join(f"{100 * mean(values):.1f}" for values in scores.values())
+
+
 def main() -> None:
     """Print one line a draw and the means."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -44,13 +51,17 @@ def main() -> None:
     parser.add_argument("--hide-top", type=float, default=0.0, help="share of all entries, the largest, that is hidden")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--draws", type=int, default=16)
+    parser.add_argument("--threat", default="honest-server", choices=THREATS)
+    parser.add_argument("--reference", help="a file of texts that the adversary is granted")
+    parser.add_argument("--budget", default="default")
     options = parser.parse_args()
     victim = load("minilm", "classification")
     adversary = adversary_copy(victim.model)
     every = [e for e in load_examples(options.data) if 8 <= len(victim.tokenizer(e.text).input_ids) <= 20]
     every.sort(key=lambda e: derive(0, e.text))
     defense = parse_defense(options.defense)
-    scores: list[float] = []
+    reference = tuple(e.text for e in load_examples(options.reference)) if options.reference else None
+    scores: dict[str, list[float]] = {"rouge1": [], "rouge2": [], "rougeL": []}
     seconds: list[tuple[float, float]] = []
     exact = 0
     for draw in range(options.draws):
@@ -62,21 +73,23 @@ def main() -> None:
         )
         start, cpu = time.perf_counter(), time.process_time()
         try:
-            seen = without_largest(observe(truth, HONEST_SERVER, adversary_model=adversary), options.hide_top)
-            guess = attack(options.attack)(seen, rng=generator(draw, "attack"), budget=Budget())
+            seen = observe(truth, THREATS[options.threat], adversary_model=adversary, reference_text=reference)
+            seen = without_largest(seen, options.hide_top)
+            guess = attack(options.attack)(seen, rng=generator(draw, "attack"), budget=Budget(options.budget))
         except (AttackFailed, NotApplicable) as error:
             print(draw, error)
             guess = Reconstruction(())
         cpu, wall = time.process_time() - cpu, time.perf_counter() - start
-        values = rouge("rouge1")(guess, truth)
+        values = {name: rouge(name)(guess, truth) for name in scores}
         read = [victim.vocabulary.text(t) for t in guess.tokens]
         hits = sum(victim.vocabulary.text(batch.ids(k)) in read for k in range(len(batch)))
-        scores += values
+        for name, all_values in scores.items():
+            all_values += values[name]
         seconds.append((wall, cpu))
         exact += hits
-        line = f"{draw} {guess.confidence} ROUGE-1 {100 * mean(values):.1f} exact {hits}/{len(batch)}"
-        print(f"{line} wall {wall:.1f} s cpu {cpu:.1f} s")
-    print(f"mean ROUGE-1 {100 * mean(scores):.1f}, exact {exact} of {len(scores)}")
+        line = f"{draw} {guess.confidence} ROUGE-1, -2, -L {percent(values)} exact {hits}/{len(batch)}"
+        print(f"{line} wall {wall:.1f} s cpu {cpu:.1f} s", flush=True)
+    print(f"mean ROUGE-1, -2, -L {percent(scores)}, exact {exact} of {len(scores['rouge1'])}")
     print(f"median wall {median(s[0] for s in seconds):.1f} s")
     print(f"median cpu {median(s[1] for s in seconds):.1f} s")
 

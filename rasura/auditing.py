@@ -62,6 +62,7 @@ class Audit:
         self.victim = victim or load(plan.model, task, num_labels=labels, seed=plan.seed, device=device)
         self.device = device
         self.data = data_hash(self.examples)
+        self.reference = self._reference()
         self.adversary = adversary_copy(self.victim.model)
         self.unavailable: dict[str, str] = {}
         # Everything is tokenized once before the first cell, so that a bad text is refused now.
@@ -77,6 +78,16 @@ class Audit:
         else:
             found = demo_examples() if plan.data is None else load_examples(plan.data, limit=plan.limit)
         return found[: plan.limit]
+
+    def _reference(self) -> tuple[str, ...] | None:
+        if self.plan.reference is None:
+            return None
+        found = load_examples(self.plan.reference)
+        private = {e.text.strip() for e in self.examples}
+        both = sum(e.text.strip() in private for e in found)
+        if both:
+            raise InputError(f"{self.plan.reference} holds {both} of the audited texts; expected other texts of their kind")
+        return tuple(e.text for e in found)
 
     def _encode(self, group: Sequence[Example]) -> Any:
         v = self.victim
@@ -94,6 +105,8 @@ class Audit:
                             for attack in plan.attacks:
                                 where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
                                 where |= {"seed": seed, "batch": batch, "budget": plan.budget}
+                                if self.reference is not None:
+                                    where["reference"] = data_hash([Example(t) for t in self.reference])
                                 key = cell_key(model=plan.model, task=plan.task, data=self.data, **where)
                                 yield Cell(attack, defense, threat, size, seed, batch, key)
 
@@ -160,7 +173,7 @@ class Audit:
     def _attempt(
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
     ) -> tuple[str, str, Reconstruction | None]:
-        seen = observe(truth, threat, adversary_model=self.adversary)
+        seen = observe(truth, threat, adversary_model=self.adversary, reference_text=self.reference)
         missing = [g.name for g in attack.needs if g not in seen]
         if missing:
             return "not_applicable", f"{cell.threat} does not grant {', '.join(sorted(missing))}", None

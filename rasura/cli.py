@@ -58,6 +58,7 @@ def _device(name: str) -> str:
 def audit(
     file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; text, text_pair, label")] = None,
     text: Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")] = None,
+    reference: Annotated[str | None, typer.Option(help="a file of other such texts, which the adversary has")] = None,
     model: Annotated[str | None, typer.Option(help="model folder or hub id; minilm is the embedded default")] = None,
     task: Annotated[str | None, typer.Option(help="classification or causal")] = None,
     attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
@@ -92,7 +93,8 @@ def audit(
         attacks, defenses = SUITES[known("suite", suite, SUITES)]
         plan = replace(plan, attacks=attacks, defenses=defenses)
     given: dict[str, Any] = {
-        "data": file, "texts": tuple(text) if text else None, "model": model, "task": task, "attacks": _split(attack),
+        "data": file, "texts": tuple(text) if text else None, "reference": reference,
+        "model": model, "task": task, "attacks": _split(attack),
         "defenses": _split(defense), "threats": _split(threat), "batch_sizes": _numbers(batch_size, "batch-size"),
         "limit": limit, "seeds": seeds, "seed": seed, "budget": budget, "num_labels": num_labels,
         "truncate": truncate or None, "show_text": show_text or None,
@@ -163,6 +165,7 @@ def read(
     lengths: Annotated[str | None, typer.Option(help="their lengths in tokens, if known: 12,9")] = None,
     dropout: Annotated[float, typer.Option(help="dropout probability while the update was made")] = 0.0,
     frozen_embeddings: Annotated[bool, typer.Option("--frozen-embeddings", help="do not use embedding gradients")] = False,
+    reference: Annotated[Path | None, typer.Option(help="a file of texts of the same kind")] = None,
     hidden: Annotated[Path | None, typer.Option(help="safetensors of bool tensors, true where an entry is hidden")] = None,
     budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
     num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
@@ -193,6 +196,7 @@ def read(
             found = read_update(
                 update, victim, attack=attack, batch_size=batch_size, labels=_numbers(labels, "labels"),
                 lengths=_numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden,
+                reference=reference,
                 budget=Budget(level), seed=seed,
             )  # fmt: skip
     except (AttackFailed, NotApplicable) as error:

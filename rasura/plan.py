@@ -16,13 +16,15 @@ from rasura.values import Task
 class Plan:
     """One audit: every attack x defense x threat x batch size x seed, over the texts of ``data`` (the demo notes if None).
 
-    ``limit``: texts used. ``num_labels``: size of a fresh head; None takes what the labels need.
+    ``reference``: a file of public texts of the same kind, granted to the adversary. ``limit``: texts used. ``num_labels``:
+    size of a fresh head; None takes what the labels need.
     """
 
     model: str = "minilm"
     task: str = "classification"
     data: str | None = None
     texts: tuple[str, ...] = ()
+    reference: str | None = None
     attacks: tuple[str, ...] = ("blind", "embedding-rows", "span", "best")
     defenses: tuple[str, ...] = ("none", "frozen-embeddings+dropout:0.1", "frozen-blocks:1", "pruning:0.9", "gaussian:0.001")
     threats: tuple[str, ...] = ("honest-server",)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rasura.data.text import load_examples
 from rasura.interfaces import Budget, InputError
 from rasura.recipes import attack as make_attack
 from rasura.recipes import known
@@ -79,14 +80,16 @@ def read_update(
     dropout: float = 0.0,
     frozen_embeddings: bool = False,
     hidden: str | Path | None = None,
+    reference: str | Path | None = None,
     budget: Budget | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Read the text behind an update: ``texts``, ``confidence``, ``attack``, ``tokens``, ``seconds``, ``details``.
 
     Whatever is not given is estimated by the attacks. ``frozen_embeddings`` leaves the embeddings' gradients unread;
-    ``hidden`` names a file that says which entries the adversary does not see (``load_hidden``). Raises
-    ``InputError`` for bad input, ``AttackFailed`` or ``NotApplicable`` when nothing can be read.
+    ``hidden`` names a file that says which entries the adversary does not see (``load_hidden``), ``reference`` a file of
+    texts of the same kind. Raises ``InputError`` for bad input, ``AttackFailed`` or ``NotApplicable`` when nothing can be
+    read.
     """
     from rasura.victims.models import parts
 
@@ -118,6 +121,8 @@ def read_update(
         granted[Grant.LABELS] = torch.tensor(list(labels))
     if lengths:
         granted[Grant.LENGTHS] = tuple(lengths)
+    if reference is not None:
+        granted[Grant.REFERENCE_TEXT] = tuple(e.text for e in load_examples(reference))
     start = time.perf_counter()
     method = make_attack(attack)
     guess = method(

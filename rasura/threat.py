@@ -22,7 +22,8 @@ class ThreatModel:
     active: bool = False
 
 
-_PUBLIC = frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.MECHANISM, Grant.BATCH_SIZE})
+# Text of the same kind is granted to everybody as soon as there is any.
+_PUBLIC = frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.MECHANISM, Grant.BATCH_SIZE, Grant.REFERENCE_TEXT})
 
 HONEST_SERVER = ThreatModel(
     "honest-server",

@@ -48,6 +48,20 @@ def plan_for(folder: Path, **more: Any) -> Plan:
     return Plan(**{**fields, **more})
 
 
+def test_reference_text_is_granted_and_may_not_hold_the_audited_texts(model_folder: Path, tmp_path: Path) -> None:
+    reference = tmp_path / "reference.jsonl"
+    reference.write_text('{"text": "Echo met the echo .", "label": 0}\n')
+    plan = plan_for(model_folder, attacks=("blind",), defenses=("none",), reference=str(reference))
+    with_text, without = Audit(plan), Audit(plan_for(model_folder, attacks=("blind",), defenses=("none",)))
+    assert {c.key for c in with_text.cells}.isdisjoint(c.key for c in without.cells)
+    store = RunStore(tmp_path / "run", plan.canonical())
+    assert {r.details["prior"] for r in with_text.run(store)} == {"reference text"}
+    store.close()
+    reference.write_text(json.dumps({"text": TEXTS[1], "label": 0}))
+    with pytest.raises(InputError, match="1 of the audited texts"):
+        Audit(plan)
+
+
 def comparable(folder: Path) -> list[dict[str, Any]]:
     """The Records without what depends on the machine's mood."""
     moody = {"wall_seconds", "cpu_seconds", "peak_mb"}

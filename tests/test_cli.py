@@ -68,6 +68,16 @@ def test_read_gives_the_text_back(tmp_path: Path, model_folder: Path) -> None:
     assert {"texts", "confidence", "attack", "tokens", "seconds"} <= set(found)
 
 
+def test_read_takes_reference_text(tmp_path: Path, model_folder: Path) -> None:
+    update = captured(tmp_path, model_folder)
+    (tmp_path / "reference.jsonl").write_text('{"text": "w20 w21 the w20"}\n')
+    options = ("--attack", "blind", "--reference", tmp_path / "reference.jsonl", "--json")
+    with_text = rasura_command("read", update, "--model", model_folder, *options)
+    without = rasura_command("read", update, "--model", model_folder, "--attack", "blind", "--json")
+    assert json.loads(with_text.stdout)["tokens"] != json.loads(without.stdout)["tokens"]
+    assert "missing.jsonl" in refused("read", update, "--model", model_folder, "--reference", tmp_path / "missing.jsonl")
+
+
 def test_read_completes_hidden_entries(tmp_path: Path, model_folder: Path) -> None:
     path = captured(tmp_path, model_folder)
     mask = {n: g.abs() > g.abs().flatten().kthvalue(int(0.8 * g.numel())).values for n, g in load_file(path).items()}
