@@ -120,7 +120,7 @@ class _Search:
         """One text for each of the batch, as they were found, then the best near misses."""
         while len(self.found) < self.size and self._one():
             pass
-        return (self.found + [hit for hit in self.near if not self._known(hit[1])])[: self.size]
+        return (self.found + self.near)[: self.size]
 
     def _one(self) -> bool:
         """Looks for one more text; whether it was found."""
@@ -179,7 +179,7 @@ class _Search:
         if beam and beam[0][0] < FLOOR:
             self.found.append(beam[0])
             self.objective.exclude([text for _, text in self.found])
-            self.near = [hit for hit in self.near if not self._known(hit[1])]
+            self.near = []  # their residuals were those of a search that still had this text before it
             return True
         self.near = sorted({*self.near, *beam})[: 4 * self.size]
         return False
