@@ -97,6 +97,7 @@ class Audit:
 
     def _cells(self) -> Iterator[Cell]:
         plan = self.plan
+        known = {} if self.reference is None else {"reference": data_hash([Example(t) for t in self.reference])}
         for size in plan.batch_sizes:
             for seed in range(plan.seed, plan.seed + plan.seeds):
                 for batch in range(len(self.batches[size])):
@@ -105,9 +106,7 @@ class Audit:
                             for attack in plan.attacks:
                                 where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
                                 where |= {"seed": seed, "batch": batch, "budget": plan.budget}
-                                if self.reference is not None:
-                                    where["reference"] = data_hash([Example(t) for t in self.reference])
-                                key = cell_key(model=plan.model, task=plan.task, data=self.data, **where)
+                                key = cell_key(model=plan.model, task=plan.task, data=self.data, **known, **where)
                                 yield Cell(attack, defense, threat, size, seed, batch, key)
 
     def estimate(self) -> float:

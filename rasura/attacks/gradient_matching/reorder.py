@@ -9,7 +9,7 @@ from torch import Tensor
 def orders(free: Tensor, count: int, rng: torch.Generator) -> Tensor:
     """``count`` random orders of positions, ``(count, batch, length)`` indices; ``free``: ``(batch, length)`` bool.
 
-    Each changes one text, by one of LAMP's four transformations (Balunovic et al. 2022, sec. 4.2), at even odds: two tokens
+    Each changes one text, by one of LAMP's four transformations (Balunovic et al. 2022), at even odds: two tokens
     swapped, one token moved, a run of tokens moved, a beginning moved to the end. Other positions stay where they are.
     """
     batch, length = free.shape

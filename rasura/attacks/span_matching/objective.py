@@ -105,12 +105,14 @@ class Objective:
         total = e.new_zeros(count)
         for module, space in zip(self.modules, self.spaces):
             h = space.shown(found[module].reshape(count, -1, found[module].shape[-1]))
-            inside = h @ space.basis.to(h.dtype)
+            basis = space.basis.to(h.dtype)
+            inside = h @ basis
             share = 1 - inside.square().sum(-1) / h.square().sum(-1).clamp_min(1e-12)
             total = total + (share * real).sum(1) / real.sum(1)
             if coverage:
                 size = inside.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-                z = self._beside(module, h) @ space.basis.to(h.dtype) / size * real[..., None]
+                beside = self._beside(module, h) @ basis if self._taken else inside
+                z = beside / size * real[..., None]
                 # Padding gets ones on the diagonal, so that it adds nothing to the determinant.
                 gram = z @ z.transpose(1, 2) + torch.diag_embed(1e-3 + (1 - real))
                 total = total - coverage * torch.logdet(gram) / real.sum(1)
