@@ -19,11 +19,11 @@ import torch
 from rasura.data.text import Example, encode, load_examples
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.text import rouge
-from rasura.recipes import attack, parse_defense
+from rasura.recipes import attack, parse_defense, parse_update
 from rasura.rng import derive, generator
 from rasura.threat import THREATS, adversary_copy, observe
 from rasura.values import Message, Observation, Reconstruction
-from rasura.victims.loading import load
+from rasura.victims.loading import load, with_fresh_adapter
 from rasura.victims.step import step
 
 
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--attack", default="span")
     parser.add_argument("--defense", default="none")
+    parser.add_argument("--update", default="fedsgd")
     parser.add_argument("--hide-top", type=float, default=0.0, help="share of all entries, the largest, that is hidden")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--draws", type=int, default=16)
@@ -56,10 +57,12 @@ def main() -> None:
     parser.add_argument("--budget", default="default")
     options = parser.parse_args()
     victim = load("minilm", "classification")
-    adversary = adversary_copy(victim.model)
+    local, wire = parse_update(options.update)
+    model = with_fresh_adapter(victim, local.lora, 0)
+    adversary = adversary_copy(model)
     every = [e for e in load_examples(options.data) if 8 <= len(victim.tokenizer(e.text).input_ids) <= 20]
     every.sort(key=lambda e: derive(0, e.text))
-    defense = parse_defense(options.defense)
+    defense = (*parse_defense(options.defense), *wire)
     reference = tuple(e.text for e in load_examples(options.reference)) if options.reference else None
     scores: dict[str, list[float]] = {"rouge1": [], "rouge2": [], "rougeL": []}
     seconds: list[tuple[float, float]] = []
@@ -68,9 +71,8 @@ def main() -> None:
         chosen = every[draw * options.batch_size : (draw + 1) * options.batch_size]
         labelled = [Example(e.text, None, k % 2) for k, e in enumerate(chosen)]
         batch = encode(labelled, victim.tokenizer, "classification", max_length=512, num_labels=2)
-        truth = step(
-            victim.model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=generator(draw, "step")
-        )
+        rng = generator(draw, "step")
+        truth = step(model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=rng, local=local)
         start, cpu = time.perf_counter(), time.process_time()
         try:
             seen = observe(truth, THREATS[options.threat], adversary_model=adversary, reference_text=reference)

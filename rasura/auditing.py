@@ -1,4 +1,4 @@
-"""The audit: attack x defense x threat x batch size x seed over real batches, as a stream of Records."""
+"""The audit: attack x update x defense x threat x batch size x seed over real batches, as a stream of Records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,17 @@ from rasura.metrics.text import rouge
 from rasura.plan import Plan
 from rasura.recipes import attack as make_attack
 from rasura.recipes import metric as make_metric
-from rasura.recipes import parse_defense
+from rasura.recipes import parse_defense, parse_update
 from rasura.records import Record, RunStore, cell_key
 from rasura.rng import generator
 from rasura.threat import THREATS, ThreatModel, adversary_copy, observe
 from rasura.values import Reconstruction, Transcript
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import step
 
 SECONDS = {
     "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "span": 4.0, "span-matching": 45.0, "dlg": 40.0, "tag": 40.0,
-    "lamp-cos": 70.0, "lamp-l1l2": 120.0,
+    "lamp-cos": 70.0, "lamp-l1l2": 120.0, "grab": 240.0,
 }  # fmt: skip
 """Rough CPU seconds of one attack on one short text on MiniLM, for the estimate before the start."""
 
@@ -40,6 +41,7 @@ class Cell:
     """One cell of the matrix."""
 
     attack: str
+    update: str
     defense: str
     threat: str
     batch_size: int
@@ -55,6 +57,7 @@ class Audit:
         self.plan = plan.checked()
         self.examples = self._examples()
         self.defenses = {text: parse_defense(text) for text in plan.defenses}
+        self.updates = {text: parse_update(text) for text in plan.updates}
         self.metrics = {name: make_metric(name) for name in plan.metrics}
         self.attacks = {name: make_attack(name) for name in plan.attacks}
         labels = plan.num_labels or max(2, 1 + max((e.label or 0) for e in self.examples))
@@ -63,7 +66,10 @@ class Audit:
         self.device = device
         self.data = data_hash(self.examples)
         self.reference = self._reference()
-        self.adversary = adversary_copy(self.victim.model)
+        # By adapter rank, 0 for none: the model that is trained, and the adversary's copy of it.
+        ranks = {local.lora for local, _ in self.updates.values()}
+        self.models = {rank: with_fresh_adapter(self.victim, rank, plan.seed) for rank in sorted(ranks)}
+        self.adversaries = {rank: adversary_copy(model) for rank, model in self.models.items()}
         self.unavailable: dict[str, str] = {}
         # Everything is tokenized once before the first cell, so that a bad text is refused now.
         self.batches = {size: [self._encode(g) for g in groups(self.examples, size)] for size in plan.batch_sizes}
@@ -101,13 +107,12 @@ class Audit:
         for size in plan.batch_sizes:
             for seed in range(plan.seed, plan.seed + plan.seeds):
                 for batch in range(len(self.batches[size])):
-                    for defense in plan.defenses:
-                        for threat in plan.threats:
-                            for attack in plan.attacks:
-                                where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
-                                where |= {"seed": seed, "batch": batch, "budget": plan.budget}
-                                key = cell_key(model=plan.model, task=plan.task, data=self.data, **known, **where)
-                                yield Cell(attack, defense, threat, size, seed, batch, key)
+                    for update, defense, threat, attack in product(plan.updates, plan.defenses, plan.threats, plan.attacks):
+                        where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
+                        where |= {"seed": seed, "batch": batch, "budget": plan.budget}
+                        where |= {"update": update} if update != "fedsgd" else {}
+                        key = cell_key(model=plan.model, task=plan.task, data=self.data, **known, **where)
+                        yield Cell(attack, update, defense, threat, size, seed, batch, key)
 
     def estimate(self) -> float:
         """Rough CPU seconds of the whole audit on a small model, for the user to decide before it starts."""
@@ -121,7 +126,7 @@ class Audit:
                 progress(cell)
             if cell.key in store:
                 continue
-            where = (cell.defense, cell.batch_size, cell.seed, cell.batch)
+            where = (cell.update, cell.defense, cell.batch_size, cell.seed, cell.batch)
             if held is None or held[0] != where:
                 held = (where, self._step(cell))
             record = self._cell(cell, held[1])
@@ -130,10 +135,13 @@ class Audit:
 
     def _step(self, cell: Cell) -> Transcript:
         # Seeded by the cell's place, not by what ran before, so that a resumed run takes the same step.
-        rng = generator(cell.seed, "step", cell.defense, cell.batch_size, cell.batch)
+        rng = generator(cell.seed, "step", *_named(cell), cell.batch_size, cell.batch)
         batch = self.batches[cell.batch_size][cell.batch]
         v = self.victim
-        return step(v.model, batch, self.defenses[cell.defense], task=v.task, vocabulary=v.vocabulary, rng=rng)
+        local, wire = self.updates[cell.update]
+        defense = (*self.defenses[cell.defense], *wire)
+        model = self.models[local.lora]
+        return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local)
 
     def _cell(self, cell: Cell, truth: Transcript) -> Record:
         wall, cpu = time.perf_counter(), time.process_time()
@@ -145,6 +153,7 @@ class Audit:
         return Record(
             key=cell.key,
             attack=cell.attack,
+            update=cell.update,
             defense=cell.defense,
             threat=cell.threat,
             model=self.plan.model if self.plan.model == "minilm" else Path(self.plan.model).name,
@@ -172,11 +181,12 @@ class Audit:
     def _attempt(
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
     ) -> tuple[str, str, Reconstruction | None]:
-        seen = observe(truth, threat, adversary_model=self.adversary, reference_text=self.reference)
+        adversary = self.adversaries[self.updates[cell.update][0].lora]
+        seen = observe(truth, threat, adversary_model=adversary, reference_text=self.reference)
         missing = [g.name for g in attack.needs if g not in seen]
         if missing:
             return "not_applicable", f"{cell.threat} does not grant {', '.join(sorted(missing))}", None
-        rng = generator(cell.seed, "attack", cell.attack, cell.defense, cell.threat, cell.batch_size, cell.batch)
+        rng = generator(cell.seed, "attack", cell.attack, *_named(cell), cell.threat, cell.batch_size, cell.batch)
         try:
             guess = attack(seen, rng=rng, budget=self.plan.work)
         except NotApplicable as error:
@@ -198,6 +208,11 @@ class Audit:
             except Unavailable as error:
                 self.unavailable[name] = str(error)
         return out
+
+
+def _named(cell: Cell) -> list[str]:
+    """What names the sent message's kind: the same seeds as ever where it is one gradient."""
+    return [cell.defense] if cell.update == "fedsgd" else [cell.update, cell.defense]
 
 
 def _score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def audit(
     task: Annotated[str | None, typer.Option(help="classification or causal")] = None,
     attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
     defense: Annotated[str | None, typer.Option(help="defenses, with commas; join parts of one with +")] = None,
+    update: Annotated[str | None, typer.Option(help="what is sent, with commas; see: rasura list updates")] = None,
     threat: Annotated[str | None, typer.Option(help="threat models, with commas")] = None,
     batch_size: Annotated[str | None, typer.Option(help="texts in one update, with commas: 1,2,4")] = None,
     limit: Annotated[int | None, typer.Option(help="texts used")] = None,
@@ -95,7 +96,8 @@ def audit(
     given: dict[str, Any] = {
         "data": file, "texts": tuple(text) if text else None, "reference": reference,
         "model": model, "task": task, "attacks": _split(attack),
-        "defenses": _split(defense), "threats": _split(threat), "batch_sizes": _numbers(batch_size, "batch-size"),
+        "defenses": _split(defense), "updates": _split(update), "threats": _split(threat),
+        "batch_sizes": _numbers(batch_size, "batch-size"),
         "limit": limit, "seeds": seeds, "seed": seed, "budget": budget, "num_labels": num_labels,
         "truncate": truncate or None, "show_text": show_text or None,
     }  # fmt: skip
@@ -166,6 +168,7 @@ def read(
     dropout: Annotated[float, typer.Option(help="dropout probability while the update was made")] = 0.0,
     frozen_embeddings: Annotated[bool, typer.Option("--frozen-embeddings", help="do not use embedding gradients")] = False,
     reference: Annotated[Path | None, typer.Option(help="a file of texts of the same kind")] = None,
+    how: Annotated[str, typer.Option("--update", help="how it came about; see: rasura list updates")] = "fedsgd",
     hidden: Annotated[Path | None, typer.Option(help="safetensors of bool tensors, true where an entry is hidden")] = None,
     budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
     num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
@@ -196,7 +199,7 @@ def read(
             found = read_update(
                 update, victim, attack=attack, batch_size=batch_size, labels=_numbers(labels, "labels"),
                 lengths=_numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden,
-                reference=reference,
+                reference=reference, update=how,
                 budget=Budget(level), seed=seed,
             )  # fmt: skip
     except (AttackFailed, NotApplicable) as error:
@@ -233,20 +236,21 @@ def report(
 
 @app.command("list")
 def list_names(
-    kind: Annotated[str, typer.Argument(help="attacks, defenses, threats or metrics")],
+    kind: Annotated[str, typer.Argument(help="attacks, defenses, updates, threats or metrics")],
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
     """List what can be named on the command line.
 
     Example: rasura list defenses
     """
-    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, METRICS, known
+    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, METRICS, UPDATES, known
     from rasura.threat import THREATS
 
-    wanted = known("list", kind, ("attacks", "defenses", "threats", "metrics"))
+    wanted = known("list", kind, ("attacks", "defenses", "updates", "threats", "metrics"))
     rows: dict[str, str] = {
         "attacks": lambda: dict(ABOUT_ATTACKS),
         "defenses": lambda: {f"{n}:X" if parameter else n: about for n, (_, parameter, about) in DEFENSES.items()},
+        "updates": lambda: dict(UPDATES),
         "threats": lambda: {n: t.plain for n, t in THREATS.items()},
         "metrics": lambda: dict.fromkeys(METRICS, "share of each private text, 0 to 1"),
     }[wanted]()

@@ -31,6 +31,8 @@ class Budget:
     """
 
     level: Literal["quick", "default", "paper"] = "default"
+    memory_mb: int = 4096
+    """What an attack may hold at once beyond the model, in MiB, where it can choose: it works in smaller parts then."""
 
 
 @runtime_checkable

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rasura.interfaces import Budget, InputError
-from rasura.recipes import ATTACKS, DEFENSES, METRICS, known
+from rasura.recipes import ATTACKS, DEFENSES, METRICS, known, parse_update
 from rasura.values import Task
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One audit: every attack x defense x threat x batch size x seed, over the texts of ``data`` (the demo notes if None).
+    """One audit: every attack x update x defense x threat x batch size x seed, over the texts of ``data``.
 
-    ``reference``: a file of public texts of the same kind, granted to the adversary. ``limit``: texts used. ``num_labels``:
-    size of a fresh head; None takes what the labels need.
+    ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, granted to the adversary.
+    ``limit``: texts used. ``num_labels``: size of a fresh head; None takes what the labels need.
     """
 
     model: str = "minilm"
@@ -27,6 +27,7 @@ class Plan:
     reference: str | None = None
     attacks: tuple[str, ...] = ("blind", "embedding-rows", "span", "best")
     defenses: tuple[str, ...] = ("none", "frozen-embeddings+dropout:0.1", "frozen-blocks:1", "pruning:0.9", "gaussian:0.001")
+    updates: tuple[str, ...] = ("fedsgd",)
     threats: tuple[str, ...] = ("honest-server",)
     batch_sizes: tuple[int, ...] = (1,)
     metrics: tuple[str, ...] = tuple(METRICS)
@@ -51,6 +52,8 @@ class Plan:
                 raise InputError(f"no {kind} given; expected at least one of {', '.join(choices)}")
             for name in names:
                 known(kind, name, choices)
+        for update in self.updates:
+            parse_update(update)
         for defense in self.defenses:
             for part in defense.split("+"):
                 known("defense", part.strip().partition(":")[0], DEFENSES)
@@ -68,7 +71,10 @@ class Plan:
 
     def canonical(self) -> dict[str, Any]:
         """What the results depend on, as plain JSON values: the identity of a run's folder."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        found = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        if self.updates == Plan.updates:
+            del found["updates"]
+        return found
 
 
 def from_toml(path: Path, base: Plan | None = None) -> Plan:

@@ -12,7 +12,7 @@ import torch
 from rasura.data.text import load_examples
 from rasura.interfaces import Budget, InputError
 from rasura.recipes import attack as make_attack
-from rasura.recipes import known
+from rasura.recipes import known, parse_update
 from rasura.rng import generator
 from rasura.threat import adversary_copy
 from rasura.values import UNKNOWN, Grant, Mechanism, Message, Observation, Stage
@@ -81,6 +81,7 @@ def read_update(
     frozen_embeddings: bool = False,
     hidden: str | Path | None = None,
     reference: str | Path | None = None,
+    update: str = "fedsgd",
     budget: Budget | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -88,12 +89,18 @@ def read_update(
 
     Whatever is not given is estimated by the attacks. ``frozen_embeddings`` leaves the embeddings' gradients unread;
     ``hidden`` names a file that says which entries the adversary does not see (``load_hidden``), ``reference`` a file of
-    texts of the same kind. Raises ``InputError`` for bad input, ``AttackFailed`` or ``NotApplicable`` when nothing can be
-    read.
+    texts of the same kind. ``update`` says how the file came about, as in ``rasura audit --update``: with
+    ``fedavg-sgd:4:0.01`` it holds the weights after minus the weights before. Raises ``InputError`` for bad input,
+    ``AttackFailed`` or ``NotApplicable`` when nothing can be read.
     """
     from rasura.victims.models import parts
 
     entries = load_update(path, victim)
+    local, wire = parse_update(update)
+    if local.lora:
+        raise InputError("update lora: pass the adapter's folder as --model instead; its gradient is fedsgd")
+    if local.kind != "fedsgd":
+        entries = {n: t / -local.learning_rate for n, t in entries.items()}
     if not 0 <= dropout < 1:
         raise InputError(f"dropout is {dropout}; expected at least 0 and less than 1")
     if frozen_embeddings:
@@ -105,7 +112,7 @@ def read_update(
     for name, given in (("labels", labels), ("lengths", lengths)):
         if given and size is not None and len(given) != size:
             raise InputError(f"{len(given)} {name} for a batch of {size}; give one for each text")
-    mechanism = []
+    mechanism = [local.mechanism, *(part.mechanism for part in wire)] if update != "fedsgd" else []
     if frozen_embeddings:
         mechanism.append(Mechanism("frozen-embeddings", Stage.MODEL))
     if dropout:
@@ -126,7 +133,7 @@ def read_update(
     start = time.perf_counter()
     method = make_attack(attack)
     guess = method(
-        Observation(Message(entries, visible), victim.task, granted),
+        Observation(Message(entries, visible, kind=local.kind), victim.task, granted),
         rng=generator(seed, "read"),
         budget=budget or Budget(),
     )

@@ -8,7 +8,8 @@ from importlib import import_module
 from typing import Any
 
 from rasura.interfaces import Attack, Defense, InputError, Metric
-from rasura.values import Reconstruction
+from rasura.updates import RATES, Local
+from rasura.values import Reconstruction, Stage
 
 
 def _lazy(module: str, name: str) -> Callable[..., Any]:
@@ -24,10 +25,12 @@ ATTACKS: Mapping[str, Callable[[], Attack[Reconstruction]]] = {
     "labels": _lazy("rasura.attacks.label_recovery", "LabelRecovery"),
     "span": _lazy("rasura.attacks.span", "Span"),
     "span-matching": _lazy("rasura.attacks.span_matching", "SpanMatching"),
+    "pursuit": _lazy("rasura.attacks.pursuit", "Pursuit"),
     "dlg": _lazy("rasura.attacks.gradient_matching.presets", "dlg"),
     "tag": _lazy("rasura.attacks.gradient_matching.presets", "tag"),
     "lamp-cos": _lazy("rasura.attacks.gradient_matching.presets", "lamp_cos"),
     "lamp-l1l2": _lazy("rasura.attacks.gradient_matching.presets", "lamp_l1l2"),
+    "grab": _lazy("rasura.attacks.gradient_matching.presets", "grab"),
     "best": _lazy("rasura.attacks.best", "Best"),
 }
 ABOUT_ATTACKS: Mapping[str, str] = {
@@ -36,10 +39,12 @@ ABOUT_ATTACKS: Mapping[str, str] = {
     "labels": "reads the labels off the classifier's gradient",
     "span": "exact tokens from attention gradients (DAGER and beyond: dropout, any block of a decoder)",
     "span-matching": "one text that fits all visible layers, whichever they are",
+    "pursuit": "tokens one by one from gradients in noise, or from their signs alone",
     "dlg": "gradient matching, squared distance (DLG)",
     "tag": "gradient matching, squared plus absolute distance (TAG)",
     "lamp-cos": "gradient matching, cosine, with reordering by gradient and language (LAMP)",
     "lamp-l1l2": "the same with squared plus absolute distance (LAMP)",
+    "grab": "gradient matching that learns dropout masks and ends in a beam search (GRAB)",
     "best": "the portfolio: cheap attacks first, until a text is certain",
 }
 
@@ -52,8 +57,19 @@ DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | None,
     "gaussian": (_lazy("rasura.defenses.noise", "gaussian_noise"), float, "clip to norm 1, Gaussian noise SIGMA per entry"),
     "laplace": (_lazy("rasura.defenses.noise", "laplace_noise"), float, "clip to norm 1, Laplace noise SCALE per entry"),
     "pruning": (_lazy("rasura.defenses.pruning", "magnitude_pruning"), float, "the smallest RATIO of all entries dropped"),
+    "fp16": (_lazy("rasura.defenses.compression", "fp16"), None, "entries sent in half precision"),
+    "bf16": (_lazy("rasura.defenses.compression", "bf16"), None, "entries sent in bfloat16"),
+    "sign": (_lazy("rasura.defenses.compression", "sign"), None, "the signs alone are sent (signSGD)"),
     "random-pruning": (_lazy("rasura.defenses.pruning", "random_pruning"), float, "a random RATIO of all entries dropped"),
 }
+
+UPDATES: Mapping[str, str] = {
+    "fedsgd": "one gradient",
+    "fedavg-sgd": "what STEPS of SGD at RATE changed, over the rate: fedavg-sgd:4 or fedavg-sgd:4:0.01",
+    "fedavg-adamw": "what STEPS of AdamW at RATE changed, over the rate",
+    "lora": "the gradient of fresh adapters of rank RANK: lora:8",
+}
+"""What is sent; smaller messages are joined with ``+``: ``fedavg-sgd:4+bf16``."""
 
 METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
     "rouge1": lambda: _lazy("rasura.metrics.text", "rouge")("rouge1"),
@@ -99,6 +115,29 @@ def attack(name: str) -> Attack[Reconstruction]:
 def metric(name: str) -> Metric[Reconstruction]:
     """The metric called ``name``."""
     return METRICS[known("metric", name, METRICS)]()
+
+
+def parse_update(text: str) -> tuple[Local, Defense]:
+    """``"fedavg-sgd:4:0.01+bf16"`` as local training, and what happens to the message behind every protection.
+
+    Raises ``InputError`` for unknown names, figures out of range, and parts that are not applied to a message.
+    """
+    first, *rest = (part.strip() for part in text.split("+"))
+    name, *figures = first.split(":")
+    known("update", name, UPDATES)
+    most = {"fedsgd": 0, "lora": 1}.get(name, 2)
+    try:
+        steps, rate = int(figures[0]) if figures else 1, float(figures[1]) if len(figures) > 1 else RATES.get(name, 1.0)
+    except ValueError:
+        raise InputError(f"update {first!r} has no whole number and rate; write {UPDATES[name].split(': ')[-1]}") from None
+    if len(figures) > most or (name == "lora" and not figures):
+        raise InputError(f"update {first!r} takes {most} figures, found {len(figures)}: {UPDATES[name]}")
+    local = Local(lora=steps) if name == "lora" else Local(name, steps, rate)  # type: ignore[arg-type]  # known by now
+    wire = parse_defense("+".join(rest)) if rest else ()
+    for part in wire:
+        if part.stage is not Stage.WIRE:
+            raise InputError(f"update {text!r}: {part.mechanism.name} is a protection of the client; pass it as a defense")
+    return local, wire
 
 
 def parse_defense(text: str) -> Defense:

@@ -34,6 +34,7 @@ class Record:
     seed: int
     batch: int
     status: str
+    update: str = "fedsgd"
     reason: str = ""
     confidence: str = "none"
     scores: Mapping[str, Any] = field(default_factory=dict)

@@ -257,9 +257,7 @@ def test_labels_do_not_apply_to_causal_models_or_missing_heads() -> None:
     full = seen_by_server(tiny("bert", "classification"), batch_for("classification"), "classification")
     cut = {n: g for n, g in full.gradients.items() if not n.startswith("classifier")}
     with pytest.raises(NotApplicable, match="neither the head's bias"):
-        LabelRecovery()(
-            Observation(type(full.message)(cut), full.task, full.granted), rng=generator(0), budget=BUDGET
-        )
+        LabelRecovery()(Observation(type(full.message)(cut), full.task, full.granted), rng=generator(0), budget=BUDGET)
 
 
 def test_without_the_batch_size_only_certain_labels_are_listed() -> None:

@@ -217,7 +217,7 @@ def test_the_report_in_a_browser_overflows_nowhere(run: Path, tmp_path: Path, wi
     (tmp_path / "page.html").write_text(page)
     frame.write_text(
         f'<iframe id="f" src="page.html" style="width:{width}px;height:900px;border:0"></iframe><p id="out"></p><script>'
-        'f.onload = () => { const d = f.contentDocument.documentElement;'
+        "f.onload = () => { const d = f.contentDocument.documentElement;"
         'out.textContent = "W" + d.scrollWidth + "/" + d.clientWidth; }</script>'
     )
     flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -83,9 +83,7 @@ def observed(
     examples = [Example(t, None, k % 2) for k, t in enumerate(texts)]
     batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
     defense = (random_pruning(share),) if what == "random" else ()
-    truth = step(
-        victim.model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=generator(0, "step")
-    )
+    truth = step(victim.model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=generator(0, "step"))
     seen = observe(truth, HONEST_SERVER)
     if what == "random":
         return seen, batch.seen

@@ -36,6 +36,9 @@ DEFENSES: dict[str, str] = {
     "laplace": "laplace:0.001",
     "pruning": "pruning:0.7",
     "random-pruning": "random-pruning:0.7",
+    "fp16": "fp16",
+    "bf16": "bf16",
+    "sign": "sign",
 }
 """Every defense as it is written on the command line."""
 
@@ -70,6 +73,7 @@ ATTACKS: dict[str, Case] = {
     "lamp-cos": Case(reads=False),
     "lamp-l1l2": Case(reads=False),
     "tag": Case(reads=False),
+    "grab": Case(reads=False),
     "best": Case(),
 }
 

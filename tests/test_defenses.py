@@ -270,9 +270,7 @@ def test_a_seed_repeats_the_noise_and_keeps_the_dtype() -> None:
     zeros=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_pruning_drops_exactly_its_ratio(
-    shapes: list[tuple[int, int]], ratio: float, zeros: bool, seed: int
-) -> None:
+def test_pruning_drops_exactly_its_ratio(shapes: list[tuple[int, int]], ratio: float, zeros: bool, seed: int) -> None:
     m = message(*shapes, seed=seed)
     if zeros:  # many ties, as in the rows of a word embedding
         m = Message({k: g * (g > 0.5) for k, g in m.gradients.items()})

@@ -38,7 +38,7 @@ def test_values_and_errors_import_nothing_of_ours() -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("attacks/")])
 def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
-    allowed = ("values", "interfaces", "rng", "priors", "victims.models", "attacks")
+    allowed = ("values", "interfaces", "rng", "priors", "updates", "victims.models", "attacks")
     assert [i for i in ours(module) if not i.removeprefix("rasura.").startswith(allowed)] == []
 
 

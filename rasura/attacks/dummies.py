@@ -24,20 +24,24 @@ def token_table(model: nn.Module, vocabulary: Vocabulary) -> Tensor:
     return table
 
 
-def template(vocabulary: Vocabulary, lengths: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+def template(
+    vocabulary: Vocabulary, lengths: Sequence[int] | Tensor, width: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Ids with the tokenizer's own tokens in place, the attention mask, and which positions are free (bool).
 
-    All ``(batch, longest)``, for texts of ``lengths`` tokens, special ones included.
+    All ``(..., batch, width)``, for texts of ``lengths`` ``(..., batch)`` tokens, special ones included; ``width`` is the
+    longest of them where it is not given.
     """
+    ends = torch.as_tensor(lengths)[..., None]
+    place = torch.arange(int(ends.max()) if width is None else width)
     prefix, suffix = vocabulary.prefix, vocabulary.suffix
-    ids = torch.full((len(lengths), max(lengths)), vocabulary.pad_id or 0)
-    mask, free = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-    for row, n in enumerate(lengths):
-        ids[row, : len(prefix)] = torch.tensor(prefix, dtype=torch.long)
-        ids[row, n - len(suffix) : n] = torch.tensor(suffix, dtype=torch.long)
-        free[row, len(prefix) : n - len(suffix)] = True
-        mask[row, :n] = 1
-    return ids, mask, free
+    real = place < ends
+    ids = torch.full(real.shape, vocabulary.pad_id or 0)
+    for k, token in enumerate(prefix):
+        ids[..., k] = token
+    for k, token in enumerate(suffix):
+        ids = torch.where(place == ends - len(suffix) + k, token, ids)
+    return ids, real.long(), (place >= len(prefix)) & (place < ends - len(suffix))
 
 
 def nearest_tokens(e: Tensor, table: Tensor, ordinary: Tensor, k: int) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from rasura.updates import announced_update, changed
 from rasura.values import UNKNOWN, Grant, Observation
 from rasura.victims.models import layer_inputs, parts
 
@@ -29,37 +30,6 @@ def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
         ids[row, : len(t)] = torch.tensor(list(t))
         mask[row, : len(t)] = 1
     return ids, mask
-
-
-def gradient_of(
-    model: nn.Module,
-    ids: Tensor,
-    attention_mask: Tensor,
-    labels: Tensor,
-    names: Iterable[str],
-    token_type_ids: Tensor | None = None,
-) -> dict[str, Tensor]:
-    """The gradient of the model's loss by the parameters ``names``; ``model`` is left as it was.
-
-    ``ids`` and ``attention_mask`` are ``(batch, length)``; ``labels`` as the model takes them.
-    """
-    wanted = set(names)
-    chosen = [(n, p) for n, p in model.named_parameters() if n in wanted]
-    before = [p.requires_grad for _, p in chosen]
-    device = next(model.parameters()).device
-    extra = {} if token_type_ids is None else {"token_type_ids": token_type_ids.to(device)}
-    try:
-        for _, p in chosen:
-            p.requires_grad_(True)
-        with torch.enable_grad():
-            loss = model(
-                input_ids=ids.to(device), attention_mask=attention_mask.to(device), labels=labels.to(device), **extra
-            ).loss
-            found = torch.autograd.grad(loss, [p for _, p in chosen], allow_unused=True)
-    finally:
-        for (_, p), flag in zip(chosen, before):
-            p.requires_grad_(flag)
-    return {n: g.detach() for (n, _), g in zip(chosen, found) if g is not None}
 
 
 def relative_error(
@@ -96,7 +66,7 @@ def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None
     batch = len(ids)
     if Grant.LABELS in seen and batch <= 4:
         return [torch.tensor(p) for p in sorted(set(itertools.permutations(seen.labels.tolist())))]
-    solved = _labels_from_head(seen, ids, mask, types)
+    solved = None if announced_update(seen).kind == "fedavg-adamw" else _labels_from_head(seen, ids, mask, types)
     if solved is not None:
         return [solved]
     classes = int(getattr(seen.model.config, "num_labels", 2))
@@ -121,7 +91,7 @@ def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tenso
     if states.dim() == 3:
         states = states[torch.arange(len(ids)), mask.sum(1) - 1]
     gradient = seen.gradients[head.weight].double()
-    deltas = (gradient @ torch.linalg.pinv(states)).T  # (batch, classes), up to the clipping's scale
+    deltas = (gradient @ torch.linalg.pinv(states)).T / announced_update(seen).steps  # up to the clipping's scale
     labels: Tensor = (logits.softmax(1) - deltas * len(ids)).argmax(1)
     return labels
 
@@ -139,12 +109,15 @@ def check(
     ids, mask = pad(tokens, pad_id)
     # GPT-2 adds a word embedding for segment 0 when it is told of segments, so say nothing where there are none.
     type_ids = pad(types, 0)[0] if types is not None and any(any(t) for t in types) else None
+    local = announced_update(seen)
     best, best_labels = float("inf"), None
     for labels in labelings(seen, ids, mask, type_ids):
-        guess = gradient_of(seen.model, ids, mask, labels, seen.gradients, type_ids)
+        inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        if type_ids is not None:
+            inputs["token_type_ids"] = type_ids
+        guess, _ = changed(seen.model, inputs, list(seen.gradients), local)
         error = relative_error(guess, seen.gradients, seen.visible)
         if error < best:
             best, best_labels = error, labels
     flat = None if best_labels is None or seen.task == "causal" else tuple(int(y) for y in best_labels)
     return best, flat
-

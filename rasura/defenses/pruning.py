@@ -35,9 +35,7 @@ def _prune(name: str, ratio: float, score: Callable[[Tensor, Generator], Tensor]
         if not message.gradients:
             return message, None
         # Boolean indexing of millions of entries costs more than the pruning: only where something is hidden already.
-        parts = [
-            g.reshape(-1) if k not in message.visible else g[message.visible[k]] for k, g in message.gradients.items()
-        ]
+        parts = [g.reshape(-1) if k not in message.visible else g[message.visible[k]] for k, g in message.gradients.items()]
         entries = torch.cat(parts)
         keep = ~_smallest(score(entries, rng), round(ratio * entries.numel()))
         gradients, visible = {}, dict(message.visible)

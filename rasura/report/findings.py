@@ -112,12 +112,20 @@ def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], metr
     )
 
 
+def _setting(update: str, defense: str) -> str:
+    """A protection with what is sent behind it, where that is not one gradient."""
+    if update == "fedsgd":
+        return defense
+    return update if defense == "none" else f"{defense}, {update}"
+
+
 def findings(
     records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str = HEADLINE
 ) -> Findings:
     """What the records say. ``plan`` gives the order of attacks and defenses."""
-    every = list(records)
-    order = plan or {}
+    every = [{**r, "defense": _setting(r.get("update", "fedsgd"), r["defense"])} for r in records]
+    order = dict(plan or {})
+    order["defenses"] = [_setting(u, d) for u in order.get("updates", ["fedsgd"]) for d in order.get("defenses", [])]
     attacks = [a for a in order.get("attacks", []) if any(r["attack"] == a for r in every)]
     attacks += sorted({r["attack"] for r in every} - set(attacks))
     defenses = [d for d in order.get("defenses", []) if any(r["defense"] == d for r in every)]

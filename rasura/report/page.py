@@ -10,7 +10,6 @@ from rasura.records import RunStore, write_whole
 from rasura.report.findings import findings, summarise
 
 NOT_TESTED = (
-    "updates after several local steps, adapters (LoRA) and compressed updates",
     "a server that sends a crafted model (active attacks)",
     "membership inference and what the trained model itself remembers",
 )

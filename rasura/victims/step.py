@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from rasura.interfaces import Defense, InputError
 from rasura.rng import child
+from rasura.updates import FEDSGD, Local, changed
 from rasura.values import Batch, Gradients, Message, PerExample, Stage, Task, Transcript, Vocabulary
 
 
@@ -30,17 +31,16 @@ def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
                 model = part.undo(model, state)
 
 
-def gradients(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Gradients, float]:
+def gradients(model: nn.Module, inputs: Mapping[str, Tensor], local: Local = FEDSGD) -> tuple[Gradients, float]:
     """The gradient of the model's loss on ``inputs`` by every trainable parameter, and the loss.
 
-    Returns fresh tensors and leaves ``.grad`` alone. Raises ``InputError`` when nothing is trainable.
+    What ``local`` training sends instead of the gradient is told in ``updates.changed``. Returns fresh tensors and leaves
+    ``.grad`` alone. Raises ``InputError`` when nothing is trainable.
     """
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    if not named:
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    if not names:
         raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
-    loss = model(**inputs).loss
-    found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
-    return {n: g.detach().cpu() for (n, _), g in zip(named, found) if g is not None}, float(loss.detach())
+    return changed(model, inputs, names, local)
 
 
 def step(
@@ -51,12 +51,16 @@ def step(
     task: Task,
     vocabulary: Vocabulary,
     rng: torch.Generator,
+    local: Local = FEDSGD,
 ) -> Transcript:
     """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
 
     MODEL transforms are applied for the duration of the step. Without an AGGREGATE transform the message holds the gradient
-    of the mean loss. Active dropout draws from ``rng``: the same generator state gives the same masks.
+    of the mean loss, or what ``local`` training sends. Active dropout draws from ``rng``: the same generator state gives the
+    same masks.
     """
+    if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
+        raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     original = batch
     for part in by_stage[Stage.DATA]:
@@ -67,7 +71,7 @@ def step(
     seed = child(rng)
 
     def mean() -> Gradients:
-        found, loss = gradients(model, inputs)
+        found, loss = gradients(model, inputs, local)
         losses.append(loss)
         return found
 
@@ -85,11 +89,14 @@ def step(
             entries, _ = part.apply(examples, part.init(model), rng)
         else:
             entries = mean()
-        message = Message(entries)
+        message = Message(entries, kind=local.kind)
         for part in by_stage[Stage.WIRE]:
             message, _ = part.apply(message, part.init(model), rng)
     loss = sum(losses) / max(len(losses), 1)
-    return Transcript(original, model, message, tuple(p.mechanism for p in defense), loss, task, vocabulary)
+    mechanism = tuple(p.mechanism for p in defense)
+    if local != FEDSGD:
+        mechanism = (local.mechanism, *mechanism)
+    return Transcript(original, model, message, mechanism, loss, task, vocabulary)
 
 
 def capture(model: nn.Module, inputs: Mapping[str, Tensor], path: str | Path = "update.safetensors") -> float:

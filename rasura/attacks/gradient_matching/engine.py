@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
 from rasura.attacks.dummies import nearest_tokens, ordinary_ids, template, token_table
 from rasura.attacks.gradient_matching.factors import Factoriser
+from rasura.attacks.gradient_matching.masks import Masked, shapes
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
-from rasura.attacks.gradient_matching.reorder import orders, reordered
+from rasura.attacks.gradient_matching.reorder import orders, reordered, shuffles
+from rasura.attacks.mechanism import announced_dropout, announced_noise
 from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.verify import VERIFIED, check
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
 from rasura.priors import language
-from rasura.values import Grant, Observation, Reconstruction
+from rasura.values import UNKNOWN as OVER
+from rasura.values import Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import is_eager, parts
 
 CHUNK = 16
 """Candidates in one evaluation: more gain little, and memory grows."""
+
+NEAR = 2
+"""Nearest tokens of each place that a beam search may use."""
+
+FINALISTS, REFIT = 8, 40
+"""Candidates of a beam search that have dropout masks learned for each, and the steps of that."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +43,8 @@ class Settings:
     on BERT-base, whose entries deviate by about .04, is 0.25. It decays by ``decay`` every ``decay_every`` steps (GRAB,
     sec. 5.1). ``embedding_norm``: weight of LAMP's regulariser. With ``reorder``, after a first tenth of the steps, restarts
     try other orders of their tokens now and then and keep what has the least distance plus ``prior`` times the mean negative
-    log-likelihood of a token (LAMP).
+    log-likelihood of a token (LAMP). ``learn_masks``: where dropout is announced, its masks are variables too, moved at
+    ``mask_rate``. ``match_norm``: where clipping is announced, candidates' gradients are scaled as the client's was (GRAB).
     """
 
     objective: Kind
@@ -43,6 +55,9 @@ class Settings:
     embedding_norm: float = 0.0
     reorder: bool = False
     prior: float = 0.0
+    learn_masks: bool = False
+    mask_rate: float = 0.01
+    match_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,7 +65,8 @@ class Work:
     """Work of one budget level.
 
     Where tokens are reordered, ``orders`` are tried every ``every`` steps. With a ``beam``, each of ``rounds`` ends with a
-    beam search of so many ``sweeps`` over the texts' own tokens, from the best of ``orders``.
+    beam search of so many ``sweeps`` over the texts' own tokens, from the best of ``orders``. ``entries``: the share of a
+    matrix that L1 and masks of visible entries are evaluated on; with 0, L1 is left out and masks are evaluated whole.
     """
 
     candidates: int
@@ -61,6 +77,7 @@ class Work:
     rounds: int = 1
     beam: int = 0
     sweeps: int = 0
+    entries: float = 1.0
 
 
 # GRAB's public defaults are 2,000 candidates and 2,000 steps a round (sec. 5.1); ``paper`` spends that on eight restarts.
@@ -78,7 +95,9 @@ class GradientMatching:
     name: str
     settings: Settings
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
-    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.REFERENCE_TEXT})
+    uses: frozenset[Grant] = frozenset(
+        {Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.REFERENCE_TEXT, Grant.MECHANISM}
+    )
     levels: Mapping[str, Work] = field(default_factory=lambda: LEVELS)
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
@@ -94,11 +113,9 @@ class GradientMatching:
         observed = factoriser.observed(seen.gradients)
         if not all(bool(torch.isfinite(g).all()) for g in observed.values()):
             raise AttackFailed("the observed gradient is not finite")
-        turned = {s.weight for s in factoriser.layers if s.linear is not None and s.linear.transposed}
-        visible = {n: m.T if n in turned else m for n, m in seen.visible.items() if n in observed}
         size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
-        settings, work = self.settings, self.levels[budget.level]
-        return _Run(settings, work, seen, factoriser, observed, visible, self._lengths(seen, size), rng)()
+        run = _Run(self.settings, self.levels[budget.level], seen, factoriser, observed, self._lengths(seen, size), rng)
+        return run(budget.memory_mb)
 
     def _lengths(self, seen: Observation, size: int) -> tuple[int, ...]:
         if Grant.LENGTHS in seen:
@@ -115,12 +132,28 @@ class GradientMatching:
         return tuple(max(3, total // size + (1 if k < total % size else 0)) for k in range(size))
 
 
-class _Run:
-    """One attack on one observation.
+@dataclass(frozen=True)
+class _Texts:
+    """Candidates of one run.
 
-    Texts are embeddings ``e`` ``(restarts, batch, length, hidden)`` or ids, labels are logits ``y`` ``(restarts, batch,
-    classes)``.
+    ``e`` ``(candidates, batch, width, hidden)`` embeddings; ``lengths`` ``(candidates, batch)``; ``y`` ``(candidates, batch,
+    classes)`` label logits.
     """
+
+    e: Tensor
+    lengths: Tensor
+    y: Tensor
+
+    def __len__(self) -> int:
+        return len(self.e)
+
+    def at(self, which: Tensor | slice) -> _Texts:
+        """Some of the candidates."""
+        return _Texts(self.e[which], self.lengths[which], self.y[which])
+
+
+class _Run:
+    """One attack on one observation. Ids are ``(batch, width)``, ``OVER`` behind a text's end."""
 
     def __init__(
         self,
@@ -129,154 +162,310 @@ class _Run:
         seen: Observation,
         factoriser: Factoriser,
         observed: Mapping[str, Tensor],
-        visible: Mapping[str, Tensor],
         lengths: tuple[int, ...],
         rng: torch.Generator,
     ) -> None:
         self.settings, self.work, self.seen, self.factoriser, self.rng = settings, work, seen, factoriser, rng
+        model, vocabulary = seen.model, seen.vocabulary
+        self.prefix, self.suffix = len(vocabulary.prefix), len(vocabulary.suffix)
+        self.vary = Grant.LENGTHS not in seen and len(lengths) > 1
         self.lengths = lengths
-        vocabulary, model = seen.vocabulary, seen.model
-        self.frame, self.mask, self.free = template(vocabulary, lengths)
+        self.width = max(lengths) if not self.vary else _longest(lengths, 1 + self.prefix + self.suffix)
         self.table, self.ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
-        self.distance = Distance(observed, settings.objective, alpha=settings.alpha, visible=visible)
         self.classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
         self.granted = seen.labels if Grant.LABELS in seen else None
+        self.rate = announced_dropout(seen) if settings.learn_masks else 0.0
+        self.shapes = shapes(model, len(lengths), self.width) if self.rate else []
+        turned = {s.weight for s in factoriser.layers if s.linear is not None and s.linear.transposed}
+        visible = {n: m.T if n in turned else m for n, m in seen.visible.items() if n in observed}
+        self.distance = Distance(
+            observed, settings.objective, alpha=settings.alpha if work.entries else 0.0, visible=visible,
+            entries=work.entries or 1.0,
+            norm=_clipped(seen, observed) if settings.match_norm else None, rng=rng,
+        )  # fmt: skip
+        self.pools: list[set[int]] = [set() for _ in lengths]
         self.prior: Prior | None = None
         with suppress(InputError):  # a vocabulary of another language, and no reference text
             self.prior = language(seen) if settings.prior else None
 
-    def __call__(self) -> Reconstruction:
-        e, y = self._start()
+    def __call__(self, memory_mb: int) -> Reconstruction:
+        self.chunk = max(1, min(CHUNK, (memory_mb << 20) // self._bytes()))
+        texts = self._start()
         rounds = 0
-        best, tokens = float("inf"), self.frame
+        best, tokens = float("inf"), texts.lengths.new_empty(0)
         while rounds < self.work.rounds:
             rounds += 1
-            e, y, loss = self._continuous(e, y)
-            winner = int(loss.argmin())
-            if float(loss[winner]) < best:
-                best, tokens = float(loss[winner]), self._tokens(e[winner])
+            texts, loss = self._continuous(self._permuted(texts) if self.work.beam else texts)
             if not self.work.beam:
+                best, tokens = float(loss.min()), self._tokens(texts)[int(loss.argmin())]
                 break
-            found = [self._discrete(self._tokens(x), labels) for x, labels in zip(e, y)]
-            score, ids = min(found, key=lambda f: f[0])
+            score, found = self._discrete(texts, loss)
             if score >= best:
                 break
-            best, tokens = score, ids
-            e = self.table[torch.stack([x for _, x in found])]
-        texts = tuple(tuple(int(t) for t in row[:n]) for row, n in zip(tokens, self.lengths))
-        details = {"restarts": len(e), "steps": self.work.steps, "rounds": rounds, "objective": self.settings.objective}
-        error, labels = check(self.seen, texts)
+            best, tokens = score, found[0]
+            y = texts.y[loss.argmin()].expand(len(found), -1, -1)
+            texts = _Texts(self._embedded(found), (found != OVER).sum(-1), y)
+        read = tuple(tuple(int(t) for t in row if t != OVER) for row in tokens)
+        details: dict[str, Parameter] = {"restarts": len(texts), "steps": self.work.steps, "rounds": rounds}
+        details |= {"objective": self.settings.objective, "l1": self.distance.alpha}
+        if self.rate:  # the masks are not known exactly, so nothing can be recomputed
+            return Reconstruction(read, "matched", residual=best, details=details)
+        error, labels = check(self.seen, read)
         if error < VERIFIED:
-            return Reconstruction(texts, "verified", labels=labels, residual=error, details=details)
-        return Reconstruction(texts, "matched", residual=best, details=details)
+            return Reconstruction(read, "verified", labels=labels, residual=error, details=details)
+        return Reconstruction(read, "matched", residual=best, details=details)
 
-    def _misfit(self, e: Tensor, y: Tensor, graph: bool) -> Tensor:
-        targets = y.softmax(-1)
+    def _bytes(self) -> int:
+        """Rough size of one candidate's step: entries that are formed, and a second derivative through the activations."""
+        entries = sum(t.numel() for n, t in self.distance.targets.items() if self.distance.alpha or n in self.distance.shown)
+        widths = sum(sum(g.shape) for g in self.distance.observed.values() if g.dim() == 2)
+        return 4 * (5 * entries + 12 * widths * self.width * len(self.lengths)) + 1
+
+    def _frame(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids with the tokenizer's own tokens in place, and which places are free, of texts of ``lengths``."""
+        ids, real, free = template(self.seen.vocabulary, lengths, self.width)
+        return torch.where(real.bool(), ids, OVER), free
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        return self.table[ids.clamp_min(0)]
+
+    def _misfit(self, texts: _Texts, graph: bool, masks: Sequence[Tensor] = ()) -> Tensor:
+        targets = texts.y.softmax(-1)
         if self.granted is not None:
-            targets = nn.functional.one_hot(self.granted, self.classes).to(e.dtype).expand(len(e), -1, -1)
-        found = self.factoriser(e, self.mask, lambda logits: soft_cross_entropy(logits, targets), graph=graph)
+            targets = nn.functional.one_hot(self.granted, self.classes).to(targets.dtype).expand_as(targets)
+        real = (torch.arange(self.width) < texts.lengths[..., None]).long()
+        with Masked(masks, self.rate) if masks else nullcontext():
+            found = self.factoriser(texts.e, real, lambda z: soft_cross_entropy(z, targets), graph=graph)
         return self.distance(found)
 
-    def _scores(self, e: Tensor, y: Tensor) -> Tensor:
-        """The distance of each of ``e``, without a graph; ``y`` may be one for all."""
-        parted = zip(torch.split(e, CHUNK), torch.split(y.expand(len(e), -1, -1), CHUNK))
-        return torch.cat([self._misfit(x.clone().requires_grad_(True), labels, False).detach() for x, labels in parted])
+    def _scores(self, texts: _Texts) -> Tensor:
+        """The distance of each candidate with dropout off, without a graph; ``y`` may be one for all.
 
-    def _tokens(self, e: Tensor) -> Tensor:
-        near = nearest_tokens(e, self.table, self.ordinary, 1)[..., 0]
-        return torch.where(self.free, near, self.frame)
+        Masks that were learned for one order of the tokens hide what is wrong with it, so orders are told apart without.
+        """
+        out = []
+        for part in torch.split(torch.arange(len(texts)), self.chunk):
+            some = _Texts(texts.e[part], texts.lengths[part], texts.y.expand(len(texts), -1, -1)[part])
+            e = some.e.detach().clone().requires_grad_(True)
+            out.append(self._misfit(replace(some, e=e), False).detach())
+        return torch.cat(out)
 
-    def _start(self) -> tuple[Tensor, Tensor]:
+    def _judged(self, ids: Tensor, y: Tensor) -> Tensor:
+        """The distance of each of ``ids`` ``(candidates, batch, width)``, with labels ``y`` ``(1, batch, classes)``."""
+        return self._scores(_Texts(self._embedded(ids), (ids != OVER).sum(-1), y))
+
+    def _tokens(self, texts: _Texts) -> Tensor:
+        ids, free = self._frame(texts.lengths)
+        near = nearest_tokens(texts.e.detach(), self.table, self.ordinary, 1)[..., 0]
+        return torch.where(free, near, ids)
+
+    def _start(self) -> _Texts:
         """The best of random texts."""
         work = self.work
-        draws = torch.randint(len(self.ordinary), (work.candidates, *self.frame.shape), generator=self.rng)
-        e = self.table[torch.where(self.free, self.ordinary[draws], self.frame)]
-        y = torch.zeros(len(self.lengths), self.classes)
-        kept = self._scores(e, y).topk(min(work.restarts, work.candidates), largest=False).indices
-        return e[kept], y + 0.1 * torch.randn(len(kept), *y.shape, generator=self.rng)
+        ids, free = self._frame(torch.tensor(self.lengths).expand(work.candidates, -1))
+        draws = torch.randint(len(self.ordinary), ids.shape, generator=self.rng)
+        ids = torch.where(free, self.ordinary[draws], ids)
+        y = torch.zeros(1, len(self.lengths), self.classes)
+        kept = self._judged(ids, y).topk(min(work.restarts, work.candidates), largest=False).indices
+        ids = ids[kept]
+        y = y + 0.1 * torch.randn(len(kept), *y.shape[1:], generator=self.rng)
+        return _Texts(self._embedded(ids), (ids != OVER).sum(-1), y)
 
-    def _continuous(self, e: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best texts, labels and distances that each restart passed."""
+    def _permuted(self, texts: _Texts) -> _Texts:
+        """Each restart with the free places of its texts in the best of some random orders (GRAB, Algorithm 2, line 1)."""
+        _, free = self._frame(texts.lengths)
+        e = texts.e.clone()
+        for k in range(len(texts)):
+            tried = torch.cat([_same(free[k]), shuffles(free[k], self.work.orders, self.rng)])
+            e[k] = reordered(e[k], tried[int(self._in_orders(texts.at(slice(k, k + 1)), tried).argmin())])
+        return replace(texts, e=e)
+
+    def _in_orders(self, text: _Texts, tried: Tensor) -> Tensor:
+        e = reordered(text.e.expand(len(tried), -1, -1, -1), tried)
+        return self._scores(_Texts(e, text.lengths.expand(len(tried), -1), text.y))
+
+    def _continuous(self, texts: _Texts) -> tuple[_Texts, Tensor]:
+        """The best that each restart passed, with its distance."""
         s, work = self.settings, self.work
-        e, y = e.clone().requires_grad_(True), y.clone().requires_grad_(True)
-        rates = [s.learning_rate * float(self.table.std()), s.learning_rate]
-        optimizer = torch.optim.AdamW([{"params": [x], "lr": r} for x, r in zip((e, y), rates)], weight_decay=0.0)
+        # The mean of a mask is its best guess: it is much nearer to any mask than a random one is.
+        masks = [torch.full((len(texts), *shape), 1 - self.rate) for shape in self.shapes]
+        texts = _Texts(texts.e.detach().clone(), texts.lengths, texts.y.detach().clone())
+        kept = _Texts(texts.e.clone(), texts.lengths, texts.y.clone())
+        variables = [texts.e, texts.y, *masks]
+        rates = [s.learning_rate * float(self.table.std()), s.learning_rate, *[s.mask_rate] * len(masks)]
+        groups = [{"params": [v.requires_grad_(True)], "lr": r} for v, r in zip(variables, rates)]
+        optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
         typical = self.table.norm(dim=1).mean()
-        best = torch.full((len(e),), float("inf"))
-        best_e, best_y = e.detach().clone(), y.detach().clone()
-        wanted = [e] if self.granted is not None else [e, y]
+        real = (torch.arange(self.width) < texts.lengths[..., None]).float()
+        free = self._frame(texts.lengths)[1]
+        best = torch.full((len(texts),), float("inf"))
         for step in range(work.steps):
             for group, rate in zip(optimizer.param_groups, rates):
                 group["lr"] = rate * s.decay ** (step // s.decay_every)
-            loss = self._misfit(e, y, True)
-            with torch.no_grad():
-                better = loss < best
-                best[better], best_e[better], best_y[better] = loss[better], e[better], y[better]
-            whole = loss
-            if s.embedding_norm:
-                whole = whole + s.embedding_norm * (e.norm(dim=-1).mean((1, 2)) - typical).square()
-            slopes = torch.autograd.grad(whole.sum(), wanted, allow_unused=True)
-            if not all(bool(torch.isfinite(g).all()) for g in slopes if g is not None):
+            losses = []
+            optimizer.zero_grad()
+            # Restarts do not touch each other, so they go through in parts that fit the memory.
+            for part in torch.split(torch.arange(len(texts)), self.chunk):
+                some = texts.at(part)
+                loss = self._misfit(some, True, [m[part] for m in masks])
+                losses.append(loss.detach())
+                if s.embedding_norm:
+                    size = (some.e.norm(dim=-1) * real[part]).sum((1, 2)) / real[part].sum((1, 2))
+                    loss = loss + s.embedding_norm * (size - typical).square()
+                for v, slope in zip(variables, torch.autograd.grad(loss.sum(), variables, allow_unused=True)):
+                    if slope is not None:
+                        v.grad = slope if v.grad is None else v.grad + slope
+            now = torch.cat(losses)
+            better = now < best
+            best[better] = now[better]
+            kept.e[better], kept.y[better] = texts.e.detach()[better], texts.y.detach()[better]
+            assert texts.e.grad is not None
+            if not all(bool(torch.isfinite(v.grad).all()) for v in variables if v.grad is not None):
                 raise AttackFailed(f"the optimisation diverged at step {step} (gradient not finite)")
-            for variable, slope in zip(wanted, slopes):
-                variable.grad = slope
-            assert e.grad is not None
-            e.grad = e.grad * self.free[..., None]
+            texts.e.grad *= free[..., None]
             optimizer.step()
+            with torch.no_grad():
+                for m in masks:
+                    m.clamp_(0, 1)
             if s.reorder and step >= work.steps // 10 and step % work.every == work.every - 1:
-                self._reorder(e, y, optimizer)
-        return best_e, best_y, best
+                self._reorder(texts, free, optimizer)
+        return kept, best
 
-    def _reorder(self, e: Tensor, y: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def _reorder(self, texts: _Texts, free: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Each restart takes the best of some other orders of its embeddings (LAMP)."""
-        same = torch.arange(self.free.shape[1]).expand(1, *self.free.shape)
-        for k in range(len(e)):
-            tried = torch.cat([same, orders(self.free, self.work.orders, self.rng)])
-            scores = self._scores(reordered(e[k].detach().expand(len(tried), -1, -1, -1), tried), y[k].detach())
+        ids = self._tokens(texts)
+        for k in range(len(texts)):
+            tried = torch.cat([_same(free[k]), orders(free[k], self.work.orders, self.rng)])
+            scores = self._in_orders(texts.at(slice(k, k + 1)), tried)
             if self.prior is not None:
-                ids = self._tokens(e[k].detach()).expand_as(tried).gather(-1, tried)
-                likely = [self.prior.log_probability(x[real].tolist()) for batch in ids for x, real in zip(batch, self.free)]
-                per_text = torch.tensor(likely).view(len(tried), -1)
-                scores -= self.settings.prior * per_text.sum(1) / self.free.sum()
+                moved = ids[k].expand_as(tried).gather(-1, tried)
+                likely = [self.prior.log_probability(x[spots].tolist()) for b in moved for x, spots in zip(b, free[k])]
+                scores -= self.settings.prior * torch.tensor(likely).view(len(tried), -1).sum(1) / free[k].sum()
             best = tried[int(scores.argmin())]
             with torch.no_grad():
-                state = optimizer.state[e]
-                for x in (e, state["exp_avg"], state["exp_avg_sq"]):
+                state = optimizer.state[texts.e]
+                for x in (texts.e, state["exp_avg"], state["exp_avg_sq"]):
                     x[k] = reordered(x[k], best)
 
-    def _discrete(self, ids: Tensor, y: Tensor) -> tuple[float, Tensor]:
-        """The best texts of a beam search over the tokens of ``ids`` ``(batch, length)``, with their distance.
+    def _discrete(self, texts: _Texts, loss: Tensor) -> tuple[float, Tensor]:
+        """The best ids of a beam search over the tokens of ``texts``, one for each of them, with the distance of the best.
 
-        GRAB, Algorithm 3: the beams begin with the best of random orders; place after place takes every token of its text.
+        GRAB, Algorithm 3: the beams begin with the best of random orders; place after place takes every token that its text
+        had so far. Where lengths are unknown, GRAB also tries padding there; here the token is taken out and what follows
+        moves up, or a token is put in, so that a text ends where its closing token stands. Beyond the paper, LAMP's orders
+        are tried after each sweep, and where dropout is on the last word is ``_refitted``'s.
         """
-        work = self.work
-        beam = torch.cat([ids[None], self._shuffled(ids, work.orders)])
-        scores = self._scores(self.table[beam], y)
-        places = self.free.nonzero().tolist()
+        work, y = self.work, texts.y[loss.argmin()][None]
+        ids = self._tokens(texts)
+        _, free = self._frame(texts.lengths)
+        beam = _Beam(lambda new: self._judged(new, y))
+        near = nearest_tokens(texts.e.detach(), self.table, self.ordinary, NEAR)
+        for x, tokens, spots in zip(ids, near, free):
+            for pool, row, here in zip(self.pools, tokens, spots):
+                pool.update(row[here].flatten().tolist())
+            beam.add([x, *x.expand(work.orders, -1, -1).gather(-1, shuffles(spots, work.orders, self.rng))])
+        pools = [torch.tensor(sorted(pool)) for pool in self.pools]
         for _ in range(work.sweeps):
-            before = float(scores.min())
-            for text, place in places:
-                kept = scores.topk(min(work.beam, len(scores)), largest=False).indices
-                beam, scores = beam[kept], scores[kept]
-                fresh = []
-                for x in beam:
-                    tokens = torch.unique(x[text][self.free[text]])
-                    changed = x.repeat(len(tokens), 1, 1)
-                    changed[:, text, place] = tokens
-                    fresh.append(changed[tokens != x[text, place]])
-                new = torch.unique(torch.cat(fresh), dim=0)
-                if len(new):
-                    beam, scores = torch.cat([beam, new]), torch.cat([scores, self._scores(self.table[new], y)])
-            if float(scores.min()) >= before:
+            before = beam.least
+            for row in range(len(pools)):
+                for place in range(self.prefix, self.width):
+                    starts = beam.top(work.beam)
+                    beam.add([x for b in starts for x in self._variants(b, row, place, pools[row])])
+            while True:
+                last, best = beam.least, beam.top(1)
+                spots = self._frame((best != OVER).sum(-1))[1][0]
+                beam.add(list(best.expand(work.orders, -1, -1).gather(-1, orders(spots, work.orders, self.rng))))
+                if beam.least >= last:
+                    break
+            if beam.least >= before:
                 break
-        best = int(scores.argmin())
-        return float(scores[best]), beam[best]
+        if not self.rate:
+            return beam.least, beam.top(len(texts))
+        finalists = beam.top(FINALISTS)
+        scores = self._refitted(finalists, y)
+        return float(scores.min()), finalists[scores.topk(min(len(texts), len(scores)), largest=False).indices]
 
-    def _shuffled(self, ids: Tensor, count: int) -> Tensor:
-        """``count`` copies of ``ids`` with the free tokens of each text in random order."""
-        out = ids.repeat(count, 1, 1)
-        for row in out:
-            for text, real in zip(row, self.free):
-                spots = real.nonzero().flatten()
-                text[spots] = text[spots[torch.randperm(len(spots), generator=self.rng)]]
-        return out
+    def _refitted(self, ids: Tensor, y: Tensor) -> Tensor:
+        """The distance of each of ``ids`` with dropout masks learned for it: masks explain the truth, and others less well.
+
+        With dropout off, texts that are off by one word are sometimes nearer than the truth.
+        """
+        texts = _Texts(self._embedded(ids), (ids != OVER).sum(-1), y.expand(len(ids), -1, -1))
+        out = []
+        for part in torch.split(torch.arange(len(ids)), self.chunk):
+            some = texts.at(part)
+            masks = [torch.full((len(some), *shape), 1 - self.rate).requires_grad_(True) for shape in self.shapes]
+            optimizer = torch.optim.AdamW(masks, weight_decay=0.0)
+            for step in range(REFIT):
+                for group in optimizer.param_groups:
+                    group["lr"] = 3 * self.settings.mask_rate * 0.8 ** (10 * step // REFIT)
+                loss = self._misfit(some, True, masks)
+                for m, slope in zip(masks, torch.autograd.grad(loss.sum(), masks)):
+                    m.grad = slope
+                optimizer.step()
+                with torch.no_grad():
+                    for m in masks:
+                        m.clamp_(0, 1)
+            out.append(self._misfit(replace(some, e=some.e.clone().requires_grad_(True)), False, masks).detach())
+        return torch.cat(out)
+
+    def _variants(self, ids: Tensor, row: int, place: int, pool: Tensor) -> list[Tensor]:
+        """``ids`` with another token at one place of one text and, where lengths are unknown, with one less or one more."""
+        text = ids[row]
+        end = int((text != OVER).sum()) - self.suffix
+        if place >= end:
+            return []
+        changed = text.repeat(len(pool), 1)
+        changed[:, place] = pool
+        out = list(changed)
+        if self.vary and end - self.prefix > 1:
+            out.append(torch.cat([text[:place], text[place + 1 :], text.new_full((1,), OVER)]))
+        if self.vary and text[-1] == OVER:
+            out += [torch.cat([text[:place], token[None], text[place:-1]]) for token in pool]
+        whole = ids.repeat(len(out), 1, 1)
+        whole[:, row] = torch.stack(out)
+        return list(whole)
+
+
+class _Beam:
+    """Ids ``(batch, width)`` with their distances; none is judged twice."""
+
+    def __init__(self, judge: Callable[[Tensor], Tensor]) -> None:
+        self.judge = judge
+        self.scores: dict[tuple[int, ...], float] = {}
+        self.ids: dict[tuple[int, ...], Tensor] = {}
+
+    def add(self, ids: Sequence[Tensor]) -> None:
+        """Judge what is new of ``ids``."""
+        fresh = {key: x for x in ids if (key := tuple(x.flatten().tolist())) not in self.scores}
+        if fresh:
+            self.scores.update(zip(fresh, self.judge(torch.stack(list(fresh.values()))).tolist()))
+            self.ids |= fresh
+
+    def top(self, count: int) -> Tensor:
+        """The ``count`` of least distance, ``(count, batch, width)``, best first."""
+        return torch.stack([self.ids[key] for key in heapq.nsmallest(count, self.scores, key=self.scores.__getitem__)])
+
+    @property
+    def least(self) -> float:
+        return min(self.scores.values())
+
+
+def _same(free: Tensor) -> Tensor:
+    """The order that changes nothing, ``(1, batch, width)``."""
+    return torch.arange(free.shape[-1]).expand(1, *free.shape)
+
+
+def _longest(lengths: tuple[int, ...], shortest: int) -> int:
+    """Places for a text where only the sum of ``lengths`` is known: half as many again as the mean, if the rest allows."""
+    return min(sum(lengths) - (len(lengths) - 1) * shortest, math.ceil(1.5 * max(lengths)))
+
+
+def _clipped(seen: Observation, observed: Mapping[str, Tensor]) -> float | None:
+    """The norm that clipping left of ``observed``, without the noise's share; None where no clipping is announced."""
+    deviation, clip = announced_noise(seen)
+    if math.isinf(clip):
+        return None
+    shown = sum(int(seen.visible[n].sum()) if n in seen.visible else g.numel() for n, g in observed.items())
+    signal = sum(float(g.square().sum()) for g in observed.values()) - shown * deviation**2
+    return min(clip, math.sqrt(max(signal, 1e-4 * clip**2)))

@@ -92,8 +92,8 @@ class Factoriser:
     def __call__(self, e: Tensor, mask: Tensor, loss: Callable[[Tensor], Tensor], *, graph: bool) -> Mapping[str, Factor]:
         """Factors by parameter name of candidates ``e`` ``(candidates, batch, length, hidden)``.
 
-        ``mask`` is ``(batch, length)``; ``loss`` maps logits ``(candidates, batch, classes)`` to losses ``(candidates,)``.
-        ``graph``: keep the graph, for a gradient by ``e``.
+        ``mask`` is ``(batch, length)``, for each candidate or for all. ``loss`` maps logits ``(candidates, batch, classes)``
+        to losses ``(candidates,)``. ``graph``: keep the graph, for a gradient by ``e``.
         """
         count, batch, length, _ = e.shape
         kept: dict[str, tuple[Tensor, Tensor]] = {}
@@ -106,9 +106,8 @@ class Factoriser:
 
         handles = [self.model.get_submodule(s.module).register_forward_hook(hook(s.module)) for s in self.layers]
         try:
-            logits = self.model(
-                inputs_embeds=e.reshape(count * batch, length, -1), attention_mask=mask.repeat(count, 1)
-            ).logits
+            rows = mask.expand(count, batch, length).reshape(-1, length)
+            logits = self.model(inputs_embeds=e.reshape(count * batch, length, -1), attention_mask=rows).logits
         finally:
             for handle in handles:
                 handle.remove()

@@ -40,6 +40,16 @@ def orders(free: Tensor, count: int, rng: torch.Generator) -> Tensor:
     return out
 
 
+def shuffles(free: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """``count`` orders, as in ``orders``, that shuffle the free positions of every text."""
+    out = torch.arange(free.shape[1]).repeat(count, len(free), 1)
+    for row in range(len(free)):
+        spots = free[row].nonzero().flatten()
+        for k in range(count):
+            out[k, row, spots] = spots[torch.randperm(len(spots), generator=rng)]
+    return out
+
+
 def reordered(x: Tensor, order: Tensor) -> Tensor:
     """``x`` ``(..., batch, length, hidden)`` with its positions taken in ``order`` ``(..., batch, length)``."""
     return x.gather(-2, order[..., None].expand(*order.shape, x.shape[-1]))

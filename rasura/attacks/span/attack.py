@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from rasura.attacks.mechanism import announced_dropout
 from rasura.attacks.span.completion import uncovered
 from rasura.attacks.span.endings import finish
 from rasura.attacks.span.grouping import affinity, cluster
@@ -26,13 +27,6 @@ Sentences = list[list[tuple[int, int]]]
 
 MOST_COPIES = 16
 """Texts that may share a token at one place where the batch size is unknown."""
-
-
-def announced_dropout(seen: Observation) -> float:
-    """The dropout rate that the mechanism tells, 0 where it tells none."""
-    if Grant.MECHANISM not in seen:
-        return 0.0
-    return max((float(m.parameters.get("p") or 0.0) for m in seen.mechanism if m.name == "dropout"), default=0.0)
 
 
 def _attention_heads(model: torch.nn.Module) -> int:

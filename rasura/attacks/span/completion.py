@@ -127,9 +127,7 @@ def _grow(matrix: Tensor, visible: Tensor, right: Tensor, columns: Tensor) -> Co
     return _polished(matrix, visible, right, rows, columns, 20)
 
 
-def _polished(
-    matrix: Tensor, visible: Tensor, right: Tensor, rows: Tensor, columns: Tensor, steps: int
-) -> Completed | None:
+def _polished(matrix: Tensor, visible: Tensor, right: Tensor, rows: Tensor, columns: Tensor, steps: int) -> Completed | None:
     """Alternating least squares on the known rows and columns; None if the visible entries are not met."""
     if not bool(rows.any()) or not bool(columns.any()):
         return None

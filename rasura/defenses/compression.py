@@ -1,0 +1,35 @@
+"""Smaller messages: fewer bits an entry. Meant to save traffic; what they hide is measured like any protection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Generator, Tensor
+
+from rasura.defenses.compose import stateless
+from rasura.interfaces import Transform
+from rasura.values import Mechanism, Message, Stage
+
+
+def _each(name: str, change: Callable[[Tensor], Tensor]) -> Transform[Message, Message, None]:
+    def apply(message: Message, state: None, rng: Generator) -> tuple[Message, None]:
+        changed = {n: change(g) for n, g in message.gradients.items()}
+        return Message(changed, message.visible, message.sealed, message.kind), None
+
+    return Transform(Stage.WIRE, Mechanism(name, Stage.WIRE), stateless, apply)
+
+
+def fp16() -> Transform[Message, Message, None]:
+    """Entries in half precision: 11 bits, and what is below 6e-8 is lost."""
+    return _each("fp16", lambda g: g.to(torch.float16).to(g.dtype))
+
+
+def bf16() -> Transform[Message, Message, None]:
+    """Entries in bfloat16: 8 bits, at the range of float32."""
+    return _each("bf16", lambda g: g.to(torch.bfloat16).to(g.dtype))
+
+
+def sign() -> Transform[Message, Message, None]:
+    """The signs alone, one bit an entry (signSGD, Bernstein et al. 2018); zeros stay zero."""
+    return _each("sign", torch.sign)

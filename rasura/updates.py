@@ -1,0 +1,109 @@
+"""What a client makes of a batch before it sends: one gradient, or what several steps of local training changed.
+
+Used by the step that sends, and by attacks that recompute what a guess would have sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import InputError
+from rasura.values import Gradients, Grant, Mechanism, Observation, Stage
+
+Kind = Literal["fedsgd", "fedavg-sgd", "fedavg-adamw"]
+
+RATES: Mapping[str, float] = {"fedsgd": 1.0, "fedavg-sgd": 0.01, "fedavg-adamw": 5e-5}
+"""The usual learning rate of each kind, where none is given."""
+
+WEIGHT_DECAY = 0.01
+"""AdamW's default."""
+
+
+@dataclass(frozen=True)
+class Local:
+    """One client's work between two messages.
+
+    ``fedsgd``: the gradient. ``fedavg-sgd`` and ``fedavg-adamw``: ``steps`` of training on the whole batch at
+    ``learning_rate``; sent is what they changed. ``lora``: rank of the adapters that are trained instead of the weights, 0
+    for none. Raises ``InputError`` for what cannot be.
+    """
+
+    kind: Kind = "fedsgd"
+    steps: int = 1
+    learning_rate: float = 1.0
+    lora: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 or self.lora < 0 or not 0 < self.learning_rate < float("inf"):
+            raise InputError(
+                f"update {self.kind}: {self.steps} steps, rank {self.lora}, learning rate {self.learning_rate}; "
+                "expected at least 1 step, a rank of at least 0, and a learning rate above 0"
+            )
+        if self.kind == "fedsgd" and self.steps > 1:
+            raise InputError(f"update fedsgd sends one gradient, found {self.steps} steps; use fedavg-sgd or fedavg-adamw")
+
+    @property
+    def mechanism(self) -> Mechanism:
+        """What everybody knows of it."""
+        decay = WEIGHT_DECAY if self.kind == "fedavg-adamw" else 0.0
+        known = {"steps": self.steps, "learning_rate": self.learning_rate, "weight_decay": decay, "lora": self.lora}
+        return Mechanism(self.kind, Stage.AGGREGATE, known)
+
+
+FEDSGD = Local()
+"""One gradient."""
+
+
+def announced_update(seen: Observation) -> Local:
+    """How the update came about, as the mechanism tells it; one gradient where it tells nothing."""
+    for m in seen.mechanism if Grant.MECHANISM in seen else ():
+        if m.name in RATES:
+            p = m.parameters
+            return Local(m.name, int(p["steps"] or 1), float(p["learning_rate"] or 1.0))  # type: ignore[arg-type]
+    return FEDSGD
+
+
+def changed(
+    model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str], local: Local = FEDSGD
+) -> tuple[Gradients, float]:
+    """What ``model`` would send for ``inputs``: one tensor for each of the parameters ``names`` that has one, and the loss.
+
+    For FedAvg: (weights before - weights after) / learning rate, which after one step of SGD is the gradient. ``model`` and
+    its ``.grad`` are left as they are; tensors are on the CPU.
+    """
+    start: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in set(names)}
+    if local.kind == "fedsgd":
+        before = [p.requires_grad for p in start.values()]
+        try:
+            for p in start.values():
+                p.requires_grad_(True)
+            with torch.enable_grad():
+                loss = model(**inputs).loss
+                found = torch.autograd.grad(loss, list(start.values()), allow_unused=True)
+        finally:
+            for p, flag in zip(start.values(), before):
+                p.requires_grad_(flag)
+        return {n: g.detach().cpu() for n, g in zip(start, found) if g is not None}, float(loss.detach())
+    own: dict[str, Tensor] = {n: p.detach().clone().requires_grad_(True) for n, p in start.items()}
+    optimizer: torch.optim.Optimizer
+    if local.kind == "fedavg-sgd":
+        optimizer = torch.optim.SGD(own.values(), lr=local.learning_rate)
+    else:
+        optimizer = torch.optim.AdamW(own.values(), lr=local.learning_rate, weight_decay=WEIGHT_DECAY)
+    losses = []
+    used: set[str] = set()
+    for _ in range(local.steps):
+        with torch.enable_grad():
+            loss = torch.func.functional_call(model, own, (), dict(inputs)).loss
+            found = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
+        for (n, p), g in zip(own.items(), found):
+            p.grad = g
+            used |= {n} if g is not None else set()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {n: ((start[n] - p).detach() / local.learning_rate).cpu() for n, p in own.items() if n in used}, losses[0]
