@@ -52,7 +52,7 @@ class Work:
 
 
 # The paper takes 4,800 steps and up to 8 restarts; one CPU core does a step of two restarts on LeNet in about 15 ms.
-LEVELS: Mapping[str, Work] = {"quick": Work(1, 120, 80), "default": Work(2, 400, 200), "paper": Work(8, 4800, 1000)}
+LEVELS: Mapping[str, Work] = {"quick": Work(1, 120, 80), "default": Work(1, 500, 200), "paper": Work(8, 4800, 1000)}
 FEATURE_LEVELS: Mapping[str, Work] = {"quick": Work(1, 40, 80), "default": Work(1, 300, 300), "paper": Work(8, 4800, 1000)}
 
 FEATURES_ALONE = (0.1, 0.03, 0.01)
@@ -106,7 +106,7 @@ def feature_matching() -> InvertingGradients:
     target of their own, which the cosine hardly feels once other entries dominate it or are hidden. L-BFGS on the squared
     error is what DLG does (Zhu et al. 2019); it needs the good start and the total variation.
     """
-    settings = Settings(learning_rate=0.05, features=1.0, polish=True)
+    settings = Settings(total_variation=0.1, learning_rate=0.05, features=1.0, polish=True)
     return InvertingGradients("feature-matching", settings, levels=FEATURE_LEVELS)
 
 
@@ -233,7 +233,7 @@ class _Run:
         self.classes = int(config.num_labels)
         self.shape = (size, config.num_channels, config.image_size, config.image_size)
         self.rng = torch.Generator().manual_seed(child(rng))
-        self.observed = {n: seen.gradients[n] for n in gradients.names}
+        self.observed = {n: seen.gradients[n] * seen.visible.get(n, torch.ones(())) for n in gradients.names}
         self.norm = torch.cat([g.flatten() for g in self.observed.values()]).norm()
         self.inputs: dict[str, LayerInput] = {}
         if settings.features and size == 1:
@@ -291,6 +291,10 @@ class _Run:
             if mask is None:
                 squares.append(factor.square())
                 inners.append(factor.inner(target if factor.x is not None else target.flatten()))
+            elif factor.x is not None and factor.x.shape[1] == 1:
+                # Of rank one, so the masked entries need not be formed.
+                squares.append(((factor.delta.square() @ mask.to(target.dtype)) * factor.x.square()).sum((1, 2)))
+                inners.append(factor.inner(target))
             else:
                 own = factor.explicit().flatten(1) * mask.flatten()
                 squares.append(own.square().sum(1))

@@ -53,11 +53,11 @@ def lenet(num_labels: int, *, image_size: int = 32, seed: int = 0) -> ImageClass
     PyTorch's own initialisation leaves almost no gradient behind four sigmoids (Zhu et al. 2019, DLG).
     """
     config = VisionConfig("lenet", num_labels, image_size)
-    steps: list[nn.Module] = []
-    for inputs, stride in ((config.num_channels, 2), (12, 2), (12, 1), (12, 1)):
-        steps += [nn.Conv2d(inputs, 12, 5, stride=stride, padding=2), nn.Sigmoid()]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        steps: list[nn.Module] = []
+        for inputs, stride in ((config.num_channels, 2), (12, 2), (12, 1), (12, 1)):
+            steps += [nn.Conv2d(inputs, 12, 5, stride=stride, padding=2), nn.Sigmoid()]
         model = ImageClassifier(config, nn.Sequential(*steps, nn.Flatten()), 12 * (image_size // 4) ** 2)
         for parameter in model.parameters():
             nn.init.uniform_(parameter, -0.5, 0.5)
