@@ -215,7 +215,7 @@ def _recommendation(f: Findings) -> str:
         "is wide, or seal every gradient."
     )
     if f.words is IMAGES:
-        advice = "A single image gives its features away in every linear layer; send larger batches, or seal all gradients."
+        advice = "Any part of a linear layer's gradient gives a single image's features away; seal every gradient."
     least = f"{entry.level.text} {f.words.share}"
     return f"None of the settings tested holds. The least is read behind {name}: {least}. {advice}"
 
