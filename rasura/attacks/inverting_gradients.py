@@ -7,6 +7,7 @@ largest hides little. Behind convolutions ``x`` is not the image but its feature
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -160,21 +161,32 @@ class _Run:
             x[:1] = self._refined(torch.full_like(x[:1], 0.5), FEATURES_ALONE, False, polish)
         if self.open:
             self.labels = self._likeliest(x[:1])
-        x, misfit = self._signed(x)
-        winner = int(misfit.argmin())
-        images = x[winner : winner + 1]
-        if self.settings.polish:
-            images = self._refined(images, WITH_GRADIENT, True, polish)
+        images = x[:1]
+        if not self.inputs or self._informative():
+            x, misfit = self._signed(x)
+            images = x[misfit.argmin()][None]
+            if self.settings.polish:
+                images = self._refined(images, WITH_GRADIENT, True, polish)
         factors, _ = self.gradients(images.requires_grad_(True), self._loss)
         gradient = {n: f.explicit()[0].detach().reshape(self.observed[n].shape) for n, f in factors.items()}
         details = {
-            "restarts": self.work.restarts, "steps": self.work.steps, "misfit": float(misfit[winner]),
-            "layer_inputs": len(self.inputs),
+            "restarts": self.work.restarts, "steps": self.work.steps, "layer_inputs": len(self.inputs),
         }  # fmt: skip
         return Reconstruction(
             (), "matched", labels=tuple(int(y) for y in self.labels), details=details, images=images[0].detach(),
             residual=relative_error(gradient, self.observed, self.seen.visible),
         )  # fmt: skip
+
+    def _informative(self) -> bool:
+        """Whether the convolutions show as many entries as there are pixel values.
+
+        With fewer, matching the gradient only blurs the image that the linear layers' inputs gave.
+        """
+        seen = 0
+        for name, gradient in self.observed.items():
+            if gradient.dim() == 4:
+                seen += int(self.seen.visible[name].sum()) if name in self.seen.visible else gradient.numel()
+        return seen >= math.prod(self.shape)
 
     def _likeliest(self, x: Tensor) -> Tensor:
         """The label with which the image ``x`` has the gradient nearest to the observed one."""
