@@ -12,8 +12,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
 from rasura.data.text import Example, data_hash, demo_examples, encode, groups, load_examples
 from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, Unavailable
+from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import bootstrap
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
@@ -31,9 +33,10 @@ from rasura.victims.step import step
 
 SECONDS = {
     "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "span": 4.0, "span-matching": 45.0, "dlg": 40.0, "tag": 40.0,
-    "lamp-cos": 70.0, "lamp-l1l2": 120.0, "grab": 240.0,
+    "lamp-cos": 70.0, "lamp-l1l2": 120.0, "grab": 240.0, "pursuit": 60.0,
+    "inverting-gradients": 20.0, "feature-matching": 20.0,
 }  # fmt: skip
-"""Rough CPU seconds of one attack on one short text on MiniLM, for the estimate before the start."""
+"""Rough CPU seconds of one attack on one short text on MiniLM, or one image, for the estimate before the start."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,19 @@ class Audit:
     """A prepared audit: inputs checked, model loaded, cells known. Iterate ``run`` to do what is not done yet."""
 
     def __init__(self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None) -> None:
-        self.plan = plan.checked()
-        self.examples = self._examples()
+        self.plan = plan = plan.checked()
+        self.images = self._images() if plan.task == "vision" else []
+        self.examples = [] if self.images else self._examples()
         self.defenses = {text: parse_defense(text) for text in plan.defenses}
         self.updates = {text: parse_update(text) for text in plan.updates}
         self.metrics = {name: make_metric(name) for name in plan.metrics}
         self.attacks = {name: make_attack(name) for name in plan.attacks}
-        labels = plan.num_labels or max(2, 1 + max((e.label or 0) for e in self.examples))
+        private: Sequence[Any] = self.images or self.examples
+        labels = plan.num_labels or max(2, 1 + max((e.label or 0) for e in private))
         task: Any = plan.task
         self.victim = victim or load(plan.model, task, num_labels=labels, seed=plan.seed, device=device)
         self.device = device
-        self.data = data_hash(self.examples)
+        self.data = images_hash(self.images) if self.images else data_hash(self.examples)
         self.reference = self._reference()
         # By adapter rank, 0 for none: the model that is trained, and the adversary's copy of it.
         ranks = {local.lora for local, _ in self.updates.values()}
@@ -72,8 +77,12 @@ class Audit:
         self.adversaries = {rank: adversary_copy(model) for rank, model in self.models.items()}
         self.unavailable: dict[str, str] = {}
         # Everything is tokenized once before the first cell, so that a bad text is refused now.
-        self.batches = {size: [self._encode(g) for g in groups(self.examples, size)] for size in plan.batch_sizes}
+        self.batches = {size: [self._encode(g) for g in groups(private, size)] for size in plan.batch_sizes}
         self.cells = list(self._cells())
+
+    def _images(self) -> list[ImageExample]:
+        plan = self.plan
+        return demo_images()[: plan.limit] if plan.data is None else load_images(plan.data, limit=plan.limit)
 
     def _examples(self) -> list[Example]:
         plan = self.plan
@@ -95,8 +104,10 @@ class Audit:
             raise InputError(f"{self.plan.reference} holds {both} of the audited texts; expected other texts of their kind")
         return tuple(e.text for e in found)
 
-    def _encode(self, group: Sequence[Example]) -> Any:
+    def _encode(self, group: Sequence[Any]) -> Any:
         v = self.victim
+        if v.task == "vision":
+            return encode_images(group, size=v.max_length, num_labels=v.num_labels, truncate=self.plan.truncate)
         return encode(
             group, v.tokenizer, v.task, max_length=v.max_length, num_labels=v.num_labels, truncate=self.plan.truncate
         )
@@ -149,7 +160,7 @@ class Audit:
         status, reason, guess = self._attempt(self.attacks[cell.attack], cell, truth, threat)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         _, _, floor = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
-        scored = guess is not None and bool(guess.tokens)
+        scored = guess is not None and (bool(guess.tokens) or guess.images is not None)
         return Record(
             key=cell.key,
             attack=cell.attack,
@@ -168,7 +179,7 @@ class Audit:
             blind=self.scores(floor, truth) if floor is not None else {},
             recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
             details=dict(guess.details) if guess is not None else {},
-            n_tokens=sum(truth.batch.lengths),
+            n_tokens=0 if self.images else sum(truth.text_batch.lengths),
             sent_bytes=sum(g.numel() * g.element_size() for g in truth.message.gradients.values()),
             threat_plain=threat.plain,
             wall_seconds=wall,
@@ -227,16 +238,33 @@ def _score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcr
 
 
 def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
-    """What was read of each text, word by word: (word, read back?, sensitive?); masked unless ``show``."""
+    """What was read of each text, word by word: (word, read back?, sensitive?); masked unless ``show``.
+
+    Of images, both as ``data:`` URLs; unless ``show``, only how alike they are.
+    """
+    if guess.images is not None:
+        return _recovered_images(guess, truth, show)
     texts = read_texts(guess, truth)
     metric = rouge("rouge1")
     out = []
-    for text, (score, place) in zip(truth.batch.texts, paired(truth.batch.seen, texts, metric.score)):
+    for text, (score, place) in zip(truth.text_batch.texts, paired(truth.text_batch.seen, texts, metric.score)):
         read = texts[place] if place >= 0 else ""
         words = [[w if show else "█" * len(w), hit, hurts] for w, hit, hurts in marked_words(text, read)]
         shown = read if show else " ".join("█" * len(w) for w in read.split())
         sent = text if show else " ".join(str(w[0]) for w in words)
         out.append({"sent": sent, "read": shown, "words": words, "score": score})
+    return out
+
+
+def _recovered_images(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
+    images = truth.image_batch.pixel_values
+    out: list[dict[str, Any]] = []
+    for image, place in zip(images, paired_images(images, guess.images)):
+        if place < 0 or guess.images is None:
+            continue
+        read = guess.images[place]
+        row = {"sent": data_url(image), "read": data_url(read)} if show else {"sent": "", "read": ""}
+        out.append({**row, "words": [], "image": True, "score": ssim(image, read)})
     return out
 
 

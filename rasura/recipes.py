@@ -32,6 +32,8 @@ ATTACKS: Mapping[str, Callable[[], Attack[Reconstruction]]] = {
     "lamp-l1l2": _lazy("rasura.attacks.gradient_matching.presets", "lamp_l1l2"),
     "grab": _lazy("rasura.attacks.gradient_matching.presets", "grab"),
     "best": _lazy("rasura.attacks.best", "Best"),
+    "inverting-gradients": _lazy("rasura.attacks.inverting_gradients", "inverting_gradients"),
+    "feature-matching": _lazy("rasura.attacks.inverting_gradients", "feature_matching"),
 }
 ABOUT_ATTACKS: Mapping[str, str] = {
     "blind": "guesses from the language alone, without looking at the update",
@@ -46,6 +48,8 @@ ABOUT_ATTACKS: Mapping[str, str] = {
     "lamp-l1l2": "the same with squared plus absolute distance (LAMP)",
     "grab": "gradient matching that learns dropout masks and ends in a beam search (GRAB)",
     "best": "the portfolio: cheap attacks first, until a text is certain",
+    "inverting-gradients": "images: cosine distance, signed steps, total variation (Geiping et al.)",
+    "feature-matching": "images: the same, from what linear layers give away of a single image, and with L-BFGS",
 }
 
 # name -> (builder, type of the parameter, what it is); None where a defense takes no parameter.
@@ -84,6 +88,17 @@ METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
     "sensitive": _lazy("rasura.metrics.sensitive", "Sensitive"),
 }
 
+IMAGE_METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
+    "mse": _lazy("rasura.metrics.image", "image_mse"),
+    "psnr": _lazy("rasura.metrics.image", "image_psnr"),
+    "ssim": _lazy("rasura.metrics.image", "image_ssim"),
+    "lpips": _lazy("rasura.metrics.image", "image_lpips"),
+}
+
+IMAGE_ATTACKS = ("blind", "inverting-gradients", "feature-matching")
+IMAGE_DEFENSES = ("none", "gaussian", "laplace", "pruning", "random-pruning", "fp16", "bf16", "sign")
+"""What works on the task ``vision``; its other attacks and defenses are those of texts."""
+
 SUITES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "quick": (
         ("blind", "embedding-rows", "span"),
@@ -113,8 +128,9 @@ def attack(name: str) -> Attack[Reconstruction]:
 
 
 def metric(name: str) -> Metric[Reconstruction]:
-    """The metric called ``name``."""
-    return METRICS[known("metric", name, METRICS)]()
+    """The metric called ``name``, of texts or images."""
+    every = {**METRICS, **IMAGE_METRICS}
+    return every[known("metric", name, every)]()
 
 
 def parse_update(text: str) -> tuple[Local, Defense]:

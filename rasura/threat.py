@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rasura.values import Grant, Observation, Transcript
+from rasura.values import Batch, Grant, Observation, Transcript
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,12 @@ def observe(
         Grant.MODEL: lambda: adversary_model if adversary_model is not None else adversary_copy(truth.model),
         Grant.BASE_MODEL: lambda: truth.vocabulary,
         Grant.LABELS: lambda: truth.batch.labels.clone(),
-        Grant.LENGTHS: lambda: truth.batch.lengths,
         Grant.BATCH_SIZE: lambda: len(truth.batch),
         Grant.MECHANISM: lambda: truth.mechanism,
     }
+    if isinstance(truth.batch, Batch):
+        lengths = truth.batch.lengths
+        sources[Grant.LENGTHS] = lambda: lengths
     if reference_text is not None:
         sources[Grant.REFERENCE_TEXT] = lambda: reference_text
     granted = {g: sources[g]() for g in Grant if g in threat.grants and g in sources}

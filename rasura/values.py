@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Task = Literal["classification", "causal"]
+Task = Literal["classification", "causal", "vision"]
 Confidence = Literal["verified", "span", "matched", "none"]
 Parameter = float | int | str | bool | None
 
@@ -74,6 +74,10 @@ class Vocabulary:
         return self.decode([i for i in ids if 0 <= i < self.size and i not in self.special_ids])
 
 
+NO_TEXT = Vocabulary(0, decode=lambda ids: "", encode=lambda text: [])
+"""The vocabulary of a step on images."""
+
+
 @dataclass(frozen=True)
 class Batch:
     """Private texts as the model takes them.
@@ -128,6 +132,37 @@ class Batch:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class ImageBatch:
+    """Private images as the model takes them.
+
+    ``pixel_values`` is ``(batch, channels, height, width)`` in ``[0, 1]``, ``labels`` ``(batch,)`` int64; ``names`` say
+    where each image came from.
+    """
+
+    pixel_values: Tensor
+    labels: Tensor
+    names: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.pixel_values.dim() != 4 or not len(self.pixel_values) == len(self.labels) == len(self.names):
+            raise ValueError(
+                f"pixel_values {tuple(self.pixel_values.shape)} must be (batch, channels, height, width), with a label "
+                f"(found {len(self.labels)}) and a name (found {len(self.names)}) for each"
+            )
+
+    def __len__(self) -> int:
+        return int(self.pixel_values.shape[0])
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The keyword arguments of an image classifier's forward."""
+        return {"pixel_values": self.pixel_values, "labels": self.labels}
+
+    def to(self, device: torch.device | str) -> ImageBatch:
+        """The same batch with its tensors on ``device``."""
+        return ImageBatch(self.pixel_values.to(device), self.labels.to(device), self.names)
+
+
 Gradients = Mapping[str, Tensor]
 """One tensor per parameter name, as in ``model.named_parameters()``."""
 
@@ -163,13 +198,28 @@ class Message:
 class Transcript:
     """The truth of one step, secrets inside. Only ``threat.observe`` and metrics read it."""
 
-    batch: Batch
+    batch: Batch | ImageBatch
     model: torch.nn.Module
     message: Message
     mechanism: tuple[Mechanism, ...]
     loss: float
     task: Task
     vocabulary: Vocabulary
+
+
+    @property
+    def text_batch(self) -> Batch:
+        """The batch of a language model's step. Raises ``TypeError`` for images."""
+        if not isinstance(self.batch, Batch):
+            raise TypeError("this step was taken on images, not texts")
+        return self.batch
+
+    @property
+    def image_batch(self) -> ImageBatch:
+        """The batch of an image classifier's step. Raises ``TypeError`` for texts."""
+        if not isinstance(self.batch, ImageBatch):
+            raise TypeError("this step was taken on texts, not images")
+        return self.batch
 
 
 class NotGranted(LookupError):
@@ -250,13 +300,15 @@ class Observation:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """A guess at the private texts.
+    """A guess at the private texts or images.
 
     ``tokens`` holds one id sequence per guessed text, special tokens included where the attack places them and ``UNKNOWN``
     where a position stayed open. ``ordered`` is false for a bag of tokens. ``confidence``: ``verified`` (the guess
     reproduces the observed gradient), ``span`` (every token lies in the observed row space), ``matched`` (the best that an
     optimisation found) or ``none``. ``residual`` is the attack's own measure of misfit, smaller is better. ``details`` holds
     plain figures for the record. ``texts`` is filled in by the caller, with the vocabulary.
+
+    A guess at private images has no tokens but ``images``, ``(batch, channels, height, width)`` in ``[0, 1]``.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -266,6 +318,7 @@ class Reconstruction:
     residual: float | None = None
     details: Mapping[str, Parameter] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
+    images: Tensor | None = None
 
 
 @dataclass(frozen=True)

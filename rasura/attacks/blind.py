@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Generator
 
-from rasura.interfaces import Budget
+from rasura.interfaces import Budget, NotApplicable
 from rasura.priors.ngram import Unigram
 from rasura.values import Grant, Observation, Reconstruction
 
@@ -23,18 +26,30 @@ def best_guess(prior: Unigram, length: int) -> tuple[int, ...]:
     return tuple(token for _, token in copies[:best_size])
 
 
+def _grey(seen: Observation) -> Reconstruction:
+    """Of the model, only its input's size is read."""
+    if Grant.MODEL not in seen:
+        raise NotApplicable("the size of an image is the model's, which is not granted")
+    config: Any = seen.model.config
+    size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
+    images = torch.full((size, config.num_channels, config.image_size, config.image_size), 0.5)
+    return Reconstruction((), "none", details={"prior": "grey"}, images=images)
+
+
 class Blind:
     """What anybody could guess: the commonest tokens of the language, or of reference text of the same kind.
 
-    Without a granted batch size it guesses one text, without lengths a text of usual length. Every text of a batch gets the
-    best guess for its length. Reads no gradient.
+    For images it is grey, the mean of all pixel values. Without a granted batch size it guesses one text, without lengths a
+    text of usual length. Every text of a batch gets the best guess for its length. Reads no gradient.
     """
 
     name = "blind"
     needs = frozenset({Grant.BASE_MODEL})
-    uses = frozenset({Grant.BATCH_SIZE, Grant.LENGTHS, Grant.REFERENCE_TEXT})
+    uses = frozenset({Grant.BATCH_SIZE, Grant.LENGTHS, Grant.REFERENCE_TEXT, Grant.MODEL})
 
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        if seen.task == "vision":
+            return _grey(seen)
         vocabulary = seen.vocabulary
         if Grant.REFERENCE_TEXT in seen and seen.reference_text:
             prior = Unigram.of(vocabulary, seen.reference_text)

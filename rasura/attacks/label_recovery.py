@@ -6,6 +6,8 @@ Yin et al. 2021), up to the head's own mean prediction, which the attacker's mod
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Generator, Tensor, nn
 
@@ -41,6 +43,24 @@ def _probe(model: nn.Module, head: Linear, rng: Generator, vocabulary: Vocabular
             probabilities.append(logits[0].double().softmax(0))
             inputs.append(states.reshape(-1, states.shape[-1])[-1].double())  # decoders score every position, use the last
     return torch.stack(probabilities).mean(0).cpu(), torch.stack(inputs).mean(0).cpu()
+
+
+def _last_linear(model: nn.Module) -> Linear | None:
+    """The head of an image classifier."""
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    bias = names and dict(model.named_modules())[names[-1]].bias is not None
+    return Linear(names[-1], f"{names[-1]}.weight", f"{names[-1]}.bias" if bias else None, False) if names else None
+
+
+def _probe_images(model: nn.Module, head: Linear, rng: Generator) -> tuple[Tensor, Tensor]:
+    """As ``_probe``, of grey images with noise."""
+    config: Any = model.config
+    size = (_PROBES, config.num_channels, config.image_size, config.image_size)
+    pixels = (0.5 + 0.2 * torch.randn(size, generator=rng)).clamp(0, 1)
+    with torch.no_grad():
+        probabilities = model(pixel_values=pixels).logits.double().softmax(1)
+        inputs = layer_inputs(model, [head.module], pixel_values=pixels)[head.module].double()
+    return probabilities.mean(0), inputs.mean(0)
 
 
 def class_deltas(seen: Observation, head: Linear, typical: Tensor) -> tuple[Tensor, bool]:
@@ -117,11 +137,12 @@ class LabelRecovery:
         if seen.task == "causal":
             raise NotApplicable("a causal model's labels are its own tokens")
         kind = getattr(seen.model.config, "problem_type", None)
-        head = parts(seen.model).head
+        head = _last_linear(seen.model) if seen.task == "vision" else parts(seen.model).head
         if head is None or kind in ("regression", "multi_label_classification"):
             raise NotApplicable(f"expected a single-label classification head, found {kind or 'no head'}")
         vocabulary = seen.vocabulary if Grant.BASE_MODEL in seen else None
-        expected, typical = _probe(seen.model, head, rng, vocabulary)
+        probe = _probe_images(seen.model, head, rng) if seen.task == "vision" else None
+        expected, typical = probe or _probe(seen.model, head, rng, vocabulary)
         if len(expected) < 2:
             raise NotApplicable("the head has one output, a regression; expected two labels or more")
         deltas, exact = class_deltas(seen, head, typical)

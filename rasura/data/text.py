@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rasura.interfaces import InputError, MissingExtra
 from rasura.values import Batch, Task
+
+E = TypeVar("E")
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,7 @@ def encode(
     return Batch(ids, mask, labels, texts, seen, types, special)
 
 
-def groups(examples: Sequence[Example], size: int) -> list[list[Example]]:
+def groups(examples: Sequence[E], size: int) -> list[list[E]]:
     """``examples`` in order, ``size`` at a time; an incomplete last group is left out unless it is the only one."""
     whole = [list(examples[k : k + size]) for k in range(0, len(examples) - size + 1, size)]
     return whole or [list(examples)]

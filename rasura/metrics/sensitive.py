@@ -60,9 +60,9 @@ class Sensitive:
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         read = read_texts(guess, truth)
-        pairs = paired(truth.batch.seen, read, lambda a, b: float(_scorer("rouge1").score(a, b)["rouge1"].fmeasure))
+        pairs = paired(truth.text_batch.seen, read, lambda a, b: float(_scorer("rouge1").score(a, b)["rouge1"].fmeasure))
         out = []
-        for text, (_, place) in zip(truth.batch.texts, pairs):
+        for text, (_, place) in zip(truth.text_batch.texts, pairs):
             wanted = Counter(w for a, b in sensitive_spans(text) for w in words(text[a:b]))
             got = Counter(words(read[place])) if place >= 0 else Counter()
             total = sum(wanted.values())

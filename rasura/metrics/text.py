@@ -26,7 +26,7 @@ class TextMetric:
     higher_is: Literal["worse", "better"] = "worse"
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
-        return [value for value, _ in paired(truth.batch.seen, read_texts(guess, truth), self.score)]
+        return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), self.score)]
 
 
 @lru_cache(maxsize=4)
@@ -75,7 +75,7 @@ class Meteor:
             raise Unavailable(
                 "METEOR needs WordNet, which NLTK does not find; set NLTK_DATA to a folder that holds corpora/wordnet.zip"
             )
-        return [value for value, _ in paired(truth.batch.seen, read_texts(guess, truth), _meteor)]
+        return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), _meteor)]
 
 
 def wordnet() -> str | None:
@@ -101,12 +101,12 @@ class TokenMetric:
     higher_is: Literal["worse", "better"] = "worse"
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
-        special = truth.batch.special_ids | truth.vocabulary.special_ids
+        special = truth.text_batch.special_ids | truth.vocabulary.special_ids
 
         def plain(ids: Sequence[int]) -> list[int]:
             return [i for i in ids if i not in special and i != UNKNOWN]
 
-        whole = [truth.batch.ids(row) for row in range(len(truth.batch))]
+        whole = [truth.text_batch.ids(row) for row in range(len(truth.text_batch))]
         read = list(guess.tokens)
         table = np.array([[_common(plain(a), plain(b)) for b in read] for a in whole]).reshape(len(whole), len(read))
         places = assign(table.astype(float))

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rasura.metrics.intervals import bootstrap
 
 HEADLINE = "token_recall"
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How one kind of data is spoken of: one record, several, and what the headline metric is a share of."""
+
+    one: str
+    many: str
+    share: str
+    unit: str
+
+
+TEXTS = Wording("note", "notes", "of the words", "Words read back, %")
+IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure read back (SSIM), %")
 HOLDS_WITHIN = 0.1
 """A setting holds when the upper bound of its risk is at most this much above the guessing level."""
 
@@ -77,6 +91,8 @@ class Findings:
     sizes: tuple[int, ...]
     cells: int
     failed: int
+    words: Wording = TEXTS
+    figures: tuple[dict[str, Any], ...] = ()
 
 
 def pooled(values: Iterable[float | None]) -> Level | None:
@@ -120,12 +136,14 @@ def _setting(update: str, defense: str) -> str:
 
 
 def findings(
-    records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str = HEADLINE
+    records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str | None = None
 ) -> Findings:
-    """What the records say. ``plan`` gives the order of attacks and defenses."""
+    """What the records say. ``plan`` gives the order of attacks and defenses. ``metric``: the task's headline if None."""
     every = [{**r, "defense": _setting(r.get("update", "fedsgd"), r["defense"])} for r in records]
     order = dict(plan or {})
     order["defenses"] = [_setting(u, d) for u in order.get("updates", ["fedsgd"]) for d in order.get("defenses", [])]
+    images = order.get("task") == "vision"
+    metric = metric or ("ssim" if images else HEADLINE)
     attacks = [a for a in order.get("attacks", []) if any(r["attack"] == a for r in every)]
     attacks += sorted({r["attack"] for r in every} - set(attacks))
     defenses = [d for d in order.get("defenses", []) if any(r["defense"] == d for r in every)]
@@ -146,9 +164,26 @@ def findings(
         {r["threat"]: r.get("threat_plain", "") for r in every},
         tuple(_evidence(strongest)), tuple(sorted({r["batch_size"] for r in every})),
         len(every), sum(r["status"] == "failed" for r in every),
+        IMAGES if images else TEXTS, tuple(_figures(groups, attacks, defenses)) if images else (),
     )  # fmt: skip
     recommendation = _recommendation(found)
     return Findings(**{**found.__dict__, "sentence": tuple(_sentence(found, every)), "recommendation": recommendation})
+
+
+def _figures(
+    groups: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], attacks: Sequence[str], defenses: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Means of MSE and PSNR, which are no shares, with the blind level beside them."""
+    for defense in defenses:
+        for attack in attacks:
+            scored = [r for r in groups.get((attack, defense), ()) if r["scores"]]
+            row: dict[str, Any] = {"attack": attack, "defense": defense, "n": len(_values(scored, "mse"))}
+            for metric in ("mse", "psnr"):
+                for side in ("scores", "blind"):
+                    values = [v for v in _values(scored, metric, side) if v is not None]
+                    row[f"{metric}_{side}"] = sum(values) / len(values) if values else None
+            if row["n"]:
+                yield row
 
 
 def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -157,9 +192,9 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["No attack gave a result that can be scored; the reasons stand in the table."]
     entry = f.best[plain]
     assert entry.level is not None
-    sizes = "a single note" if f.sizes == (1,) else f"{f.sizes[0]} to {f.sizes[-1]} notes"
+    sizes = f"a single {f.words.one}" if f.sizes == (1,) else f"{f.sizes[0]} to {f.sizes[-1]} {f.words.many}"
     where = "with no protection" if plain == "none" else f"behind {plain}"
-    out = [f"From one update of {sizes} {where}, the server read back {entry.level.text} of the words."]
+    out = [f"From one update of {sizes} {where}, the server read back {entry.level.text} {f.words.share}."]
     out.append(f"Guessing without the update: {f.blind.text}.")
     sensitive = [r for r in records if (r["attack"], r["defense"]) == (entry.attack, plain)]
     values = [v for v in _values(sensitive, "sensitive") if v is not None]
@@ -178,16 +213,19 @@ def _recommendation(f: Findings) -> str:
         level = f.best[name].level
         assert level is not None
         return (
-            f"Of the settings tested, {name} holds: {level.text} of the words, against {f.blind.text} by guessing. "
+            f"Of the settings tested, {name} holds: {level.text} {f.words.share}, against {f.blind.text} by guessing. "
             "Empirical only: no formal guarantee, and a stronger attack may come."
         )
     name, entry = min(f.best.items(), key=lambda item: item[1].level.mean if item[1].level else 1.0)
     assert entry.level is not None
-    return (
-        f"None of the settings tested holds. The least is read behind {name}: {entry.level.text} of the words. Freezing or "
-        "dropping out lower layers does not help; keep updates back until they hold more tokens than the model is wide, or "
-        "seal every gradient."
+    advice = (
+        "Freezing or dropping out lower layers does not help; keep updates back until they hold more tokens than the model "
+        "is wide, or seal every gradient."
     )
+    if f.words is IMAGES:
+        advice = "Any part of a linear layer's gradient gives a single image's features away; seal every gradient."
+    least = f"{entry.level.text} {f.words.share}"
+    return f"None of the settings tested holds. The least is read behind {name}: {least}. {advice}"
 
 
 def _evidence(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text:
     loader = PackageLoader("rasura", "report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     f = findings(records, plan)
-    evidence = [dict(e, words=_words(e["words"], show_text), read=_shown(e["read"], show_text)) for e in f.evidence]
+    evidence = [_evidence(e, show_text) for e in f.evidence]
     return environment.get_template("page.html").render(
         f=f,
         evidence=evidence,
@@ -52,6 +52,12 @@ def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text:
         seconds=sum(r["wall_seconds"] for r in records),
         curves=_curves(f),
     )
+
+
+def _evidence(row: Mapping[str, Any], show: bool) -> dict[str, Any]:
+    if row.get("image"):
+        return dict(row) if show else dict(row, sent="", read="")
+    return dict(row, words=_words(row["words"], show), read=_shown(row["read"], show))
 
 
 def _words(words: list[list[Any]], show: bool) -> list[tuple[str, bool, bool]]:

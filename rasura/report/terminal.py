@@ -10,8 +10,8 @@ from rasura.report.findings import Findings
 
 
 def summary(f: Findings) -> Group:
-    """The sentence and a compact matrix: percent of the words read back, by attack and defense."""
-    table = Table(title="Words read back, %", title_justify="left", caption_justify="left", header_style="bold")
+    """The sentence and a compact matrix: percent read back, by attack and defense."""
+    table = Table(title=f.words.unit, title_justify="left", caption_justify="left", header_style="bold")
     table.add_column("attack", no_wrap=True)
     for defense in f.defenses:
         table.add_column(defense.replace("+", "\n+").replace("-", "-\n"), justify="right")

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rasura.interfaces import InputError, MissingExtra
-from rasura.values import Task, Vocabulary
+from rasura.values import NO_TEXT, Task, Vocabulary
 from rasura.victims.models import parts
 
 EMBEDDED = "minilm"
@@ -21,7 +21,10 @@ EMBEDDED = "minilm"
 
 @dataclass(frozen=True)
 class Victim:
-    """A loaded model with its tokenizer. ``max_length`` is in tokens; ``num_labels`` is 0 for a causal model."""
+    """A loaded model with its tokenizer (None for images).
+
+    ``max_length`` is in tokens, in pixels a side for images; ``num_labels`` is 0 for a causal model.
+    """
 
     model: nn.Module
     tokenizer: Any
@@ -86,10 +89,16 @@ def load(
     """Load a classifier or causal model with its tokenizer, in eval mode, with eager attention, in float32.
 
     ``path_or_id`` is a folder, a hub id, or ``"minilm"``. A head that the folder lacks is drawn fresh from ``seed``. A PEFT
-    adapter folder is loaded on its base model (extra ``rasura[lora]``). Raises ``InputError`` for everything that is wrong
-    with the folder.
+    adapter folder is loaded on its base model (extra ``rasura[lora]``). For the task ``vision`` it is ``lenet``, ``cnn``
+    or a safetensors file with the weights of one of them. Raises ``InputError`` for everything that is wrong with the
+    folder.
     """
     name = str(path_or_id)
+    if task == "vision":
+        from rasura.victims.vision import build
+
+        images = build(name, num_labels, seed=seed).to(device)
+        return Victim(images, None, NO_TEXT, task, name, images.config.image_size, images.config.num_labels)
     path = embedded_model_path() if name == EMBEDDED else Path(name)
     source = str(path)
     if path.exists() and not path.is_dir():

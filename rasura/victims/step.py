@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rasura.interfaces import Defense, InputError
 from rasura.rng import child
 from rasura.updates import FEDSGD, Local, changed
-from rasura.values import Batch, Gradients, Message, PerExample, Stage, Task, Transcript, Vocabulary
+from rasura.values import Batch, Gradients, ImageBatch, Message, PerExample, Stage, Task, Transcript, Vocabulary
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def gradients(model: nn.Module, inputs: Mapping[str, Tensor], local: Local = FED
 
 def step(
     model: nn.Module,
-    batch: Batch,
+    batch: Batch | ImageBatch,
     defense: Defense = (),
     *,
     task: Task,

@@ -1,0 +1,468 @@
+"""Images: the two classifiers, files, metrics, the attacks on a tiny model, and the audit of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_cli import refused
+from torch import Tensor
+
+from rasura import recipes
+from rasura.attacks.image_layers import ImageGradients, layer_input
+from rasura.attacks.inverting_gradients import total_variation
+from rasura.auditing import Audit, audit
+from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
+from rasura.interfaces import AttackFailed, Budget, InputError, MissingExtra, NotApplicable, Unavailable
+from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_psnr, image_ssim, mse, psnr, ssim
+from rasura.plan import Plan
+from rasura.records import RunStore
+from rasura.report.findings import findings
+from rasura.report.page import write_report
+from rasura.rng import generator
+from rasura.threat import HONEST_SERVER, adversary_copy, observe
+from rasura.values import (
+    NO_TEXT,
+    Batch,
+    Grant,
+    ImageBatch,
+    Message,
+    NotGranted,
+    Observation,
+    Reconstruction,
+    Transcript,
+)  # fmt: skip
+from rasura.victims.step import step
+from rasura.victims.vision import ImageClassifier, build, cnn, lenet
+
+ATTACKS = ("inverting-gradients", "feature-matching")
+SIZE = 16
+QUICK = Budget("quick")
+
+
+def image_batch(rows: int = 1, size: int = SIZE) -> ImageBatch:
+    return encode_images(demo_images(size)[:rows], size=size, num_labels=4)
+
+
+def sent(model: ImageClassifier | None = None, defense: str = "none", rows: int = 1) -> Transcript:
+    model = lenet(4, image_size=SIZE) if model is None else model
+    batch = image_batch(rows, model.config.image_size)
+    return step(model, batch, recipes.parse_defense(defense), task="vision", vocabulary=NO_TEXT, rng=generator(0, "step"))
+
+
+def read(name: str, truth: Transcript, *, seed: int = 0) -> Reconstruction:
+    return recipes.attack(name)(observe(truth, HONEST_SERVER), rng=generator(seed, "attack"), budget=QUICK)
+
+
+def decibels(guess: Reconstruction, truth: Transcript) -> float:
+    return min(image_psnr()(guess, truth))
+
+
+def test_every_attack_of_images_has_a_row() -> None:
+    assert {"blind", *ATTACKS} == set(recipes.IMAGE_ATTACKS) <= set(recipes.ATTACKS)
+
+
+# --- the classifiers
+
+
+def test_the_classifiers_have_the_papers_sizes() -> None:
+    for make, count in ((lenet, 88_648), (cnn, 2_202_660)):
+        assert sum(p.numel() for p in make(100).parameters()) == count
+
+
+def test_weights_come_from_the_seed_or_from_a_file(tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    one, same, other = (lenet(5, seed=s).head.weight for s in (0, 0, 1))
+    assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(torch.get_rng_state(), state)
+    for make in (lenet, cnn):
+        save_file(make(7, seed=3).state_dict(), tmp_path / "weights.safetensors")
+        found = build(tmp_path / "weights.safetensors", 2)
+        assert found.config.model_type == make.__name__ and found.config.num_labels == 7
+        assert torch.equal(found.head.weight, make(7, seed=3).head.weight)
+    save_file({"head.weight": torch.zeros(3, 4)}, tmp_path / "other.safetensors")
+    (tmp_path / "text.safetensors").write_text("x")
+    bad = (("lenett", "neither"), ("other.safetensors", "neither lenet nor cnn"), ("text.safetensors", "is no"))
+    for name, message in bad:
+        with pytest.raises(InputError, match=message):
+            build(tmp_path / name, 2)
+
+
+@pytest.mark.parametrize("make", [lenet, cnn])
+def test_a_step_without_protection_equals_autograd(make: Any) -> None:
+    model = make(4, image_size=SIZE)
+    batch = image_batch(3)
+    loss = torch.nn.functional.cross_entropy(model(batch.pixel_values).logits, batch.labels)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    truth = sent(model, rows=3)
+    assert truth.loss == pytest.approx(float(loss.detach()), rel=1e-6)
+    for gradient, wanted in zip(truth.message.gradients.values(), expected):
+        assert torch.allclose(gradient, wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("defense", ["gaussian:0.001", "laplace:0.001", "pruning:0.7", "random-pruning:0.7"])
+def test_defenses_of_the_message_work_on_images(defense: str) -> None:
+    plain, truth = sent(), sent(defense=defense)
+    assert set(truth.message.gradients) == set(plain.message.gradients)
+    assert truth.mechanism and any(
+        not torch.equal(g, plain.message.gradients[n]) for n, g in truth.message.gradients.items()
+    )
+
+
+@pytest.mark.parametrize("defense", ["frozen-embeddings", "frozen-blocks:1", "dropout:0.1"])
+def test_defenses_of_language_models_are_refused(defense: str) -> None:
+    with pytest.raises(InputError):
+        sent(defense=defense)
+    with pytest.raises(InputError, match="is for language models"):
+        Plan(task="vision", defenses=(defense,)).checked()
+
+
+# --- files and batches
+
+
+def test_files_and_folders_become_examples(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for name, colour in (("b_07.png", (255, 0, 0)), ("a_3.png", (0, 255, 0)), ("plain.png", (0, 0, 51))):
+        image.new("RGB", (32, 32), colour).save(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("not an image")
+    found = load_images(tmp_path)
+    assert [(e.name, e.label) for e in found] == [("a_3.png", 3), ("b_07.png", 7), ("plain.png", 0)]
+    assert found[2].pixels[:, 0, 0].tolist() == pytest.approx([0, 0, 0.2])
+    assert load_images(tmp_path / "a_3.png")[0].label == 3 and len(load_images(tmp_path, limit=2)) == 2
+    assert images_hash(found) != images_hash(found[::-1])
+    image.new("L", (60, 40), 128).save(tmp_path / "wide_1.jpg")
+    wide = load_images(tmp_path / "wide_1.jpg")
+    with pytest.raises(InputError, match="60x40 pixels but the model takes 32x32; pass --truncate"):
+        encode_images(wide, size=32, num_labels=2)
+    assert encode_images(wide, size=32, num_labels=2, truncate=True).pixel_values.shape == (1, 3, 32, 32)
+
+
+def test_bad_files_are_named_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        load_images(tmp_path / "none.png")
+    with pytest.raises(InputError, match="holds no image"):
+        load_images(tmp_path)
+    with pytest.raises(InputError, match=r"label 9, outside the head's 0 .. 3; pass --num-labels 10"):
+        encode_images([ImageExample("x_9.png", torch.zeros(3, 8, 8), 9)], size=8, num_labels=4)
+    (tmp_path / "bad.png").write_text("no image")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtra, match=r"rasura\[images\]"):
+        load_images(tmp_path / "bad.png")
+    monkeypatch.undo()
+    pytest.importorskip("PIL")
+    with pytest.raises(InputError, match="cannot be read as an image"):
+        load_images(tmp_path / "bad.png")
+
+
+def test_batches_are_checked_and_the_two_kinds_are_not_confused() -> None:
+    with pytest.raises(ValueError, match="pixel_values"):
+        ImageBatch(torch.zeros(2, 3, 4, 4), torch.zeros(1), ("a", "b"))
+    truth = sent()
+    assert truth.image_batch is truth.batch and not isinstance(truth.batch, Batch)
+    with pytest.raises(TypeError, match="not texts"):
+        _ = truth.text_batch
+
+
+# --- metrics
+
+
+def reference_ssim(a: Tensor, b: Tensor) -> float:
+    """Wang et al. 2004, equations 6 and 14 to 16, place after place."""
+    weight = [[math.exp(-((i - 5) ** 2 + (j - 5) ** 2) / (2 * 1.5**2)) for j in range(11)] for i in range(11)]
+    total = sum(map(sum, weight))
+    scores = []
+    for channel in range(len(a)):
+        for top in range(a.shape[1] - 10):
+            for left in range(a.shape[2] - 10):
+                pairs = [
+                    (weight[i][j] / total, float(a[channel, top + i, left + j]), float(b[channel, top + i, left + j]))
+                    for i in range(11) for j in range(11)
+                ]  # fmt: skip
+                ma, mb = sum(w * x for w, x, _ in pairs), sum(w * y for w, _, y in pairs)
+                va, vb = sum(w * (x - ma) ** 2 for w, x, _ in pairs), sum(w * (y - mb) ** 2 for w, _, y in pairs)
+                both = sum(w * (x - ma) * (y - mb) for w, x, y in pairs)
+                c1, c2 = 0.01**2, 0.03**2
+                scores.append((2 * ma * mb + c1) * (2 * both + c2) / ((ma**2 + mb**2 + c1) * (va + vb + c2)))
+    return sum(scores) / len(scores)
+
+
+def test_ssim_equals_the_slow_reference() -> None:
+    rng = generator(0, "ssim")
+    for height, width in ((11, 11), (13, 15)):
+        a, b = (torch.rand(2, height, width, generator=rng, dtype=torch.double) for _ in range(2))
+        for other in (b, 0.7 * a + 0.3 * b, 1 - a):
+            assert ssim(a, other) == pytest.approx(reference_ssim(a, other), abs=1e-12)
+            assert ssim(a, other) == pytest.approx(ssim(other, a), abs=1e-12)
+        assert ssim(a, a) == pytest.approx(1.0, abs=1e-12)
+    with pytest.raises(ValueError, match="at least 11x11"):
+        ssim(torch.zeros(3, 8, 8), torch.zeros(3, 8, 8))
+
+
+def test_mse_and_psnr_are_what_they_say() -> None:
+    a = torch.full((3, 4, 4), 0.25)
+    assert mse(a, a + 0.1) == pytest.approx(0.01, abs=1e-8) and psnr(a, a + 0.1) == pytest.approx(20, abs=1e-5)
+    assert mse(a, a) == 0 and psnr(a, a) == 100
+
+
+def test_images_of_a_batch_are_paired_one_to_one() -> None:
+    truth = sent(rows=3)
+    pixels = truth.image_batch.pixel_values
+    swapped = Reconstruction((), images=pixels[[2, 0, 1]])
+    assert image_mse()(swapped, truth) == [0, 0, 0] and image_ssim()(swapped, truth) == pytest.approx([1, 1, 1])
+    twice = image_mse()(Reconstruction((), images=pixels[[0, 0, 0]]), truth)
+    assert twice[0] == 0 and min(twice[1:]) > 0, "one recovered image answers one private image"
+    grey = [mse(p, torch.full_like(p, 0.5)) for p in pixels]
+    assert image_mse()(Reconstruction(()), truth) == pytest.approx(grey)
+
+
+def test_lpips_never_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rasura.metrics import image
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    image._lpips.cache_clear()
+    truth = sent()
+    guess = Reconstruction((), images=truth.image_batch.pixel_values)
+    with pytest.raises(Unavailable, match=BACKBONE):
+        image_lpips()(guess, truth)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / BACKBONE).write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "lpips", None)
+    with pytest.raises(Unavailable, match=r"rasura\[lpips\]"):
+        image_lpips()(guess, truth)
+    fake = types.ModuleType("lpips")
+    fake.LPIPS = lambda net, verbose: types.SimpleNamespace(eval=lambda: lambda a, b: (a - b).abs().max())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lpips", fake)
+    assert image_lpips()(guess, truth) == [0.0]
+    image._lpips.cache_clear()
+
+
+# --- the attacks
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("make", [lenet, cnn])
+def test_candidates_gradients_equal_autograd(make: Any, rows: int) -> None:
+    model = make(4, image_size=SIZE).double()
+    x = torch.rand(2, rows, 3, SIZE, SIZE, generator=generator(0, "x"), dtype=torch.double)
+    labels = torch.arange(rows)
+    names = [n for n, _ in model.named_parameters()]
+    compute = ImageGradients(model, dict(model.named_parameters()))
+    assert compute.names == names
+
+    def loss(logits: Tensor) -> Tensor:
+        return torch.stack([torch.nn.functional.cross_entropy(one, labels) for one in logits])
+
+    factors, inputs = compute(x.requires_grad_(True), loss)
+    for k in range(2):
+        expected = torch.autograd.grad(model(pixel_values=x[k].detach(), labels=labels).loss, list(model.parameters()))
+        for name, wanted in zip(names, expected):
+            assert torch.allclose(factors[name].explicit()[k].reshape(wanted.shape), wanted, atol=1e-12)
+            assert float(factors[name].square()[k].detach()) == pytest.approx(float(wanted.square().sum()), rel=1e-9)
+    assert inputs["head"].shape[:2] == (2, rows)
+
+
+def test_a_linear_layer_gives_its_input_away_whatever_is_hidden() -> None:
+    rng = generator(0, "layer")
+    x, delta = torch.rand(40, generator=rng), torch.randn(10, generator=rng)
+    weight = torch.outer(delta, x)
+    for visible in (torch.ones(10, 40, dtype=torch.bool), torch.rand(10, 40, generator=rng) < 0.5):
+        found = layer_input(weight * visible, delta, (visible, torch.ones(10, dtype=torch.bool)))
+        assert found is not None and found.scaled and bool(found.known.all())
+        assert torch.allclose(found.value, x, atol=1e-4)
+        found = layer_input(weight * visible, 0 * delta, (visible, torch.zeros(10, dtype=torch.bool)))
+        assert found is not None and not found.scaled
+        assert torch.allclose(found.value * x.max(), x, atol=1e-4)
+    two = weight + torch.outer(torch.randn(10, generator=rng), torch.rand(40, generator=rng))
+    assert layer_input(two, delta, (torch.ones(10, 40).bool(), torch.ones(10).bool())) is None
+
+
+def test_total_variation_is_of_neighbours() -> None:
+    flat = torch.full((2, 1, 3, 8, 8), 0.3)
+    steps = flat.clone()
+    steps[1, ..., ::2] = 0.8
+    assert float(total_variation(steps)[0]) == pytest.approx(2e-3)
+    assert float(total_variation(steps)[1]) == pytest.approx(0.5, abs=2e-3)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_beats_blind_and_repeats_with_its_seed(name: str) -> None:
+    truth = sent()
+    state = torch.get_rng_state()
+    first, second = read(name, truth), read(name, truth)
+    assert first.images is not None and second.images is not None and torch.equal(first.images, second.images)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert first.images.shape == (1, 3, SIZE, SIZE) and float(first.images.min()) >= 0 and float(first.images.max()) <= 1
+    assert first.labels == (0,) and first.confidence == "matched" and not first.images.requires_grad
+    better = {"inverting-gradients": 2, "feature-matching": 8}[name]
+    assert decibels(first, truth) > decibels(read("blind", truth), truth) + better
+
+
+def test_the_cnn_is_read_too() -> None:
+    truth = sent(cnn(4, image_size=SIZE))
+    for name in ATTACKS:
+        assert decibels(read(name, truth), truth) > decibels(read("blind", truth), truth) + 5
+
+
+def test_a_batch_of_two_is_read_by_the_gradient_alone() -> None:
+    truth = sent(rows=2)
+    guess = read("feature-matching", truth)
+    assert guess.images is not None and len(guess.images) == 2 and guess.details["layer_inputs"] == 0
+
+
+def hidden(truth: Transcript, share: float) -> Observation:
+    """With the largest ``share`` of the entries hidden."""
+    cut = torch.cat([g.abs().flatten() for g in truth.message.gradients.values()]).quantile(1 - share)
+    visible = {n: g.abs() <= cut for n, g in truth.message.gradients.items()}
+    message = Message({n: g * visible[n] for n, g in truth.message.gradients.items()}, visible)
+    return Observation(message, "vision", observe(truth, HONEST_SERVER).granted)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_hidden_entries_are_left_out_of_both_sides(name: str) -> None:
+    """What stands in a hidden place changes nothing, and the rest is still worth something."""
+    truth = sent()
+    seen = hidden(truth, 0.1)
+    guess = recipes.attack(name)(seen, rng=generator(0, "attack"), budget=QUICK)
+    ciphertext = {n: torch.where(seen.visible[n], g, 1e3) for n, g in seen.gradients.items()}
+    seen = Observation(Message(ciphertext, seen.visible), "vision", seen.granted)
+    again = recipes.attack(name)(seen, rng=generator(0, "attack"), budget=QUICK)
+    assert guess.images is not None and again.images is not None
+    assert again.labels == guess.labels and torch.equal(guess.images, again.images)
+    if name == "feature-matching":
+        assert decibels(guess, truth) > decibels(read("blind", truth), truth) + 3
+
+
+@pytest.mark.parametrize("name", ("blind", *ATTACKS))
+def test_an_attack_reads_only_what_it_declares(name: str) -> None:
+    attack, truth = recipes.attack(name), sent()
+    everything = {
+        Grant.MODEL: adversary_copy(truth.model), Grant.BASE_MODEL: NO_TEXT, Grant.LABELS: truth.batch.labels,
+        Grant.BATCH_SIZE: 1,
+    }  # fmt: skip
+    for grants in (attack.needs, attack.needs | attack.uses):
+        seen = Observation(truth.message, "vision", {g: v for g, v in everything.items() if g in grants})
+        try:
+            assert attack(seen, rng=generator(0, "a"), budget=QUICK).images is not None
+        except NotApplicable as reason:
+            assert name == "blind" and "not granted" in str(reason)
+    with pytest.raises(NotApplicable if name == "blind" else NotGranted, match=r"not granted|does not grant"):
+        recipes.attack(name)(Observation(truth.message, "vision", {}), rng=generator(0, "a"), budget=QUICK)
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_cannot_be_read_is_said(name: str) -> None:
+    attack, truth = recipes.attack(name), sent()
+    granted = observe(truth, HONEST_SERVER).granted
+
+    def attempt(gradients: dict[str, Tensor], task: Any = "vision") -> Reconstruction:
+        return attack(Observation(Message(gradients), task, granted), rng=generator(0, "a"), budget=QUICK)
+
+    whole = dict(truth.message.gradients)
+    with pytest.raises(NotApplicable, match="reads images"):
+        attempt(whole, "classification")
+    with pytest.raises(NotApplicable, match="no gradient"):
+        attempt({})
+    with pytest.raises(AttackFailed, match="not finite"):
+        attempt({**whole, "body.0.weight": whole["body.0.weight"] * math.nan})
+    with pytest.raises(AttackFailed, match="differs from zero"):
+        attempt({n: 0 * g for n, g in whole.items()})
+
+
+def test_pure_noise_gives_nothing() -> None:
+    truth = sent()
+    rng = generator(0, "noise")
+    noise = Message({n: torch.randn(g.shape, generator=rng) for n, g in truth.message.gradients.items()})
+    seen = Observation(noise, "vision", observe(truth, HONEST_SERVER).granted)
+    floor = decibels(read("blind", truth), truth)
+    for name in ATTACKS:
+        try:
+            guess = recipes.attack(name)(seen, rng=generator(0, "a"), budget=QUICK)
+        except AttackFailed:
+            continue
+        assert guess.confidence == "matched" and decibels(guess, truth) < floor + 1
+
+
+# --- the audit
+
+
+def plan_for(**more: Any) -> Plan:
+    fields: dict[str, Any] = {
+        "task": "vision", "attacks": ("blind", "inverting-gradients"), "defenses": ("none", "pruning:0.9"),
+        "metrics": ("mse", "psnr", "ssim", "lpips"), "limit": 1, "budget": "quick",
+    }  # fmt: skip
+    return Plan(**{**fields, **more})
+
+
+def comparable(folder: Path) -> list[dict[str, Any]]:
+    moody = {"wall_seconds", "cpu_seconds", "peak_mb"}
+    store = RunStore(folder)
+    try:
+        return [{k: v for k, v in r.items() if k not in moody} for r in store]
+    finally:
+        store.close()
+
+
+def test_an_audit_of_images_resumes_and_masks(tmp_path: Path) -> None:
+    whole = list(audit(plan_for(), out=tmp_path / "whole"))
+    assert len(whole) == 2 * 2 and {r.status for r in whole} == {"ok"} and {r.model for r in whole} == {"lenet"}
+    assert all(set(r.scores) >= {"mse", "psnr", "ssim"} and r.blind["ssim"]["n"] == 1 for r in whole)
+    assert all(row["sent"] == row["read"] == "" for r in whole for row in r.recovered), "masked"
+    stopped = audit(plan_for(), out=tmp_path / "parts")
+    for _ in range(2):
+        next(stopped)
+    stopped.close()  # type: ignore[attr-defined]  # a generator
+    assert len(list(audit(plan_for(), out=tmp_path / "parts"))) == 4 - 2
+    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
+    store = RunStore(tmp_path / "whole")
+    found = findings(list(store), store.plan)
+    store.close()
+    assert found.metric == "ssim" and "of the structure (SSIM)" in found.sentence[0] and len(found.figures) == 4
+    page = write_report(tmp_path / "whole").read_text()
+    assert 'class="masked"' in page and "data:image" not in page and "<dd>" in page
+
+
+def test_a_report_shows_images_only_where_both_asked_for_it(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    list(audit(plan_for(show_text=True, defenses=("none",)), out=tmp_path))
+    assert "data:image" not in write_report(tmp_path).read_text()
+    page = write_report(tmp_path, show_text=True).read_text()
+    assert page.count("data:image/png;base64,") == 2 and "personal data" in page
+
+
+def test_a_plan_of_images_takes_images_defaults_and_refuses_texts() -> None:
+    plan = Plan(task="vision").checked()
+    assert plan.model == "lenet" and plan.attacks == recipes.IMAGE_ATTACKS and plan.checked() == plan
+    assert json.dumps(plan.canonical())
+    for wrong, message in (
+        ({"attacks": ("span",)}, "attack span reads texts"),
+        ({"metrics": ("rouge1",)}, "unknown metric"),
+        ({"texts": ("a",)}, "takes images"),
+        ({"model": "minilmm"}, "neither a known image model"),
+    ):
+        with pytest.raises(InputError, match=message):
+            Audit(Plan(task="vision", **wrong))  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="reads images; pass --task vision"):
+        Plan(attacks=("inverting-gradients",)).checked()
+
+
+def test_the_command_refuses_bad_folders_in_one_line(tmp_path: Path) -> None:
+    assert "holds no image" in refused("audit", tmp_path, "--task", "vision", "--out", tmp_path / "x")
+    assert "for images use rasura audit" in refused("read", tmp_path / "u", "--model", "lenet", "--task", "vision")
+
+
+def test_real_images_are_read(shared: Path) -> None:
+    pytest.importorskip("PIL")
+    folder = shared / "data" / "images" / "cifar100"
+    examples = load_images(folder, limit=20)
+    assert len(examples) == 20 and all(e.pixels.shape == (3, 32, 32) and 0 <= e.label < 100 for e in examples)
+    batch = encode_images(examples[:1], size=32, num_labels=100)
+    truth = step(lenet(100), batch, (), task="vision", vocabulary=NO_TEXT, rng=generator(0, "step"))
+    guess = read("feature-matching", truth)
+    assert guess.labels == (examples[0].label,)
+    assert decibels(guess, truth) > decibels(read("blind", truth), truth) + 8
