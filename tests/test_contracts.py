@@ -69,6 +69,7 @@ ATTACKS: dict[str, Case] = {
     "labels": Case(reads=False),
     "span": Case(),
     "span-matching": Case(),
+    "pursuit": Case(reads=False),
     "dlg": Case(reads=False),
     "lamp-cos": Case(reads=False),
     "lamp-l1l2": Case(reads=False),

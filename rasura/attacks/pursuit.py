@@ -121,7 +121,7 @@ class Pursuit:
             shown = _without_decay(seen, rows)
             shown = shown[shown.abs().sum(1) > 0]
             fit = Signs(shown[torch.randperm(len(shown), generator=rng)[:outputs]].sign())
-        search = _Search(seen, fit)
+        search = _Search(seen, fit, budget.memory_mb)
         found = search()
         texts = _texts(found, search.ends, search.batch)
         if not texts:
@@ -159,7 +159,7 @@ def _without_decay(seen: Observation, rows: Tensor) -> Tensor:
 class _Search:
     """The pursuit: which token stands where. ``ends``: where texts end, as far as known."""
 
-    def __init__(self, seen: Observation, fit: Fit) -> None:
+    def __init__(self, seen: Observation, fit: Fit, memory_mb: int) -> None:
         self.fit, self.seen = fit, seen
         self.inputs, self.ids = Inputs(seen.model), candidates(seen.vocabulary)
         self.batch = seen.batch_size if Grant.BATCH_SIZE in seen else 1
@@ -169,6 +169,8 @@ class _Search:
         self.most = min(most, longest)
         self.known = bool(self.ends)
         self.control = [place for place in (longest - 1, longest // 2) if place > self.most]
+        self._cached: dict[int, Tensor] = {}
+        self._most_cached = (memory_mb << 19) // (4 * len(self.ids) * self.inputs.parts.hidden)
         self.prefix, self.suffix = seen.vocabulary.prefix, seen.vocabulary.suffix
 
     def __call__(self) -> dict[int, list[int]]:
@@ -223,7 +225,11 @@ class _Search:
 
     def gains(self, left: _Left, place: int) -> Tensor:
         """How much of ``left`` each token at ``place`` would explain, ``(candidates,)``."""
-        own = self.inputs.first(self.ids, place)
+        own = self._cached.get(place)
+        if own is None:
+            own = self.inputs.first(self.ids, place)
+            if len(self._cached) < self._most_cached:
+                self._cached[place] = own
         size = own.square().sum(1)
         beside = (size - (own @ left.explained).square().sum(1)).clamp_min(0.05 * float(size.mean()))
         gain: Tensor = (own @ left.strong).square().sum(1) / beside
@@ -253,11 +259,10 @@ class _Polish:
 
     def __call__(self, texts: Texts, tried: int, sweeps: int) -> tuple[Texts, float]:
         labels = self._labels(texts)
-        best = float(self._scores([texts], labels)[0])
-        prefix = len(self.search.prefix)
+        texts, best = self._moved(texts, float(self._scores([texts], labels)[0]), labels)
         for _ in range(sweeps):
             before = best
-            for place in range(prefix, max(map(len, texts))):
+            for place in range(len(self.search.prefix), max(map(len, texts))):
                 live = [k for k, text in enumerate(texts) if place < len(text) - len(self.search.suffix)]
                 if not live:
                     continue
@@ -267,12 +272,37 @@ class _Polish:
                 for k in live:
                     variants = [_with(texts, {k: t}, place) for t in pool]
                     variants += [_with(texts, {k: texts[j][place], j: texts[k][place]}, place) for j in live if j != k]
-                    scores = self._scores(variants, labels)
-                    if float(scores.min()) < best:
-                        best, texts = float(scores.min()), variants[int(scores.argmin())]
+                    texts, best = self._better(texts, best, variants, labels)
+            texts, best = self._moved(texts, best, labels)
             if best >= before:
                 break
         return texts, best
+
+    def _better(self, texts: Texts, best: float, others: Sequence[Texts], labels: Tensor) -> tuple[Texts, float]:
+        scores = self._scores(others, labels)
+        least = float(scores.min())
+        return (others[int(scores.argmin())], least) if least < best else (texts, best)
+
+    def _moved(self, texts: Texts, best: float, labels: Tensor) -> tuple[Texts, float]:
+        """Neighbouring positions are alike, so a run of tokens may stand one place off: one token moved puts it right."""
+        while moves := [m for k in range(len(texts)) for m in self._moves(texts, k)]:
+            last = best
+            texts, best = self._better(texts, best, moves, labels)
+            if best >= last:
+                break
+        return texts, best
+
+    def _moves(self, texts: Texts, k: int) -> list[Texts]:
+        """``texts`` with one token of text ``k`` elsewhere, or two of its tokens swapped."""
+        begin, end = len(self.search.prefix), len(texts[k]) - len(self.search.suffix)
+        out = set()
+        for i, j in itertools.permutations(range(begin, end), 2):
+            rest = [*texts[k][:i], *texts[k][i + 1 :]]
+            out.add((*rest[:j], texts[k][i], *rest[j:]))
+            swapped = list(texts[k])
+            swapped[i], swapped[j] = swapped[j], swapped[i]
+            out.add(tuple(swapped))
+        return [(*texts[:k], text, *texts[k + 1 :]) for text in sorted(out - {texts[k]})]
 
     def _labels(self, texts: Texts) -> Tensor:
         if Grant.LABELS in self.seen:
