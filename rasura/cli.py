@@ -218,6 +218,39 @@ def read(
 
 
 @app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="a study of the folder studies/: grab/table7")],
+    data: Annotated[str | None, typer.Option(help="the texts, where the study's own file is not here")] = None,
+    limit: Annotated[int | None, typer.Option(help="texts used")] = None,
+    budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
+    attack: Annotated[str | None, typer.Option(help="only these attacks, with commas")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="only these batch sizes, with commas")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="where the run goes; default runs/studies/NAME")] = None,
+    results: Annotated[Path, typer.Option(help="the Markdown file for the table")] = Path("studies/RESULTS.md"),
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Run a table of a paper, scaled to the model at hand, and write it beside the paper's figures.
+
+    Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
+    """
+    from rasura.records import RunStore
+    from rasura.studies import load_study, prepared, section, write_section
+
+    found = load_study(name)
+    plan = prepared(
+        found, data=data, limit=limit, budget=budget, attacks=_split(attack), batch_sizes=_numbers(batch_size, "batch-size")
+    )
+    out_folder = folder or Path("runs/studies") / name.replace("/", "-")
+    _run(plan, out_folder, "cpu", None, as_json)
+    store = RunStore(out_folder)
+    try:
+        write_section(section(found, plan, list(store)), results)
+    finally:
+        store.close()
+    err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="the --out folder of an audit")],
     show_text: Annotated[bool, typer.Option("--show-text", help="reveal what the run stored unmasked")] = False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -115,14 +116,19 @@ def from_toml(path: Path, base: Plan | None = None) -> Plan:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is no TOML: {error}") from None
+    return plan_of(found, str(path), base)
+
+
+def plan_of(found: Mapping[str, Any], source: str, base: Plan | None = None) -> Plan:
+    """A plan from plain values with the names of ``Plan``'s fields; unknown names and wrong types are refused."""
     kinds = {f.name: type(getattr(Plan(), f.name)) for f in fields(Plan)}
     values: dict[str, Any] = {}
     for key, value in found.items():
-        known(f"key in {path}", key, kinds)
+        known(f"key in {source}", key, kinds)
         wanted = kinds[key]
         if wanted is tuple:
             value = tuple(value) if isinstance(value, list) else (value,)
         elif wanted in (int, bool, str) and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
-            raise InputError(f"{path}: {key} is {value!r}; expected {wanted.__name__}")
+            raise InputError(f"{source}: {key} is {value!r}; expected {wanted.__name__}")
         values[key] = value
     return replace(base or Plan(), **values)

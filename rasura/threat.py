@@ -37,7 +37,12 @@ WITH_LABELS_AND_LENGTHS = ThreatModel(
     "the same operator, who also knows every text's label and length in tokens (the assumption of the older papers)",
 )
 
-THREATS: Mapping[str, ThreatModel] = {t.name: t for t in (HONEST_SERVER, WITH_LABELS_AND_LENGTHS)}
+WITH_LENGTHS = ThreatModel(
+    "with-lengths", _PUBLIC | {Grant.LENGTHS}, "the same operator, who also knows every text's length in tokens"
+)
+WITH_LABELS = ThreatModel("with-labels", _PUBLIC | {Grant.LABELS}, "the same operator, who also knows every text's label")
+
+THREATS: Mapping[str, ThreatModel] = {t.name: t for t in (HONEST_SERVER, WITH_LABELS, WITH_LENGTHS, WITH_LABELS_AND_LENGTHS)}
 
 
 def adversary_copy(model: nn.Module) -> nn.Module:

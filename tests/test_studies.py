@@ -1,0 +1,109 @@
+"""Study files: all of them load, a study runs end to end, and its table says ours and the paper's apart."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from test_auditing import model_folder
+from typer.testing import CliRunner
+
+from rasura.cli import app
+from rasura.interfaces import InputError
+from rasura.recipes import known, parse_defense
+from rasura.studies import CELL, load_study, prepared, section, write_section
+
+__all__ = ["model_folder"]
+
+FOLDER = Path(__file__).resolve().parents[1] / "studies"
+NAMES = sorted(p.relative_to(FOLDER).with_suffix("").as_posix() for p in FOLDER.rglob("*.toml"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_study_file_is_a_valid_plan_and_names_its_paper(name: str) -> None:
+    study = load_study(name, FOLDER)
+    plan = prepared(study)
+    assert study.source and study.differs and plan.data
+    for defense in plan.defenses:
+        parse_defense(defense)
+    # A figure that fits no cell of the plan would never be shown.
+    sides = {"attack": plan.attacks, "update": plan.updates, "defense": plan.defenses, "threat": plan.threats}
+    for figure in study.figures:
+        for key, value in figure.items():
+            if key in sides:
+                known(f"{key} of a figure", value, sides[key])
+
+
+def record(attack: str, values: list[float], status: str = "ok") -> dict[str, object]:
+    scores = {"rouge1": {"per_record": values}}
+    where = dict(zip(CELL, (attack, "fedsgd", "none", "honest-server", 1)))
+    return {**where, "status": status, "reason": "", "scores": scores if status == "ok" else {}, "cpu_seconds": 2.0,
+            "blind": {"rouge1": {"per_record": [0.1]}}}  # fmt: skip
+
+
+def study_folder(tmp_path: Path, body: str) -> Path:
+    (tmp_path / "studies").mkdir()
+    (tmp_path / "studies" / "one.toml").write_text(body, encoding="utf-8")
+    return tmp_path / "studies"
+
+
+BODY = """
+title = "One"
+source = "A paper, Table 1"
+differs = ["everything"]
+metrics = ["rouge1"]
+
+[plan]
+attacks = ["blind", "span"]
+defenses = ["none"]
+
+[[figures]]
+attack = "span"
+paper = "12.3"
+"""
+
+
+def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_path: Path) -> None:
+    study = load_study("one", study_folder(tmp_path, BODY))
+    records = [record("span", [1.0, 0.5]), record("blind", [0.1]), record("span", [], "failed")]
+    text = section(study, prepared(study), records)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 [")
+    assert "| 53.3 [" in rows[2] and "| 1 of 2 |" in rows[2] and rows[2].endswith("| 12.3 |")
+    assert rows[1].endswith("| – |") and "A paper, Table 1" in text and "- everything" in text
+
+
+def test_a_section_replaces_its_older_self_and_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "RESULTS.md"
+    for text in ("## b: B\n\nold\n", "## a: A\n\nfirst\n", "## b: B\n\nnew\n"):
+        write_section(text, path)
+    found = path.read_text()
+    assert found.startswith("# Results") and "old" not in found
+    assert found.index("## a: A") < found.index("## b: B") and "first" in found and "new" in found
+
+
+def test_bad_studies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no study found"):
+        load_study("one", tmp_path)
+    folder = study_folder(tmp_path, BODY + '\n[[figures]]\nmodel = "x"\n')
+    with pytest.raises(InputError, match="key of a figure"):
+        load_study("one", folder)
+    with pytest.raises(InputError, match="unknown study"):
+        load_study("two", folder)
+
+
+def test_the_command_runs_a_study_and_writes_its_table(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, BODY.replace("[plan]", f'[plan]\nmodel = "{model_folder}"\ndata = "missing.csv"'))
+    (tmp_path / "notes.csv").write_text("text,label\nw40 the w41,0\nthe w50 w51,1\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["study", "one", "--data", "notes.csv", "--limit", "2", "--budget", "quick"]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    found = (tmp_path / "studies" / "RESULTS.md").read_text()
+    assert "## one: One" in found and "| span |" in found and "--limit 2 --budget quick" in found
+    shutil.rmtree(tmp_path / "runs")
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    again = (tmp_path / "studies" / "RESULTS.md").read_text()
+    assert again.count("## one: One") == 1
