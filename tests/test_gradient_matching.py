@@ -7,18 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 from test_span import seen_by_server
-from tiny import CLS, SEP, batch_of, tiny
+from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from torch import Tensor, nn
 
 from rasura.attacks.gradient_matching.engine import Work
 from rasura.attacks.gradient_matching.factors import Factoriser
+from rasura.attacks.gradient_matching.masks import Dropouts, Masked, shapes
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
-from rasura.attacks.gradient_matching.presets import dlg, lamp_cos, tag
+from rasura.attacks.gradient_matching.presets import dlg, grab, lamp_cos, tag
 from rasura.attacks.gradient_matching.reorder import orders, reordered
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.recipes import parse_defense
 from rasura.rng import generator
+from rasura.threat import THREATS, observe
 from rasura.values import Grant, Message, Observation
-from rasura.victims.step import gradients
+from rasura.victims.step import gradients, step
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 
@@ -151,3 +154,96 @@ def test_rounds_of_beam_search_find_the_order_that_an_optimisation_misses() -> N
     assert without.confidence == "matched" and without.residual is not None and found.residual is not None
     assert found.residual < without.residual
     assert beamed(seen, rng=generator(1), budget=Budget("quick")).tokens == found.tokens
+
+
+def test_dropout_masks_as_variables_do_what_dropout_did() -> None:
+    """Masks recorded in train mode, attention's too, give the same logits in eval mode."""
+    model = tiny("bert", "classification", hidden=16)
+    inputs = {"input_ids": torch.tensor([[CLS, 40, 41, SEP], [CLS, 42, SEP, 0]])}
+    inputs["attention_mask"] = inputs["input_ids"].ne(0).long()
+    kept: list[Tensor] = []
+
+    class Recorded(Dropouts):
+        def answer(self, call: int, x: Tensor) -> Tensor:
+            mask = (torch.rand(x.shape, generator=rng) > 0.1).float()
+            kept.append(mask)
+            return x * mask / 0.9
+
+    rng = generator(3)
+    with Recorded(), torch.no_grad():
+        expected = model.train()(**inputs).logits
+    assert [tuple(m.shape) for m in kept] == shapes(model.eval(), 2, 4) and len(kept) >= 6
+    with Masked([m[None] for m in kept], 0.1), torch.no_grad():
+        assert torch.allclose(model(**inputs).logits, expected, atol=1e-6)
+    with Masked([torch.full_like(m[None], 0.9) for m in kept], 0.1), torch.no_grad():
+        masked = model(**inputs).logits
+    assert torch.allclose(masked, model(**inputs).logits.detach(), atol=1e-6)
+
+
+def observed_of(text: list[int]) -> tuple[Factoriser, dict[str, Tensor], Tensor, Tensor]:
+    """A factoriser, the gradient of ``text``, and two other candidates with their mask."""
+    model = tiny("bert", "classification", hidden=16).double().requires_grad_(False)
+    ids = torch.tensor([text])
+    mask = torch.ones_like(ids)
+    target, _ = gradients(tiny("bert", "classification", hidden=16).double(), {"input_ids": ids, "attention_mask": mask,
+                                                                       "labels": torch.tensor([1])})  # fmt: skip
+    factoriser = Factoriser(model, list(target))
+    others = torch.stack([ids, torch.tensor([[CLS, 43, 44, SEP]])])
+    e = model.get_input_embeddings().weight[others]  # type: ignore[operator,union-attr]
+    return factoriser, factoriser.observed(target), e.requires_grad_(True), mask
+
+
+def test_clipping_is_undone_and_angles_do_not_mind_scale() -> None:
+    factoriser, observed, e, mask = observed_of([CLS, 40, 41, SEP])
+    onehot = nn.functional.one_hot(torch.tensor([[1]]), 3).double().expand(2, -1, -1)
+    found = factoriser(e, mask, lambda z: soft_cross_entropy(z, onehot), graph=False)
+    whole = float(torch.stack([g.square().sum() for g in observed.values()]).sum().sqrt())
+    clipped = {n: 0.01 * g for n, g in observed.items()}
+    for distance in (Distance(clipped, "norm", norm=0.01 * whole), Distance(clipped, "angle")):
+        right, wrong = distance(found).tolist()
+        assert right < 1e-2 * wrong
+    assert float(Distance(clipped, "norm")(found)[0]) > 0.5 * whole
+
+
+def test_entries_of_a_part_stand_for_the_whole() -> None:
+    factoriser, observed, e, mask = observed_of([CLS, 40, 41, SEP])
+    onehot = nn.functional.one_hot(torch.tensor([[0]]), 3).double().expand(2, -1, -1)
+    found = factoriser(e, mask, lambda z: soft_cross_entropy(z, onehot), graph=False)
+    masks = {n: torch.ones_like(g, dtype=torch.bool) for n, g in observed.items()}
+    for kind, visible in (("l2", {}), ("l2", masks)):
+        whole = Distance(observed, kind, alpha=0.1, visible=visible)(found)  # type: ignore[arg-type]
+        parts = [Distance(observed, kind, alpha=0.1, visible=visible, entries=0.25, rng=generator(k))(found)  # type: ignore[arg-type]
+                 for k in range(40)]  # fmt: skip
+        assert torch.allclose(torch.stack(parts).mean(0), whole, rtol=0.1)
+
+
+def test_less_memory_gives_the_same_text() -> None:
+    text = [CLS, 40, 41, 42, SEP]
+    seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification", [1]), "classification")
+    guesses = [tag()(seen, rng=generator(0), budget=Budget("quick", memory_mb=m)) for m in (1, 4096)]
+    assert guesses[0].tokens == guesses[1].tokens
+    assert guesses[0].residual == pytest.approx(guesses[1].residual, rel=0.02)
+
+
+def through_dropout(texts: list[list[int]]) -> Observation:
+    sent = step(
+        tiny("bert", "classification", num_labels=2), batch_of(texts, "classification", [1, 0][: len(texts)]),
+        parse_defense("frozen-embeddings+dropout:0.1"), task="classification", vocabulary=VOCABULARY, rng=generator(0),
+    )  # fmt: skip
+    return observe(sent, THREATS["honest-server"])
+
+
+def test_grab_reads_words_through_dropout() -> None:
+    text = [CLS, 40, 3, 41, 9, 50, SEP]
+    attack = replace(grab(), levels={"quick": Work(32, 1, 150, orders=16, rounds=2, beam=2, sweeps=1)})
+    guess, again = (attack(through_dropout([text]), rng=generator(0), budget=Budget("quick")) for _ in range(2))
+    assert guess.tokens == again.tokens and guess.confidence == "matched"
+    assert len(guess.tokens[0]) == len(text) and len(set(guess.tokens[0]) & set(text)) >= len(text) - 1
+
+
+def test_grab_moves_the_ends_of_texts_whose_lengths_are_unknown() -> None:
+    seen = through_dropout([[CLS, 40, 3, 41, 9, 50, SEP], [CLS, 51, 4, SEP]])
+    attack = replace(grab(), levels={"quick": Work(16, 1, 60, orders=8, rounds=2, beam=2, sweeps=2)})
+    guess = attack(seen, rng=generator(0), budget=Budget("quick"))
+    assert sorted(map(len, guess.tokens)) != [5, 6], "the even split of 11 tokens that it starts from"
+    assert all(t[0] == CLS and t[-1] == SEP and 0 not in t for t in guess.tokens)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-class _Dropouts(TorchFunctionMode):
+class Dropouts(TorchFunctionMode):
     """Inside the block, every call of ``F.dropout`` is answered by ``answer(number of the call, input)``.
 
     Modules and functions alike come by here (models of transformers 5 drop attention weights by the function), in eval mode
@@ -31,7 +31,7 @@ class _Dropouts(TorchFunctionMode):
         raise NotImplementedError
 
 
-class _Shapes(_Dropouts):
+class _Shapes(Dropouts):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[torch.Size] = []
@@ -41,7 +41,7 @@ class _Shapes(_Dropouts):
         return x
 
 
-class Masked(_Dropouts):
+class Masked(Dropouts):
     """Multiplies by ``masks``, one for each dropout of the model in the order of its forward, over ``1 - rate``.
 
     Each mask is ``(candidates, batch, ...)`` where the dropout's input is ``(candidates * batch, ...)``.

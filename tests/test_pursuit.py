@@ -1,0 +1,70 @@
+"""Tokens one by one: fits against plain references, signs read in full, and silence where there is only noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_updates import NOTE, sent_by
+
+from rasura.attacks.pursuit import Pursuit, Signs, Squares
+from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.rng import generator
+from rasura.victims.loading import Victim, load
+
+
+@pytest.fixture(scope="module")
+def minilm(minilm_path: Path) -> Victim:
+    return load(minilm_path, "classification")
+
+
+def test_squares_leave_what_no_combination_of_the_inputs_explains() -> None:
+    rng = generator(0)
+    inputs, matrix = torch.randn(3, 12, generator=rng).double(), torch.randn(20, 12, generator=rng).double()
+    best = torch.linalg.lstsq(inputs.T, matrix.T).solution
+    assert torch.allclose(Squares(matrix).left(inputs), matrix - best.T @ inputs)
+    assert torch.equal(Squares(matrix).left(inputs[:0]), matrix)
+
+
+def test_signs_are_fitted_like_a_logistic_regression_of_every_output() -> None:
+    rng = generator(1)
+    inputs = torch.randn(2, 60, generator=rng).double()
+    noisy = torch.randn(5, 2, generator=rng).double() @ inputs + torch.randn(5, 60, generator=rng).double()
+    signs, ridge = noisy.sign(), 0.5
+    found = Signs(signs, ridge=ridge, steps=30).left(inputs)
+    for row, left in zip(signs, found):
+        w = torch.zeros(2, dtype=torch.double, requires_grad=True)
+        optimizer = torch.optim.LBFGS([w], max_iter=500, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+        def loss(row: torch.Tensor = row, w: torch.Tensor = w) -> torch.Tensor:
+            return torch.nn.functional.softplus(-row * (w @ inputs)).sum() + 0.5 * ridge * w.square().sum()
+
+        def closure(loss: object = loss, w: torch.Tensor = w) -> torch.Tensor:
+            value: torch.Tensor = loss()  # type: ignore[operator]
+            (w.grad,) = torch.autograd.grad(value, w)
+            return value
+
+        optimizer.step(closure)
+        expected = row * torch.sigmoid(-row * (w.detach() @ inputs))
+        assert torch.allclose(left, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("update", ["fedsgd+sign", "fedavg-adamw:1"])
+def test_signs_alone_give_the_text(minilm: Victim, update: str) -> None:
+    guess = Pursuit()(sent_by(minilm, update), rng=generator(0), budget=Budget())
+    assert minilm.vocabulary.text(guess.tokens[0]) == NOTE
+    assert guess.details["signs"] is True
+
+
+def test_small_noise_does_not_hide_the_text_and_large_noise_ends_in_silence(minilm: Victim) -> None:
+    small = sent_by(minilm, "fedsgd", "frozen-embeddings+gaussian:0.00003")
+    guess = Pursuit()(small, rng=generator(0), budget=Budget("quick"))
+    assert minilm.vocabulary.text(guess.tokens[0]) == NOTE
+    with pytest.raises(AttackFailed, match="stands out"):
+        Pursuit()(sent_by(minilm, "fedsgd", "frozen-embeddings+gaussian:0.01"), rng=generator(0), budget=Budget("quick"))
+
+
+def test_it_needs_block_0_in_sight(minilm: Victim) -> None:
+    with pytest.raises(NotApplicable, match="block 0"):
+        Pursuit()(sent_by(minilm, "fedsgd", "frozen-blocks:1"), rng=generator(0), budget=Budget("quick"))
