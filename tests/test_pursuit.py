@@ -27,6 +27,17 @@ def test_squares_leave_what_no_combination_of_the_inputs_explains() -> None:
     assert torch.equal(Squares(matrix).left(inputs[:0]), matrix)
 
 
+def test_hidden_entries_do_not_count() -> None:
+    rng = generator(2)
+    inputs, matrix = torch.randn(3, 40, generator=rng).double(), torch.randn(4, 40, generator=rng).double()
+    shown = (torch.rand(4, 40, generator=rng) > 0.5).double()
+    found = Squares(matrix * shown, shown).left(inputs)
+    for row, mask, left in zip(matrix, shown.bool(), found):
+        best = torch.linalg.lstsq(inputs[:, mask].T, row[mask][:, None]).solution[:, 0]
+        assert torch.allclose(left[mask], row[mask] - best @ inputs[:, mask], atol=2e-3)
+        assert not left[~mask].any()
+
+
 def test_signs_are_fitted_like_a_logistic_regression_of_every_output() -> None:
     rng = generator(1)
     inputs = torch.randn(2, 60, generator=rng).double()

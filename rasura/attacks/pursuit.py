@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rasura.attacks.dummies import token_table
 from rasura.attacks.gradient_matching.factors import Factoriser
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
-from rasura.attacks.span.rows import Inputs, visible_gradients
+from rasura.attacks.span.rows import Inputs
 from rasura.attacks.span.tokens import candidates
 from rasura.attacks.verify import MOST_LABELINGS, VERIFIED, check, pad
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
@@ -57,13 +57,22 @@ class Fit(Protocol):
 
 @dataclass(frozen=True)
 class Squares:
-    """Least squares: the likelihood under Gaussian noise."""
+    """Least squares: the likelihood under Gaussian noise. ``shown``: the entries that count, None for all."""
 
     matrix: Tensor
+    shown: Tensor | None = None
 
     def left(self, inputs: Tensor) -> Tensor:
         if not len(inputs):
             return self.matrix
+        if self.shown is not None:
+            # Every output has its own entries, hence its own equations.
+            slope = self.matrix @ inputs.T
+            curve = (inputs * self.shown[:, None, :]) @ inputs.T
+            ridge = 1e-4 * curve.diagonal(dim1=1, dim2=2).mean() * torch.eye(len(inputs), dtype=curve.dtype)
+            coefficients = torch.linalg.solve(curve + ridge, slope[..., None])[..., 0]
+            masked: Tensor = self.matrix - self.shown * (coefficients @ inputs)
+            return masked
         q = torch.linalg.qr(inputs.T).Q
         out: Tensor = self.matrix - (self.matrix @ q) @ q.T
         return out
@@ -111,19 +120,16 @@ class Pursuit:
         known = parts(seen.model)
         if known.causal or known.position_embedding is None or seen.task != "classification":
             raise NotApplicable("pursuit tells tokens by their position embedding and is built for encoders that classify")
-        matrices = visible_gradients(seen, known.blocks[0].qkv)
-        if not matrices:
-            raise NotApplicable("no whole query, key or value gradient of block 0 is visible")
+        rows, shown = _rows(seen)
         outputs, tried, sweeps = self.work[budget.level]
-        rows = torch.cat(matrices).float()
         if not bool(torch.isfinite(rows).all()):
             raise AttackFailed("the observed gradient is not finite")
         signs = _are_signs(seen, rows)
-        fit: Fit = Squares(rows)
+        fit: Fit = Squares(rows, shown)
         if signs:
-            shown = _without_decay(seen, rows)
-            shown = shown[shown.abs().sum(1) > 0]
-            fit = Signs(shown[torch.randperm(len(shown), generator=rng)[:outputs]].sign())
+            known_signs = _without_decay(seen, rows).sign()
+            known_signs = known_signs[known_signs.abs().sum(1) > 0]
+            fit = Signs(known_signs[torch.randperm(len(known_signs), generator=rng)[:outputs]])
         search = _Search(seen, fit, budget.memory_mb)
         found = search()
         texts = _texts(found, search.ends, search.batch)
@@ -131,12 +137,26 @@ class Pursuit:
             raise AttackFailed("no token stands out of the noise")
         residual = None
         if is_eager(seen.model):
-            texts, residual = _Polish(seen, search, "cosine" if signs else "angle")(texts, tried, sweeps)
+            texts, residual = _Polish(seen, search, "cosine" if signs else "angle", rng)(texts, tried, sweeps)
         error, labels = check(seen, texts)
         details = {"signs": signs, "tokens": len(found)}
         if error < VERIFIED:
             return Reconstruction(texts, "verified", labels=labels, residual=error, details=details)
         return Reconstruction(texts, "matched", residual=residual, details=details)
+
+
+def _rows(seen: Observation) -> tuple[Tensor, Tensor | None]:
+    """Block 0's query, key and value gradients ``(outputs, inputs)``, zero where hidden; and what is shown, None for all."""
+    layers = [lin for lin in parts(seen.model).blocks[0].qkv if lin.weight in seen.gradients]
+    if not layers:
+        raise NotApplicable("no query, key or value gradient of block 0 is visible")
+    gradients = [seen.gradients[lin.weight] for lin in layers]
+    masks = [seen.visible.get(lin.weight, torch.ones_like(g, dtype=torch.bool)) for lin, g in zip(layers, gradients)]
+    rows, shown = (torch.cat([m.T if lin.transposed else m for lin, m in zip(layers, x)]) for x in (gradients, masks))
+    if bool(shown.all()):
+        return rows.float(), None
+    some = shown.any(1)
+    return (rows * shown)[some].float(), shown[some].float()
 
 
 def _are_signs(seen: Observation, rows: Tensor) -> bool:
@@ -153,10 +173,8 @@ def _without_decay(seen: Observation, rows: Tensor) -> Tensor:
     if local.kind != "fedavg-adamw":
         return rows
     decay = float(local.mechanism.parameters["weight_decay"] or 0.0) * local.steps
-    layers = parts(seen.model).blocks[0].qkv
-    weights = {lin.weight: seen.model.get_parameter(lin.weight).detach() for lin in layers}
-    like = replace(seen, message=replace(seen.message, gradients={n: w for n, w in weights.items() if n in seen.gradients}))
-    return rows - decay * torch.cat(visible_gradients(like, layers))
+    weights = {n: seen.model.get_parameter(n).detach() for n in seen.gradients}
+    return rows - decay * _rows(replace(seen, message=replace(seen.message, gradients=weights)))[0]
 
 
 class _Search:
@@ -256,13 +274,14 @@ class _Left:
 class _Polish:
     """Improves texts place by place on the gradients of all linear and LayerNorm layers in sight."""
 
-    def __init__(self, seen: Observation, search: _Search, kind: Kind) -> None:
+    def __init__(self, seen: Observation, search: _Search, kind: Kind, rng: torch.Generator) -> None:
         self.seen, self.search = seen, search
         self.factoriser = Factoriser(seen.model, list(seen.gradients))
         turned = {s.weight for s in self.factoriser.layers if s.linear is not None and s.linear.transposed}
         observed = self.factoriser.observed(seen.gradients)
         visible = {n: m.T if n in turned else m for n, m in seen.visible.items() if n in observed}
-        self.distance = Distance(observed, kind, visible=visible)
+        # Masks need every entry formed, and a part of them tells texts apart as well.
+        self.distance = Distance(observed, kind, visible=visible, entries=0.1, rng=rng)
         self.table = token_table(seen.model, seen.vocabulary)
         self.classes = int(seen.model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
 
