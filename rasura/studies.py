@@ -75,8 +75,9 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
 
 
 def prepared(study: Study, **changes: Any) -> Plan:
-    """The study's plan with the changes that are not None, checked."""
-    return replace(study.plan, metrics=study.metrics, **{k: v for k, v in changes.items() if v is not None}).checked()
+    """The study's plan with the changes that are not None, checked; with the metric of the report's first line, too."""
+    metrics = tuple(dict.fromkeys((*study.metrics, "token_recall")))
+    return replace(study.plan, metrics=metrics, **{k: v for k, v in changes.items() if v is not None}).checked()
 
 
 def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str:

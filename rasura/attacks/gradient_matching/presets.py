@@ -9,7 +9,7 @@ from rasura.attacks.gradient_matching.engine import GradientMatching, Settings, 
 # LAMP takes 2,000 steps (GRAB sec. 5.1); its public code tries 200 orders every 75 of them after a first tenth.
 LAMP_LEVELS: Mapping[str, Work] = {
     "quick": Work(8, 2, 80, 10, 25),
-    "default": Work(64, 2, 300, 50, 50),
+    "default": Work(64, 2, 300, 100, 30),
     "paper": Work(2000, 1, 2000, 200, 75),
 }
 
