@@ -70,6 +70,7 @@ def audit(
     seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
     budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
+    max_memory: Annotated[int | None, typer.Option(help="MiB that an attack may hold at once; default 4096")] = None,
     suite: Annotated[str | None, typer.Option(help="attacks and defenses of a suite: quick, full")] = None,
     config: Annotated[Path | None, typer.Option(help="the same in a TOML file")] = None,
     num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
@@ -99,7 +100,7 @@ def audit(
         "defenses": _split(defense), "updates": _split(update), "threats": _split(threat),
         "batch_sizes": _numbers(batch_size, "batch-size"),
         "limit": limit, "seeds": seeds, "seed": seed, "budget": budget, "num_labels": num_labels,
-        "truncate": truncate or None, "show_text": show_text or None,
+        "max_memory": max_memory, "truncate": truncate or None, "show_text": show_text or None,
     }  # fmt: skip
     if file and text:
         raise InputError("FILE and --text were both given; pass one of them")
@@ -171,6 +172,7 @@ def read(
     how: Annotated[str, typer.Option("--update", help="how it came about; see: rasura list updates")] = "fedsgd",
     hidden: Annotated[Path | None, typer.Option(help="safetensors of bool tensors, true where an entry is hidden")] = None,
     budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
+    max_memory: Annotated[int, typer.Option(help="MiB that an attack may hold at once")] = 4096,
     num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
     seed: Annotated[int, typer.Option(help="seed of the attack (and of a fresh head)")] = 0,
     device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
@@ -202,7 +204,7 @@ def read(
                 update, victim, attack=attack, batch_size=batch_size, labels=_numbers(labels, "labels"),
                 lengths=_numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden,
                 reference=reference, update=how,
-                budget=Budget(level), seed=seed,
+                budget=Budget(level, max_memory), seed=seed,
             )  # fmt: skip
     except (AttackFailed, NotApplicable) as error:
         found = {"texts": [], "confidence": "none", "attack": attack, "tokens": [], "seconds": None, "reason": str(error)}

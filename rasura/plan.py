@@ -27,7 +27,8 @@ class Plan:
     """One audit: every attack x update x defense x threat x batch size x seed, over the texts of ``data``.
 
     ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, granted to the adversary.
-    ``limit``: texts used. ``num_labels``: size of a fresh head; None takes what the labels need.
+    ``limit``: texts used. ``num_labels``: size of a fresh head; None takes what the labels need. ``max_memory``: MiB that an
+    attack may hold at once.
     """
 
     model: str = "minilm"
@@ -48,6 +49,7 @@ class Plan:
     truncate: bool = False
     num_labels: int | None = None
     show_text: bool = False
+    max_memory: int = Budget.memory_mb
 
     def checked(self) -> Plan:
         """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it."""
@@ -74,7 +76,8 @@ class Plan:
                     raise InputError(f"defense {name} is for language models; on images: {', '.join(IMAGE_DEFENSES)}")
         known("task", self.task, get_args(Task))
         known("budget", self.budget, ("quick", "default", "paper"))
-        for name, value in (("limit", self.limit), ("seeds", self.seeds), *(("batch size", b) for b in self.batch_sizes)):
+        sizes = [("limit", self.limit), ("seeds", self.seeds), ("max_memory", self.max_memory)]
+        for name, value in (*sizes, *(("batch size", b) for b in self.batch_sizes)):
             if value < 1:
                 raise InputError(f"{name} is {value}; expected at least 1")
         images = {n for n in self.attacks if n in IMAGE_ATTACKS}
@@ -98,11 +101,12 @@ class Plan:
     @property
     def work(self) -> Budget:
         """The attacks' budget."""
-        return Budget(self.budget)  # type: ignore[arg-type]  # checked above
+        return Budget(self.budget, self.max_memory)  # type: ignore[arg-type]  # checked above
 
     def canonical(self) -> dict[str, Any]:
         """What the results depend on, as plain JSON values: the identity of a run's folder."""
         found = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        del found["max_memory"]
         if self.updates == Plan.updates:
             del found["updates"]
         return found

@@ -114,12 +114,14 @@ class GradientMatching:
         if not all(bool(torch.isfinite(g).all()) for g in observed.values()):
             raise AttackFailed("the observed gradient is not finite")
         size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
-        run = _Run(self.settings, self.levels[budget.level], seen, factoriser, observed, self._lengths(seen, size), rng)
+        lengths, exact = self._lengths(seen, size)
+        run = _Run(self.settings, self.levels[budget.level], seen, factoriser, observed, lengths, exact, rng)
         return run(budget.memory_mb)
 
-    def _lengths(self, seen: Observation, size: int) -> tuple[int, ...]:
+    def _lengths(self, seen: Observation, size: int) -> tuple[tuple[int, ...], bool]:
+        """The texts' lengths, and whether they are right."""
         if Grant.LENGTHS in seen:
-            return seen.lengths
+            return seen.lengths, True
         spaces = block_spaces(seen, visible_blocks(seen)[:1])
         name = parts(seen.model).position_embedding
         rows = seen.gradients[name].norm(dim=1) > 0 if name is not None and name in seen.gradients else None
@@ -129,7 +131,8 @@ class GradientMatching:
             total = size * int(rows.sum())
         else:
             total = 12 * size  # noise fills every row, or nothing is visible: a common sentence
-        return tuple(max(3, total // size + (1 if k < total % size else 0)) for k in range(size))
+        lengths = tuple(max(3, total // size + (1 if k < total % size else 0)) for k in range(size))
+        return lengths, size == 1 and bool(spaces)
 
 
 @dataclass(frozen=True)
@@ -163,14 +166,15 @@ class _Run:
         factoriser: Factoriser,
         observed: Mapping[str, Tensor],
         lengths: tuple[int, ...],
+        exact: bool,
         rng: torch.Generator,
     ) -> None:
         self.settings, self.work, self.seen, self.factoriser, self.rng = settings, work, seen, factoriser, rng
         model, vocabulary = seen.model, seen.vocabulary
         self.prefix, self.suffix = len(vocabulary.prefix), len(vocabulary.suffix)
-        self.vary = Grant.LENGTHS not in seen and len(lengths) > 1
-        self.lengths = lengths
-        self.width = max(lengths) if not self.vary else _longest(lengths, 1 + self.prefix + self.suffix)
+        self.lengths, self.vary = lengths, not exact
+        # Where only the sum of the lengths is known, a text may be half as long again as the mean.
+        self.width = max(lengths) if exact else math.ceil(1.5 * max(lengths))
         self.table, self.ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
         self.classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
         self.granted = seen.labels if Grant.LABELS in seen else None
@@ -454,11 +458,6 @@ class _Beam:
 def _same(free: Tensor) -> Tensor:
     """The order that changes nothing, ``(1, batch, width)``."""
     return torch.arange(free.shape[-1]).expand(1, *free.shape)
-
-
-def _longest(lengths: tuple[int, ...], shortest: int) -> int:
-    """Places for a text where only the sum of ``lengths`` is known: half as many again as the mean, if the rest allows."""
-    return min(sum(lengths) - (len(lengths) - 1) * shortest, math.ceil(1.5 * max(lengths)))
 
 
 def _clipped(seen: Observation, observed: Mapping[str, Tensor]) -> float | None:
