@@ -57,8 +57,8 @@ def sent(model: ImageClassifier | None = None, defense: str = "none", rows: int 
     return step(model, batch, recipes.parse_defense(defense), task="vision", vocabulary=NO_TEXT, rng=generator(0, "step"))
 
 
-def read(name: str, truth: Transcript, *, seed: int = 0) -> Reconstruction:
-    return recipes.attack(name)(observe(truth, HONEST_SERVER), rng=generator(seed, "attack"), budget=QUICK)
+def read(name: str, truth: Transcript, *, seed: int = 0, budget: Budget = QUICK) -> Reconstruction:
+    return recipes.attack(name)(observe(truth, HONEST_SERVER), rng=generator(seed, "attack"), budget=budget)
 
 
 def decibels(guess: Reconstruction, truth: Transcript) -> float:
@@ -463,6 +463,6 @@ def test_real_images_are_read(shared: Path) -> None:
     assert len(examples) == 20 and all(e.pixels.shape == (3, 32, 32) and 0 <= e.label < 100 for e in examples)
     batch = encode_images(examples[:1], size=32, num_labels=100)
     truth = step(lenet(100), batch, (), task="vision", vocabulary=NO_TEXT, rng=generator(0, "step"))
-    guess = read("feature-matching", truth)
+    guess = read("feature-matching", truth, budget=Budget())
     assert guess.labels == (examples[0].label,)
     assert decibels(guess, truth) > decibels(read("blind", truth), truth) + 8

@@ -312,12 +312,20 @@ class _Polish:
         return (others[int(scores.argmin())], least) if least < best else (texts, best)
 
     def _moved(self, texts: Texts, best: float, labels: Tensor) -> tuple[Texts, float]:
-        """Neighbouring positions are alike, so a run of tokens may stand one place off: one token moved puts it right."""
-        while moves := [m for k in range(len(texts)) for m in self._moves(texts, k)]:
+        """Neighbouring positions are alike, so a run of tokens may stand one place off: one token moved puts it right.
+
+        So does one token less, where lengths are unknown and the closing token was found one place late.
+        """
+        last = float("inf")
+        while best < last:
             last = best
-            texts, best = self._better(texts, best, moves, labels)
-            if best >= last:
-                break
+            for k in range(len(texts)):
+                if moves := self._moves(texts, k):
+                    texts, best = self._better(texts, best, moves, labels)
+                begin, end = len(self.search.prefix), len(texts[k]) - len(self.search.suffix)
+                if not self.search.known and end - begin > 1:
+                    less = sorted({(*texts[k][:i], *texts[k][i + 1 :]) for i in range(begin, end)})
+                    texts, best = self._better(texts, best, [(*texts[:k], t, *texts[k + 1 :]) for t in less], labels)
         return texts, best
 
     def _moves(self, texts: Texts, k: int) -> list[Texts]:
