@@ -157,7 +157,9 @@ def findings(
         rows = [matrix[a, d] for a in attacks if (a, d) in matrix and matrix[a, d].level is not None]
         if rows:
             best[d] = max(rows, key=lambda e: e.level.mean if e.level else -1.0)
-    blind = pooled(_values(every, metric, "blind"))
+    # Every cell of a batch carries the same guess, so it counts once.
+    once = {(r["threat"], r["batch_size"], r["seed"], r["batch"]): r for r in every}
+    blind = pooled(_values(once.values(), metric, "blind"))
     strongest = [r for r in every if r["status"] == "ok" and r["recovered"] and r["attack"] != "blind"]
     found = Findings(
         metric, tuple(attacks), tuple(defenses), matrix, best, blind, (), "",
