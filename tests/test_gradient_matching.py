@@ -202,7 +202,7 @@ def test_clipping_is_undone_and_angles_do_not_mind_scale() -> None:
     for distance in (Distance(clipped, "norm", norm=0.01 * whole), Distance(clipped, "angle")):
         right, wrong = distance(found).tolist()
         assert right < 1e-2 * wrong
-    assert float(Distance(clipped, "norm")(found)[0]) > 0.5 * whole
+    assert float(Distance(clipped, "norm")(found)[0].detach()) > 0.5 * whole
 
 
 def test_entries_of_a_part_stand_for_the_whole() -> None:
