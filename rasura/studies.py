@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from rasura.interfaces import InputError
-from rasura.metrics.intervals import bootstrap
 from rasura.plan import Plan, plan_of
 from rasura.recipes import known
 from rasura.records import write_whole
+from rasura.report.findings import pooled
 
 FOLDER = Path("studies")
 RESULTS = FOLDER / "RESULTS.md"
@@ -142,10 +142,8 @@ def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> lis
 
 
 def _level(values: list[float]) -> str:
-    if not values:
-        return "–"
-    mean, low, high = bootstrap(values)
-    return f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+    level = pooled(values)
+    return "–" if level is None else f"{100 * level.mean:.1f} [{100 * level.low:.0f}, {100 * level.high:.0f}]"
 
 
 def write_section(text: str, path: Path = RESULTS) -> None:

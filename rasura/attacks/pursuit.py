@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.dummies import token_table
+from rasura.attacks.gradient_matching.engine import CHUNK
 from rasura.attacks.gradient_matching.factors import Factoriser
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
-from rasura.attacks.span.rows import Inputs
+from rasura.attacks.span.rows import Inputs, masked_gradients
 from rasura.attacks.span.tokens import candidates
 from rasura.attacks.verify import MOST_LABELINGS, VERIFIED, check, pad
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
@@ -41,8 +42,6 @@ MOST = 0.6
 
 STANDS_OUT = 1.1
 """A token is taken while its gain is so many times the best at places that no text reaches (true ones: 1.15 and more)."""
-
-CHUNK = 16
 
 Texts = tuple[tuple[int, ...], ...]
 
@@ -150,9 +149,7 @@ def _rows(seen: Observation) -> tuple[Tensor, Tensor | None]:
     layers = [lin for lin in parts(seen.model).blocks[0].qkv if lin.weight in seen.gradients]
     if not layers:
         raise NotApplicable("no query, key or value gradient of block 0 is visible")
-    gradients = [seen.gradients[lin.weight] for lin in layers]
-    masks = [seen.visible.get(lin.weight, torch.ones_like(g, dtype=torch.bool)) for lin, g in zip(layers, gradients)]
-    rows, shown = (torch.cat([m.T if lin.transposed else m for lin, m in zip(layers, x)]) for x in (gradients, masks))
+    rows, shown = (torch.cat(x) for x in masked_gradients(seen, layers))
     if bool(shown.all()):
         return rows.float(), None
     some = shown.any(1)
@@ -181,7 +178,7 @@ class _Search:
     """The pursuit: which token stands where. ``ends``: where texts end, as far as known."""
 
     def __init__(self, seen: Observation, fit: Fit, memory_mb: int) -> None:
-        self.fit, self.seen = fit, seen
+        self.fit = fit
         self.inputs, self.ids = Inputs(seen.model), candidates(seen.vocabulary)
         self.batch = seen.batch_size if Grant.BATCH_SIZE in seen else 1
         self.ends = sorted(seen.lengths) if Grant.LENGTHS in seen else []
@@ -277,9 +274,7 @@ class _Polish:
     def __init__(self, seen: Observation, search: _Search, kind: Kind, rng: torch.Generator) -> None:
         self.seen, self.search = seen, search
         self.factoriser = Factoriser(seen.model, list(seen.gradients))
-        turned = {s.weight for s in self.factoriser.layers if s.linear is not None and s.linear.transposed}
-        observed = self.factoriser.observed(seen.gradients)
-        visible = {n: m.T if n in turned else m for n, m in seen.visible.items() if n in observed}
+        observed, visible = (self.factoriser.observed(x) for x in (seen.gradients, seen.visible))
         # Masks need every entry formed, and a part of them tells texts apart as well.
         self.distance = Distance(observed, kind, visible=visible, entries=0.1, rng=rng)
         self.table = token_table(seen.model, seen.vocabulary)

@@ -180,11 +180,9 @@ class _Run:
         self.granted = seen.labels if Grant.LABELS in seen else None
         self.rate = announced_dropout(seen) if settings.learn_masks else 0.0
         self.shapes = shapes(model, len(lengths), self.width) if self.rate else []
-        turned = {s.weight for s in factoriser.layers if s.linear is not None and s.linear.transposed}
-        visible = {n: m.T if n in turned else m for n, m in seen.visible.items() if n in observed}
         self.distance = Distance(
-            observed, settings.objective, alpha=settings.alpha if work.entries else 0.0, visible=visible,
-            entries=work.entries or 1.0,
+            observed, settings.objective, alpha=settings.alpha if work.entries else 0.0,
+            visible=factoriser.observed(seen.visible), entries=work.entries or 1.0,
             norm=_clipped(seen, observed) if settings.match_norm else None, rng=rng,
         )  # fmt: skip
         self.pools: list[set[int]] = [set() for _ in lengths]
@@ -291,8 +289,7 @@ class _Run:
     def _continuous(self, texts: _Texts) -> tuple[_Texts, Tensor]:
         """The best that each restart passed, with its distance."""
         s, work = self.settings, self.work
-        # The mean of a mask is its best guess: it is much nearer to any mask than a random one is.
-        masks = [torch.full((len(texts), *shape), 1 - self.rate) for shape in self.shapes]
+        masks = self._masks(len(texts))
         texts = _Texts(texts.e.detach().clone(), texts.lengths, texts.y.detach().clone())
         kept = _Texts(texts.e.clone(), texts.lengths, texts.y.clone())
         variables = [texts.e, texts.y, *masks]
@@ -334,6 +331,10 @@ class _Run:
             if s.reorder and step >= work.steps // 10 and step % work.every == work.every - 1:
                 self._reorder(texts, free, optimizer)
         return kept, best
+
+    def _masks(self, count: int) -> list[Tensor]:
+        """Dropout masks of ``count`` candidates at their mean, which is much nearer to any mask than a random one is."""
+        return [torch.full((count, *shape), 1 - self.rate) for shape in self.shapes]
 
     def _reorder(self, texts: _Texts, free: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Each restart takes the best of some other orders of its embeddings (LAMP)."""
@@ -398,7 +399,7 @@ class _Run:
         out = []
         for part in torch.split(torch.arange(len(ids)), self.chunk):
             some = texts.at(part)
-            masks = [torch.full((len(some), *shape), 1 - self.rate).requires_grad_(True) for shape in self.shapes]
+            masks = [m.requires_grad_(True) for m in self._masks(len(some))]
             optimizer = torch.optim.AdamW(masks, weight_decay=0.0)
             for step in range(REFIT):
                 for group in optimizer.param_groups:

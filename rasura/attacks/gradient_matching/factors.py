@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.values import Gradients
 from rasura.victims.models import Linear, parts
 
 
@@ -84,10 +83,13 @@ class Factoriser:
         """The parameters that are matched."""
         return [n for layer in self.layers for n in (layer.weight, layer.bias) if n is not None]
 
-    def observed(self, gradients: Gradients) -> dict[str, Tensor]:
-        """The observed gradients as the factors see them: ``(outputs, inputs)`` whatever the layer's own layout."""
+    def observed(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What ``found`` holds of the matched parameters (gradients, or masks of what is visible), as the factors see it.
+
+        ``(outputs, inputs)``, whatever the layer's own layout.
+        """
         turned = {layer.weight for layer in self.layers if layer.linear is not None and layer.linear.transposed}
-        return {n: gradients[n].T if n in turned else gradients[n] for n in self.names}
+        return {n: found[n].T if n in turned else found[n] for n in self.names if n in found}
 
     def __call__(self, e: Tensor, mask: Tensor, loss: Callable[[Tensor], Tensor], *, graph: bool) -> Mapping[str, Factor]:
         """Factors by parameter name of candidates ``e`` ``(candidates, batch, length, hidden)``.

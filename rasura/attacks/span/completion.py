@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rasura.attacks.span.rows import GAP
+from rasura.attacks.span.rows import GAP, masked_gradients
 from rasura.values import Grant, Message, Observation
 from rasura.victims.models import Linear, parts
 
@@ -179,20 +179,12 @@ def _filled(seen: Observation, linears: Sequence[Linear], ranks: Sequence[int] |
     All are completed together, since they share their inputs. Nothing and 0 where no completion is found.
     """
     names = [lin for lin in linears if lin.weight in seen.gradients]
-    gradients = [_turned(seen.gradients[lin.weight], lin) for lin in names]
-    masks = [
-        _turned(seen.visible[lin.weight], lin) if lin.weight in seen.visible else torch.ones_like(g, dtype=torch.bool)
-        for lin, g in zip(names, gradients)
-    ]
+    gradients, masks = masked_gradients(seen, names)
     found = complete(torch.cat(gradients), torch.cat(masks), ranks)
     if found is None:
         return {}, 0
     split = torch.split(found.left @ found.right, [len(g) for g in gradients])
-    return {lin.weight: _turned(part, lin) for lin, part in zip(names, split)}, found.rank
-
-
-def _turned(matrix: Tensor, linear: Linear) -> Tensor:
-    return matrix.T if linear.transposed else matrix
+    return {lin.weight: part.T if lin.transposed else part for lin, part in zip(names, split)}, found.rank
 
 
 def uncovered(seen: Observation, most: int | None = None) -> Observation:

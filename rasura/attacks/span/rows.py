@@ -94,6 +94,14 @@ def visible_gradients(seen: Observation, linears: Sequence[Linear]) -> list[Tens
     return out
 
 
+def masked_gradients(seen: Observation, linears: Sequence[Linear]) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of ``linears``, all of them in the update, as ``(outputs, inputs)``; and bool masks of what is visible."""
+    gradients = [seen.gradients[lin.weight] for lin in linears]
+    masks = [seen.visible.get(lin.weight, torch.ones_like(g, dtype=torch.bool)) for lin, g in zip(linears, gradients)]
+    turned = [[m.T if lin.transposed else m for lin, m in zip(linears, found)] for found in (gradients, masks)]
+    return turned[0], turned[1]
+
+
 def visible_blocks(seen: Observation) -> tuple[Block, ...]:
     """Blocks with at least one whole Q/K/V gradient in sight."""
     return tuple(b for b in parts(seen.model).blocks if visible_gradients(seen, b.qkv))
