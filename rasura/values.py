@@ -206,7 +206,6 @@ class Transcript:
     task: Task
     vocabulary: Vocabulary
 
-
     @property
     def text_batch(self) -> Batch:
         """The batch of a language model's step. Raises ``TypeError`` for images."""

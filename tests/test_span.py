@@ -12,9 +12,12 @@ from torch import nn
 from rasura.attacks.span import Span
 from rasura.attacks.span.grouping import cluster
 from rasura.attacks.span.rows import Inputs, RowSpace, row_space
+from rasura.attacks.span.sentences import rearranged
 from rasura.attacks.span.tokens import robust_fit
 from rasura.attacks.verify import VERIFIED, check, relative_error
+from rasura.data.text import Example, encode
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.recipes import parse_defense, parse_update
 from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import UNKNOWN, Batch, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
@@ -42,7 +45,7 @@ def attack(seen: Observation) -> Reconstruction:
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
-@pytest.mark.parametrize("rows", [1])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_encoders_give_back_every_text_verified(family: str, rows: int) -> None:
     batch = batch_of(TEXTS[:rows], "classification", [1, 0, 2][:rows])
     guess = attack(seen_by_server(tiny(family, "classification"), batch, "classification"))
@@ -130,8 +133,6 @@ def test_dropout_does_not_stop_it(rate: float) -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_two_texts_of_a_trained_model_are_told_apart(minilm_path: Path, rate: float) -> None:
-    # Random encoders cannot show it: their LayerNorm scales all tokens alike, so that a word at another text's position lies
-    # in the span of the three that are there.
     victim = load(minilm_path, "classification")
     texts = ["mary is here now", "he lost it , again"]
     coded = victim.tokenizer(texts, return_tensors="pt", padding=True)
@@ -169,7 +170,7 @@ def test_robust_fit_recovers_masked_vectors_exactly_and_rejects_others() -> None
     masks = torch.rand(rank, width, generator=rng) > 0.1
     basis = torch.linalg.qr((full * masks).T).Q
     other = torch.randn(20, width, generator=rng, dtype=torch.double)
-    fit = robust_fit(RowSpace(basis, 1e-9), torch.cat([full, other]))
+    fit = robust_fit(RowSpace(basis, torch.full((rank,), 1e-9)), torch.cat([full, other]))
     assert fit.accepted() == list(range(rank))
     assert torch.allclose(fit.inputs[:rank], full * masks, atol=1e-6)
 
@@ -206,6 +207,58 @@ def test_first_inputs_equal_the_whole_forward_pass(family: str) -> None:
     inputs = Inputs(model)
     for position, token in enumerate(TEXTS[2]):
         assert torch.allclose(inputs.first(torch.tensor([token]), position)[0], whole[position], atol=1e-5)
+
+
+def test_rows_that_rounding_covers_are_counted_and_tolerated_by_their_noise() -> None:
+    rng = generator(1)
+    inputs = torch.randn(9, 96, generator=rng, dtype=torch.double)
+    sizes = torch.logspace(0, -2, 9, dtype=torch.double)
+    exact = (torch.randn(192, 9, generator=rng, dtype=torch.double) * sizes) @ inputs
+    noisy = exact + 2e-4 * float(exact.norm()) / 10 * torch.randn(exact.shape, generator=rng, dtype=torch.double)
+    space = row_space([noisy])
+    assert space is not None and space.rank == 9
+    residual, allowed = space.residual(inputs), space.tolerance(inputs)
+    assert bool((residual < allowed).all()), "true inputs"
+    assert float(allowed.max()) > 5 * float(allowed.min()), "weak inputs are given more room"
+    other = torch.randn(50, 96, generator=rng, dtype=torch.double)
+    assert bool((space.residual(other) > space.tolerance(other)).all())
+
+
+def seen_of(path: Path, texts: list[str], labels: list[int], update: str) -> tuple[Observation, list[tuple[int, ...]]]:
+    """What the server sees of an update of MiniLM with frozen embeddings, and the ids of its texts."""
+    victim = load(path, "classification")
+    local, wire = parse_update(update)
+    examples = [Example(text, None, label) for text, label in zip(texts, labels)]
+    batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
+    defense = (*parse_defense("frozen-embeddings"), *wire)
+    rng = generator(0, "step")
+    truth = step(victim.model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=rng, local=local)
+    return observe(truth, HONEST_SERVER), [tuple(batch.ids(k)) for k in range(len(texts))]
+
+
+@pytest.mark.parametrize("update", ["fedsgd+fp16", "fedsgd+bf16", "fedavg-sgd:2"])
+def test_four_texts_come_back_through_rounding(minilm_path: Path, update: str) -> None:
+    texts = ["mary is here now", "he lost it , again", "we saw her leave", "it is late"]
+    seen, ids = seen_of(minilm_path, texts, [0, 1, 1, 0], update)
+    assert sorted(attack(seen).tokens) == sorted(ids)
+
+
+def test_copies_of_a_text_with_opposite_labels_come_back(minilm_path: Path) -> None:
+    texts = ["mary is here now", "he lost it , again", "mary is here now"]
+    seen, ids = seen_of(minilm_path, texts, [0, 1, 1], "fedsgd")
+    guess = attack(seen)
+    assert guess.confidence == "verified"
+    assert sorted(guess.tokens) == sorted(ids)
+    assert guess.labels is not None
+    assert sorted(zip(guess.tokens, guess.labels)) == sorted(zip(ids, [0, 1, 1]))
+
+
+def test_rearranged_moves_and_swaps_between_its_bounds() -> None:
+    assert set(rearranged("abcd", 1, 3)) == {("a", "c", "b", "d")}
+    runs = set(rearranged("abcd", 0, 4, longest=2))
+    assert ("c", "d", "a", "b") in runs and ("d", "b", "c", "a") in runs and tuple("abcd") not in runs
+    assert all(sorted(order) == list("abcd") for order in runs)
+    assert rearranged("ab", 1, 1) == []
 
 
 def test_cluster_finds_blocks_and_is_deterministic() -> None:

@@ -24,6 +24,7 @@ from rasura.attacks.gradient_matching.engine import CHUNK
 from rasura.attacks.gradient_matching.factors import Factoriser
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.span.rows import Inputs, masked_gradients
+from rasura.attacks.span.sentences import rearranged
 from rasura.attacks.span.tokens import candidates
 from rasura.attacks.verify import MOST_LABELINGS, VERIFIED, check, pad
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
@@ -325,15 +326,8 @@ class _Polish:
 
     def _moves(self, texts: Texts, k: int) -> list[Texts]:
         """``texts`` with one token of text ``k`` elsewhere, or two of its tokens swapped."""
-        begin, end = len(self.search.prefix), len(texts[k]) - len(self.search.suffix)
-        out = set()
-        for i, j in itertools.permutations(range(begin, end), 2):
-            rest = [*texts[k][:i], *texts[k][i + 1 :]]
-            out.add((*rest[:j], texts[k][i], *rest[j:]))
-            swapped = list(texts[k])
-            swapped[i], swapped[j] = swapped[j], swapped[i]
-            out.add(tuple(swapped))
-        return [(*texts[:k], text, *texts[k + 1 :]) for text in sorted(out - {texts[k]})]
+        moved = rearranged(texts[k], len(self.search.prefix), len(texts[k]) - len(self.search.suffix))
+        return [(*texts[:k], text, *texts[k + 1 :]) for text in moved]
 
     def _labels(self, texts: Texts) -> Tensor:
         if Grant.LABELS in self.seen:

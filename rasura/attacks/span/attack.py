@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rasura.attacks.span.endings import finish
 from rasura.attacks.span.grouping import affinity, cluster
 from rasura.attacks.span.prefixes import choose, grow
 from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
-from rasura.attacks.span.sentences import Checker, choices, search
+from rasura.attacks.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.span.tokens import Row, Search, candidates, plain
 from rasura.attacks.verify import VERIFIED, check
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
@@ -26,7 +27,7 @@ Sentences = list[list[tuple[int, int]]]
 """Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
 
 MOST_COPIES = 16
-"""Texts that may share a token at one place where the batch size is unknown."""
+"""Texts that may share a token at one place where the batch size is unknown, and ways to fill a batch with copies."""
 
 
 def _attention_heads(model: torch.nn.Module) -> int:
@@ -127,7 +128,7 @@ class Span:
         for position in range(longest):
             here = plain(space, inputs, ids, position)
             rows += here
-            if len(rows) > 2 * space.rank:
+            if len(here) > 2 * space.rank:
                 raise AttackFailed(
                     f"the row space (rank {space.rank} of {inputs.parts.hidden}) accepts more tokens than it can hold: "
                     "the batch has about as many tokens as the layer has inputs"
@@ -147,35 +148,29 @@ class Span:
         rng: torch.Generator,
         budget: Budget,
     ) -> Sentences:
-        if size == 1:
+        score = None if active else checker(seen, spaces, inputs)
+        if size == 1 and (score is None or len({r.position for r in rows}) == len(rows)):
             best: dict[int, Row] = {}
             for row in rows:
                 if row.position not in best or row.residual < best[row.position].residual:
                     best[row.position] = row
             return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
-        likeness = affinity(
-            seen, inputs.parts.blocks[0], torch.stack([r.input for r in rows]), spaces[0], _attention_heads(seen.model)
-        )
-        if likeness is None:
-            likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
-        labels = cluster(likeness, size)
-        groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
-        score = Checker(spaces, inputs, seen.vocabulary.pad_id or 0)
-        if active or not score.deep:
+        groups: list[list[int]] = []
+        likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
+        if len(rows) <= spaces[0].rank or score is None:  # more rows than dimensions have no coefficients of their own
+            x = torch.stack([r.input for r in rows])
+            found = affinity(seen, inputs.parts.blocks[0], x, spaces[0], _attention_heads(seen.model))
+            likeness = likeness if found is None else found
+            labels = cluster(likeness, size)
+            groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
+        if score is None:
             return [_strongest(rows, group, likeness) for group in groups if group]
         ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
-        floor = min(1e-3, max(5e-6, 10 * max(s.floor for s in spaces.values())))
-        found = search(
-            choices(rows),
-            score,
-            [[rows[i] for i in group] for group in groups if group],
-            ends=ends,
-            size=size,
-            floor=floor,
-            rng=rng,
-            restarts=self.work[budget.level][2] * size,
-        )
-        return [text for text, _ in found]
+        lengths = seen.lengths if Grant.LENGTHS in seen else None
+        finder = Finder(choices(rows), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
+        starts = [[rows[i] for i in group] for group in groups if group]
+        known, rest = finder(starts, size, self.work[budget.level][2] * size)
+        return [list(text) for text in _with_copies(seen, known, size) or [*known, *rest][:size]]
 
     def _judged(
         self, seen: Observation, texts: Sentences, residual: float, spaces: Mapping[int, RowSpace], active: bool
@@ -191,6 +186,19 @@ class Span:
         if error < VERIFIED:
             return Reconstruction(tokens, "verified", labels=labels, residual=error, details=details)
         return Reconstruction(tokens, "span", residual=residual, details=details)
+
+
+def _with_copies(seen: Observation, found: list[Text], size: int) -> list[Text]:
+    """``size`` texts where some stand in the batch more than once, if that verifies; else nothing."""
+    missing = size - len(found)
+    if not missing or not found:
+        return found
+    for copies in itertools.islice(itertools.combinations_with_replacement(found, missing), MOST_COPIES):
+        texts = [*found, *copies]
+        error, _ = check(seen, [[t for t, _ in text] for text in texts], [[s for _, s in text] for text in texts])
+        if error < VERIFIED:
+            return texts
+    return []
 
 
 def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:

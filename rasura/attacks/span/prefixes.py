@@ -21,7 +21,7 @@ ROWS = 4096
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens whose every position lies in the visible row spaces, and the largest residual among them."""
+    """Tokens whose every position lies in the visible row spaces, and the largest residual over its tolerance among them."""
 
     tokens: tuple[int, ...]
     residual: float
@@ -44,17 +44,19 @@ class Grower:
             return self.ids
         key = position if self.inputs.parts.position_embedding is not None else 0
         if key not in self._bag:
-            tolerance = max(TOLERANCE, 10 * self.spaces[0].floor)
-            self._bag[key] = self.ids[self.inputs.within(self.spaces[0], self.ids, key, tolerance)[0]]
+            self._bag[key] = self.ids[self.inputs.within(self.spaces[0], self.ids, key, TOLERANCE)[0]]
         return self._bag[key]
 
     @torch.no_grad()
     def residuals(self, sequences: Tensor) -> Tensor:
-        """Largest residual of the last position of each sequence ``(k, length)`` over the deep visible blocks."""
+        """Largest residual over its tolerance, over the deep visible blocks, of the last position of ``(k, length)``."""
         out = []
         for chunk in torch.split(sequences, max(1, ROWS // sequences.shape[1])):
             states = self.inputs.deep(chunk, torch.ones_like(chunk), self.deep)
-            each = [self.spaces[b.index].residual(states[b.index][:, -1].double()) for b in self.deep]
+            each = []
+            for block in self.deep:
+                space, x = self.spaces[block.index], states[block.index][:, -1].double()
+                each.append(space.residual(x) / space.tolerance(x, TOLERANCE))
             out.append(torch.stack(each).amax(0))
         return torch.cat(out)
 
@@ -72,12 +74,11 @@ class Grower:
             return []
         head = torch.tensor(prefix.tokens, dtype=torch.long).expand(len(allowed), -1)
         residual = self.residuals(torch.cat([head, allowed[:, None]], 1))
-        tolerance = max(TOLERANCE, 10 * max(self.spaces[b.index].floor for b in self.deep))
         order = residual.argsort()
         return [
             Prefix((*prefix.tokens, int(allowed[i])), max(prefix.residual, float(residual[i])))
             for i in order.tolist()
-            if float(residual[i]) < tolerance
+            if float(residual[i]) < 1
         ]
 
 

@@ -20,23 +20,37 @@ CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
 
 GAP = 30.0
-"""Smallest ratio of neighbouring singular values that counts as the end of the row space."""
+"""Ratio of neighbouring singular values that ends the row space beyond doubt."""
+
+ABOVE = 1.3
+"""Without such a gap: singular values so many times the noise's belong to the row space."""
+
+TOLERANCE = 1e-4
+"""Least tolerance of a true input's residual: float32 leaves 1e-7 to 1e-5, the next best token of a trained model 1e-2."""
+
+DOUBT = 1.5
+"""Tolerance over the expected residual: those of true inputs were .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
 
 
 @dataclass(frozen=True)
 class RowSpace:
-    """``basis``: ``(inputs, rank)`` orthonormal, float64. ``floor``: first singular value behind the gap over the last
-    before it: the relative size of what is left of a true input outside the basis. ``known``: 1 for inputs ``(inputs,)``
-    that the gradients show, 0 for those that they are blank in, which count on neither side; None for all."""
+    """``basis``: ``(inputs, rank)`` orthonormal, float64. ``noise`` ``(rank,)``: the noise's singular value over that of
+    each direction: how far off that direction may be. ``known``: 1 for inputs ``(inputs,)`` that the gradients show, 0 for
+    those that they are blank in, which count on neither side; None for all."""
 
     basis: Tensor
-    floor: float
+    noise: Tensor
     known: Tensor | None = None
 
     @property
     def rank(self) -> int:
         """Number of independent inputs; the number of private tokens as long as these are independent."""
         return int(self.basis.shape[1])
+
+    @property
+    def floor(self) -> float:
+        """The largest of ``noise``: the relative size of what may be left of a true input outside the basis."""
+        return float(self.noise.max())
 
     def shown(self, x: Tensor) -> Tensor:
         """``x`` with the inputs that the gradients do not show at zero."""
@@ -49,6 +63,13 @@ class RowSpace:
         size: Tensor = outside.norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
         return size
 
+    def tolerance(self, x: Tensor, least: float = TOLERANCE) -> Tensor:
+        """The residual up to which a row of ``x`` ``(..., inputs)`` may lie in the row space, by its directions' noise."""
+        x = self.shown(x)
+        doubt = ((x @ self.basis.to(x.dtype)) * self.noise.to(x.dtype)).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
+        out: Tensor = (DOUBT * doubt).clamp(least, 0.5)
+        return out
+
     def missing(self, x: Tensor) -> Tensor:
         """``residual`` squared, as ``1 - ||projection||^2 / ||x||^2``: half the work, and good to 1e-6 in float32."""
         x = self.shown(x)
@@ -59,10 +80,11 @@ class RowSpace:
 
 
 def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
-    """The common row space of gradients ``(outputs, inputs)``; None when there is no gap (too many tokens, or noise).
+    """The common row space of gradients ``(outputs, inputs)``; None when none stands out (too many tokens, or noise).
 
-    Each matrix is scaled to norm 1 first, so that none drowns the others; one that is tiny beside the largest is left out,
-    since it would bring the rounding of larger numbers with it.
+    It ends at a gap of the singular values; without one (rounding, noise) where they join the line through the smaller
+    ones, which are the noise's. Each matrix is scaled to norm 1 first, so that none drowns the others; one that is tiny
+    beside the largest is left out, since it would bring the rounding of larger numbers with it.
     """
     largest = max((float(m.norm()) for m in matrices), default=0.0)
     kept = [m.double() / m.double().norm() for m in matrices if float(m.norm()) > 1e-3 * largest]
@@ -78,9 +100,23 @@ def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     ratios[values[:-1] < 1e-12 * values[0]] = 0.0
     rank = int(ratios[:most].argmax()) + 1
     if float(ratios[rank - 1]) < GAP:
-        return None
+        rank = _above_noise(values)
+        if not rank:
+            return None
     known = stacked.ne(0).any(0)
-    return RowSpace(rows[:rank].T.contiguous(), float(values[rank] / values[rank - 1]), None if known.all() else known)
+    return RowSpace(rows[:rank].T.contiguous(), values[rank] / values[:rank], None if known.all() else known)
+
+
+def _above_noise(values: Tensor) -> int:
+    """How many of the singular ``values`` stand above the noise, whose logarithms fall on a line but for the last ones."""
+    index = torch.arange(len(values), dtype=values.dtype)
+    some = slice(int(0.4 * len(values)), int(0.8 * len(values)))
+    if some.stop - some.start < 2 or not float(values[some].min()) > 0:
+        return 0
+    line = torch.stack([index, torch.ones_like(index)], 1)
+    fitted = torch.linalg.lstsq(line[some], values[some].log()[:, None]).solution
+    noise = (line @ fitted)[:, 0].exp()
+    return int((values > ABOVE * noise).long()[: some.start].cumprod(0).sum())
 
 
 def visible_gradients(seen: Observation, linears: Sequence[Linear]) -> list[Tensor]:
@@ -160,17 +196,20 @@ class Inputs:
         return torch.cat([space.missing(self.first(chunk, position, segment)) for chunk in torch.split(tokens, CHUNK)])
 
     def within(
-        self, space: RowSpace, tokens: Tensor, position: int, tolerance: float, segment: int = 0
+        self, space: RowSpace, tokens: Tensor, position: int, least: float, segment: int = 0
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices of the ``tokens`` whose residual is under ``tolerance``, best first, their inputs and residuals."""
-        loose = max(3e-3, 2 * tolerance) ** 2
-        hits = self.scan(space, tokens, position, segment).lt(loose).nonzero().flatten()
+        """Indices of the ``tokens`` whose residual is in ``space.tolerance``, best first, their inputs and residuals."""
+        near = []
+        for chunk in torch.split(tokens, CHUNK):
+            x = self.first(chunk, position, segment)
+            near.append(space.missing(x) < (2 * space.tolerance(x, max(1.5e-3, least))).square())
+        hits = torch.cat(near).nonzero().flatten()
         if not len(hits):
             return hits, torch.empty(0, self.parts.hidden, dtype=torch.double), torch.empty(0, dtype=torch.double)
         states = self.first(tokens[hits], position, segment).double()
         residual = space.residual(states)
         order = residual.argsort()
-        order = order[residual[order] < tolerance]
+        order = order[residual[order] < space.tolerance(states[order], least)]
         return hits[order], states[order], residual[order]
 
     @torch.no_grad()

@@ -10,11 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rasura.attacks.span.rows import Inputs, RowSpace
+from rasura.attacks.span.rows import TOLERANCE, Inputs, RowSpace
 from rasura.values import Vocabulary
-
-TOLERANCE = 1e-4
-"""Largest plain residual of a true token: float32 leaves 1e-7 to 1e-5, the next best token of a trained model 1e-2."""
 
 TOLERANT = 2e-2
 """Largest error of a fitted coordinate, over the coordinates' mean size: a token with little influence on the loss stands
@@ -43,9 +40,8 @@ def candidates(vocabulary: Vocabulary) -> Tensor:
 
 def plain(space: RowSpace, inputs: Inputs, ids: Tensor, position: int) -> list[Row]:
     """Tokens whose input at ``position`` lies in the row space, best first (DAGER's first-layer test)."""
-    tolerance = min(1e-2, max(TOLERANCE, 10 * space.floor))
     for segment in range(inputs.types):
-        hits, states, residual = inputs.within(space, ids, position, tolerance, segment)
+        hits, states, residual = inputs.within(space, ids, position, TOLERANCE, segment)
         if len(hits):
             found = zip(ids[hits].tolist(), states, residual.tolist())
             return [Row(position, token, segment, state, r) for token, state, r in found]
