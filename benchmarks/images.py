@@ -63,7 +63,7 @@ def main() -> None:
         for name in METRICS:
             values[name] += metric(name)(guess, truth)
             blind[name] += metric(name)(floor, truth)
-        line = ", ".join(f"{name} {mean(values[name][-len(batch):]):.4f}" for name in METRICS)
+        line = ", ".join(f"{name} {mean(values[name][-len(batch) :]):.4f}" for name in METRICS)
         right = guess.labels is not None and sorted(guess.labels) == sorted(batch.labels.tolist())
         print(f"{draw} {line}, labels {'right' if right else 'wrong'}, cpu {seconds[-1]:.1f} s", flush=True)
     for name in METRICS:

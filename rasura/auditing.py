@@ -71,6 +71,8 @@ class Audit:
         self.device = device
         self.data = images_hash(self.images) if self.images else data_hash(self.examples)
         self.reference = self._reference()
+        prior = None if plan.language_model is None else load(plan.language_model, "causal")
+        self.language_model = None if prior is None else (prior.model, prior.vocabulary)
         # By adapter rank, 0 for none: the model that is trained, and the adversary's copy of it.
         ranks = {local.lora for local, _ in self.updates.values()}
         self.models = {rank: with_fresh_adapter(self.victim, rank, plan.seed) for rank in sorted(ranks)}
@@ -115,6 +117,7 @@ class Audit:
     def _cells(self) -> Iterator[Cell]:
         plan = self.plan
         known = {} if self.reference is None else {"reference": data_hash([Example(t) for t in self.reference])}
+        known |= {name: str(value) for name in ("language_model", "entries") if (value := getattr(plan, name)) is not None}
         for size in plan.batch_sizes:
             for seed in range(plan.seed, plan.seed + plan.seeds):
                 for batch in range(len(self.batches[size])):
@@ -193,7 +196,9 @@ class Audit:
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
     ) -> tuple[str, str, Reconstruction | None]:
         adversary = self.adversaries[self.updates[cell.update][0].lora]
-        seen = observe(truth, threat, adversary_model=adversary, reference_text=self.reference)
+        seen = observe(
+            truth, threat, adversary_model=adversary, reference_text=self.reference, language_model=self.language_model
+        )
         missing = [g.name for g in attack.needs if g not in seen]
         if missing:
             return "not_applicable", f"{cell.threat} does not grant {', '.join(sorted(missing))}", None

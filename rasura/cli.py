@@ -59,6 +59,7 @@ def audit(
     file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; or images")] = None,
     text: Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")] = None,
     reference: Annotated[str | None, typer.Option(help="a file of other such texts, which the adversary has")] = None,
+    language_model: Annotated[str | None, typer.Option(help="a causal model that the adversary knows language by")] = None,
     model: Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); lenet, cnn")] = None,
     task: Annotated[str | None, typer.Option(help="classification, causal or vision")] = None,
     attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
@@ -71,6 +72,7 @@ def audit(
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
     budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
     max_memory: Annotated[int | None, typer.Option(help="MiB that an attack may hold at once; default 4096")] = None,
+    entries: Annotated[float | None, typer.Option(help="share of entries that matching attacks form one by one")] = None,
     suite: Annotated[str | None, typer.Option(help="attacks and defenses of a suite: quick, full")] = None,
     config: Annotated[Path | None, typer.Option(help="the same in a TOML file")] = None,
     num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
@@ -96,7 +98,7 @@ def audit(
         plan = replace(plan, attacks=attacks, defenses=defenses)
     given: dict[str, Any] = {
         "data": file, "texts": tuple(text) if text else None, "reference": reference,
-        "model": model, "task": task, "attacks": _split(attack),
+        "language_model": language_model, "entries": entries, "model": model, "task": task, "attacks": _split(attack),
         "defenses": _split(defense), "updates": _split(update), "threats": _split(threat),
         "batch_sizes": _numbers(batch_size, "batch-size"),
         "limit": limit, "seeds": seeds, "seed": seed, "budget": budget, "num_labels": num_labels,
@@ -169,10 +171,12 @@ def read(
     dropout: Annotated[float, typer.Option(help="dropout probability while the update was made")] = 0.0,
     frozen_embeddings: Annotated[bool, typer.Option("--frozen-embeddings", help="do not use embedding gradients")] = False,
     reference: Annotated[Path | None, typer.Option(help="a file of texts of the same kind")] = None,
+    language_model: Annotated[str | None, typer.Option(help="a causal model that orders of words are judged by")] = None,
     how: Annotated[str, typer.Option("--update", help="how it came about; see: rasura list updates")] = "fedsgd",
     hidden: Annotated[Path | None, typer.Option(help="safetensors of bool tensors, true where an entry is hidden")] = None,
     budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
     max_memory: Annotated[int, typer.Option(help="MiB that an attack may hold at once")] = 4096,
+    entries: Annotated[float | None, typer.Option(help="share of entries that matching attacks form one by one")] = None,
     num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
     seed: Annotated[int, typer.Option(help="seed of the attack (and of a fresh head)")] = 0,
     device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
@@ -203,8 +207,8 @@ def read(
             found = read_update(
                 update, victim, attack=attack, batch_size=batch_size, labels=_numbers(labels, "labels"),
                 lengths=_numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden,
-                reference=reference, update=how,
-                budget=Budget(level, max_memory), seed=seed,
+                reference=reference, language_model=language_model, update=how,
+                budget=Budget(level, max_memory, entries), seed=seed,
             )  # fmt: skip
     except (AttackFailed, NotApplicable) as error:
         found = {"texts": [], "confidence": "none", "attack": attack, "tokens": [], "seconds": None, "reason": str(error)}

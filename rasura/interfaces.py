@@ -33,6 +33,8 @@ class Budget:
     level: Literal["quick", "default", "paper"] = "default"
     memory_mb: int = 4096
     """What an attack may hold at once beyond the model, in MiB, where it can choose: it works in smaller parts then."""
+    entries: float | None = None
+    """Share of the visible entries that a matching attack forms for L1 and for masks, drawn at random; None: by level."""
 
 
 @runtime_checkable

@@ -26,9 +26,10 @@ from rasura.values import Task
 class Plan:
     """One audit: every attack x update x defense x threat x batch size x seed, over the texts of ``data``.
 
-    ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, granted to the adversary.
-    ``limit``: texts used. ``num_labels``: size of a fresh head; None takes what the labels need. ``max_memory``: MiB that an
-    attack may hold at once.
+    ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, ``language_model``: folder or
+    hub id of a causal model; both are granted to the adversary. ``limit``: texts used. ``num_labels``: size of a fresh head;
+    None takes what the labels need. ``max_memory``: MiB that an attack may hold at once. ``entries``: share of the entries
+    that matching attacks form where they need them one by one.
     """
 
     model: str = "minilm"
@@ -36,6 +37,7 @@ class Plan:
     data: str | None = None
     texts: tuple[str, ...] = ()
     reference: str | None = None
+    language_model: str | None = None
     attacks: tuple[str, ...] = ("blind", "embedding-rows", "span", "best")
     defenses: tuple[str, ...] = ("none", "frozen-embeddings+dropout:0.1", "frozen-blocks:1", "pruning:0.9", "gaussian:0.001")
     updates: tuple[str, ...] = ("fedsgd",)
@@ -50,6 +52,7 @@ class Plan:
     num_labels: int | None = None
     show_text: bool = False
     max_memory: int = Budget.memory_mb
+    entries: float | None = None
 
     def checked(self) -> Plan:
         """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it."""
@@ -80,6 +83,8 @@ class Plan:
         for name, value in (*sizes, *(("batch size", b) for b in self.batch_sizes)):
             if value < 1:
                 raise InputError(f"{name} is {value}; expected at least 1")
+        if self.entries is not None and not 0 < self.entries <= 1:
+            raise InputError(f"entries is {self.entries}; expected a share above 0 and up to 1")
         images = {n for n in self.attacks if n in IMAGE_ATTACKS}
         if self.task == "vision" and (wrong := [n for n in self.attacks if n not in images]):
             raise InputError(f"attack {wrong[0]} reads texts; on images: {', '.join(IMAGE_ATTACKS)}")
@@ -101,14 +106,15 @@ class Plan:
     @property
     def work(self) -> Budget:
         """The attacks' budget."""
-        return Budget(self.budget, self.max_memory)  # type: ignore[arg-type]  # checked above
+        return Budget(self.budget, self.max_memory, self.entries)  # type: ignore[arg-type]  # checked above
 
     def canonical(self) -> dict[str, Any]:
         """What the results depend on, as plain JSON values: the identity of a run's folder."""
         found = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         del found["max_memory"]
-        if self.updates == Plan.updates:
-            del found["updates"]
+        for name in ("updates", "language_model", "entries"):
+            if getattr(self, name) == getattr(Plan, name):
+                del found[name]
         return found
 
 

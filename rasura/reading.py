@@ -16,7 +16,7 @@ from rasura.recipes import known, parse_update
 from rasura.rng import generator
 from rasura.threat import adversary_copy
 from rasura.values import UNKNOWN, Grant, Mechanism, Message, Observation, Stage
-from rasura.victims.loading import Victim
+from rasura.victims.loading import Victim, load
 from rasura.victims.models import parameter_shapes
 
 
@@ -81,6 +81,7 @@ def read_update(
     frozen_embeddings: bool = False,
     hidden: str | Path | None = None,
     reference: str | Path | None = None,
+    language_model: str | None = None,
     update: str = "fedsgd",
     budget: Budget | None = None,
     seed: int = 0,
@@ -89,9 +90,9 @@ def read_update(
 
     Whatever is not given is estimated by the attacks. ``frozen_embeddings`` leaves the embeddings' gradients unread;
     ``hidden`` names a file that says which entries the adversary does not see (``load_hidden``), ``reference`` a file of
-    texts of the same kind. ``update`` says how the file came about, as in ``rasura audit --update``: with
-    ``fedavg-sgd:4:0.01`` it holds the weights after minus the weights before. Raises ``InputError`` for bad input,
-    ``AttackFailed`` or ``NotApplicable`` when nothing can be read.
+    texts of the same kind, ``language_model`` a causal model's folder or hub id. ``update`` says how the file came about, as
+    in ``rasura audit --update``: with ``fedavg-sgd:4:0.01`` it holds the weights after minus the weights before. Raises
+    ``InputError`` for bad input, ``AttackFailed`` or ``NotApplicable`` when nothing can be read.
     """
     from rasura.victims.models import parts
 
@@ -130,6 +131,9 @@ def read_update(
         granted[Grant.LENGTHS] = tuple(lengths)
     if reference is not None:
         granted[Grant.REFERENCE_TEXT] = tuple(e.text for e in load_examples(reference))
+    if language_model is not None:
+        prior = load(language_model, "causal")
+        granted[Grant.LANGUAGE_MODEL] = (prior.model, prior.vocabulary)
     start = time.perf_counter()
     method = make_attack(attack)
     guess = method(

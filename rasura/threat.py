@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rasura.values import Batch, Grant, Observation, Transcript
+from rasura.values import Batch, Grant, Observation, Transcript, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,10 @@ class ThreatModel:
     active: bool = False
 
 
-# Text of the same kind is granted to everybody as soon as there is any.
-_PUBLIC = frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.MECHANISM, Grant.BATCH_SIZE, Grant.REFERENCE_TEXT})
+# What is public is granted to everybody as soon as there is any: text of the same kind, a language model.
+_PUBLIC = frozenset(
+    {Grant.MODEL, Grant.BASE_MODEL, Grant.MECHANISM, Grant.BATCH_SIZE, Grant.REFERENCE_TEXT, Grant.LANGUAGE_MODEL}
+)
 
 HONEST_SERVER = ThreatModel(
     "honest-server",
@@ -61,6 +63,7 @@ def observe(
     *,
     adversary_model: nn.Module | None = None,
     reference_text: tuple[str, ...] | None = None,
+    language_model: tuple[nn.Module, Vocabulary] | None = None,
 ) -> Observation:
     """What ``threat`` sees of ``truth``: the message, and what it is granted. The one door from truth to adversary.
 
@@ -78,5 +81,7 @@ def observe(
         sources[Grant.LENGTHS] = lambda: lengths
     if reference_text is not None:
         sources[Grant.REFERENCE_TEXT] = lambda: reference_text
+    if language_model is not None:
+        sources[Grant.LANGUAGE_MODEL] = lambda: language_model
     granted = {g: sources[g]() for g in Grant if g in threat.grants and g in sources}
     return Observation(truth.message, truth.task, granted)

@@ -32,6 +32,7 @@ class Grant(enum.Enum):
     BATCH_SIZE = "how many texts the batch holds"
     CANDIDATES = "a set of texts that contains the private ones"
     REFERENCE_TEXT = "public text of the same kind as the private text"
+    LANGUAGE_MODEL = "a public causal language model of such text"
     MECHANISM = "which protection is used, with its parameters (never its keys)"
 
 
@@ -295,6 +296,12 @@ class Observation:
         """Public text of the same kind."""
         text: tuple[str, ...] = self._get(Grant.REFERENCE_TEXT)
         return text
+
+    @property
+    def language_model(self) -> tuple[torch.nn.Module, Vocabulary]:
+        """A public causal language model, with its vocabulary."""
+        model: tuple[torch.nn.Module, Vocabulary] = self._get(Grant.LANGUAGE_MODEL)
+        return model
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rasura.defenses.frozen import frozen_embeddings
 from rasura.defenses.noise import gaussian_noise, laplace_noise
 from rasura.defenses.pruning import magnitude_pruning, random_pruning
 from rasura.interfaces import AttackFailed, Budget, Defense, InputError, NotApplicable
+from rasura.priors.causal import CausalPrior
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
 from rasura.rng import generator
@@ -274,3 +275,27 @@ def test_counts_are_exact_when_the_mean_prediction_is_known(labels: list[int], s
     expected = torch.rand(4, generator=generator(seed), dtype=torch.float64).softmax(0)
     present = torch.bincount(torch.tensor(labels), minlength=4).double()
     assert counts(expected - present / len(labels), expected, len(labels)) == present.long().tolist()
+
+
+def test_a_language_model_is_a_prior_in_nats_over_ids_of_another_vocabulary() -> None:
+    model = tiny("gpt2", "causal")
+    ids = [40, 3, 41]
+    told = CAUSAL_VOCABULARY.encode(VOCABULARY.text(ids))
+    start = list(CAUSAL_VOCABULARY.prefix)
+    plain = 0.0
+    for k, token in enumerate(told):
+        with torch.no_grad():
+            scores = model(input_ids=torch.tensor([[*start, *told[:k]]])).logits[0, -1]
+        plain += float(torch.log_softmax(scores, -1)[token])
+    prior = CausalPrior(model, CAUSAL_VOCABULARY, VOCABULARY)
+    assert start and prior.log_probability(ids) == pytest.approx(plain, rel=1e-4)
+    assert prior.log_probability(ids) == prior.log_probability(tuple(ids))
+    assert prior.log_probability([]) == 0.0
+
+
+def test_a_trained_language_model_prefers_a_sentence_to_its_words_shuffled(shared: Path) -> None:
+    victim = load(shared / "models" / "stories260K-hf", "causal")
+    prior = CausalPrior(victim.model, victim.vocabulary, victim.vocabulary)
+    words = ["Once", "upon", "a", "time,", "there", "was", "a", "little", "girl"]
+    right, wrong = (victim.vocabulary.encode(" ".join(order)) for order in (words, sorted(words)))
+    assert prior.log_probability(right) > prior.log_probability(wrong) + 10

@@ -200,6 +200,7 @@ def seen(sent: Transcript, grants: frozenset[Grant], message: Message | None = N
         Grant.LENGTHS: sent.batch.lengths,
         Grant.BATCH_SIZE: len(sent.batch),
         Grant.REFERENCE_TEXT: ("the w60 of w61 .", "the w62"),
+        Grant.LANGUAGE_MODEL: (tiny("gpt2", "causal"), CAUSAL_VOCABULARY),
         Grant.MECHANISM: sent.mechanism,
     }
     return Observation(message or sent.message, sent.task, {g: everything[g] for g in grants if g in everything})
@@ -223,7 +224,7 @@ def f1(guess: tuple[int, ...], text: list[int]) -> float:
 def test_an_observation_refuses_every_field_that_is_not_granted() -> None:
     sent = truth(Case())
     nothing = seen(sent, frozenset())
-    fields = ["model", "vocabulary", "labels", "lengths", "batch_size", "mechanism", "reference_text"]
+    fields = ["model", "vocabulary", "labels", "lengths", "batch_size", "mechanism", "reference_text", "language_model"]
     for name in fields:
         with pytest.raises(NotGranted):
             getattr(nothing, name)

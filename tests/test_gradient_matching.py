@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_span import seen_by_server
-from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_of, tiny
 from torch import Tensor, nn
 
 from rasura.attacks.gradient_matching.engine import Work
@@ -134,12 +134,19 @@ def test_reordered_moves_vectors_and_orders_of_one_token_are_all_the_same() -> N
     assert torch.equal(orders(torch.tensor([[False, True, False]]), 3, generator(0)), torch.arange(3).expand(3, 1, 3))
 
 
-@pytest.mark.parametrize("reference", [None, ("w40 the w41 . w50", "w51 of w52")])
-def test_lamp_reads_a_text_with_and_without_reference_text(reference: tuple[str, ...] | None) -> None:
+@pytest.mark.parametrize("prior", ["none", "reference text", "language model"])
+def test_lamp_reads_a_text_with_every_prior(prior: str) -> None:
     text = [CLS, 40, 3, 41, 9, 50, 51, 4, 52, SEP]
     seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification"), "classification")
-    if reference:
-        seen = replace(seen, granted={**seen.granted, Grant.REFERENCE_TEXT: reference})
+    granted: dict[Grant, object] = {**seen.granted}
+    if prior == "reference text":
+        granted[Grant.REFERENCE_TEXT] = ("w40 the w41 . w50", "w51 of w52")
+    elif prior == "language model":
+        undecided = tiny("gpt2", "causal")  # to it all orders are alike; one of random weights would mislead
+        for p in undecided.parameters():
+            nn.init.zeros_(p)
+        granted[Grant.LANGUAGE_MODEL] = (undecided, CAUSAL_VOCABULARY)
+    seen = replace(seen, granted=granted)
     attack = replace(lamp_cos(), levels={"quick": Work(16, 2, 80, 10, 10)})
     guess = attack(seen, rng=generator(0), budget=Budget("quick"))
     assert guess.tokens == (tuple(text),) and guess.confidence == "verified"
@@ -223,6 +230,17 @@ def test_less_memory_gives_the_same_text() -> None:
     guesses = [tag()(seen, rng=generator(0), budget=Budget("quick", memory_mb=m)) for m in (1, 4096)]
     assert guesses[0].tokens == guesses[1].tokens
     assert guesses[0].residual == pytest.approx(guesses[1].residual, rel=0.02)
+
+
+def test_a_random_share_of_the_visible_entries_is_enough_and_the_record_says_so() -> None:
+    text = [CLS, 40, 3, 41, 9, 50, 51, 4, 52, SEP]
+    seen = seen_by_server(tiny("bert", "classification"), batch_of([text], "classification"), "classification")
+    visible = {n: torch.rand(g.shape, generator=generator(5)) < 0.7 for n, g in seen.gradients.items()}
+    seen = replace(seen, message=Message({n: g * visible[n] for n, g in seen.gradients.items()}, visible))
+    attack = replace(lamp_cos(), levels={"quick": Work(16, 3, 150, 20, 10)})
+    guess = attack(seen, rng=generator(0), budget=Budget("quick", entries=0.2))
+    assert guess.tokens == (tuple(text),) and guess.confidence == "verified"
+    assert guess.details["entries"] == 0.2
 
 
 def through_dropout(texts: list[list[int]]) -> Observation:

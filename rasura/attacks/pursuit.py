@@ -11,7 +11,7 @@ then tried place by place against all visible gradients.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -330,10 +330,12 @@ class _Polish:
         return [(*texts[:k], text, *texts[k + 1 :]) for text in moved]
 
     def _labels(self, texts: Texts) -> Tensor:
+        """The likeliest labels; granted ones in every order, since texts stand by their length."""
+        every: Iterable[tuple[int, ...]] = itertools.product(range(self.classes), repeat=len(texts))
         if Grant.LABELS in self.seen:
-            return self.seen.labels
-        every = [torch.tensor(y) for y in itertools.product(range(self.classes), repeat=len(texts))][:MOST_LABELINGS]
-        return min(every, key=lambda y: float(self._scores([texts], y)[0]))
+            every = sorted(set(itertools.permutations(self.seen.labels.tolist())))
+        tried = [torch.tensor(y) for y in itertools.islice(every, MOST_LABELINGS)]
+        return min(tried, key=lambda y: float(self._scores([texts], y)[0]))
 
     def _scores(self, many: Sequence[Texts], labels: Tensor) -> Tensor:
         """The distance of each of ``many`` batches of texts, all of the same lengths."""

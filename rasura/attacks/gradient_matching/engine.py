@@ -96,7 +96,7 @@ class GradientMatching:
     settings: Settings
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset(
-        {Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.REFERENCE_TEXT, Grant.MECHANISM}
+        {Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.REFERENCE_TEXT, Grant.LANGUAGE_MODEL, Grant.MECHANISM}
     )
     levels: Mapping[str, Work] = field(default_factory=lambda: LEVELS)
 
@@ -115,7 +115,9 @@ class GradientMatching:
             raise AttackFailed("the observed gradient is not finite")
         size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
         lengths, exact = self._lengths(seen, size)
-        run = _Run(self.settings, self.levels[budget.level], seen, factoriser, observed, lengths, exact, rng)
+        work = self.levels[budget.level]
+        work = work if budget.entries is None else replace(work, entries=budget.entries)
+        run = _Run(self.settings, work, seen, factoriser, observed, lengths, exact, rng)
         return run(budget.memory_mb)
 
     def _lengths(self, seen: Observation, size: int) -> tuple[tuple[int, ...], bool]:
@@ -209,7 +211,7 @@ class _Run:
             texts = _Texts(self._embedded(found), (found != OVER).sum(-1), y)
         read = tuple(tuple(int(t) for t in row if t != OVER) for row in tokens)
         details: dict[str, Parameter] = {"restarts": len(texts), "steps": self.work.steps, "rounds": rounds}
-        details |= {"objective": self.settings.objective, "l1": self.distance.alpha}
+        details |= {"objective": self.settings.objective, "l1": self.distance.alpha, "entries": self.work.entries or 1.0}
         if self.rate:  # the masks are not known exactly, so nothing can be recomputed
             return Reconstruction(read, "matched", residual=best, details=details)
         error, labels = check(self.seen, read)

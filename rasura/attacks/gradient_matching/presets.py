@@ -39,7 +39,8 @@ def lamp_cos() -> GradientMatching:
     """LAMP with cosine distance (Balunovic et al. 2022): embedding-norm regulariser 1, other orders now and then, with
     0.2 times the prior.
 
-    The paper's prior is GPT-2 with the victim's tokenizer; here it is trigrams of the reference text where that is granted.
+    The paper's prior is GPT-2 with the victim's tokenizer; here it is any causal language model that is granted, else
+    trigrams of the reference text.
     """
     return GradientMatching("lamp-cos", Settings("cosine", embedding_norm=1.0, reorder=True, prior=0.2), levels=LAMP_LEVELS)
 

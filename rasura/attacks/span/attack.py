@@ -49,7 +49,7 @@ class Span:
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
     work: Mapping[str, tuple[int, int, int]] = field(
-        default_factory=lambda: {"quick": (48, 4, 2), "default": (160, 12, 8), "paper": (400, 32, 16)}
+        default_factory=lambda: {"quick": (48, 4, 2), "default": (160, 8, 8), "paper": (400, 32, 16)}
     )
     """Budget level -> candidates fitted at a position, rounds that look for copies, random texts per text of the batch."""
 
@@ -104,6 +104,7 @@ class Span:
         known_length = Grant.LENGTHS in seen
         longest = (max(seen.lengths) if known_length else space.rank) if positional else 1
         rows: list[Row] = []
+        likely: list[list[int]] = []
         if not active:
             rows = self._plain(space, inputs, ids, longest, known_length)
         if not rows:  # dropout was active: somebody said so, or nothing lies in the span as it is
@@ -112,6 +113,7 @@ class Span:
             opening = seen.vocabulary.prefix if size else ()
             look = Search(space, inputs, ids, copies=size or MOST_COPIES, opening=opening, rng=rng)
             rows = look(longest, known_length=known_length, prefilter=prefilter, rounds=rounds)
+            likely = [[t for t in ids.tolist() if t not in seen.vocabulary.special_ids] for ids in look.nearest]
         if not rows:
             raise AttackFailed("no token's input lies in the row space of block 0")
         if not positional:
@@ -120,7 +122,7 @@ class Span:
         size = size or max(Counter(row.position for row in rows).values())
         texts = self._texts(seen, spaces, inputs, rows, size, active, rng, budget)
         if active:
-            texts = [_completed(text, rows, seen.vocabulary) for text in texts]
+            texts = [_completed(text, likely, seen.vocabulary) for text in texts]
         return self._judged(observed, texts, max(row.residual for row in rows), spaces, active)
 
     def _plain(self, space: RowSpace, inputs: Inputs, ids: Tensor, longest: int, known_length: bool) -> list[Row]:
@@ -170,7 +172,7 @@ class Span:
         finder = Finder(choices(rows), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
         starts = [[rows[i] for i in group] for group in groups if group]
         known, rest = finder(starts, size, self.work[budget.level][2] * size)
-        return [list(text) for text in _with_copies(seen, known, size) or [*known, *rest][:size]]
+        return [list(text) for text in _filled_up(seen, known, rest, size)]
 
     def _judged(
         self, seen: Observation, texts: Sentences, residual: float, spaces: Mapping[int, RowSpace], active: bool
@@ -188,36 +190,36 @@ class Span:
         return Reconstruction(tokens, "span", residual=residual, details=details)
 
 
-def _with_copies(seen: Observation, found: list[Text], size: int) -> list[Text]:
-    """``size`` texts where some stand in the batch more than once, if that verifies; else nothing."""
+def _filled_up(seen: Observation, found: list[Text], rest: list[Text], size: int) -> list[Text]:
+    """``size`` texts: those ``found``, and copies of them or some of the ``rest``, whatever repeats the gradient best."""
     missing = size - len(found)
     if not missing or not found:
-        return found
-    for copies in itertools.islice(itertools.combinations_with_replacement(found, missing), MOST_COPIES):
-        texts = [*found, *copies]
-        error, _ = check(seen, [[t for t, _ in text] for text in texts], [[s for _, s in text] for text in texts])
-        if error < VERIFIED:
-            return texts
-    return []
+        return [*found, *rest][:size]
+    fills = itertools.combinations_with_replacement([*rest[:2], *found], missing)
+    tried = [[*found, *rest[:missing]], *([*found, *more] for more in itertools.islice(fills, MOST_COPIES))]
+
+    def error(texts: list[Text]) -> float:
+        return check(seen, [[t for t, _ in text] for text in texts], [[s for _, s in text] for text in texts])[0]
+
+    return min(tried, key=error)
 
 
 def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
     return [known.get(n, (UNKNOWN, 0)) for n in range(max(known) + 1)]
 
 
-def _completed(text: list[tuple[int, int]], rows: list[Row], vocabulary: Vocabulary) -> list[tuple[int, int]]:
-    """``text`` with what the robust search may have missed: the tokenizer's frame, and in a hole the token found there most.
+def _completed(text: list[tuple[int, int]], likely: list[list[int]], vocabulary: Vocabulary) -> list[tuple[int, int]]:
+    """``text`` with what the robust search may have missed: the tokenizer's frame, and in a hole the ``likely`` token.
 
-    Of several copies of one token at one place the search finds some, so what is missing is most likely one more copy.
+    What is missing hides behind copies of itself, hence stands near the row space without any dropout.
     """
     out = list(text)
     for n, token in enumerate(vocabulary.prefix[: len(out)]):
         if out[n][0] == UNKNOWN:
             out[n] = (token, 0)
-    for n, (token, _) in enumerate(out):
-        here = Counter((r.token, r.segment) for r in rows if r.position == n)
-        if token == UNKNOWN and here:
-            out[n] = here.most_common(1)[0][0]
+    for n, (token, segment) in enumerate(out):
+        if token == UNKNOWN and n < len(likely) and likely[n]:
+            out[n] = (likely[n][0], segment)
     end = vocabulary.suffix
     if end and out[-1][0] != end[-1]:
         have = next(k for k in range(len(end), -1, -1) if [t for t, _ in out[len(out) - k :]] == list(end[:k]))

@@ -18,6 +18,12 @@ TOLERANT = 2e-2
 deep in the numerical noise of the row space, and a wrong one misses most coordinates by far more."""
 
 
+COMMON = 8
+"""Tokens of a place, nearest to the row space first, that are looked for again where their copies hide each other."""
+
+STARTS = 8
+"""Fits of each of them in a round."""
+
 POLISH = 4
 """Steps in float64 that end a robust fit."""
 
@@ -66,7 +72,6 @@ def robust_fit(
     space: RowSpace,
     targets: Tensor,
     *,
-    weights: Tensor | None = None,
     zeros: Tensor | None = None,
     decay: float = 0.75,
     known: Sequence[Sequence[Tensor]] = (),
@@ -75,8 +80,8 @@ def robust_fit(
 
     Iteratively reweighted least squares with weights ``1 / (r^2 + width^2)``, ``width`` shrinking by ``decay`` from half the
     coordinates' mean size to the numerical floor (graduated non-convexity): it finds rows where L1 settles on a mixture of
-    near copies. ``weights`` ``(k, hidden)`` multiply the first steps' and ``zeros`` ``(k,)`` names a coordinate that they
-    hold at zero: both lead to other copies of one token. A fit that is hopeless, or on its way to one of the ``known``
+    near copies. ``zeros`` ``(k, n)`` names coordinates that the first steps hold at zero, which leads to that one of several
+    copies of a token that dropout left without them. A fit that is hopeless, or on its way to one of the ``known``
     inputs of its candidate (one sequence a row), is given up early.
     """
     whole, targets = targets, space.shown(targets)
@@ -85,9 +90,8 @@ def robust_fit(
     fitted = torch.zeros_like(targets)
     alive = torch.arange(len(targets))
     e, width = targets.clone(), 0.5 * scale
-    rows = torch.arange(len(targets))
     if zeros is not None:
-        e[rows, zeros] = 0.0
+        e.scatter_(1, zeros, 0.0)
     coarse = math.ceil(math.log(1e-4) / math.log(decay))
     first = round(math.log(0.03) / math.log(decay))
     ridge = 1e-6
@@ -96,10 +100,8 @@ def robust_fit(
             basis, ridge, decay = space.basis, 1e-13, 0.1
         r = e - fitted[alive]
         w = 1 / (r * r + width * width) if step else torch.ones_like(e)
-        if step < first and weights is not None:
-            w = w * weights
         if step < first and zeros is not None:
-            w[rows, zeros] = 1e4 * w.mean(1)
+            w.scatter_(1, zeros, 1e4 * w.mean(1, keepdim=True).expand_as(zeros))
         w = (w / w.mean(1, keepdim=True)).to(basis.dtype)
         normal = (basis.T * w[:, None, :]) @ basis + ridge * torch.eye(space.rank, dtype=basis.dtype)
         right_side = ((w * e.to(basis.dtype)) @ basis)[:, :, None]
@@ -150,6 +152,8 @@ class Search:
         self.opening = tuple(enumerate(opening))
         self.rng = rng
         self.rows: list[Row] = []
+        self.nearest: list[Tensor] = []
+        """Tokens of each position, nearest to the row space first; set by the search."""
         self._inputs: dict[tuple[int, int, int], Tensor] = {}
 
     def __call__(self, longest: int, *, known_length: bool, prefilter: int, rounds: int) -> list[Row]:
@@ -158,7 +162,7 @@ class Search:
         A first pass fits some of them everywhere; more rounds then look for copies and for tokens that hide behind others.
         """
         some = min(48, prefilter)
-        best: list[Tensor] = []
+        best = self.nearest
         empty = 0
         for position in range(longest):
             missing = self.inputs.scan(self.space, self.ids, position)
@@ -166,11 +170,10 @@ class Search:
             empty = 0 if self._fit(position, best[-1][:some]) else empty + 1
             if empty > 1 and not known_length:
                 break
-        self._again(best, rounds)
         if prefilter > some and not self.complete:
             for position, tokens in enumerate(best):
                 self._fit(position, tokens[some:])
-            self._again(best, rounds)
+        self._again(rounds)
         return self.rows
 
     @property
@@ -198,35 +201,31 @@ class Search:
         self.rows.append(Row(position, token, segment, x, float(self.space.residual(x))))
         return True
 
-    def _again(self, best: Sequence[Tensor], rounds: int) -> None:
+    def _again(self, rounds: int) -> None:
         """Copies of found tokens, and tokens that also stand elsewhere: there a mixture of near copies fits best at first.
 
-        What a mixture cannot do is be right where its parts were dropped, so those coordinates weigh more; every second
-        round looks at copies only and holds a random coordinate at zero, which singles out one of several.
+        A random coordinate held at zero singles out one of several. Tokens of the opening need no copy, and only the
+        first few of a place have any: they are the common ones.
         """
         fruitless = 0
-        for number in range(rounds):
+        for _ in range(rounds):
             found: dict[tuple[int, int, int], list[Tensor]] = {}
             for row in self.rows:
                 found.setdefault((row.position, row.token, row.segment), []).append(row.input)
-            keys = [key for key, xs in found.items() if len(xs) < self.copies and key[:2] not in self.opening]
             tokens = {token for _, token, _ in found}
-            if number % 2 == 0:
-                near = [(n, int(t), 0) for n, ids in enumerate(best) for t in ids[:24] if int(t) in tokens]
-                keys += [key for key in near if key not in found]
-            if self.complete or fruitless > 2 or not keys:
+            near = [(n, int(t), 0) for n, ids in enumerate(self.nearest) for t in ids[:COMMON] if int(t) in tokens]
+            keys = [key for key in dict.fromkeys([*found, *near]) if key[:2] not in self.opening]
+            keys = [key for key in keys if len(found.get(key, [])) < self.copies and (key in near or key[2])]
+            if self.complete or fruitless > 1 or not keys:
                 return
-            targets = torch.cat([self._input(key) for key in keys]).double()
-            dropped = {t: torch.stack([r.input == 0 for r in self.rows if r.token == t]).any(0) for t in tokens}
-            guard = torch.stack([dropped[t] for _, t, _ in keys]).double()
-            weights = 1 + 7 * guard * torch.rand(targets.shape, generator=self.rng, dtype=targets.dtype)
-            zeros = torch.multinomial(targets.abs(), 1, generator=self.rng)[:, 0] if number % 2 else None
-            new = 0
-            for part in torch.split(torch.arange(len(keys)), 96):
-                z = None if zeros is None else zeros[part]
-                known = [found.get(keys[int(i)], []) for i in part]
-                fit = robust_fit(self.space, targets[part], weights=weights[part], zeros=z, decay=0.85, known=known)
-                new += sum(self._add(*keys[int(part[i])], fit.inputs[i]) for i in fit.accepted())
+            new, starts = 0, [key for key in keys for _ in range(STARTS)]
+            for begin in range(0, len(starts), 192):
+                part = starts[begin : begin + 192]
+                targets = torch.cat([self._input(key) for key in part]).double()
+                zeros = torch.multinomial(targets.abs(), 1, generator=self.rng)
+                known = [found.get(key, []) for key in part]
+                fit = robust_fit(self.space, targets, zeros=zeros, decay=0.85, known=known)
+                new += sum(self._add(*part[i], fit.inputs[i]) for i in fit.accepted())
             fruitless = 0 if new else fruitless + 1
 
     def _input(self, key: tuple[int, int, int]) -> Tensor:
