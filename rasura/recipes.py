@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from rasura.interfaces import Attack, Defense, InputError, Metric
+from rasura.interfaces import Attack, Defense, InputError, Metric, Transform
 from rasura.updates import RATES, Local
 from rasura.values import Reconstruction, Stage
 
@@ -55,6 +55,7 @@ ABOUT_ATTACKS: Mapping[str, str] = {
 # name -> (builder, type of the parameter, what it is); None where a defense takes no parameter.
 DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | None, str]] = {
     "none": (_lazy("rasura.defenses.compose", "none"), None, "nothing: the plain gradient, dropout off"),
+    "ghost": (_lazy("rasura.defenses.token_obfuscation", "ghost"), None, "tokens give way to near ones of other meaning"),
     "frozen-embeddings": (_lazy("rasura.defenses.frozen", "frozen_embeddings"), None, "the embeddings are not trained"),
     "frozen-blocks": (_lazy("rasura.defenses.frozen", "frozen_blocks"), int, "nor are the first N blocks"),
     "dropout": (_lazy("rasura.defenses.dropout", "dropout"), float, "active dropout with probability P"),
@@ -125,6 +126,13 @@ def known(kind: str, name: str, names: Iterable[str]) -> str:
 def attack(name: str) -> Attack[Reconstruction]:
     """The attack called ``name``."""
     return ATTACKS[known("attack", name, ATTACKS)]()
+
+
+def token_obfuscation(table: Any, shadows: Any, beam: int) -> Transform[Any, Any, Any]:
+    """GHOST with a table of shadow tokens at hand (``rasura.shadows.table``)."""
+    from rasura.defenses.token_obfuscation import Selection, ghost
+
+    return ghost(table, shadows, Selection(beam=beam))
 
 
 def metric(name: str) -> Metric[Reconstruction]:

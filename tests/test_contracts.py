@@ -28,6 +28,7 @@ from rasura.victims.step import defended, step
 TASKS = [(family, "classification") for family in FAMILIES] + [("gpt2", "causal"), ("llama", "causal")]
 
 DEFENSES: dict[str, str] = {
+    "ghost": "ghost",
     "none": "none",
     "frozen-embeddings": "frozen-embeddings",
     "frozen-blocks": "frozen-blocks:1",

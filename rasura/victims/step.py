@@ -64,7 +64,7 @@ def step(
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     original = batch
     for part in by_stage[Stage.DATA]:
-        batch, _ = part.apply(batch, part.init(model), rng)
+        batch, _ = part.apply(batch, part.init((model, vocabulary)), rng)
     # Tensors may sit on another device than the caller's batch.
     inputs = batch.to(next(model.parameters()).device).inputs()
     losses: list[float] = []

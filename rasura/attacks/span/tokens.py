@@ -19,7 +19,8 @@ deep in the numerical noise of the row space, and a wrong one misses most coordi
 
 
 COMMON = 8
-"""Tokens of a place, nearest to the row space first, that are looked for again where their copies hide each other."""
+"""Tokens of a place, nearest to the row space first, that are looked for again where their copies hide each other; in the
+second half of the rounds twice as many."""
 
 STARTS = 8
 """Fits of each of them in a round."""
@@ -208,12 +209,13 @@ class Search:
         first few of a place have any: they are the common ones.
         """
         fruitless = 0
-        for _ in range(rounds):
+        for number in range(rounds):
+            wide = COMMON if number < rounds // 2 else 2 * COMMON
             found: dict[tuple[int, int, int], list[Tensor]] = {}
             for row in self.rows:
                 found.setdefault((row.position, row.token, row.segment), []).append(row.input)
             tokens = {token for _, token, _ in found}
-            near = [(n, int(t), 0) for n, ids in enumerate(self.nearest) for t in ids[:COMMON] if int(t) in tokens]
+            near = [(n, int(t), 0) for n, ids in enumerate(self.nearest) for t in ids[:wide] if int(t) in tokens]
             keys = [key for key in dict.fromkeys([*found, *near]) if key[:2] not in self.opening]
             keys = [key for key in keys if len(found.get(key, [])) < self.copies and (key in near or key[2])]
             if self.complete or fruitless > 1 or not keys:

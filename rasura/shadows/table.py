@@ -1,0 +1,188 @@
+"""GHOST's search (Feng et al. 2026, sec. 3.3, Algorithm 1): for every token the near ones of another meaning."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import InputError
+from rasura.shadows.neighbours import common, neighbours
+from rasura.values import Vocabulary
+
+RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute")
+"""What was given up for a token that no neighbour is left to by ``ShadowSettings.most``, by its code in the table."""
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class ShadowSettings:
+    """``k`` neighbours of a token are candidates, and out of these stay those that share at most the fraction ``overlap`` of
+    their neighbours with it, that do not have it among their own, and that have another lemma (paper: 70 and 0.1, sec. 6.1).
+
+    Where none stays, ``k`` grows by ``grow`` up to ``most``; then first the overlap, then mutual neighbours are allowed,
+    which the table tells for every token. The paper grows without end. ``language``: of the lemmas, None for none.
+    ``direct``, ``indirect``, ``lemma``: the three criteria, for ablation.
+    """
+
+    k: int = 70
+    overlap: float = 0.1
+    grow: int = 10
+    most: int = 170
+    language: str | None = "en"
+    direct: bool = True
+    indirect: bool = True
+    lemma: bool = True
+
+    def __post_init__(self) -> None:
+        if not (0 < self.k <= self.most and self.grow > 0 and 0 <= self.overlap <= 1):
+            raise InputError(
+                f"ghost: k is {self.k}, up to {self.most} by {self.grow}, overlap {self.overlap}; expected 0 < k <= most, "
+                "a step above 0 and an overlap between 0 and 1"
+            )
+
+
+PAPER = ShadowSettings()
+"""The paper's settings."""
+
+
+@dataclass(frozen=True)
+class ShadowTable:
+    """The shadow tokens of every token: those of ``t`` are ``ids[offsets[t] : offsets[t + 1]]``, nearest first.
+
+    ``k`` ``(tokens,)``: neighbours that were needed; ``relaxed`` ``(tokens,)``: index into ``RELAXED``. ``model``: digest of
+    the embedding that it was made for.
+    """
+
+    offsets: Tensor
+    ids: Tensor
+    k: Tensor
+    relaxed: Tensor
+    settings: ShadowSettings
+    model: str
+
+    def of(self, token: int) -> Tensor:
+        """The shadow tokens of ``token``, int64; empty where it has none."""
+        return self.ids[int(self.offsets[token]) : int(self.offsets[token + 1])].long()
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file with the settings in its header."""
+        from safetensors.torch import save_file
+
+        tensors = {n: getattr(self, n).contiguous() for n in ("offsets", "ids", "k", "relaxed")}
+        about = {"schema": str(SCHEMA), "settings": json.dumps(asdict(self.settings)), "model": self.model}
+        save_file(tensors, str(path), metadata=about)
+
+    @classmethod
+    def load(cls, path: str | Path, model: str | None = None) -> ShadowTable:
+        """Read a file of ``save``. Raises ``InputError`` for another file, and for a table of another ``model``."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                about: dict[str, Any] = file.metadata() or {}
+                found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path} is no shadow table: {error}") from None
+        if about.get("schema") != str(SCHEMA) or set(found) != {"offsets", "ids", "k", "relaxed"}:
+            raise InputError(f"{path} is no shadow table of this version; make it anew with rasura protect ghost")
+        if model is not None and about["model"] != model:
+            raise InputError(f"{path} was made for another model; make one for this model with rasura protect ghost")
+        return cls(**found, settings=ShadowSettings(**json.loads(about["settings"])), model=about["model"])
+
+
+def embedding_digest(table: Tensor) -> str:
+    """What tells an embedding ``(tokens, hidden)`` from others: a hash of its shape and numbers."""
+    rows = table.detach().float().cpu().contiguous()
+    return hashlib.sha256(str(tuple(rows.shape)).encode() + rows.numpy().tobytes()).hexdigest()[:32]
+
+
+def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
+    """The lemma of every token, lower case; a subword's is the subword itself (sec. 2.2), as is every token's without a
+    ``language``. Raises ``InputError`` where simplemma is missing or does not know the language."""
+    words = [vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size)]
+    if language is None:
+        return words
+    try:
+        import simplemma
+    except ImportError:
+        raise InputError("lemmas need simplemma: pip install 'rasura[ghost]', or pass --language none") from None
+    try:
+        return [simplemma.lemmatize(w, lang=language).lower() if w.isalpha() else w for w in words]
+    except ValueError as error:
+        raise InputError(f"simplemma has no lemmas for the language {language!r} ({error}); pass --language none") from None
+
+
+def usable_tokens(vocabulary: Vocabulary) -> Tensor:
+    """Tokens that text may hold: not special, not unused; bool, ``(tokens,)``."""
+    out = torch.ones(vocabulary.size, dtype=torch.bool)
+    out[[i for i in vocabulary.special_ids | vocabulary.unused_ids if i < vocabulary.size]] = False
+    return out
+
+
+def search(table: Tensor, names: Sequence[str], usable: Tensor, settings: ShadowSettings) -> ShadowTable:
+    """The shadow tokens of every ``usable`` token of ``table`` ``(tokens, hidden)``; ``names``: each token's lemma.
+
+    Two departures from the printed algorithm, which contradicts its own text: a neighbour goes as soon as any one criterion
+    holds, and whether none is left is asked behind the loop over the neighbours; and ``overlap`` is a fraction of ``k``.
+    """
+    number = {name: i for i, name in enumerate(dict.fromkeys(names))}
+    lemma = torch.tensor([number[name] for name in names])
+    most = min(settings.most, int(usable.sum()) - 1)
+    near = neighbours(table, most, usable)
+    count = len(near)
+    kept: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * count
+    needed = torch.zeros(count, dtype=torch.int16)
+    relaxed = torch.full((count,), len(RELAXED) - 1, dtype=torch.int8)
+    rows = usable.nonzero().flatten()
+    # What lemma or mutual neighbours exclude at one k they exclude at every larger one.
+    other = (
+        lemma[near[rows].long()] != lemma[rows][:, None] if settings.lemma else torch.ones(len(rows), most, dtype=torch.bool)
+    )
+    one_way = other.clone()
+    sizes = [*range(min(settings.k, most), most, settings.grow), most]
+    for level, k in [(0, k) for k in sizes] + [(1, most), (2, most)]:
+        allowed = (one_way if level < 2 else other)[:, :k].clone()
+        if level == 0 and (settings.direct or settings.indirect):
+            shared, back = common(near[:, :k].contiguous(), rows, allowed)
+            if settings.direct:
+                one_way[:, :k] &= ~back
+                allowed &= ~back
+            if settings.indirect:
+                allowed &= shared <= settings.overlap * k
+        has = allowed.any(1)
+        for row, keep in zip(rows[has].tolist(), allowed[has]):
+            kept[row] = near[row, :k][keep]
+        needed[rows[has]], relaxed[rows[has]] = k, level
+        rows, other, one_way = rows[~has], other[~has], one_way[~has]
+        if not len(rows):
+            break
+    offsets = torch.zeros(count + 1, dtype=torch.int64)
+    offsets[1:] = torch.tensor([len(ids) for ids in kept]).cumsum(0)
+    return ShadowTable(offsets, torch.cat(kept), needed, relaxed, settings, embedding_digest(table))
+
+
+def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
+    """The shadow table of a Hugging Face ``model``; kept in memory while the program runs."""
+    known: Any = getattr(model, "base_model", model)
+    table: Tensor = known.get_input_embeddings().weight.detach()
+    key = (embedding_digest(table), settings)
+    if key not in _MADE:
+        beyond = len(table) - vocabulary.size
+        usable = torch.cat([usable_tokens(vocabulary), torch.zeros(max(0, beyond), dtype=torch.bool)])[: len(table)]
+        names = [*lemmas(vocabulary, settings.language), *(f"\0{i}" for i in range(beyond))][: len(table)]
+        _MADE[key] = search(table, names, usable, settings)
+    return _MADE[key]
+
+
+_MADE: dict[tuple[str, ShadowSettings], ShadowTable] = {}
