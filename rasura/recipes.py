@@ -32,6 +32,11 @@ ATTACKS: Mapping[str, Callable[[], Attack[Reconstruction]]] = {
     "lamp-l1l2": _lazy("rasura.attacks.gradient_matching.presets", "lamp_l1l2"),
     "grab": _lazy("rasura.attacks.gradient_matching.presets", "grab"),
     "best": _lazy("rasura.attacks.best", "Best"),
+    "ghost-lattice": _lazy("rasura.attacks.shadow_inversion", "lattice"),
+    "ghost-sampling": _lazy("rasura.attacks.shadow_inversion", "sampling"),
+    "ghost-maximum": _lazy("rasura.attacks.shadow_inversion", "maximum"),
+    "ghost-median": _lazy("rasura.attacks.shadow_inversion", "median"),
+    "ghost-mean": _lazy("rasura.attacks.shadow_inversion", "mean"),
     "inverting-gradients": _lazy("rasura.attacks.inverting_gradients", "inverting_gradients"),
     "feature-matching": _lazy("rasura.attacks.inverting_gradients", "feature_matching"),
 }
@@ -48,6 +53,11 @@ ABOUT_ATTACKS: Mapping[str, str] = {
     "lamp-l1l2": "the same with squared plus absolute distance (LAMP)",
     "grab": "gradient matching that learns dropout masks and ends in a beam search (GRAB)",
     "best": "the portfolio: cheap attacks first, until a text is certain",
+    "ghost-lattice": "behind ghost: what substitutes stand for, by chance and language (ours)",
+    "ghost-sampling": "behind ghost: a token drawn by its similarity to the substitute",
+    "ghost-maximum": "behind ghost: the token most similar to the substitute",
+    "ghost-median": "behind ghost: the token of median similarity",
+    "ghost-mean": "behind ghost: the token nearest to the mean of all that the substitute may stand for",
     "inverting-gradients": "images: cosine distance, signed steps, total variation (Geiping et al.)",
     "feature-matching": "images: the same, from what linear layers give away of a single image, and with L-BFGS",
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -215,5 +215,6 @@ def ghost(
             labels = torch.where(labels == -100, labels, ids)
         return replace(batch, input_ids=ids, labels=labels), state
 
-    known = {"k": shadows.k, "overlap": shadows.overlap, "most": shadows.most, "beam": selection.beam}
+    settings = shadows if table is None else table.settings
+    known = {**asdict(settings), "beam": selection.beam}
     return Transform(Stage.DATA, Mechanism("ghost", Stage.DATA, known), init, apply)

@@ -53,7 +53,7 @@ PAPER = ShadowSettings()
 """The paper's settings."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShadowTable:
     """The shadow tokens of every token: those of ``t`` are ``ids[offsets[t] : offsets[t + 1]]``, nearest first.
 

@@ -1,0 +1,94 @@
+"""Inverting GHOST: preimages against the table, the lattice against all texts, and the whole way from a gradient."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+
+from rasura import recipes
+from rasura.attacks.shadow_inversion import Preimages, Strategy, announced_ghost, inverted
+from rasura.defenses.token_obfuscation import Selector, ghost
+from rasura.interfaces import Budget, NotApplicable
+from rasura.priors.trigram import Trigram
+from rasura.rng import generator
+from rasura.shadows.table import ShadowSettings, ShadowTable, made_for
+from rasura.threat import HONEST_SERVER, observe
+from rasura.values import Observation
+from rasura.victims.step import step
+
+SMALL = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
+TEXT = [CLS, 40, 41, 9, 50, 61, SEP]
+
+
+@pytest.fixture(scope="module")
+def table() -> ShadowTable:
+    return made_for(tiny("bert", "classification"), VOCABULARY, SMALL)
+
+
+def test_preimages_are_the_table_turned_round(table: ShadowTable) -> None:
+    preimages = Preimages(table)
+    back = {s: dict(zip(*(x.tolist() for x in preimages.of(s)))) for s in range(len(table))}
+    for token in range(len(table)):
+        own = table.of(token).tolist()
+        assert all(back[s][token] == pytest.approx(1 / len(own)) for s in own)
+    assert sum(map(len, back.values())) == len(table.ids)
+
+
+@pytest.mark.parametrize("strategy", ["sampling", "maximum", "median", "mean", "lattice"])
+def test_every_strategy_names_possible_originals_and_leaves_fixed_tokens(strategy: Strategy, table: ShadowTable) -> None:
+    model = tiny("bert", "classification")
+    (done,) = Selector(model, table, VOCABULARY.special_ids)([TEXT], generator(0))
+    embedding = torch.nn.functional.normalize(model.base_model.get_input_embeddings().weight.detach(), dim=1)  # type: ignore[operator, union-attr]
+    out = inverted(
+        done.ids, Preimages(table), strategy, embedding=embedding, fixed=VOCABULARY.special_ids, prior=None,
+        rng=generator(0), beam=4, tried=8,
+    )  # fmt: skip
+    assert len(out) == len(TEXT) and out[0] == CLS and out[-1] == SEP
+    assert all(new in table.of(old).tolist() for old, new in zip(out[1:-1], done.ids[1:-1]))
+
+
+def test_the_lattice_finds_the_likeliest_of_all_texts(table: ShadowTable) -> None:
+    prior = Trigram(VOCABULARY, ["w40 w41 w50", "w40 the w61", "w70 w71 w40 w41"])
+    preimages = Preimages(table)
+    text = next(s for s in itertools.combinations(range(20, 80), 3) if all(3 <= len(preimages.of(t)[0]) <= 12 for t in s))
+    options = [list(zip(*(x.tolist() for x in preimages.of(t)))) for t in text]
+
+    def chance(ids: Sequence[tuple[int, float]]) -> float:
+        return sum(math.log(c) for _, c in ids) + prior.log_probability([t for t, _ in ids])
+
+    best = max(itertools.product(*options), key=chance)
+    found = inverted(
+        (CLS, *text, SEP), preimages, "lattice", embedding=torch.empty(0), fixed=VOCABULARY.special_ids, prior=prior,
+        rng=generator(0), beam=2000, tried=100,
+    )  # fmt: skip
+    chances = [dict(zip(*(x.tolist() for x in preimages.of(t)))) for t in text]
+    assert chance([(t, c[t]) for t, c in zip(found[1:-1], chances)]) == pytest.approx(chance(best))
+
+
+def behind_ghost(protected: bool = True) -> Observation:
+    defense = (ghost(shadows=SMALL),) if protected else ()
+    model = tiny("bert", "classification")
+    batch = batch_of([TEXT], "classification", [1])
+    sent = step(model, batch, defense, task="classification", vocabulary=VOCABULARY, rng=generator(0, "step"))
+    return observe(sent, HONEST_SERVER)
+
+
+def test_from_a_gradient_to_originals_and_no_claim_beyond_matched(table: ShadowTable) -> None:
+    seen = behind_ghost()
+    assert announced_ghost(seen) == SMALL
+    substitutes = recipes.attack("best")(seen, rng=generator(0), budget=Budget("quick"))
+    assert substitutes.confidence == "verified" and substitutes.tokens != (tuple(TEXT),)
+    guess = recipes.attack("ghost-lattice")(seen, rng=generator(0), budget=Budget("quick"))
+    assert guess.confidence == "matched" and guess.details["substitutes"] == "verified"
+    (found,), (read,) = guess.tokens, substitutes.tokens
+    assert all(new in table.of(old).tolist() for old, new in zip(found[1:-1], read[1:-1]))
+
+
+def test_without_ghost_there_is_nothing_to_invert() -> None:
+    with pytest.raises(NotApplicable, match="no protection by ghost"):
+        recipes.attack("ghost-mean")(behind_ghost(protected=False), rng=generator(0), budget=Budget("quick"))
