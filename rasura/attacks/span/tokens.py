@@ -25,6 +25,9 @@ second half of the rounds twice as many."""
 STARTS = 8
 """Fits of each of them in a round."""
 
+FRUITLESS = 5
+"""Rounds without a new copy after which a token is no longer looked for at a place: one fit in 10 to 20 finds a true one."""
+
 POLISH = 4
 """Steps in float64 that end a robust fit."""
 
@@ -209,6 +212,7 @@ class Search:
         first few of a place have any: they are the common ones.
         """
         fruitless = 0
+        waited: Counter[tuple[int, int, int]] = Counter()
         for number in range(rounds):
             wide = COMMON if number < rounds // 2 else 2 * COMMON
             found: dict[tuple[int, int, int], list[Tensor]] = {}
@@ -218,6 +222,7 @@ class Search:
             near = [(n, int(t), 0) for n, ids in enumerate(self.nearest) for t in ids[:wide] if int(t) in tokens]
             keys = [key for key in dict.fromkeys([*found, *near]) if key[:2] not in self.opening]
             keys = [key for key in keys if len(found.get(key, [])) < self.copies and (key in near or key[2])]
+            keys = [key for key in keys if waited[key] < FRUITLESS]
             if self.complete or fruitless > 1 or not keys:
                 return
             new, starts = 0, [key for key in keys for _ in range(STARTS)]
@@ -227,7 +232,11 @@ class Search:
                 zeros = torch.multinomial(targets.abs(), 1, generator=self.rng)
                 known = [found.get(key, []) for key in part]
                 fit = robust_fit(self.space, targets, zeros=zeros, decay=0.85, known=known)
-                new += sum(self._add(*part[i], fit.inputs[i]) for i in fit.accepted())
+                fresh = [part[i] for i in fit.accepted() if self._add(*part[i], fit.inputs[i])]
+                new += len(fresh)
+                for key in fresh:
+                    waited[key] = -1
+            waited.update(keys)
             fruitless = 0 if new else fruitless + 1
 
     def _input(self, key: tuple[int, int, int]) -> Tensor:
