@@ -223,6 +223,6 @@ def _lines(found: Protected, about: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "Does not protect: the substitution is no secret. Whoever knows the method and the public model can compute"
     yield "which tokens a substitute may stand for, and language does the rest: of 24 sentences on this package's default"
-    yield "model 50 % of the tokens came back by word frequencies, 70 % with text of the same kind (`rasura audit --defense"
-    yield "ghost --attack ghost-lattice` measures it on yours). Labels and lengths are unchanged. There is no formal guarantee."
+    yield "model 50 % of the tokens came back by word frequencies, 70 % with text of the same kind. On yours, `rasura audit"
+    yield "--defense ghost --attack ghost-lattice` measures it. Labels and lengths are unchanged. No formal guarantee."
     yield "Train on `input_ids`: the text, tokenized again, may give other ids."
