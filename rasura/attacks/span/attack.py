@@ -49,7 +49,7 @@ class Span:
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
     work: Mapping[str, tuple[int, int, int]] = field(
-        default_factory=lambda: {"quick": (48, 4, 2), "default": (160, 8, 8), "paper": (400, 32, 16)}
+        default_factory=lambda: {"quick": (48, 4, 2), "default": (160, 6, 8), "paper": (400, 32, 16)}
     )
     """Budget level -> candidates fitted at a position, rounds that look for copies, random texts per text of the batch."""
 
