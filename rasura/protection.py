@@ -14,7 +14,7 @@ from rasura.data.text import Example, load_examples
 from rasura.interfaces import InputError
 from rasura.recipes import token_obfuscation
 from rasura.rng import generator
-from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, made_for
+from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, made_for, token_embedding
 from rasura.victims.loading import Victim, load
 
 CHUNK = 256
@@ -48,16 +48,14 @@ class Obfuscator:
         self, victim: Victim, *, table: str | Path | None = None, shadows: ShadowSettings = PAPER, beam: int = 1
     ) -> None:
         self.victim = victim
-        known: Any = victim.model
         made: ShadowTable | None = None
         if table is not None and Path(table).exists():
-            made = ShadowTable.load(table, embedding_digest(known.base_model.get_input_embeddings().weight))
+            made = ShadowTable.load(table, embedding_digest(token_embedding(victim.model)))
             shadows = made.settings
         self.table = made or made_for(victim.model, victim.vocabulary, shadows)
         if table is not None and made is None:
             self.table.save(table)
-        self.transform = token_obfuscation(self.table, shadows, beam)
-        self.selector = self.transform.init((victim.model, victim.vocabulary))
+        self.selector = token_obfuscation(self.table, shadows, beam).init((victim.model, victim.vocabulary))
 
     def __call__(self, rows: Mapping[str, Sequence[Any]], *, seed: int = 0, name: str = "map") -> dict[str, list[Any]]:
         """The columns ``text`` (and ``text_pair``) of ``rows`` obfuscated, with ``input_ids`` of the text beside them."""

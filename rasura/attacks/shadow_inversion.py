@@ -20,7 +20,8 @@ from torch import Tensor
 from rasura.attacks.best import Best
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
 from rasura.priors import language
-from rasura.shadows.table import ShadowSettings, ShadowTable, made_for
+from rasura.shadows.neighbours import unit_rows
+from rasura.shadows.table import ShadowSettings, ShadowTable, made_for, token_embedding
 from rasura.values import UNKNOWN, Grant, Observation, Reconstruction
 
 Strategy = Literal["sampling", "maximum", "median", "mean", "lattice"]
@@ -140,8 +141,7 @@ class ShadowInversion:
         settings = announced_ghost(seen)
         read = Best()(seen, rng=rng, budget=budget)
         table = made_for(seen.model, seen.vocabulary, settings)
-        base: Any = getattr(seen.model, "base_model", seen.model)
-        embedding = torch.nn.functional.normalize(base.get_input_embeddings().weight.detach().float(), dim=1)
+        embedding = unit_rows(token_embedding(seen.model))
         try:
             prior: Prior | None = language(seen) if self.strategy == "lattice" else None
         except InputError as error:

@@ -14,7 +14,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.interfaces import InputError, Transform
-from rasura.shadows.table import PAPER, RELAXED, ShadowSettings, ShadowTable, embedding_digest, made_for
+from rasura.shadows.table import PAPER, RELAXED, ShadowSettings, ShadowTable, embedding_digest, made_for, token_embedding
 from rasura.values import Batch, Mechanism, Stage, Vocabulary
 
 TOGETHER = 8192
@@ -64,7 +64,7 @@ class Selector:
     def __init__(self, model: nn.Module, table: ShadowTable, fixed: frozenset[int], settings: Selection = DEFAULT) -> None:
         base: Any = getattr(model, "base_model", model)
         self.base, self.table, self.fixed, self.settings = base, table, fixed, settings
-        self.embedding: Tensor = base.get_input_embeddings().weight.detach()
+        self.embedding = token_embedding(model)
         if embedding_digest(self.embedding) != table.model:
             raise InputError("the shadow table was made for another model; make one for this model")
 
@@ -138,10 +138,10 @@ class Selector:
         tried: list[dict[tuple[int, ...], float]] = []
         for row, (beam, candidates) in enumerate(zip(beams, options)):
             texts: dict[tuple[int, ...], float] = dict(beam)
-            for text in beam:
+            for number, text in enumerate(beam):
                 some = candidates
                 if slopes is not None and len(candidates) > self.settings.tried:
-                    gain = (self.embedding[candidates] - self.embedding[text[place]]) @ slopes[row, list(beam).index(text)]
+                    gain = (self.embedding[candidates] - self.embedding[text[place]]) @ slopes[row, number]
                     some = candidates[gain.argsort()[: self.settings.tried]]
                 for token in some.tolist():
                     texts.setdefault((*text[:place], token, *text[place + 1 :]), float("nan"))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
+from rasura.interfaces import InputError, MissingExtra
 from rasura.shadows.neighbours import common, neighbours
 from rasura.values import Vocabulary
 
@@ -101,6 +101,13 @@ class ShadowTable:
         return cls(**found, settings=ShadowSettings(**json.loads(about["settings"])), model=about["model"])
 
 
+def token_embedding(model: nn.Module) -> Tensor:
+    """The word embedding of a Hugging Face ``model``: ``(tokens, hidden)``, without gradient."""
+    base: Any = getattr(model, "base_model", model)
+    table: Tensor = base.get_input_embeddings().weight.detach()
+    return table
+
+
 def embedding_digest(table: Tensor) -> str:
     """What tells an embedding ``(tokens, hidden)`` from others: a hash of its shape and numbers."""
     rows = table.detach().float().cpu().contiguous()
@@ -116,7 +123,7 @@ def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
     try:
         import simplemma
     except ImportError:
-        raise InputError("lemmas need simplemma: pip install 'rasura[ghost]', or pass --language none") from None
+        raise MissingExtra("lemmas need simplemma: pip install 'rasura[ghost]', or pass --language none") from None
     try:
         return [simplemma.lemmatize(w, lang=language).lower() if w.isalpha() else w for w in words]
     except ValueError as error:
@@ -174,8 +181,7 @@ def search(table: Tensor, names: Sequence[str], usable: Tensor, settings: Shadow
 
 def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
     """The shadow table of a Hugging Face ``model``; kept in memory while the program runs."""
-    known: Any = getattr(model, "base_model", model)
-    table: Tensor = known.get_input_embeddings().weight.detach()
+    table = token_embedding(model)
     key = (embedding_digest(table), settings)
     if key not in _MADE:
         beyond = len(table) - vocabulary.size

@@ -41,8 +41,8 @@ class Span:
     """DAGER (Petrov et al. 2024) and beyond it: exact decomposition, any visible block for decoders, active dropout.
 
     Encoders: tokens with their positions from block 0, robustly fitted where dropout zeroes coordinates; several texts are
-    told apart by the query and key gradients. Decoders: prefixes grown from whichever block is visible. Needs fewer tokens
-    in the batch than the layer has inputs.
+    told apart by a layer that has read the context, under dropout by the query and key gradients. Decoders: prefixes grown
+    from whichever block is visible. Needs fewer tokens in the batch than the layer has inputs.
     """
 
     name: str = "span"
