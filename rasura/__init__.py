@@ -21,6 +21,8 @@ _NAMES = {
     "protect": "rasura.protection",
     "read_update": "rasura.reading",
     "step": "rasura.victims.step",
+    "train": "rasura.training",
+    "TrainPlan": "rasura.training",
     "write_report": "rasura.report.page",
 }
 

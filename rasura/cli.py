@@ -302,6 +302,72 @@ def protect(
 
 
 @app.command()
+def train(
+    data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV, Parquet or data set id")],
+    test: Annotated[str | None, typer.Option(help="original texts that the trained model is judged on")] = None,
+    model: Annotated[str, typer.Option(help="model folder or hub id")] = "minilm",
+    task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
+    defense: Annotated[str, typer.Option(help="defenses, with commas; join parts of one with +")] = "none",
+    epochs: Annotated[int, typer.Option(help="at most")] = 20,
+    patience: Annotated[int, typer.Option(help="epochs without improvement until it ends")] = 5,
+    batch_size: Annotated[int, typer.Option(help="texts a step")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="of AdamW or SGD")] = 1e-4,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
+    lora: Annotated[int, typer.Option(help="rank of adapters that are trained instead of the weights; 0: none")] = 0,
+    holdout: Annotated[float, typer.Option(help="share of the training texts kept back for early stopping")] = 0.1,
+    limit: Annotated[int | None, typer.Option(help="training texts used")] = None,
+    seeds: Annotated[int, typer.Option(help="repetitions")] = 1,
+    seed: Annotated[int, typer.Option(help="first seed")] = 0,
+    num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
+    max_length: Annotated[int | None, typer.Option(help="tokens a text may have")] = None,
+    precision: Annotated[str, typer.Option(help="float32 or bf16")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    folder: Annotated[Path, typer.Option("--out", help="where models go; the same command resumes")] = Path("runs/train"),
+    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+) -> None:
+    """Fine-tune behind each protection, and compare what the models are worth on original text.
+
+    Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
+    """
+    from rich.progress import Progress
+
+    from rasura.recipes import known
+    from rasura.training import Training, TrainPlan
+    from rasura.victims.train import Recipe
+
+    kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
+    bits: Any = known("precision", precision, ("float32", "bf16"))
+    recipe = Recipe(epochs, batch_size, learning_rate, patience=patience, optimizer=kind, precision=bits, seed=seed)
+    plan = TrainPlan(
+        data, test, model, task, _split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
+        recipe,
+    )  # fmt: skip
+    with err.status("loading the model and the texts"):
+        prepared = Training(plan, folder, device=_device(device))
+    with Progress(console=err, transient=True) as bar:
+        line = bar.add_task("training", total=None)
+
+        def told(what: str, done: int, total: int, figures: Any) -> None:
+            now = " ".join(f"{k} {v:.3f}" for k, v in figures.items() if k in ("train_loss", "accuracy", "loss"))
+            bar.update(line, description=f"{what} {now}", completed=done, total=total)
+
+        results = list(prepared.run(told))
+    if as_json:
+        sys.stdout.write(json.dumps(results) + "\n")
+        return
+    names = list(results[0]["after"])
+    table = Table("defense", "seed", *names, "before", "epochs")
+    for r in results:
+        start = f"{r['before'][names[0]]:.3f}"
+        table.add_row(r["defense"], str(r["seed"]), *(f"{r['after'][n]:.3f}" for n in names), start, str(r["epochs"]))
+    out.print(table)
+    out.print(
+        f"{results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}", markup=False, soft_wrap=True
+    )
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="the --out folder of an audit")],
     show_text: Annotated[bool, typer.Option("--show-text", help="reveal what the run stored unmasked")] = False,

@@ -66,6 +66,11 @@ ABOUT_ATTACKS: Mapping[str, str] = {
 DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | None, str]] = {
     "none": (_lazy("rasura.defenses.compose", "none"), None, "nothing: the plain gradient, dropout off"),
     "ghost": (_lazy("rasura.defenses.token_obfuscation", "ghost"), None, "tokens give way to near ones of other meaning"),
+    "ghost-balanced": (
+        _lazy("rasura.defenses.token_obfuscation", "balanced"),
+        int,
+        "ghost with substitutes that stand for N tokens alike (ours)",
+    ),
     "frozen-embeddings": (_lazy("rasura.defenses.frozen", "frozen_embeddings"), None, "the embeddings are not trained"),
     "frozen-blocks": (_lazy("rasura.defenses.frozen", "frozen_blocks"), int, "nor are the first N blocks"),
     "dropout": (_lazy("rasura.defenses.dropout", "dropout"), float, "active dropout with probability P"),
@@ -140,7 +145,8 @@ def attack(name: str) -> Attack[Reconstruction]:
 
 def token_obfuscation(table: Any, shadows: Any, beam: int) -> Transform[Any, Any, Any]:
     """GHOST with a table of shadow tokens at hand (``rasura.shadows.table``)."""
-    from rasura.defenses.token_obfuscation import Selection, ghost
+    from rasura.defenses.token_obfuscation import ghost
+    from rasura.shadows.selection import Selection
 
     return ghost(table, shadows, Selection(beam=beam))
 

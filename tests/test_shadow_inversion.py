@@ -12,10 +12,11 @@ from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 
 from rasura import recipes
 from rasura.attacks.shadow_inversion import Preimages, Strategy, announced_ghost, inverted
-from rasura.defenses.token_obfuscation import Selector, ghost
+from rasura.defenses.token_obfuscation import ghost
 from rasura.interfaces import Budget, NotApplicable
 from rasura.priors.trigram import Trigram
 from rasura.rng import generator
+from rasura.shadows.selection import Selector
 from rasura.shadows.table import ShadowSettings, ShadowTable, made_for
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import Observation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from torch import Tensor
 
 from rasura import protection
-from rasura.defenses.token_obfuscation import Selection, Selector, ghost
+from rasura.defenses.token_obfuscation import ghost
 from rasura.interfaces import InputError
 from rasura.rng import generator
 from rasura.shadows.neighbours import common, neighbours
+from rasura.shadows.selection import Selection, Selector
 from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable, lemmas, made_for, search, usable_tokens
 from rasura.values import Vocabulary
 from rasura.victims.step import step
@@ -169,7 +171,7 @@ def test_what_has_no_good_substitute_is_told() -> None:
     gone = int(offsets[42] - offsets[41])
     ids = torch.cat([table.ids[: int(offsets[41])], table.ids[int(offsets[42]) :]])
     offsets[42:] -= gone
-    changed = ShadowTable(offsets, ids, table.k, relaxed, table.settings, table.model)
+    changed = replace(table, offsets=offsets, ids=ids, relaxed=relaxed)
     (one,) = Selector(model, changed, VOCABULARY.special_ids)([[CLS, 40, 41, 50, SEP]], generator(0))
     assert one.weak == {1: RELAXED[1]} and one.kept == (2,) and one.ids[2] == 41
 

@@ -21,11 +21,15 @@ E = TypeVar("E")
 
 @dataclass(frozen=True)
 class Example:
-    """One text (or pair of texts), with its label where the task has one."""
+    """One text (or pair of texts), with its label where the task has one.
+
+    ``input_ids``: its tokens, special ones included, where a protection chose them; the text alone may give others.
+    """
 
     text: str
     text_pair: str | None = None
     label: int | None = None
+    input_ids: tuple[int, ...] | None = None
 
 
 def demo_examples() -> list[Example]:
@@ -118,7 +122,16 @@ def _example(row: Mapping[str, Any], number: int, source: str) -> Example:
             label = int(label)
         except (TypeError, ValueError):
             raise InputError(f"{source}, row {number}: label {label!r} is no whole number; expected 0, 1, ...") from None
-    return Example(text, pair if isinstance(pair, str) and pair else None, label)
+    return Example(text, pair if isinstance(pair, str) and pair else None, label, _ids(row.get("input_ids"), number, source))
+
+
+def _ids(found: Any, number: int, source: str) -> tuple[int, ...] | None:
+    if found is None or found == "":
+        return None
+    try:
+        return tuple(int(i) for i in (found.split() if isinstance(found, str) else found))
+    except (TypeError, ValueError):
+        raise InputError(f"{source}, row {number}: input_ids {found!r} are no whole numbers; expected token ids") from None
 
 
 def encode(
@@ -134,6 +147,11 @@ def encode(
     second = [e.text_pair or "" for e in examples] if paired else None
     coded = tokenizer(first, second, truncation=truncate, max_length=max_length if truncate else None)
     rows: list[list[int]] = coded["input_ids"]
+    for k, e in enumerate(examples):
+        if e.input_ids is not None and not paired:
+            if not all(0 <= i < len(tokenizer) for i in e.input_ids):
+                raise InputError(f"the text {e.text[:30]!r}... has ids outside the model's 0 .. {len(tokenizer) - 1}")
+            rows[k] = list(e.input_ids[: max_length if truncate else None])
     longest = max(map(len, rows))
     if longest > max_length:
         worst = max(range(len(rows)), key=lambda k: len(rows[k]))
@@ -172,5 +190,6 @@ def groups(examples: Sequence[E], size: int) -> list[list[E]]:
 
 def data_hash(examples: Sequence[Example]) -> str:
     """Sixteen hex digits that name the data, independent of the file's format."""
-    lines = (json.dumps(asdict(e), sort_keys=True, ensure_ascii=False) for e in examples)
+    plain = ({k: v for k, v in asdict(e).items() if k != "input_ids" or v is not None} for e in examples)
+    lines = (json.dumps(e, sort_keys=True, ensure_ascii=False) for e in plain)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -16,10 +16,15 @@ from rasura.interfaces import InputError, MissingExtra
 from rasura.shadows.neighbours import common, neighbours
 from rasura.values import Vocabulary
 
-RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute")
+RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", "kept by policy")
 """What was given up for a token that no neighbour is left to by ``ShadowSettings.most``, by its code in the table."""
 
-SCHEMA = 1
+NONE, POLICY = RELAXED.index("no substitute"), RELAXED.index("kept by policy")
+
+SCHEMA = 2
+
+TENSORS = ("offsets", "ids", "k", "relaxed", "groups")
+"""What a table's file holds."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,10 @@ class ShadowSettings:
     Where none stays, ``k`` grows by ``grow`` up to ``most``; then first the overlap, then mutual neighbours are allowed,
     which the table tells for every token. The paper grows without end. ``language``: of the lemmas, None for none.
     ``direct``, ``indirect``, ``lemma``: the three criteria, for ablation.
+
+    Ours: with ``group`` above 1, that many tokens of like frequency share one set of ``choices`` substitutes (see
+    ``shadows.groups``); ``keep_punctuation`` and ``keep_numbers`` leave those tokens alone; ``round_trip`` takes only
+    substitutes that, written as text, are tokenized as they were.
     """
 
     k: int = 70
@@ -40,6 +49,11 @@ class ShadowSettings:
     direct: bool = True
     indirect: bool = True
     lemma: bool = True
+    group: int = 1
+    choices: int = 32
+    keep_punctuation: bool = False
+    keep_numbers: bool = False
+    round_trip: bool = False
 
     def __post_init__(self) -> None:
         if not (0 < self.k <= self.most and self.grow > 0 and 0 <= self.overlap <= 1):
@@ -47,6 +61,8 @@ class ShadowSettings:
                 f"ghost: k is {self.k}, up to {self.most} by {self.grow}, overlap {self.overlap}; expected 0 < k <= most, "
                 "a step above 0 and an overlap between 0 and 1"
             )
+        if self.group < 1 or self.choices < 1:
+            raise InputError(f"ghost: groups of {self.group} tokens and {self.choices} choices; expected at least 1 of both")
 
 
 PAPER = ShadowSettings()
@@ -57,14 +73,15 @@ PAPER = ShadowSettings()
 class ShadowTable:
     """The shadow tokens of every token: those of ``t`` are ``ids[offsets[t] : offsets[t + 1]]``, nearest first.
 
-    ``k`` ``(tokens,)``: neighbours that were needed; ``relaxed`` ``(tokens,)``: index into ``RELAXED``. ``model``: digest of
-    the embedding that it was made for.
+    ``k`` ``(tokens,)``: neighbours that were needed; ``relaxed`` ``(tokens,)``: index into ``RELAXED``; ``groups``
+    ``(tokens,)``: tokens of one number share their substitutes. ``model``: digest of the embedding that it was made for.
     """
 
     offsets: Tensor
     ids: Tensor
     k: Tensor
     relaxed: Tensor
+    groups: Tensor
     settings: ShadowSettings
     model: str
 
@@ -79,7 +96,7 @@ class ShadowTable:
         """Write a safetensors file with the settings in its header."""
         from safetensors.torch import save_file
 
-        tensors = {n: getattr(self, n).contiguous() for n in ("offsets", "ids", "k", "relaxed")}
+        tensors = {n: getattr(self, n).contiguous() for n in TENSORS}
         about = {"schema": str(SCHEMA), "settings": json.dumps(asdict(self.settings)), "model": self.model}
         save_file(tensors, str(path), metadata=about)
 
@@ -94,7 +111,7 @@ class ShadowTable:
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path} is no shadow table: {error}") from None
-        if about.get("schema") != str(SCHEMA) or set(found) != {"offsets", "ids", "k", "relaxed"}:
+        if about.get("schema") != str(SCHEMA) or set(found) != set(TENSORS):
             raise InputError(f"{path} is no shadow table of this version; make it anew with rasura protect ghost")
         if model is not None and about["model"] != model:
             raise InputError(f"{path} was made for another model; make one for this model with rasura protect ghost")
@@ -137,8 +154,29 @@ def usable_tokens(vocabulary: Vocabulary) -> Tensor:
     return out
 
 
-def search(table: Tensor, names: Sequence[str], usable: Tensor, settings: ShadowSettings) -> ShadowTable:
-    """The shadow tokens of every ``usable`` token of ``table`` ``(tokens, hidden)``; ``names``: each token's lemma.
+def kept_by_policy(words: Sequence[str], settings: ShadowSettings) -> Tensor:
+    """Which tokens, by their text, the ``settings`` leave alone; bool, ``(tokens,)``."""
+    bare = [word.removeprefix("##").strip() for word in words]
+    marks = [settings.keep_punctuation and bool(w) and not any(c.isalnum() for c in w) for w in bare]
+    numbers = [settings.keep_numbers and any(c.isdigit() for c in w) for w in bare]
+    return torch.tensor([a or b for a, b in zip(marks, numbers)])
+
+
+def read_as_written(vocabulary: Vocabulary) -> Tensor:
+    """Which tokens stay what they are when text is made of them and tokenized again; bool, ``(tokens,)``."""
+    out = torch.zeros(vocabulary.size, dtype=torch.bool)
+    for token in usable_tokens(vocabulary).nonzero().flatten().tolist():
+        word = vocabulary.decode([token]).strip()
+        # Between two others, since what joins them is the tokenizer's own way.
+        out[token] = word.isalnum() and vocabulary.encode(vocabulary.decode([token] * 3)) == [token] * 3
+    return out
+
+
+def search(
+    table: Tensor, names: Sequence[str], usable: Tensor, settings: ShadowSettings, allowed_ids: Tensor | None = None
+) -> ShadowTable:
+    """The shadow tokens of every ``usable`` token of ``table`` ``(tokens, hidden)``; ``names``: each token's lemma;
+    ``allowed_ids``: bool, ``(tokens,)``, which of them may be substitutes, None for all.
 
     Two departures from the printed algorithm, which contradicts its own text: a neighbour goes as soon as any one criterion
     holds, and whether none is left is asked behind the loop over the neighbours; and ``overlap`` is a fraction of ``k``.
@@ -150,12 +188,14 @@ def search(table: Tensor, names: Sequence[str], usable: Tensor, settings: Shadow
     count = len(near)
     kept: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * count
     needed = torch.zeros(count, dtype=torch.int16)
-    relaxed = torch.full((count,), len(RELAXED) - 1, dtype=torch.int8)
+    relaxed = torch.full((count,), NONE, dtype=torch.int8)
     rows = usable.nonzero().flatten()
     # What lemma or mutual neighbours exclude at one k they exclude at every larger one.
     other = (
         lemma[near[rows].long()] != lemma[rows][:, None] if settings.lemma else torch.ones(len(rows), most, dtype=torch.bool)
     )
+    if allowed_ids is not None:
+        other &= allowed_ids[near[rows].long()]
     one_way = other.clone()
     sizes = [*range(min(settings.k, most), most, settings.grow), most]
     for level, k in [(0, k) for k in sizes] + [(1, most), (2, most)]:
@@ -176,7 +216,8 @@ def search(table: Tensor, names: Sequence[str], usable: Tensor, settings: Shadow
             break
     offsets = torch.zeros(count + 1, dtype=torch.int64)
     offsets[1:] = torch.tensor([len(ids) for ids in kept]).cumsum(0)
-    return ShadowTable(offsets, torch.cat(kept), needed, relaxed, settings, embedding_digest(table))
+    alone = torch.arange(count, dtype=torch.int32)
+    return ShadowTable(offsets, torch.cat(kept), needed, relaxed, alone, settings, embedding_digest(table))
 
 
 def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
@@ -184,11 +225,26 @@ def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings)
     table = token_embedding(model)
     key = (embedding_digest(table), settings)
     if key not in _MADE:
-        beyond = len(table) - vocabulary.size
-        usable = torch.cat([usable_tokens(vocabulary), torch.zeros(max(0, beyond), dtype=torch.bool)])[: len(table)]
-        names = [*lemmas(vocabulary, settings.language), *(f"\0{i}" for i in range(beyond))][: len(table)]
-        _MADE[key] = search(table, names, usable, settings)
+        _MADE[key] = _made(table, vocabulary, settings)
     return _MADE[key]
+
+
+def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
+    from rasura.shadows.groups import grouped
+
+    beyond = max(0, len(table) - vocabulary.size)
+
+    def padded(mask: Tensor) -> Tensor:
+        return torch.cat([mask, torch.zeros(beyond, dtype=torch.bool)])[: len(table)]
+
+    words = [vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size)]
+    kept = padded(kept_by_policy(words, settings))
+    usable = padded(usable_tokens(vocabulary)) & ~kept
+    names = [*lemmas(vocabulary, settings.language), *(f"\0{i}" for i in range(beyond))][: len(table)]
+    allowed = padded(read_as_written(vocabulary)) if settings.round_trip else None
+    found = search(table, names, usable, settings, allowed)
+    found.relaxed[kept] = POLICY
+    return found if settings.group == 1 else grouped(found, table, names, vocabulary)
 
 
 _MADE: dict[tuple[str, ShadowSettings], ShadowTable] = {}

@@ -1,0 +1,33 @@
+"""What a trained model is worth: accuracy, F1, MCC and loss of a classifier; loss and perplexity of a language model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+HIGHER_IS_BETTER = {"accuracy": True, "f1": True, "mcc": True, "loss": False, "perplexity": False}
+"""Which way each figure is better."""
+
+
+def classification(logits: Tensor, labels: Sequence[int]) -> dict[str, float]:
+    """Figures of a classifier: ``logits`` ``(n, classes)``; F1 of class 1 with two classes, else the mean over classes."""
+    from sklearn.metrics import f1_score, matthews_corrcoef
+
+    target = torch.tensor(labels)
+    guess = logits.argmax(1)
+    average = "binary" if logits.shape[1] == 2 else "macro"
+    return {
+        "accuracy": float((guess == target).double().mean()),
+        "f1": float(f1_score(target.tolist(), guess.tolist(), average=average, zero_division=0)),
+        "mcc": float(matthews_corrcoef(target.tolist(), guess.tolist())),
+        "loss": float(torch.nn.functional.cross_entropy(logits.double(), target)),
+    }
+
+
+def causal(nats: float, tokens: int) -> dict[str, float]:
+    """Figures of a causal model from the sum of ``nats`` over ``tokens`` predicted tokens."""
+    loss = nats / max(1, tokens)
+    return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}

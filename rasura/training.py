@@ -1,0 +1,181 @@
+"""`rasura train`: fine-tune behind any protection, and say what the model is then worth on original text."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from rasura.auditing import versions
+from rasura.data.text import Example, data_hash, encode, load_examples
+from rasura.interfaces import InputError
+from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
+from rasura.recipes import known, parse_defense
+from rasura.records import canonical, write_whole
+from rasura.rng import generator
+from rasura.values import Batch, Task
+from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.victims.train import FineTuning, Recipe, nats, predictions, protected, split
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """What is trained: ``data`` behind each of ``defenses`` and from each seed, judged on ``test``.
+
+    ``holdout``: share of the training texts that early stopping looks at, unprotected; without ``test`` they are what the
+    model is judged on. ``limit``: training texts used, drawn by the first seed; None for all. ``max_length``: tokens that a
+    text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights.
+    """
+
+    data: str
+    test: str | None = None
+    model: str = "minilm"
+    task: str = "classification"
+    defenses: tuple[str, ...] = ("none",)
+    limit: int | None = None
+    holdout: float = 0.1
+    num_labels: int | None = None
+    lora: int = 0
+    truncate: bool = False
+    max_length: int | None = None
+    seeds: int = 1
+    recipe: Recipe = field(default_factory=Recipe)
+
+    def checked(self) -> TrainPlan:
+        """This plan, or ``InputError`` for what is wrong with it."""
+        known("task", self.task, [t for t in get_args(Task) if t != "vision"])
+        for text in self.defenses:
+            parse_defense(text)
+        if not 0 < self.holdout < 1:
+            raise InputError(f"holdout is {self.holdout}; expected a share of the training texts between 0 and 1")
+        for name in ("limit", "seeds", "max_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} is {value}; expected at least 1")
+        if self.lora < 0:
+            raise InputError(f"lora is {self.lora}; expected a rank, or 0 to train all weights")
+        return self
+
+
+class Training:
+    """A prepared training: files read and tokenized, so that what is wrong is said now. Iterate ``run``."""
+
+    def __init__(self, plan: TrainPlan, folder: str | Path, *, device: str = "cpu") -> None:
+        self.plan = plan = plan.checked()
+        self.folder, self.device = Path(folder), device
+        everything = load_examples(plan.data)
+        tested = None if plan.test is None else load_examples(plan.test)
+        labels = [e.label or 0 for e in [*everything, *(tested or [])]]
+        self.labels = plan.num_labels or max(2, 1 + max(labels))
+        victim = self._victim(plan.recipe.seed)
+        self.pad = victim.vocabulary.pad_id or 0
+        kept, held = self._parted(everything)
+        self.rows = self._encoded(victim, kept)
+        self.held = self._encoded(victim, held)
+        self.test = self.held if tested is None else self._encoded(victim, tested)
+        self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(asdict(plan)))}
+        self._claim()
+
+    def _victim(self, seed: int) -> Victim:
+        task: Any = self.plan.task
+        return load(self.plan.model, task, num_labels=self.labels, seed=seed, device=self.device)
+
+    def _parted(self, everything: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+        """Training texts and held-out ones, drawn once for all defenses and seeds."""
+        order = torch.randperm(len(everything), generator=generator(self.plan.recipe.seed, "part")).tolist()
+        some = [everything[k] for k in order[: self.plan.limit]]
+        count = max(1, round(self.plan.holdout * len(some)))
+        if count >= len(some):
+            raise InputError(f"{self.plan.data}: {len(some)} texts are too few to hold some out; expected at least 2")
+        return some[count:], some[:count]
+
+    def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
+        longest = min(victim.max_length, self.plan.max_length or victim.max_length)
+        return [
+            row
+            for start in range(0, len(examples), 256)
+            for row in split(
+                encode(
+                    examples[start : start + 256], victim.tokenizer, victim.task, max_length=longest,
+                    num_labels=victim.num_labels, truncate=self.plan.truncate,
+                )
+            )
+        ]  # fmt: skip
+
+    def _claim(self) -> None:
+        """Take the folder for this plan. Raises ``InputError`` where another plan has it; defenses and seeds may grow."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path, told = self.folder / "plan.json", json.loads(json.dumps(self.about))
+        for name in ("defenses", "seeds"):
+            del told["plan"][name]
+        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != told:
+            raise InputError(f"{self.folder} holds a training with other settings or data; choose another --out")
+        write_whole(path, canonical(told) + "\n")
+
+    def run(self, progress: Callable[[str, int, int, Mapping[str, float]], None] | None = None) -> Iterator[dict[str, Any]]:
+        """Train behind every defense from every seed, yielding each result; what is done already is read, not done anew."""
+        first = self.plan.recipe.seed
+        for defense in self.plan.defenses:
+            for seed in range(first, first + self.plan.seeds):
+                place = self.folder / f"{defense.replace(':', '-').replace('+', '_')}-{seed}"
+                if (place / "result.json").exists():
+                    yield json.loads((place / "result.json").read_text(encoding="utf-8"))
+                    continue
+                yield self._one(defense, seed, place, progress)
+
+    def _one(
+        self, defense: str, seed: int, place: Path, progress: Callable[[str, int, int, Mapping[str, float]], None] | None
+    ) -> dict[str, Any]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        plan, victim = self.plan, self._victim(seed)
+        parts = parse_defense(defense)
+        vocabulary = victim.vocabulary
+        rows = protected(
+            self.rows, parts, victim.model, vocabulary, self.folder / "protected" / place.name, seed,
+            None if progress is None else lambda done, total: progress(f"{defense}: protecting", done, total, {}),
+        )  # fmt: skip
+        model = with_fresh_adapter(victim, plan.lora, seed)
+        watched = "accuracy" if plan.task == "classification" else "loss"
+        before = self._figures(model, self.test)
+        run = FineTuning(
+            model, rows, parts, replace(plan.recipe, seed=seed), place, task=victim.task, vocabulary=vocabulary,
+            evaluate=lambda m: self._figures(m, self.held), watched=watched, higher=HIGHER_IS_BETTER[watched],
+        )  # fmt: skip
+        history = run.run(
+            None if progress is None else lambda done, total, told: progress(f"{defense}: epoch", done, total, told)
+        )
+        saved = getattr(model, "save_pretrained", None)
+        if saved is not None:
+            saved(place / "model", safe_serialization=True)
+            victim.tokenizer.save_pretrained(place / "model")
+        result = {
+            "defense": defense, "seed": seed, "task": plan.task, "model": Path(plan.model).name, "data": self.about["data"],
+            "n_train": len(rows), "n_holdout": len(self.held), "n_test": len(self.test),
+            "tested_on": "test" if plan.test else "holdout", "before": before, "after": self._figures(model, self.test),
+            "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
+            "mechanism": [asdict(p.mechanism) | {"stage": p.stage.value} for p in parts], "lora": plan.lora,
+            "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
+            "device": self.device, "versions": versions(),
+        }  # fmt: skip
+        run.finish(result)
+        return result
+
+    def _figures(self, model: nn.Module, rows: Sequence[Batch]) -> dict[str, float]:
+        if self.plan.task == "classification":
+            return classification(predictions(model, rows, self.pad), [int(r.labels[0]) for r in rows])
+        return causal(*nats(model, rows, self.pad))
+
+
+def train(plan: TrainPlan, *, out: str | Path, device: str = "cpu") -> list[dict[str, Any]]:
+    """Fine-tune as ``plan`` says into the folder ``out``: ``train(TrainPlan("notes.jsonl"), out="runs/train")``.
+
+    Every defense and seed has a folder with the model and ``result.json``: figures on the test texts before and after,
+    by epoch on the held-out ones. Interrupted, the same call goes on.
+    """
+    return list(Training(plan, out, device=device).run())

@@ -1,0 +1,311 @@
+"""Fine-tuning through the same ``step`` that is audited, with early stopping, checkpoints and resumption."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import Defense, InputError
+from rasura.records import write_whole
+from rasura.rng import generator
+from rasura.values import Batch, Stage, Task, Vocabulary
+from rasura.victims.step import step
+
+CHUNK = 64
+"""Texts that a protection of the data takes at once, and after which it can resume."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is fine-tuned: AdamW at ``learning_rate``, ``batch_size`` texts a step, up to ``epochs``, ending when
+    ``patience`` epochs brought nothing. ``precision`` bf16: the forward and backward pass in bfloat16 by autocast.
+
+    ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it.
+    """
+
+    epochs: int = 20
+    batch_size: int = 32
+    learning_rate: float = 1e-4
+    weight_decay: float = 0.01
+    patience: int = 5
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    precision: Literal["float32", "bf16"] = "float32"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.epochs < 0 or self.batch_size < 1 or self.patience < 1 or not 0 < self.learning_rate < float("inf"):
+            raise InputError(
+                f"training: {self.epochs} epochs, batches of {self.batch_size}, patience {self.patience}, learning rate "
+                f"{self.learning_rate}; expected at least 1 of the first three and a learning rate above 0"
+            )
+
+
+@dataclass
+class History:
+    """Where a training run stands: losses of training and figures of the held-out texts by epoch."""
+
+    epoch: int = 0
+    best: float | None = None
+    best_epoch: int = 0
+    epochs: list[dict[str, float]] | None = None
+
+    def finished(self, recipe: Recipe) -> bool:
+        """Whether the epochs are done, or patience is at its end."""
+        return self.epoch >= recipe.epochs or self.epoch - self.best_epoch >= recipe.patience
+
+
+def joined(rows: Sequence[Batch], pad: int) -> Batch:
+    """Several batches as one, padded on the right with ``pad`` to the longest."""
+    longest = max(row.input_ids.shape[1] for row in rows)
+
+    def stacked(parts: Iterable[Tensor], fill: int) -> Tensor:
+        return torch.cat([nn.functional.pad(p, (0, longest - p.shape[1]), value=fill) for p in parts])
+
+    first = rows[0]
+    types = None
+    if first.token_type_ids is not None:
+        types = stacked([r.token_type_ids for r in rows if r.token_type_ids is not None], 0)
+    labels = stacked([r.labels for r in rows], -100) if first.labels.dim() == 2 else torch.cat([r.labels for r in rows])
+    return Batch(
+        stacked([r.input_ids for r in rows], pad),
+        stacked([r.attention_mask for r in rows], 0),
+        labels,
+        tuple(t for r in rows for t in r.texts),
+        tuple(t for r in rows for t in r.seen),
+        types,
+        first.special_ids,
+    )
+
+
+def split(batch: Batch) -> list[Batch]:
+    """The texts of ``batch`` as batches of one, without padding."""
+    out = []
+    for k in range(len(batch)):
+        n = batch.lengths[k]
+        types = None if batch.token_type_ids is None else batch.token_type_ids[k : k + 1, :n]
+        labels = batch.labels[k : k + 1]
+        out.append(
+            Batch(
+                batch.input_ids[k : k + 1, :n],
+                batch.attention_mask[k : k + 1, :n],
+                labels[:, :n] if labels.dim() == 2 else labels,
+                batch.texts[k : k + 1],
+                batch.seen[k : k + 1],
+                types,
+                batch.special_ids,
+            )
+        )
+    return out
+
+
+def protected(
+    rows: Sequence[Batch],
+    defense: Defense,
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    folder: Path,
+    seed: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Batch]:
+    """``rows`` behind the DATA part of ``defense``: once, before training, by the model as it is then.
+
+    The ids of every ``CHUNK`` rows are kept in ``folder``, where an interrupted run finds them.
+    """
+    from safetensors.torch import load_file, save_file
+
+    parts = [p for p in defense if p.stage is Stage.DATA]
+    if not parts:
+        return list(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    states: list[Any] = []
+    out: list[Batch] = []
+    for start in range(0, len(rows), CHUNK):
+        some = list(rows[start : start + CHUNK])
+        file = folder / f"{start:08d}.safetensors"
+        if not file.exists():
+            states = states or [p.init((model, vocabulary)) for p in parts]
+            batch = joined(some, vocabulary.pad_id or 0)
+            for k, part in enumerate(parts):
+                batch, states[k] = part.apply(batch, states[k], generator(seed, "data", k, start))
+            part_file = file.with_suffix(".part")
+            save_file({"input_ids": batch.input_ids.contiguous()}, str(part_file))
+            part_file.replace(file)
+        ids = load_file(str(file))["input_ids"]
+        for row, new in zip(some, ids):
+            one = new[None, : row.input_ids.shape[1]]
+            labels = torch.where(row.labels == -100, row.labels, one) if row.labels.dim() == 2 else row.labels
+            out.append(replace(row, input_ids=one, labels=labels))
+        if progress is not None:
+            progress(len(out), len(rows))
+    return out
+
+
+class FineTuning:
+    """One fine-tuning run of ``model`` on ``rows`` (one text each) behind ``defense``, kept in ``folder``.
+
+    ``evaluate`` gives the figures of the held-out texts, of which ``watched`` is the one that early stopping looks at, the
+    higher the better where ``higher``. The weights of the best epoch are the model's in the end.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: Sequence[Batch],
+        defense: Defense,
+        recipe: Recipe,
+        folder: Path,
+        *,
+        task: Task,
+        vocabulary: Vocabulary,
+        evaluate: Callable[[nn.Module], Mapping[str, float]],
+        watched: str,
+        higher: bool,
+    ) -> None:
+        self.model, self.rows, self.recipe, self.folder = model, rows, recipe, folder
+        self.defense = tuple(p for p in defense if p.stage is not Stage.DATA)
+        self.task, self.vocabulary = task, vocabulary
+        self.evaluate, self.watched, self.higher = evaluate, watched, higher
+        self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.SGD
+        self.optimizer = kind(self.trained.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
+        self.history = History(epochs=[])
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> History:
+        """Train to the end, from the last whole epoch of an earlier run; the same figures as without an interruption."""
+        self._resume()
+        while not self.history.finished(self.recipe):
+            loss = self._epoch(self.history.epoch)
+            figures = {"train_loss": loss, **self.evaluate(self.model)}
+            self._book(figures)
+            if progress is not None:
+                progress(self.history.epoch, self.recipe.epochs, figures)
+        if self.history.best_epoch and self.history.best_epoch != self.history.epoch:
+            self._load(self.folder / "best.safetensors")
+        return self.history
+
+    def _epoch(self, epoch: int) -> float:
+        order = torch.randperm(len(self.rows), generator=generator(self.recipe.seed, "order", epoch)).tolist()
+        losses = []
+        device = next(self.model.parameters()).device
+        for number, start in enumerate(range(0, len(order), self.recipe.batch_size)):
+            batch = joined(
+                [self.rows[k] for k in order[start : start + self.recipe.batch_size]], self.vocabulary.pad_id or 0
+            )
+            rng = generator(self.recipe.seed, "train", epoch, number)
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
+                taken = step(self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng)
+            for name, parameter in self.trained.items():
+                gradient = taken.message.gradients.get(name)
+                parameter.grad = None if gradient is None else gradient.to(device, parameter.dtype)
+            self.optimizer.step()
+            if taken.loss != taken.loss:
+                raise InputError(
+                    f"the loss is not a number in epoch {epoch + 1}; lower the learning rate ({self.recipe.learning_rate})"
+                )
+            losses.append(taken.loss)
+        return sum(losses) / len(losses)
+
+    def _book(self, figures: dict[str, float]) -> None:
+        from safetensors.torch import save_file
+
+        h = self.history
+        h.epoch += 1
+        h.epochs = [*(h.epochs or []), figures]
+        value = figures[self.watched]
+        better = h.best is None or (value > h.best if self.higher else value < h.best)
+        weights = {n: p.detach().cpu().contiguous() for n, p in self.trained.items()}
+        if better:
+            h.best, h.best_epoch = value, h.epoch
+            self._save(lambda path: save_file(weights, str(path)), "best.safetensors")
+        moments = {
+            f"{name}/{key}": value.detach().cpu().contiguous()
+            for name, parameter in self.trained.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        last = {**{f"weight/{n}": w for n, w in weights.items()}, **{f"moment/{n}": m for n, m in moments.items()}}
+        about = {"epoch": str(h.epoch), "history": json.dumps(vars(h))}
+        self._save(lambda path: save_file(last, str(path), metadata=about), "last.safetensors")
+
+    def _save(self, write: Callable[[Path], None], name: str) -> None:
+        part = self.folder / f"{name}.part"
+        write(part)
+        part.replace(self.folder / name)
+
+    def _resume(self) -> None:
+        from safetensors import safe_open
+
+        path = self.folder / "last.safetensors"
+        if not path.exists():
+            return
+        with safe_open(str(path), framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+            about: dict[str, str] = file.metadata() or {}
+        self.history = History(**json.loads(about["history"]))
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(found[f"weight/{name}"])
+        for name, parameter in self.trained.items():
+            prefix = f"moment/{name}/"
+            state = {k.removeprefix(prefix): t for k, t in found.items() if k.startswith(prefix)}
+            if state:
+                self.optimizer.state[parameter] = {k: t if k == "step" else t.to(parameter.device) for k, t in state.items()}
+
+    def _load(self, path: Path) -> None:
+        from safetensors.torch import load_file
+
+        found = load_file(str(path))
+        with torch.no_grad():
+            for name, parameter in self.trained.items():
+                parameter.copy_(found[name])
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """Write ``result.json`` and remove what only resumption needs."""
+        write_whole(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
+        for name in ("last.safetensors", "best.safetensors"):
+            (self.folder / name).unlink(missing_ok=True)
+
+
+def predictions(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Tensor:
+    """The logits ``(texts, classes)`` of a classifier on ``rows``, those of like length together; in eval mode."""
+    return torch.cat(_ordered(model, rows, pad, together, lambda out, batch: out.logits.float().cpu()))
+
+
+def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) -> tuple[float, int]:
+    """The summed loss of a causal model on ``rows`` in nats, and how many tokens it predicted."""
+
+    def losses(out: Any, batch: Batch) -> Tensor:
+        logits, labels = out.logits[:, :-1].float(), batch.labels[:, 1:]
+        each = nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+        return torch.stack([each.double().sum(1).cpu(), (labels != -100).sum(1).cpu()], 1)
+
+    found = torch.cat(_ordered(model, rows, pad, together, losses))
+    return float(found[:, 0].sum()), int(found[:, 1].sum())
+
+
+def _ordered(
+    model: nn.Module, rows: Sequence[Batch], pad: int, together: int, take: Callable[[Any, Batch], Tensor]
+) -> list[Tensor]:
+    training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    by_length = sorted(range(len(rows)), key=lambda k: rows[k].input_ids.shape[1])
+    out: list[Tensor] = [torch.empty(0)] * len(rows)
+    try:
+        for start in range(0, len(rows), together):
+            some = by_length[start : start + together]
+            batch = joined([rows[k] for k in some], pad).to(device)
+            with torch.no_grad():
+                inputs = {k: v for k, v in batch.inputs().items() if k != "labels"}
+                found = take(model(**inputs), batch)
+            for k, one in zip(some, found):
+                out[k] = one[None]
+    finally:
+        model.train(training)
+    return out
