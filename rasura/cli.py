@@ -401,7 +401,9 @@ def list_names(
     wanted = known("list", kind, ("attacks", "defenses", "updates", "threats", "metrics"))
     rows: dict[str, str] = {
         "attacks": lambda: dict(ABOUT_ATTACKS),
-        "defenses": lambda: {f"{n}:X" if parameter else n: about for n, (_, parameter, about) in DEFENSES.items()},
+        "defenses": lambda: {
+            f"{n}:X" if parameter in (int, float) else n: about for n, (_, parameter, about) in DEFENSES.items()
+        },
         "updates": lambda: dict(UPDATES),
         "threats": lambda: {n: t.plain for n, t in THREATS.items()},
         "metrics": lambda: {

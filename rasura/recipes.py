@@ -37,6 +37,7 @@ ATTACKS: Mapping[str, Callable[[], Attack[Reconstruction]]] = {
     "ghost-maximum": _lazy("rasura.attacks.shadow_inversion", "maximum"),
     "ghost-median": _lazy("rasura.attacks.shadow_inversion", "median"),
     "ghost-mean": _lazy("rasura.attacks.shadow_inversion", "mean"),
+    "ghost-generation": _lazy("rasura.attacks.shadow_generation", "ShadowGeneration"),
     "inverting-gradients": _lazy("rasura.attacks.inverting_gradients", "inverting_gradients"),
     "feature-matching": _lazy("rasura.attacks.inverting_gradients", "feature_matching"),
 }
@@ -58,18 +59,18 @@ ABOUT_ATTACKS: Mapping[str, str] = {
     "ghost-maximum": "behind ghost: the token most similar to the substitute",
     "ghost-median": "behind ghost: the token of median similarity",
     "ghost-mean": "behind ghost: the token nearest to the mean of all that the substitute may stand for",
+    "ghost-generation": "behind ghost: a model trained on reference texts names the originals",
     "inverting-gradients": "images: cosine distance, signed steps, total variation (Geiping et al.)",
     "feature-matching": "images: the same, from what linear layers give away of a single image, and with L-BFGS",
 }
 
-# name -> (builder, type of the parameter, what it is); None where a defense takes no parameter.
-DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | None, str]] = {
+# name -> (builder, type of the parameter, what it is); None: it takes no parameter, str: it may take options.
+DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[str] | None, str]] = {
     "none": (_lazy("rasura.defenses.compose", "none"), None, "nothing: the plain gradient, dropout off"),
-    "ghost": (_lazy("rasura.defenses.token_obfuscation", "ghost"), None, "tokens give way to near ones of other meaning"),
-    "ghost-balanced": (
-        _lazy("rasura.defenses.token_obfuscation", "balanced"),
-        int,
-        "ghost with substitutes that stand for N tokens alike (ours)",
+    "ghost": (
+        _lazy("rasura.defenses.token_obfuscation", "described"),
+        str,
+        "tokens give way to near ones of other meaning; balanced: ghost:group=8",
     ),
     "frozen-embeddings": (_lazy("rasura.defenses.frozen", "frozen_embeddings"), None, "the embeddings are not trained"),
     "frozen-blocks": (_lazy("rasura.defenses.frozen", "frozen_blocks"), int, "nor are the first N blocks"),

@@ -77,7 +77,7 @@ ATTACKS: dict[str, Case] = {
     "tag": Case(reads=False),
     "grab": Case(reads=False),
     "best": Case(),
-    **{f"ghost-{name}": Case(reads=False) for name in ("lattice", "sampling", "maximum", "median", "mean")},
+    **{f"ghost-{name}": Case(reads=False) for name in ("lattice", "sampling", "maximum", "median", "mean", "generation")},
 }
 
 TEXT = [CLS, 3, 40, 41, 4, 42, 9, SEP]

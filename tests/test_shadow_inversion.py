@@ -11,18 +11,20 @@ import torch
 from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 
 from rasura import recipes
+from rasura.attacks.shadow_generation import restored, trained
 from rasura.attacks.shadow_inversion import Preimages, Strategy, announced_ghost, inverted
 from rasura.defenses.token_obfuscation import ghost
 from rasura.interfaces import Budget, NotApplicable
 from rasura.priors.trigram import Trigram
 from rasura.rng import generator
 from rasura.shadows.selection import Selector
-from rasura.shadows.table import ShadowSettings, ShadowTable, made_for
+from rasura.shadows.table import ShadowSettings, ShadowTable, made_for, token_embedding
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import Observation
 from rasura.victims.step import step
 
 SMALL = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
+EMBEDDING = token_embedding(tiny("bert", "classification"))
 TEXT = [CLS, 40, 41, 9, 50, 61, SEP]
 
 
@@ -32,11 +34,14 @@ def table() -> ShadowTable:
 
 
 def test_preimages_are_the_table_turned_round(table: ShadowTable) -> None:
-    preimages = Preimages(table)
+    preimages = Preimages(table, EMBEDDING)
     back = {s: dict(zip(*(x.tolist() for x in preimages.of(s)))) for s in range(len(table))}
     for token in range(len(table)):
-        own = table.of(token).tolist()
-        assert all(back[s][token] == pytest.approx(1 / len(own)) for s in own)
+        own = table.of(token)
+        chances = [back[s][token] for s in own.tolist()]
+        assert not len(own) or sum(chances) == pytest.approx(1)
+        nearest = (EMBEDDING[own] - EMBEDDING[token]).norm(dim=1).argsort().tolist()
+        assert sorted(chances, reverse=True) == [chances[k] for k in nearest], "the nearer the likelier"
     assert sum(map(len, back.values())) == len(table.ids)
 
 
@@ -44,9 +49,9 @@ def test_preimages_are_the_table_turned_round(table: ShadowTable) -> None:
 def test_every_strategy_names_possible_originals_and_leaves_fixed_tokens(strategy: Strategy, table: ShadowTable) -> None:
     model = tiny("bert", "classification")
     (done,) = Selector(model, table, VOCABULARY.special_ids)([TEXT], generator(0))
-    embedding = torch.nn.functional.normalize(model.base_model.get_input_embeddings().weight.detach(), dim=1)  # type: ignore[operator, union-attr]
+    embedding = torch.nn.functional.normalize(EMBEDDING, dim=1)
     out = inverted(
-        done.ids, Preimages(table), strategy, embedding=embedding, fixed=VOCABULARY.special_ids, prior=None,
+        done.ids, Preimages(table, EMBEDDING), strategy, embedding=embedding, fixed=VOCABULARY.special_ids, prior=None,
         rng=generator(0), beam=4, tried=8,
     )  # fmt: skip
     assert len(out) == len(TEXT) and out[0] == CLS and out[-1] == SEP
@@ -55,7 +60,7 @@ def test_every_strategy_names_possible_originals_and_leaves_fixed_tokens(strateg
 
 def test_the_lattice_finds_the_likeliest_of_all_texts(table: ShadowTable) -> None:
     prior = Trigram(VOCABULARY, ["w40 w41 w50", "w40 the w61", "w70 w71 w40 w41"])
-    preimages = Preimages(table)
+    preimages = Preimages(table, EMBEDDING)
     text = next(s for s in itertools.combinations(range(20, 80), 3) if all(3 <= len(preimages.of(t)[0]) <= 12 for t in s))
     options = [list(zip(*(x.tolist() for x in preimages.of(t)))) for t in text]
 
@@ -88,6 +93,20 @@ def test_from_a_gradient_to_originals_and_no_claim_beyond_matched(table: ShadowT
     assert guess.confidence == "matched" and guess.details["substitutes"] == "verified"
     (found,), (read,) = guess.tokens, substitutes.tokens
     assert all(new in table.of(old).tolist() for old, new in zip(found[1:-1], read[1:-1]))
+
+
+def test_a_trained_model_learns_what_substitutes_stand_for(table: ShadowTable) -> None:
+    model = tiny("bert", "classification")
+    words = [f"w{i}" for i in range(20, 32)]
+    texts = [" ".join(words[(k + j) % len(words)] for j in range(5)) for k in range(24)]
+    restorer = trained(model, table, VOCABULARY, texts, epochs=100, seed=0)
+    originals = [[CLS, *VOCABULARY.encode(t), SEP] for t in texts[:6]]
+    hidden = Selector(model, table, VOCABULARY.special_ids)(originals, generator(1))
+    preimages = Preimages(table, EMBEDDING)
+    read = [restored(h.ids, restorer, preimages, VOCABULARY.special_ids) for h in hidden]
+    hits = [a == b for old, new in zip(originals, read) for a, b in zip(old[1:-1], new[1:-1])]
+    assert sum(hits) > 0.8 * len(hits)
+    assert all(len(new) == len(old) and (new[0], new[-1]) == (CLS, SEP) for old, new in zip(originals, read))
 
 
 def test_without_ghost_there_is_nothing_to_invert() -> None:

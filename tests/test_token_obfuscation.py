@@ -18,6 +18,7 @@ from torch import Tensor
 from rasura import protection
 from rasura.defenses.token_obfuscation import ghost
 from rasura.interfaces import InputError
+from rasura.recipes import parse_defense
 from rasura.rng import generator
 from rasura.shadows.neighbours import common, neighbours
 from rasura.shadows.selection import Selection, Selector
@@ -188,6 +189,49 @@ def test_a_step_behind_ghost_sends_the_gradient_of_the_substitutes(family: str) 
     assert all(torch.allclose(g, plain.message.gradients[n]) for n, g in sent.message.gradients.items())
     assert sent.batch.ids(0) == batch.ids(0), "the truth is the original"
     assert sent.mechanism[0].name == "ghost" and sent.mechanism[0].parameters["k"] == 12
+
+
+def test_options_are_told_as_text() -> None:
+    (one,) = parse_defense("ghost:k=200/overlap=0.2/lemma=false/group=8/start=random/sweeps=0/language=none")
+    told = one.mechanism.parameters
+    assert (told["k"], told["most"], told["overlap"], told["lemma"], told["group"]) == (200, 200, 0.2, False, 8)
+    assert (told["start"], told["sweeps"], told["language"]) == ("random", 0, None)
+    assert parse_defense("ghost")[0].mechanism == ghost().mechanism
+    for wrong, message in [
+        ("ghost:gruop=8", "no option 'gruop'"), ("ghost:k=many", "k is 'many'"), ("ghost:lemma=1", "lemma is '1'"),
+        ("ghost:start=far", "expected nearest or random"), ("ghost:k=0", "0 < k"),
+    ]:  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            parse_defense(wrong)
+
+
+def test_a_start_without_sweeps_is_nearest_or_random() -> None:
+    model, table = tiny("bert", "classification"), table_of()
+    text = [CLS, 40, 41, 50, 60, 61, SEP]
+    rows = model.base_model.get_input_embeddings().weight.detach()  # type: ignore[operator, union-attr]
+    (near,) = Selector(model, table, VOCABULARY.special_ids, Selection(sweeps=0))([text], generator(0))
+    for old, new in zip(text[1:-1], near.ids[1:-1]):
+        own = table.of(old)
+        assert new == int(own[(rows[own] - rows[old]).norm(dim=1).argmin()])
+    chance = Selector(model, table, VOCABULARY.special_ids, Selection(sweeps=0, start="random"))
+    assert len({chance([text], generator(k))[0].ids for k in range(8)}) > 4
+
+
+def test_the_prefix_of_a_decoder_is_computed_once_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, table = tiny("llama", "causal"), table_of("llama", "causal")
+    texts = [[CLS, *torch.randint(20, WORDS, (9,), generator=generator(k)).tolist(), SEP] for k in range(4)]
+    selector = Selector(model, table, VOCABULARY.special_ids)
+    assert selector.causal and not Selector(tiny("bert", "classification"), table_of(), frozenset()).causal
+    seen = []
+    forward = Selector.states
+    monkeypatch.setattr(Selector, "states", lambda *a: (seen.append(a[1].shape[:2].numel()), forward(*a))[1])
+    quick = selector(texts, generator(0))
+    with_prefix = sum(seen)
+    seen.clear()
+    monkeypatch.setattr(Selector, "causal", False)
+    plain = selector(texts, generator(0))
+    assert [one.ids for one in quick] == [one.ids for one in plain]
+    assert with_prefix < 0.75 * sum(seen)
 
 
 def test_usable_tokens_leave_special_and_unused_ones_out() -> None:

@@ -2,8 +2,9 @@
 
 The mechanism names the settings and the model is public, so the table of shadow tokens can be computed, and with it
 the *preimages* of every substitute: the tokens that may have become it. The paper's strategies choose among them by
-similarity (Feng et al. 2026, sec. 5.7); ``lattice`` (ours) weighs each by the chance that it became this substitute, one
-over the number of substitutes that it has, and by what the language expects, in a beam search over the whole text.
+similarity (Feng et al. 2026, sec. 5.7); ``lattice`` (ours) weighs each by the chance that it became this substitute, which
+is the larger the fewer and the farther its other substitutes are, and by what the language expects, in a beam search over
+the whole text.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rasura.attacks.best import Best
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
 from rasura.priors import language
+from rasura.rng import generator
 from rasura.shadows.neighbours import unit_rows
 from rasura.shadows.table import ShadowSettings, ShadowTable, made_for, token_embedding
 from rasura.values import UNKNOWN, Grant, Observation, Reconstruction
@@ -27,27 +29,43 @@ from rasura.values import UNKNOWN, Grant, Observation, Reconstruction
 Strategy = Literal["sampling", "maximum", "median", "mean", "lattice"]
 
 
-class Preimages:
-    """Which tokens may have become a substitute, by ``table``."""
+NEARNESS = 5.0
+"""How fast the chance of a substitute falls with its squared distance, in units of the mean over a table: the selection
+prefers near ones. On 64 sentences of SST-2, MiniLM, 2 to 10 read the same within a hundredth; 0, that all are alike, reads
+up to a fifth less behind balanced groups."""
 
-    def __init__(self, table: ShadowTable) -> None:
-        sizes = table.offsets.diff()
-        originals = torch.repeat_interleave(torch.arange(len(table)), sizes)
+
+class Preimages:
+    """Which tokens may have become a substitute, by ``table``, made for the ``embedding`` ``(tokens, hidden)``."""
+
+    def __init__(self, table: ShadowTable, embedding: Tensor) -> None:
+        originals = torch.repeat_interleave(torch.arange(len(table)), table.offsets.diff())
+        numbers = table.groups.long()
+        rows = embedding.detach().float()
+        sums = torch.zeros_like(rows).index_add_(0, numbers, rows)
+        centres = sums / torch.bincount(numbers, minlength=len(rows)).clamp_min(1)[:, None]
+        away = torch.empty(len(originals), dtype=torch.double)
+        for start in range(0, len(away), 1 << 16):
+            part = slice(start, start + (1 << 16))
+            away[part] = (rows[table.ids[part].long()] - centres[numbers[originals[part]]]).square().sum(1).double()
+        weights = (-NEARNESS * away / away.mean().clamp_min(1e-12)).exp().clamp_min(1e-9)
+        total = torch.zeros(len(table), dtype=torch.double).index_add_(0, originals, weights)
         order = table.ids.long().argsort(stable=True)
         self._originals = originals[order]
-        self._chances = (1 / sizes.clamp_min(1).double())[self._originals]
+        self._chances = (weights / total[originals])[order]
         counts = torch.bincount(table.ids.long(), minlength=len(table))
         self._offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
 
     def of(self, token: int) -> tuple[Tensor, Tensor]:
-        """The originals of ``token`` ``(n,)`` and for each the chance that it became this token, were all its own alike."""
+        """The originals of ``token`` ``(n,)`` and for each the chance that it became this token."""
         part = slice(int(self._offsets[token]), int(self._offsets[token + 1]))
         return self._originals[part], self._chances[part]
 
 
 @lru_cache(maxsize=4)
-def _preimages(table: ShadowTable) -> Preimages:
-    return Preimages(table)
+def preimages_of(table: ShadowTable, model: nn.Module) -> Preimages:
+    """Kept, since every cell of an audit asks for the same."""
+    return Preimages(table, token_embedding(model))
 
 
 def announced_ghost(seen: Observation) -> ShadowSettings:
@@ -57,6 +75,17 @@ def announced_ghost(seen: Observation) -> ShadowSettings:
             told: dict[str, Any] = {n: m.parameters[n] for n in ShadowSettings.__dataclass_fields__ if n in m.parameters}
             return ShadowSettings(**told)
     raise NotApplicable("no protection by ghost was announced, so there is nothing to invert")
+
+
+def substitutes(seen: Observation, budget: Budget) -> Reconstruction:
+    """What the portfolio reads; the same for every strategy, so the last one is kept."""
+    if not _READ or _READ[0] is not seen.message or _READ[1:3] != [frozenset(seen.granted), budget]:
+        _READ[:] = [seen.message, frozenset(seen.granted), budget, Best()(seen, rng=generator(0, "read"), budget=budget)]
+    found: Reconstruction = _READ[3]
+    return found
+
+
+_READ: list[Any] = []
 
 
 def inverted(
@@ -139,7 +168,7 @@ class ShadowInversion:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         settings = announced_ghost(seen)
-        read = Best()(seen, rng=rng, budget=budget)
+        read = substitutes(seen, budget)
         table = made_for(seen.model, seen.vocabulary, settings)
         embedding = unit_rows(token_embedding(seen.model))
         try:
@@ -147,9 +176,10 @@ class ShadowInversion:
         except InputError as error:
             raise AttackFailed(str(error)) from None
         beam, tried = self.work[budget.level]
+        preimages = preimages_of(table, seen.model)
         texts = tuple(
             inverted(
-                text, _preimages(table), self.strategy, embedding=embedding, fixed=seen.vocabulary.special_ids, prior=prior,
+                text, preimages, self.strategy, embedding=embedding, fixed=seen.vocabulary.special_ids, prior=prior,
                 rng=rng, beam=beam, tried=tried,
             )
             for text in read.tokens

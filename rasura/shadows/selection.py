@@ -40,6 +40,8 @@ class Selection:
     start: Literal["nearest", "random"] = "nearest"
 
     def __post_init__(self) -> None:
+        if self.start not in ("nearest", "random"):
+            raise InputError(f"ghost: start is {self.start!r}; expected nearest or random")
         if self.beam < 1 or self.tried < 0 or self.sweeps < 0 or not 0 <= self.enough < 1:
             raise InputError(f"ghost: beam {self.beam}, tried {self.tried}, sweeps {self.sweeps}, enough {self.enough}")
 

@@ -21,6 +21,10 @@ CHUNK = 64
 """Texts that a protection of the data takes at once, and after which it can resume."""
 
 
+POOL = 16
+"""Batches whose texts are sorted by length together."""
+
+
 @dataclass(frozen=True)
 class Recipe:
     """How a model is fine-tuned: AdamW at ``learning_rate``, ``batch_size`` texts a step, up to ``epochs``, ending when
@@ -191,13 +195,12 @@ class FineTuning:
         return self.history
 
     def _epoch(self, epoch: int) -> float:
-        order = torch.randperm(len(self.rows), generator=generator(self.recipe.seed, "order", epoch)).tolist()
         losses = []
         device = next(self.model.parameters()).device
-        for number, start in enumerate(range(0, len(order), self.recipe.batch_size)):
-            batch = joined(
-                [self.rows[k] for k in order[start : start + self.recipe.batch_size]], self.vocabulary.pad_id or 0
-            )
+        lengths = [row.input_ids.shape[1] for row in self.rows]
+        parts = batches(lengths, self.recipe.batch_size, generator(self.recipe.seed, "order", epoch))
+        for number, part in enumerate(parts):
+            batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0)
             rng = generator(self.recipe.seed, "train", epoch, number)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
                 taken = step(self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng)
@@ -270,6 +273,16 @@ class FineTuning:
         write_whole(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         for name in ("last.safetensors", "best.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def batches(lengths: Sequence[int], size: int, rng: torch.Generator) -> list[list[int]]:
+    """Rows in random batches of ``size``, of like ``lengths`` within a pool of ``POOL`` batches: little is padded."""
+    order = torch.randperm(len(lengths), generator=rng).tolist()
+    out = []
+    for start in range(0, len(order), size * POOL):
+        pool = sorted(order[start : start + size * POOL], key=lengths.__getitem__)
+        out += [pool[k : k + size] for k in range(0, len(pool), size)]
+    return [out[k] for k in torch.randperm(len(out), generator=rng).tolist()]
 
 
 def predictions(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Tensor:

@@ -1,0 +1,215 @@
+"""Fine-tuning through the step: against a plain loop, behind defenses, interrupted, and as a person runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_auditing import TEXTS, model_folder
+from test_cli import rasura_command, refused
+from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+
+from rasura.data.text import load_examples
+from rasura.interfaces import InputError
+from rasura.metrics.utility import causal, classification
+from rasura.recipes import parse_defense
+from rasura.rng import generator
+from rasura.training import Training, TrainPlan
+from rasura.values import Batch
+from rasura.victims.train import FineTuning, Recipe, batches, joined, nats, predictions, protected, split
+
+__all__ = ["model_folder"]
+
+RECIPE = Recipe(epochs=3, batch_size=4, learning_rate=1e-3, seed=5)
+
+
+def rows(task: str = "classification", count: int = 10) -> list[Batch]:
+    """Texts whose label is in their first word, of different lengths."""
+    out = []
+    for k in range(count):
+        middle = torch.randint(20, 200, (3 + k % 4,), generator=generator(k)).tolist()
+        out.append(batch_of([[CLS, 10 + k % 2, *middle, SEP]], task, [k % 2]))
+    return out
+
+
+def figures(model: torch.nn.Module, some: list[Batch]) -> dict[str, float]:
+    return classification(predictions(model, some, 0), [int(r.labels[0]) for r in some])
+
+
+def fine_tuning(folder: Path, defense: str = "none", seed: int = 0, **options: Any) -> FineTuning:
+    some = rows()
+    return FineTuning(
+        tiny("bert", "classification", num_labels=2, seed=seed), some, parse_defense(defense), RECIPE, folder,
+        task="classification", vocabulary=VOCABULARY, evaluate=lambda m: figures(m, some), watched="accuracy", higher=True,
+        **options,
+    )  # fmt: skip
+
+
+def test_batches_join_and_split_back() -> None:
+    for task in ("classification", "causal"):
+        some = rows(task)
+        whole = joined(some, 0)
+        assert whole.lengths == tuple(r.lengths[0] for r in some)
+        again = split(whole)
+        assert all(torch.equal(a.input_ids, b.input_ids) and torch.equal(a.labels, b.labels) for a, b in zip(some, again))
+        if task == "causal":
+            assert bool((whole.labels[whole.attention_mask == 0] == -100).all())
+
+
+def test_batches_hold_every_text_once_and_those_of_like_length() -> None:
+    lengths = torch.randint(3, 60, (1000,), generator=generator(0)).tolist()
+    found = batches(lengths, 32, generator(1))
+    assert sorted(k for part in found for k in part) == list(range(1000))
+    assert all(len(part) <= 32 for part in found) and found != batches(lengths, 32, generator(2))
+    padded = sum(len(part) * max(lengths[k] for k in part) for part in found)
+    assert padded < 1.15 * sum(lengths)
+
+
+def test_training_equals_the_plain_loop(tmp_path: Path) -> None:
+    run = fine_tuning(tmp_path)
+    history = run.run()
+    model = tiny("bert", "classification", num_labels=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=RECIPE.weight_decay)
+    some, best = rows(), (-1.0, {})
+    for epoch in range(3):
+        for part in batches([r.lengths[0] for r in some], 4, generator(5, "order", epoch)):
+            optimizer.zero_grad()
+            model(**joined([some[k] for k in part], 0).inputs()).loss.backward()
+            optimizer.step()
+        accuracy = figures(model, some)["accuracy"]
+        if accuracy > best[0]:
+            best = (accuracy, {n: p.detach().clone() for n, p in model.named_parameters()})
+    assert history.epoch == 3 and history.best == best[0]
+    assert all(torch.allclose(p, best[1][n], atol=1e-6) for n, p in run.model.named_parameters())
+
+
+@pytest.mark.parametrize("defense", ["frozen-embeddings+dropout:0.1", "gaussian:0.001", "pruning:0.5", "sign"])
+def test_every_defense_trains_through_the_step(defense: str, tmp_path: Path) -> None:
+    run = fine_tuning(tmp_path, defense)
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+    run.run()
+    changed = {n for n, p in run.model.named_parameters() if not torch.equal(p, before[n])}
+    embeddings = {n for n in before if "embeddings" in n}
+    assert changed and bool(changed & embeddings) == ("frozen" not in defense)
+
+
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = fine_tuning(tmp_path / "whole", "dropout:0.1")
+    wanted = whole.run()
+
+    class Stopped(Exception):
+        pass
+
+    def stop(done: int, total: int, told: Mapping[str, float]) -> None:
+        if done == 2:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        fine_tuning(tmp_path / "cut", "dropout:0.1").run(stop)
+    cut = fine_tuning(tmp_path / "cut", "dropout:0.1", seed=3)
+    found = cut.run()
+    assert vars(found) == vars(wanted)
+    theirs = dict(cut.model.named_parameters())
+    assert all(torch.equal(p, theirs[n]) for n, p in whole.model.named_parameters())
+
+
+def test_patience_ends_the_training_and_the_best_epoch_stays(tmp_path: Path) -> None:
+    values = iter([0.5, 0.7, 0.6, 0.6, 0.9])
+    weights = {}
+
+    def evaluate(model: torch.nn.Module) -> dict[str, float]:
+        value = next(values)
+        weights[value] = {n: p.detach().clone() for n, p in model.named_parameters()}
+        return {"accuracy": value}
+
+    model = tiny("bert", "classification", num_labels=2)
+    run = FineTuning(
+        model, rows(), (), Recipe(epochs=9, batch_size=4, patience=2, learning_rate=1e-3), tmp_path, task="classification",
+        vocabulary=VOCABULARY, evaluate=evaluate, watched="accuracy", higher=True,
+    )  # fmt: skip
+    history = run.run()
+    assert (history.epoch, history.best_epoch, history.best) == (4, 2, 0.7)
+    assert all(torch.equal(p, weights[0.7][n]) for n, p in model.named_parameters())
+
+
+def test_data_are_protected_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rasura.defenses.token_obfuscation import ghost
+    from rasura.shadows.table import ShadowSettings
+
+    model = tiny("gpt2", "causal")
+    defense = (ghost(shadows=ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)),)
+    monkeypatch.setattr("rasura.victims.train.CHUNK", 4)
+    some = rows("causal")
+    hidden = protected(some, defense, model, VOCABULARY, tmp_path, 0)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 3
+    for old, new in zip(some, hidden):
+        assert old.lengths == new.lengths and torch.equal(new.labels, new.input_ids)
+        assert not bool((old.input_ids == new.input_ids)[:, 1:-1].any())
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda *a, **k: pytest.fail("protected anew"))
+    again = protected(some, defense, model, VOCABULARY, tmp_path, 0)
+    assert all(torch.equal(a.input_ids, b.input_ids) for a, b in zip(hidden, again))
+
+
+def test_figures_of_utility() -> None:
+    logits = torch.tensor([[2.0, 0.0], [0.0, 1.0], [0.0, 3.0], [1.0, 0.0]])
+    found = classification(logits, [0, 1, 0, 1])
+    assert found["accuracy"] == 0.5 and found["mcc"] == 0 and found["f1"] == pytest.approx(0.5)
+    assert causal(6.0, 3) == {"loss": 2.0, "perplexity": pytest.approx(7.389056)}
+    model, some = tiny("gpt2", "causal"), rows("causal", 3)
+    total, tokens = nats(model, some, 0)
+    one_by_one = [model(**r.inputs()).loss.item() * (r.lengths[0] - 1) for r in some]
+    assert total == pytest.approx(sum(one_by_one), rel=1e-4) and tokens == sum(r.lengths[0] - 1 for r in some)
+
+
+# --- as a person runs it
+
+
+def notes(folder: Path, name: str = "notes.jsonl", count: int = 12) -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps({"text": TEXTS[k % len(TEXTS)], "label": k % 2}) + "\n" for k in range(count)))
+    return path
+
+
+def test_the_command_trains_behind_several_defenses_and_resumes(tmp_path: Path, model_folder: Path) -> None:
+    options = ["train", notes(tmp_path), "--test", notes(tmp_path, "test.jsonl", 6), "--model", model_folder]
+    options += ["--epochs", "2", "--batch-size", "4", "--out", tmp_path / "run", "--json"]
+    done = rasura_command(*options, "--defense", "none,gaussian:0.01")
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout)
+    assert (first["defense"], second["defense"]) == ("none", "gaussian:0.01")
+    assert first["n_test"] == 6 and first["tested_on"] == "test" and len(first["history"]) == first["epochs"]
+    assert set(first["after"]) == {"accuracy", "f1", "mcc", "loss"} and second["mechanism"][0]["name"] == "gaussian"
+    weights = tmp_path / "run" / "none-0" / "model" / "model.safetensors"
+    assert load_file(weights) and (weights.parent / "tokenizer.json").exists()
+    again = json.loads(rasura_command(*options, "--defense", "none,gaussian:0.01,sign").stdout)
+    assert again[:2] == [first, second] and again[2]["defense"] == "sign"
+    assert "other settings or data" in refused(*options, "--learning-rate", "0.1")
+
+
+def test_ids_that_a_protection_chose_are_trained_on(tmp_path: Path, model_folder: Path) -> None:
+    path = tmp_path / "hidden.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": TEXTS[0], "label": k % 2, "input_ids": [1, 7 + k, 2]}) + "\n" for k in range(6))
+    )
+    prepared = Training(TrainPlan(str(path), model=str(model_folder), holdout=0.2), tmp_path / "run")
+    assert sorted(r.ids(0) for r in [*prepared.rows, *prepared.held]) == [(1, 7 + k, 2) for k in range(6)]
+    (tmp_path / "bad.csv").write_text("text,label,input_ids\nwords,0,1 2 x\n")
+    with pytest.raises(InputError, match="no whole numbers"):
+        load_examples(tmp_path / "bad.csv")
+    path.write_text(2 * (json.dumps({"text": "a", "label": 0, "input_ids": [10**7]}) + "\n"))
+    with pytest.raises(InputError, match="outside the model"):
+        Training(TrainPlan(str(path), model=str(model_folder)), tmp_path / "other")
+
+
+def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder: Path) -> None:
+    data, common = notes(tmp_path), ("--model", model_folder, "--out", tmp_path / "run")
+    assert "unknown defense" in refused("train", data, *common, "--defense", "ghst")
+    assert "holdout" in refused("train", data, *common, "--holdout", "1.5")
+    assert "learning rate" in refused("train", data, *common, "--learning-rate", "0")
+    assert "too few" in refused("train", notes(tmp_path, "one.jsonl", 1), *common)
+    assert "unknown task" in refused("train", data, *common, "--task", "vision")
