@@ -226,11 +226,13 @@ def read(
 @app.command()
 def study(
     name: Annotated[str, typer.Argument(help="a study of the folder studies/: grab/table7")],
-    data: Annotated[str | None, typer.Option(help="the texts, where the study's own file is not here")] = None,
+    data: Annotated[str | None, typer.Option(help="the texts, or the folder that holds the study's own files")] = None,
     limit: Annotated[int | None, typer.Option(help="texts used")] = None,
     budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
     attack: Annotated[str | None, typer.Option(help="only these attacks, with commas")] = None,
     batch_size: Annotated[str | None, typer.Option(help="only these batch sizes, with commas")] = None,
+    defense: Annotated[str | None, typer.Option(help="only these defenses, with commas")] = None,
+    seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="where the run goes; default runs/studies/NAME")] = None,
     results: Annotated[Path, typer.Option(help="the Markdown file for the table")] = Path("studies/RESULTS.md"),
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
@@ -240,13 +242,19 @@ def study(
     Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
     """
     from rasura.records import RunStore
-    from rasura.studies import load_study, prepared, section, write_section
+    from rasura.studies import load_study, prepared, section, training_section, write_section
+    from rasura.training import TrainPlan
 
     found = load_study(name)
     plan = prepared(
-        found, data=data, limit=limit, budget=budget, attacks=_split(attack), batch_sizes=_numbers(batch_size, "batch-size")
-    )
+        found, data=data, limit=limit, budget=budget, attacks=_split(attack), defenses=_split(defense), seeds=seeds,
+        batch_sizes=_numbers(batch_size, "batch-size"),
+    )  # fmt: skip
     out_folder = folder or Path("runs/studies") / name.replace("/", "-")
+    if isinstance(plan, TrainPlan):
+        write_section(training_section(found, plan, _trained(plan, out_folder, "cpu", as_json)), results)
+        err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
+        return
     _run(plan, out_folder, "cpu", None, as_json)
     store = RunStore(out_folder)
     try:
@@ -264,7 +272,11 @@ def protect(
     model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
     k: Annotated[int, typer.Option(help="neighbours of a token among which a substitute is looked for")] = 70,
     overlap: Annotated[float, typer.Option(help="share of common neighbours above which two tokens mean the same")] = 0.1,
+    group: Annotated[int, typer.Option(help="tokens that share their substitutes; 1: as published, 8: balanced")] = 1,
     beam: Annotated[int, typer.Option(help="texts kept while substitutes are chosen")] = 1,
+    keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="marks stay as they are")] = False,
+    keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="numbers stay as they are")] = False,
+    round_trip: Annotated[bool, typer.Option("--round-trip", help="only words that the text alone gives back")] = False,
     language: Annotated[str, typer.Option(help="of the lemmas, as simplemma names it: en, de ...; none")] = "en",
     table: Annotated[Path | None, typer.Option(help="file of the search's result; written if it does not exist")] = None,
     seed: Annotated[int, typer.Option(help="seed of the first choice")] = 0,
@@ -284,8 +296,9 @@ def protect(
 
     known("protection", method, ("ghost",))
     settings = ShadowSettings(
-        k, overlap, most=max(k, ShadowSettings.most), language=None if language == "none" else language
-    )
+        k, overlap, most=max(k, ShadowSettings.most), language=None if language == "none" else language, group=group,
+        keep_punctuation=keep_punctuation, keep_numbers=keep_numbers, round_trip=round_trip,
+    )  # fmt: skip
     with Progress(console=err, transient=True) as bar:
         task = bar.add_task("texts", total=None)
         found = protect_file(
@@ -330,10 +343,8 @@ def train(
 
     Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
     """
-    from rich.progress import Progress
-
     from rasura.recipes import known
-    from rasura.training import Training, TrainPlan
+    from rasura.training import TrainPlan
     from rasura.victims.train import Recipe
 
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
@@ -343,8 +354,16 @@ def train(
         data, test, model, task, _split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
         recipe,
     )  # fmt: skip
+    _trained(plan, folder, _device(device), as_json)
+
+
+def _trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[str, Any]]:
+    from rich.progress import Progress
+
+    from rasura.training import Training
+
     with err.status("loading the model and the texts"):
-        prepared = Training(plan, folder, device=_device(device))
+        prepared = Training(plan, folder, device=device)
     with Progress(console=err, transient=True) as bar:
         line = bar.add_task("training", total=None)
 
@@ -355,7 +374,7 @@ def train(
         results = list(prepared.run(told))
     if as_json:
         sys.stdout.write(json.dumps(results) + "\n")
-        return
+        return results
     names = list(results[0]["after"])
     table = Table("defense", "seed", *names, "before", "epochs")
     for r in results:
@@ -363,8 +382,11 @@ def train(
         table.add_row(r["defense"], str(r["seed"]), *(f"{r['after'][n]:.3f}" for n in names), start, str(r["epochs"]))
     out.print(table)
     out.print(
-        f"{results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}", markup=False, soft_wrap=True
+        f"judged on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}",
+        markup=False,
+        soft_wrap=True,
     )
+    return results
 
 
 @app.command()

@@ -20,6 +20,8 @@ from rasura.victims.loading import Victim, load
 CHUNK = 256
 """Rows between two points at which an interrupted protection resumes."""
 
+POLICIES = ("keep_punctuation", "keep_numbers", "round_trip")
+
 FORMATS = (".jsonl", ".csv", ".parquet")
 
 
@@ -212,6 +214,8 @@ def _lines(found: Protected, about: Mapping[str, Any]) -> Iterator[str]:
     yield "| what | |"
     yield "|---|---|"
     criteria = f"k {shadows['k']} up to {shadows['most']}, overlap {shadows['overlap']}, beam {about['beam']}, {lemmas}"
+    criteria += f", balanced in groups of {shadows['group']}" if shadows["group"] > 1 else ""
+    criteria += "".join(f", {name.replace('_', ' ')}" for name in POLICIES if shadows[name])
     yield f"| method | GHOST (Feng et al. 2026): {criteria} |"
     yield f"| tokens whose substitute broke a criterion | {found.weak} (which: the report beside this file) |"
     yield f"| tokens that stayed as they were, for want of any substitute | {found.kept} |"

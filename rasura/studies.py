@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from rasura.plan import Plan, plan_of
 from rasura.recipes import known
 from rasura.records import write_whole
 from rasura.report.findings import pooled
+from rasura.training import TrainPlan
+from rasura.victims.train import Recipe
 
 FOLDER = Path("studies")
 RESULTS = FOLDER / "RESULTS.md"
@@ -28,14 +30,15 @@ class Study:
     """One study file.
 
     ``source``: the paper and its table. ``differs``: what is not as in the paper. ``figures``: the paper's own, each with
-    those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text.
+    those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text. ``plan``: an audit,
+    or a training where the file has a table ``train`` in place of ``plan``.
     """
 
     name: str
     title: str
     source: str
     differs: tuple[str, ...]
-    plan: Plan
+    plan: Plan | TrainPlan
     metrics: tuple[str, ...]
     figures: tuple[Mapping[str, Any], ...]
 
@@ -59,7 +62,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is no TOML: {error}") from None
     for key in found:
-        known(f"key in {path}", key, ("title", "source", "differs", "metrics", "plan", "figures"))
+        known(f"key in {path}", key, ("title", "source", "differs", "metrics", "plan", "train", "figures"))
     for figure in found.get("figures", []):
         for key in figure:
             known(f"key of a figure in {path}", key, (*CELL, "paper"))
@@ -68,16 +71,38 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         str(found.get("title", name)),
         str(found.get("source", "")),
         tuple(found.get("differs", ())),
-        plan_of(found.get("plan", {}), str(path)),
-        tuple(found.get("metrics", ("rouge1", "rouge2", "rougeL"))),
+        _training(found["train"], str(path)) if "train" in found else plan_of(found.get("plan", {}), str(path)),
+        tuple(found.get("metrics", ("accuracy", "f1") if "train" in found else ("rouge1", "rouge2", "rougeL"))),
         tuple(found.get("figures", ())),
     )
 
 
-def prepared(study: Study, **changes: Any) -> Plan:
-    """The study's plan with the changes that are not None, checked; with the metric of the report's first line, too."""
+def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
+    own = {f.name for f in fields(TrainPlan)} - {"recipe"}
+    recipe = {f.name for f in fields(Recipe)}
+    for key in found:
+        known(f"key in {source}", key, own | recipe)
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own}
+    return TrainPlan(**values, recipe=Recipe(**{k: v for k, v in found.items() if k in recipe}))
+
+
+def prepared(study: Study, **changes: Any) -> Plan | TrainPlan:
+    """The study's plan with the changes that are not None, checked; with the metric of the report's first line, too.
+
+    A change of ``data`` that is a folder names the one that holds the study's own files.
+    """
+    given = {k: v for k, v in changes.items() if v is not None}
+    plan = study.plan
+    names = ("data", "reference", "test")
+    if "data" in given and Path(given["data"]).is_dir():
+        folder = Path(given.pop("data"))
+        given |= {n: str(folder / str(value)) for n in names if (value := getattr(plan, n, None)) is not None}
+    if isinstance(plan, TrainPlan):
+        for key in given:
+            known("option of a training study", key, [f.name for f in fields(TrainPlan)])
+        return replace(plan, **given).checked()
     metrics = tuple(dict.fromkeys((*study.metrics, "token_recall")))
-    return replace(study.plan, metrics=metrics, **{k: v for k, v in changes.items() if v is not None}).checked()
+    return replace(plan, metrics=metrics, **given).checked()
 
 
 def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str:
@@ -86,17 +111,8 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
     heads = [_NAMES.get(m, m) for m in study.metrics]
     paper = f"paper ({' / '.join(heads)})"
     columns = ["attack", "behind", "batch", "n", *heads, f"blind {heads[0]}", "failed", "CPU s", paper]
-    lines = [
-        f"## {study.name}: {study.title}",
-        "",
-        f"After {study.source}. Model {plan.model}, data {Path(plan.data or 'demo').name}, budget {plan.budget}, "
-        f"{plan.seeds} seed(s) from {plan.seed}. Command: `rasura study {study.name}{_given(study, plan)}`.",
-        "",
-        *(f"- {line}" for line in study.differs),
-        "",
-        _row(columns),
-        "|" + "---|" * len(columns),
-    ]
+    about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
+    lines = _head(study, plan, about, columns)
     for cell, group in groupby(rows, key=lambda r: tuple(r[k] for k in CELL)):
         some = list(group)
         where = dict(zip(CELL, cell))
@@ -112,11 +128,53 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
     return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""]).replace("\n\n\n", "\n\n")
 
 
+def training_section(study: Study, plan: TrainPlan, results: Iterable[Mapping[str, Any]]) -> str:
+    """As ``section``, of a training: figures on original text, mean over seeds with their range, and before training."""
+    rows = list(results)
+    heads = [_NAMES.get(m, m) for m in study.metrics]
+    columns = ["behind", "seeds", *heads, f"untrained {heads[0]}", "epochs", "CPU s", f"paper ({' / '.join(heads)})"]
+    sizes = f"{rows[0]['n_train']} training texts of {Path(plan.data).name}, judged on {rows[0]['n_test']}"
+    half = "" if "accuracy" not in study.metrics else f", where 95 % of chance is ±{_half_width(rows):.1f} of accuracy"
+    lines = _head(study, plan, f"{sizes} of {Path(plan.test or 'the holdout').name}{half}", columns)
+    for defense, group in groupby(rows, key=lambda r: str(r["defense"])):
+        some = list(group)
+        ours = [_spread([r["after"][m] for r in some], m) for m in study.metrics]
+        before = _spread([r["before"][study.metrics[0]] for r in some], study.metrics[0])
+        epochs, seconds = (sum(r[k] for r in some) / len(some) for k in ("epochs", "cpu_seconds"))
+        paper = study.figure({"defense": defense})
+        lines.append(_row([defense, len(some), *ours, before, f"{epochs:.0f}", f"{seconds:.0f}", paper]))
+    return "\n".join([*lines, ""])
+
+
+def _half_width(rows: Sequence[Mapping[str, Any]]) -> float:
+    worst = max(r["after"]["accuracy"] * (1 - r["after"]["accuracy"]) for r in rows)
+    return float(196 * (worst / rows[0]["n_test"]) ** 0.5)
+
+
+def _spread(values: Sequence[float], metric: str) -> str:
+    scale, digits = (1, 2) if metric in ("loss", "perplexity") else (100, 1)
+    mean, low, high = (scale * v for v in (sum(values) / len(values), min(values), max(values)))
+    return f"{mean:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if len(values) > 1 else "")
+
+
+def _head(study: Study, plan: Plan | TrainPlan, about: str, columns: Sequence[str]) -> list[str]:
+    return [
+        f"## {study.name}: {study.title}",
+        "",
+        f"After {study.source}. Model {plan.model}, {about}. Command: `rasura study {study.name}{_given(study, plan)}`.",
+        "",
+        *(f"- {line}" for line in study.differs),
+        "",
+        _row(columns),
+        "|" + "---|" * len(columns),
+    ]
+
+
 def _row(cells: Iterable[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-_NAMES = {"rouge1": "R-1", "rouge2": "R-2", "rougeL": "R-L"}
+_NAMES = {"rouge1": "R-1", "rouge2": "R-2", "rougeL": "R-L", "mcc": "MCC", "f1": "F1"}
 _USUAL = ("fedsgd", "with-labels-and-lengths")
 
 
@@ -125,10 +183,13 @@ def _place(plan: Plan) -> Any:
     return lambda r: (r["batch_size"], *(order[k].index(r[k]) for k in ("defense", "update", "threat", "attack")))
 
 
-def _given(study: Study, plan: Plan) -> str:
+def _given(study: Study, plan: Plan | TrainPlan) -> str:
     out = [f" --limit {plan.limit}"] if plan.limit != study.plan.limit else []
-    out += [f" --budget {plan.budget}"] if plan.budget != study.plan.budget else []
-    out += [f" --attack {','.join(plan.attacks)}"] if plan.attacks != study.plan.attacks else []
+    out += [f" --seeds {plan.seeds}"] if plan.seeds != study.plan.seeds else []
+    out += [f" --defense {','.join(plan.defenses)}"] if plan.defenses != study.plan.defenses else []
+    if isinstance(plan, Plan) and isinstance(study.plan, Plan):
+        out += [f" --budget {plan.budget}"] if plan.budget != study.plan.budget else []
+        out += [f" --attack {','.join(plan.attacks)}"] if plan.attacks != study.plan.attacks else []
     return "".join(out)
 
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_auditing import model_folder
+from test_auditing import TEXTS, model_folder
 from typer.testing import CliRunner
 
 from rasura.cli import app
@@ -28,7 +28,8 @@ def test_a_study_file_is_a_valid_plan_and_names_its_paper(name: str) -> None:
     for defense in plan.defenses:
         parse_defense(defense)
     # A figure that fits no cell of the plan would never be shown.
-    sides = {"attack": plan.attacks, "update": plan.updates, "defense": plan.defenses, "threat": plan.threats}
+    kinds = {"attack": "attacks", "update": "updates", "defense": "defenses", "threat": "threats"}
+    sides = {key: getattr(plan, name) for key, name in kinds.items() if hasattr(plan, name)}
     for figure in study.figures:
         for key, value in figure.items():
             if key in sides:
@@ -107,3 +108,39 @@ def test_the_command_runs_a_study_and_writes_its_table(
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     again = (tmp_path / "studies" / "RESULTS.md").read_text()
     assert again.count("## one: One") == 1
+
+
+TRAINING = """
+title = "Two"
+source = "A paper, Table 2"
+differs = ["everything"]
+
+[train]
+data = "notes.jsonl"
+test = "test.jsonl"
+defenses = ["none", "sign"]
+epochs = 1
+batch_size = 4
+
+[[figures]]
+defense = "sign"
+paper = "50 / 40"
+"""
+
+
+def test_a_training_study_ends_in_a_table_of_utility(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, TRAINING.replace("[train]", f'[train]\nmodel = "{model_folder}"'))
+    monkeypatch.chdir(tmp_path)
+    for name in ("notes.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text("".join(f'{{"text": "{t}", "label": {k % 2}}}\n' for k, t in enumerate(3 * TEXTS)))
+    done = CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path), "--seeds", "2"])
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "studies" / "RESULTS.md").read_text()
+    assert (
+        "| sign | 2 |" in text and "| 50 / 40 |" in text and "judged on" in text and "`rasura study one --seeds 2`" in text
+    )
+    assert str(tmp_path) not in text.split("Command")[1]
+    wrong = CliRunner().invoke(app, ["study", "one", "--attack", "span"])
+    assert isinstance(wrong.exception, InputError) and "option of a training study" in str(wrong.exception)

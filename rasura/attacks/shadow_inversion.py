@@ -109,7 +109,7 @@ def inverted(
             originals, chances = torch.tensor([token]), torch.ones(1, dtype=torch.double)
         options.append((originals, chances))
     if strategy == "lattice":
-        return _lattice(options, prior, fixed, beam, tried)
+        return likeliest(options, prior, fixed, beam, tried)
     out = []
     for token, (originals, _) in zip(text, options):
         if len(originals) == 1:
@@ -128,7 +128,7 @@ def inverted(
     return tuple(out)
 
 
-def _lattice(
+def likeliest(
     options: Sequence[tuple[Tensor, Tensor]], prior: Prior | None, fixed: frozenset[int], beam: int, tried: int
 ) -> tuple[int, ...]:
     """The likeliest text: at every place the chance of the substitute times that of the language so far."""

@@ -1,0 +1,208 @@
+"""GHOST's costs as ratios within one run, and what adversaries who know it read, on MiniLM.
+
+python benchmarks/ghost.py search
+python benchmarks/ghost.py selection DATA.parquet --texts 12
+python benchmarks/ghost.py inversion DATA.parquet --reference TRAIN.parquet --texts 64 --defense ghost:group=8
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from collections.abc import Callable, Sequence
+from statistics import mean
+from typing import Any
+
+import torch
+
+from rasura.attacks.shadow_generation import restored, trained
+from rasura.attacks.shadow_inversion import inverted, likeliest, preimages_of
+from rasura.data.text import load_examples
+from rasura.metrics.intervals import bootstrap
+from rasura.metrics.text import rouge
+from rasura.priors.ngram import Unigram
+from rasura.priors.trigram import Trigram
+from rasura.recipes import parse_defense
+from rasura.rng import derive, generator
+from rasura.shadows.neighbours import common, neighbours, unit_rows
+from rasura.shadows.selection import Selection, Selector
+from rasura.shadows.table import PAPER, ShadowSettings, lemmas, made_for, search, token_embedding, usable_tokens
+from rasura.victims.loading import load
+
+
+def timed(what: Callable[[], Any]) -> tuple[float, Any]:
+    """CPU seconds of a call, and what it returns."""
+    start = time.process_time()
+    found = what()
+    return time.process_time() - start, found
+
+
+def searching() -> None:
+    """The neighbours against a bare product of the embedding with itself; the filter against sets in a loop."""
+    victim = load("minilm", "classification")
+    table = token_embedding(victim.model)
+    usable = usable_tokens(victim.vocabulary)
+    names = lemmas(victim.vocabulary, "en")
+    rows = unit_rows(table)
+
+    def bare() -> None:
+        for some in rows.split(512):
+            some @ rows.T
+
+    product, _ = timed(bare)
+    nearest, near = timed(lambda: neighbours(table, PAPER.most, usable))
+    whole, _ = timed(lambda: search(table, names, usable, PAPER))
+    near = near[:, : PAPER.k].contiguous()
+    tokens = usable.nonzero().flatten()
+    asked = torch.ones(len(tokens), PAPER.k, dtype=torch.bool)
+    fast, (shared, back) = timed(lambda: common(near, tokens, asked))
+    part = tokens[:: len(tokens) // 2000]
+    lists = near.tolist()
+
+    def plain() -> list[list[tuple[int, bool]]]:
+        return [[(len(set(lists[t]) & set(lists[o])), t in lists[o]) for o in lists[t]] for t in part.tolist()]
+
+    slow, found = timed(plain)
+    place = {t: k for k, t in enumerate(tokens.tolist())}
+    same = all(
+        (shared[place[t]].tolist(), back[place[t]].tolist()) == tuple(map(list, zip(*row)))
+        for t, row in zip(part.tolist(), found)
+    )
+    slow *= len(tokens) / len(part)
+    print(f"bare product {product:.1f} s CPU, neighbours {nearest:.1f} ({nearest / product:.2f} x)")
+    print(f"whole search {whole:.1f} s CPU, {whole / product:.2f} x the bare product")
+    print(
+        f"counts of common neighbours {fast:.1f} s, plain sets {slow:.1f} s extrapolated: {slow / fast:.1f} x, same {same}"
+    )
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+
+
+def plain_selection(selector: Selector, text: Sequence[int], rng: torch.Generator) -> float:
+    """Algorithm 2 as it is printed: every candidate run through the model alone."""
+    goal = selector.states(selector.embedded(torch.tensor([text])))
+    ids = list(text)
+    for place, token in enumerate(text):
+        options = selector.options(token)
+        if len(options):
+            ids[place] = int(options[torch.randint(len(options), (1,), generator=rng)])
+
+    def error(some: Sequence[int]) -> float:
+        return float((selector.states(selector.embedded(torch.tensor([some]))) - goal).square().mean())
+
+    best = error(ids)
+    for _ in range(selector.settings.sweeps):
+        before = best
+        for place, token in enumerate(text):
+            for candidate in selector.options(token).tolist():
+                other = [*ids[:place], candidate, *ids[place + 1 :]]
+                if (found := error(other)) < best:
+                    best, ids = found, other
+        if best >= (1 - selector.settings.enough) * before:
+            break
+    return best
+
+
+def selecting(path: str, count: int) -> None:
+    """Our selection against the printed one: CPU and the mean squared difference of the hidden states."""
+    victim = load("minilm", "classification")
+    texts = [victim.tokenizer(e.text).input_ids for e in chosen(path, victim)[:count]]
+    table = made_for(victim.model, victim.vocabulary, PAPER)
+    fixed = victim.vocabulary.special_ids
+    for settings in (Selection(), Selection(tried=0), Selection(tried=4)):
+        selector = Selector(victim.model, table, fixed, settings)
+        seconds, done = timed(lambda selector=selector: selector(texts, generator(0)))  # type: ignore[misc]
+        print(f"tried {settings.tried}: {seconds:.1f} s CPU, error {mean(one.error for one in done):.5f}", flush=True)
+    selector = Selector(victim.model, table, fixed)
+    with torch.no_grad():
+        seconds, errors = timed(lambda: [plain_selection(selector, text, generator(0)) for text in texts])
+    print(f"one candidate at a time: {seconds:.1f} s CPU, error {mean(errors):.5f}")
+
+
+def chosen(path: str, victim: Any) -> list[Any]:
+    """The examples of 8 to 32 tokens, in an order that only their text decides."""
+    every = [e for e in load_examples(path) if 8 <= len(victim.tokenizer(e.text).input_ids) <= 32]
+    return sorted(every, key=lambda e: derive(0, e.text))
+
+
+def inverting(path: str, reference: str, count: int, defense: str, learned: int) -> None:
+    """Every strategy on substitutes that are known exactly: tokens at their place, and ROUGE-1, with 95 % intervals."""
+    victim = load("minilm", "classification")
+    vocabulary, fixed = victim.vocabulary, victim.vocabulary.special_ids
+    told = dict(parse_defense(defense)[0].mechanism.parameters)
+    settings = ShadowSettings(**{n: told[n] for n in ShadowSettings.__dataclass_fields__})  # type: ignore[arg-type]
+    table = made_for(victim.model, vocabulary, settings)
+    examples = chosen(path, victim)[:count]
+    texts = [tuple(victim.tokenizer(e.text).input_ids) for e in examples]
+    hidden = Selector(victim.model, table, fixed)(texts, generator(0))
+    private = {e.text.strip() for e in load_examples(path)}
+    known = [e.text for e in load_examples(reference, limit=20_000) if e.text.strip() not in private]
+    preimages, embedding = preimages_of(table, victim.model), unit_rows(token_embedding(victim.model))
+    rng = generator(0, "attack")
+
+    def by(strategy: Any, prior: Any = None) -> list[tuple[int, ...]]:
+        return [
+            inverted(
+                h.ids, preimages, strategy, embedding=embedding, fixed=fixed, prior=prior, rng=rng, beam=16, tried=32
+            )
+            for h in hidden
+        ]  # fmt: skip
+
+    usual = Unigram.english(vocabulary).top(12)
+    rows = {
+        "blind": [(t[0], *usual, t[-1]) for t in texts],
+        "substitutes": [h.ids for h in hidden],
+        **{name: by(name) for name in ("sampling", "maximum", "median", "mean")},
+    }
+    restorer = trained(victim.model, table, vocabulary, known[:learned], epochs=6, seed=0)
+    rows["generation"] = [restored(h.ids, restorer, preimages, fixed) for h in hidden]
+    rows["lattice"] = by("lattice")
+    rows["lattice, English words"] = by("lattice", Unigram.english(vocabulary))
+    rows["lattice, words of the reference"] = by("lattice", Unigram.of(vocabulary, known))
+    trigram = Trigram(vocabulary, known)
+    rows["lattice, trigrams of the reference"] = by("lattice", trigram)
+    if settings.group > 1:
+        # The bound: who is told the groups needs no substitutes.
+        members = [(table.groups == g).nonzero().flatten() for g in range(len(table))]
+        alike = [(m, torch.ones(len(m), dtype=torch.double)) for m in members]
+        alone = [(torch.tensor([i]), torch.ones(1, dtype=torch.double)) for i in range(len(table))]
+        rows["told the groups, trigrams"] = [
+            likeliest(
+                [alone[i] if i in fixed or not len(table.of(i)) else alike[int(table.groups[i])] for i in t],
+                trigram, fixed, 16, 32,
+            )
+            for t in texts
+        ]  # fmt: skip
+    score = rouge("rouge1").score
+    for name, read in rows.items():
+        hits = []
+        for t, r in zip(texts, read):
+            places = [k for k, i in enumerate(t) if i not in fixed]
+            hits.append(mean(float(k < len(r) and r[k] == t[k]) for k in places))
+        words = [score(vocabulary.text(t), vocabulary.text(r)) for t, r in zip(texts, read)]
+        lines = [
+            f"{100 * m:.1f} [{100 * low:.0f}, {100 * high:.0f}]" for m, low, high in (bootstrap(hits), bootstrap(words))
+        ]
+        print(f"| {name} | {lines[0]} | {lines[1]} |", flush=True)
+
+
+def main() -> None:
+    """Run one of the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("search", "selection", "inversion"))
+    parser.add_argument("data", nargs="?")
+    parser.add_argument("--texts", type=int, default=12)
+    parser.add_argument("--reference")
+    parser.add_argument("--defense", default="ghost")
+    parser.add_argument("--learned", type=int, default=512, help="reference texts that the generation learns from")
+    options = parser.parse_args()
+    if options.what == "search":
+        searching()
+    elif options.what == "selection":
+        selecting(options.data, options.texts)
+    else:
+        inverting(options.data, options.reference, options.texts, options.defense, options.learned)
+
+
+if __name__ == "__main__":
+    main()
