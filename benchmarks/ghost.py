@@ -1,6 +1,7 @@
 """GHOST's costs as ratios within one run, and what adversaries who know it read, on MiniLM.
 
 python benchmarks/ghost.py search
+python benchmarks/ghost.py plan --tokens 128256 --width 4096
 python benchmarks/ghost.py selection DATA.parquet --texts 12
 python benchmarks/ghost.py inversion DATA.parquet --reference TRAIN.parquet --texts 64 --defense ghost:group=8
 """
@@ -75,6 +76,22 @@ def searching() -> None:
     print(
         f"counts of common neighbours {fast:.1f} s, plain sets {slow:.1f} s extrapolated: {slow / fast:.1f} x, same {same}"
     )
+    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
+
+
+def planning(tokens: int, width: int) -> None:
+    """What a large vocabulary would cost, from a few blocks of a random table of its size."""
+    table = torch.randn(tokens, width, generator=generator(0))
+    usable = torch.ones(tokens, dtype=torch.bool)
+    part = 512
+    warm, _ = timed(lambda: neighbours(table, PAPER.most, usable, upto=8))
+    seconds, _ = timed(lambda: neighbours(table, PAPER.most, usable, upto=part))
+    near = torch.randint(tokens, (tokens, PAPER.k), dtype=torch.int32, generator=generator(1))
+    some = torch.arange(2000)
+    counting, _ = timed(lambda: common(near, some, torch.ones(len(some), PAPER.k, dtype=torch.bool)))
+    each, every = (seconds - warm) / (part - 8), counting / len(some)
+    print(f"{tokens} x {width}: {part} rows {seconds - warm:.1f} s CPU, all {each * tokens / 60:.0f} minutes")
+    print(f"common neighbours of all {every * tokens / 60:.1f} minutes, unsorted as random rows are")
     print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MB")
 
 
@@ -189,15 +206,19 @@ def inverting(path: str, reference: str, count: int, defense: str, learned: int)
 def main() -> None:
     """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("search", "selection", "inversion"))
+    parser.add_argument("what", choices=("search", "plan", "selection", "inversion"))
     parser.add_argument("data", nargs="?")
     parser.add_argument("--texts", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=128_256)
+    parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--reference")
     parser.add_argument("--defense", default="ghost")
     parser.add_argument("--learned", type=int, default=512, help="reference texts that the generation learns from")
     options = parser.parse_args()
     if options.what == "search":
         searching()
+    elif options.what == "plan":
+        planning(options.tokens, options.width)
     elif options.what == "selection":
         selecting(options.data, options.texts)
     else:

@@ -88,6 +88,7 @@ def test_neighbours_are_the_nearest_in_order_in_blocks_of_any_size(tokens: int, 
     best = cosines.topk(20).values
     assert torch.allclose(cosines.gather(1, found.long()), best, atol=1e-6)
     assert bool((found.long() != torch.arange(tokens)[:, None]).all()) and bool(usable[found.long()].all())
+    assert torch.equal(neighbours(table, 20, usable, upto=33), found[:33])
     monkeypatch.setattr("rasura.shadows.neighbours.BLOCK_BYTES", 1 << 14)
     assert torch.equal(neighbours(table, 20, usable), found)
     with pytest.raises(ValueError, match="neighbours"):

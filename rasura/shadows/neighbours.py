@@ -19,11 +19,12 @@ def unit_rows(table: Tensor) -> Tensor:
     return nn.functional.normalize(rows, dim=1)
 
 
-def neighbours(table: Tensor, k: int, usable: Tensor) -> Tensor:
+def neighbours(table: Tensor, k: int, usable: Tensor, upto: int | None = None) -> Tensor:
     """The ``k`` ``usable`` tokens nearest to each token by cosine, nearest first: ``(tokens, k)`` int32.
 
-    ``table``: ``(tokens, hidden)``; ``usable``: bool, ``(tokens,)``. No token is its own neighbour. At no time are more than
-    ``BLOCK_BYTES`` of cosines held. Raises ``ValueError`` where fewer than ``k`` others are usable.
+    ``table``: ``(tokens, hidden)``; ``usable``: bool, ``(tokens,)``; ``upto``: of the first so many tokens only. No token is its
+    own neighbour. At no time are more than ``BLOCK_BYTES`` of cosines held. Raises ``ValueError`` where fewer than ``k`` others
+    are usable.
     """
     if int(usable.sum()) <= k:
         raise ValueError(f"{int(usable.sum())} usable tokens have no {k} neighbours each")
@@ -33,12 +34,13 @@ def neighbours(table: Tensor, k: int, usable: Tensor) -> Tensor:
     banned = torch.zeros(groups * GROUP)
     banned[:count] = torch.where(usable, 0.0, -torch.inf)
     banned[count:] = -torch.inf
-    out = torch.empty(count, k, dtype=torch.int32)
+    asked = count if upto is None else min(upto, count)
+    out = torch.empty(asked, k, dtype=torch.int32)
     size = max(1, BLOCK_BYTES // (4 * groups * GROUP))
     cosines = torch.empty(size, groups * GROUP)
     offsets = torch.arange(GROUP)
-    for start in range(0, count, size):
-        some = rows[start : start + size]
+    for start in range(0, asked, size):
+        some = rows[start : min(start + size, asked)]
         block = cosines[: len(some)]
         block[:] = banned
         torch.addmm(block[:, :count], some, rows.T, out=block[:, :count])
