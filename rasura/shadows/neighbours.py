@@ -22,9 +22,9 @@ def unit_rows(table: Tensor) -> Tensor:
 def neighbours(table: Tensor, k: int, usable: Tensor, upto: int | None = None) -> Tensor:
     """The ``k`` ``usable`` tokens nearest to each token by cosine, nearest first: ``(tokens, k)`` int32.
 
-    ``table``: ``(tokens, hidden)``; ``usable``: bool, ``(tokens,)``; ``upto``: of the first so many tokens only. No token is its
-    own neighbour. At no time are more than ``BLOCK_BYTES`` of cosines held. Raises ``ValueError`` where fewer than ``k`` others
-    are usable.
+    ``table``: ``(tokens, hidden)``; ``usable``: bool, ``(tokens,)``; ``upto``: of the first so many tokens only. No token is
+    its own neighbour. At no time are more than ``BLOCK_BYTES`` of cosines held. Raises ``ValueError`` where fewer than ``k``
+    others are usable.
     """
     if int(usable.sum()) <= k:
         raise ValueError(f"{int(usable.sum())} usable tokens have no {k} neighbours each")
