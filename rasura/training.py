@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -123,7 +124,7 @@ class Training:
         first = self.plan.recipe.seed
         for defense in self.plan.defenses:
             for seed in range(first, first + self.plan.seeds):
-                place = self.folder / f"{defense.replace(':', '-').replace('+', '_')}-{seed}"
+                place = self.folder / f"{_slug(defense)}-{seed}"
                 if (place / "result.json").exists():
                     yield json.loads((place / "result.json").read_text(encoding="utf-8"))
                     continue
@@ -137,7 +138,8 @@ class Training:
         parts = parse_defense(defense)
         vocabulary = victim.vocabulary
         rows = protected(
-            self.rows, parts, victim.model, vocabulary, self.folder / "protected" / place.name, seed,
+            self.rows, parts, victim.model, vocabulary, self.folder / "protected" / _slug(defense),
+            plan.recipe.seed,
             None if progress is None else lambda done, total: progress(f"{defense}: protecting", done, total, {}),
         )  # fmt: skip
         model = with_fresh_adapter(victim, plan.lora, seed)
@@ -170,6 +172,11 @@ class Training:
         if self.plan.task == "classification":
             return classification(predictions(model, rows, self.pad), [int(r.labels[0]) for r in rows])
         return causal(*nats(model, rows, self.pad))
+
+
+def _slug(defense: str) -> str:
+    """A folder's name for a defense."""
+    return re.sub(r"[^a-z0-9.=+-]", "-", defense)
 
 
 def train(plan: TrainPlan, *, out: str | Path, device: str = "cpu") -> list[dict[str, Any]]:
