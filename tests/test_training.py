@@ -213,3 +213,23 @@ def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder:
     assert "learning rate" in refused("train", data, *common, "--learning-rate", "0")
     assert "too few" in refused("train", notes(tmp_path, "one.jsonl", 1), *common)
     assert "unknown task" in refused("train", data, *common, "--task", "vision")
+
+
+def test_adapters_are_trained_alone_and_saved_as_adapters(tmp_path: Path, model_folder: Path) -> None:
+    pytest.importorskip("peft")
+    recipe = Recipe(epochs=1, batch_size=4, learning_rate=1e-2)
+    plan = TrainPlan(str(notes(tmp_path)), model=str(model_folder), lora=2, recipe=recipe)
+    (result,) = Training(plan, tmp_path / "run").run()
+    saved = load_file(tmp_path / "run" / "none-0" / "model" / "adapter_model.safetensors")
+    assert any("lora_B" in n and bool(w.any()) for n, w in saved.items())
+    assert all("lora" in n or "classifier" in n for n in saved) and result["lora"] == 2
+
+
+def test_passes_in_bfloat16_train_weights_in_float32(tmp_path: Path) -> None:
+    run = fine_tuning(tmp_path)
+    run.recipe = Recipe(epochs=1, batch_size=4, learning_rate=1e-3, precision="bf16", seed=5)
+    before = {n: p.detach().clone() for n, p in run.model.named_parameters()}
+    run.run()
+    changed = dict(run.model.named_parameters())
+    assert all(p.dtype == torch.float32 for p in changed.values())
+    assert any(not torch.equal(p, before[n]) for n, p in changed.items())
