@@ -1,0 +1,305 @@
+"""Sealing numbers so that a server can add what it cannot read: packed BFV, and CKKS for comparison (TenSEAL).
+
+BFV adds whole numbers exactly. A value is quantised to 16 bits of an agreed scale, and every slot of a ciphertext holds two
+of them in lanes with room for the sum of all clients: a sealed value takes 7.5 bytes (up to 4 clients) or 8 (up to 64). CKKS
+is what other frameworks use by default; its decoded results are never to be published as float64, since they tell of the key
+(Li and Micciancio 2021).
+
+Clients share the secret key; the server's context is public. One client who works with the server therefore opens
+everything: secure aggregation or threshold keys are the answer where that matters.
+
+Without torch, so that the processes which encrypt in parallel start fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rasura.errors import InputError, MissingExtra
+
+Scheme = Literal["bfv", "ckks"]
+
+BITS = 16
+"""Bits of a quantised value."""
+
+HALF = (1 << (BITS - 1)) - 1
+"""Steps on either side of zero."""
+
+LANES = 2
+"""Values in a slot of a BFV ciphertext."""
+
+LIMIT = 1 << 20
+"""Bytes that a ciphertext or a context may have at most; what is longer is refused unread."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Of a scheme: polynomial ``degree``, bits of the ``moduli``, the plain modulus (BFV) or the scale's bits (CKKS)."""
+
+    scheme: Scheme
+    degree: int
+    moduli: tuple[int, ...]
+    plain: int
+    most: int
+    """Clients whose sum fits."""
+
+    @property
+    def lane(self) -> int:
+        """Bits of a lane: a value, and the carry of all clients."""
+        return BITS + (self.most - 1).bit_length()
+
+    @property
+    def values(self) -> int:
+        """Values of a ciphertext."""
+        return self.degree * LANES if self.scheme == "bfv" else self.degree // 2
+
+
+# The plain moduli are the largest primes of 38 and 45 bits that are 1 modulo twice the degree, which packing needs.
+CHOICES: dict[Scheme, tuple[Parameters, ...]] = {
+    "bfv": (
+        Parameters("bfv", 4096, (55, 54), 274877816833, 4),
+        Parameters("bfv", 8192, (60, 60), 35184371613697, 64),
+    ),
+    "ckks": (Parameters("ckks", 8192, (60, 40, 40), 40, 64),),
+}
+"""By scheme, the smallest first. All keep 128 bits of security by the Homomorphic Encryption Standard (2018)."""
+
+
+def parameters_for(clients: int, scheme: Scheme = "bfv") -> Parameters:
+    """The smallest parameters under which ``clients`` sums stay exact. Raises ``InputError`` with the number that fits."""
+    if scheme not in CHOICES:
+        raise InputError(f"unknown scheme {scheme!r}; known: {', '.join(CHOICES)}")
+    if clients < 1:
+        raise InputError(f"sealing for {clients} clients; expected at least 1")
+    for some in CHOICES[scheme]:
+        if clients <= some.most:
+            return some
+    raise InputError(f"the noise budget of {scheme} fits {CHOICES[scheme][-1].most} clients, found {clients}")
+
+
+def _tenseal() -> Any:
+    try:
+        import tenseal
+    except ImportError:
+        raise MissingExtra("sealing needs TenSEAL: pip install 'rasura[encryption]'") from None
+    return tenseal
+
+
+@dataclass(frozen=True)
+class Context:
+    """A scheme's parameters with keys. ``secret``: whether it can open; a server's must not. ``key``: which key pair it is
+    of, sixteen hex digits. ``data``: TenSEAL's serialisation; never logged."""
+
+    parameters: Parameters
+    secret: bool
+    key: str
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"Context({self.parameters.scheme}, {'secret' if self.secret else 'public'}, key {self.key})"
+
+    def public(self) -> Context:
+        """The part that a server may hold."""
+        context = _opened(self.data)
+        context.make_context_public()
+        return Context(self.parameters, False, self.key, _bytes(context, secret=False))
+
+    def save(self, path: str | Path) -> None:
+        """Write the context; one that holds a secret key is readable by its owner alone from its first byte on."""
+        file = Path(path)
+        if file.exists():
+            raise InputError(f"{file} exists already; keys are not overwritten, remove it or choose another name")
+        head = f"{MAGIC}\n{self.parameters.scheme} {self.parameters.most} {self.key}\n".encode()
+        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if self.secret else 0o644)
+        with os.fdopen(number, "wb") as out:
+            out.write(head + self.data)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Context:
+        """Read a file of ``save``. Raises ``InputError`` for another file, and for a secret one that others can read."""
+        file = Path(path)
+        try:
+            found, mode = file.read_bytes() if file.stat().st_size <= LIMIT else b"", file.stat().st_mode & 0o077
+        except OSError as error:
+            raise InputError(f"{file} cannot be read ({error.strerror}); make keys with rasura keys") from None
+        parts = found.split(b"\n", 2)
+        try:
+            magic, about, data = parts
+            scheme, most, key = about.decode().split()
+            if magic.decode() != MAGIC:
+                raise ValueError
+            chosen = parameters_for(int(most), scheme)  # type: ignore[arg-type]  # checked there
+            secret = bool(_opened(data).is_private())
+        except (ValueError, RuntimeError, UnicodeDecodeError):
+            raise InputError(f"{file} holds no keys of Rasura; make some with rasura keys") from None
+        if secret and mode:
+            raise InputError(f"{file} holds a secret key that others can read; chmod 600 it")
+        return cls(chosen, secret, key, data)
+
+
+MAGIC = "rasura keys 1"
+
+
+def make_keys(clients: int, scheme: Scheme = "bfv") -> Context:
+    """A fresh key pair, by TenSEAL from the operating system's randomness, for sums of up to ``clients``."""
+    chosen, ts = parameters_for(clients, scheme), _tenseal()
+    if scheme == "bfv":
+        context = ts.context(
+            ts.SCHEME_TYPE.BFV,
+            chosen.degree,
+            plain_modulus=chosen.plain,
+            coeff_mod_bit_sizes=list(chosen.moduli),
+            n_threads=1,
+        )
+    else:
+        context = ts.context(ts.SCHEME_TYPE.CKKS, chosen.degree, coeff_mod_bit_sizes=list(chosen.moduli), n_threads=1)
+        context.global_scale = 2.0**chosen.plain
+    data = _bytes(context, secret=True)
+    key = hashlib.sha256(data).hexdigest()[:16]
+    return Context(chosen, True, key, data)
+
+
+def _bytes(context: Any, secret: bool) -> bytes:
+    found: bytes = context.serialize(
+        save_public_key=True, save_secret_key=secret, save_galois_keys=False, save_relin_keys=False
+    )
+    return found
+
+
+def _opened(data: bytes) -> Any:
+    return _tenseal().context_from(data, 1)
+
+
+def server_context(context: Context) -> Context:
+    """``context``, for a server. Raises ``InputError`` where it holds a secret key."""
+    if context.secret or _opened(context.data).is_private():
+        raise InputError(
+            "the server's context holds a secret key, so the server could open every update; give it the public one"
+        )
+    return context
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Values in steps: ``steps`` int64, and how many values lay beyond the agreed scale and were cut to it."""
+
+    steps: NDArray[np.int64]
+    beyond: int
+
+
+def quantise(values: NDArray[np.float64], scale: NDArray[np.float64]) -> Quantised:
+    """``values`` ``(n,)`` in steps of ``scale / HALF``, ``scale`` ``(n,)`` being the largest size that was agreed for each.
+
+    Raises ``InputError`` for values that are no numbers, and for scales that are not above 0.
+    """
+    if not np.isfinite(values).all():
+        raise InputError(f"{int((~np.isfinite(values)).sum())} values are no finite numbers; nothing is sealed")
+    if not (scale > 0).all():
+        raise InputError("a scale is not above 0; expected the largest size that a value may have")
+    steps = np.rint(values / scale * HALF)
+    beyond = int((np.abs(steps) > HALF).sum())
+    return Quantised(np.clip(steps, -HALF, HALF).astype(np.int64), beyond)
+
+
+def seal(
+    values: NDArray[np.float64], scale: NDArray[np.float64], context: Context, processes: int = 1
+) -> tuple[list[bytes], int]:
+    """Ciphertexts of ``values`` ``(n,)`` and how many of them lay beyond ``scale`` ``(n,)`` and were cut to it.
+
+    ``processes``: how many encrypt in parallel; TenSEAL itself uses one core.
+    """
+    found = quantise(values, scale)
+    width = context.parameters.values
+    parts = [found.steps[start : start + width] for start in range(0, len(found.steps), width)]
+    if processes < 2 or len(parts) < 2 * processes:
+        return [c for part in _shares(parts, 1) for c in _encrypted(part, context)], found.beyond
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        done = pool.map(_encrypted, _shares(parts, processes), [context] * processes)
+        return [c for share in done for c in share], found.beyond
+
+
+def _shares(parts: Sequence[NDArray[np.int64]], count: int) -> list[list[NDArray[np.int64]]]:
+    size = -(-len(parts) // count)
+    return [list(parts[k : k + size]) for k in range(0, count * size, size)] if parts else [[]] * count
+
+
+def _encrypted(parts: Sequence[NDArray[np.int64]], context: Context) -> list[bytes]:
+    ts, opened, p = _tenseal(), _opened(context.data), context.parameters
+    out = []
+    for part in parts:
+        if p.scheme == "bfv":
+            lanes = np.zeros((LANES, p.degree), dtype=np.int64)
+            # An offset makes every value positive, also those that only pad: the carry of a sum stays in its lane.
+            lanes.reshape(-1)[: len(part)] = part + HALF
+            packed = sum(lanes[k] << (p.lane * k) for k in range(LANES))
+            out.append(ts.bfv_vector(opened, packed.tolist()).serialize())  # type: ignore[union-attr]
+        else:
+            out.append(ts.ckks_vector(opened, part.astype(float).tolist()).serialize())
+    return out
+
+
+def _vector(data: bytes, opened: Any, scheme: Scheme, number: int) -> Any:
+    if not 0 < len(data) <= LIMIT:
+        raise InputError(f"ciphertext {number} has {len(data)} bytes; expected 1 to {LIMIT}")
+    try:
+        return (_tenseal().bfv_vector_from if scheme == "bfv" else _tenseal().ckks_vector_from)(opened, data)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"ciphertext {number} cannot be read ({error})") from None
+
+
+def added(sealed: Sequence[Sequence[bytes]], context: Context) -> list[bytes]:
+    """The ciphertexts of the sum of several clients' ``sealed`` values, by a server's public ``context``.
+
+    Raises ``InputError`` for a context with a secret key, more clients than fit, different counts, and ciphertexts that are
+    malformed or of other parameters.
+    """
+    opened, p = _opened(server_context(context).data), context.parameters
+    if not 1 <= len(sealed) <= p.most:
+        raise InputError(f"{len(sealed)} clients' values are to be added; these keys fit 1 to {p.most}")
+    if len({len(s) for s in sealed}) != 1:
+        raise InputError(f"clients sealed different counts of ciphertexts: {sorted({len(s) for s in sealed})}")
+    out = []
+    for number, column in enumerate(zip(*sealed)):
+        total = _vector(column[0], opened, p.scheme, number)
+        for data in column[1:]:
+            try:
+                total.add_(_vector(data, opened, p.scheme, number))
+            except (ValueError, RuntimeError) as error:
+                raise InputError(f"ciphertext {number} does not fit the others ({error})") from None
+        out.append(total.serialize())
+    return out
+
+
+def opened_sum(sealed: Sequence[bytes], scale: NDArray[np.float64], clients: int, context: Context) -> NDArray[np.float64]:
+    """The sum ``(n,)`` of the values of ``clients`` that ``sealed`` holds, for who has the secret key.
+
+    Off by at most ``clients * scale / HALF / 2``, the quantisation step; BFV adds nothing to that.
+    """
+    if not context.secret:
+        raise InputError("this context is public, it cannot open anything; pass the clients' own")
+    p, opened = context.parameters, _opened(context.data)
+    if not 1 <= clients <= p.most:
+        raise InputError(f"{clients} clients; these keys fit 1 to {p.most}")
+    rows = []
+    for number, data in enumerate(sealed):
+        plain = np.asarray(_vector(data, opened, p.scheme, number).decrypt(opened.secret_key()))
+        if p.scheme == "bfv":
+            slots = plain.astype(np.int64) % p.plain
+            mask = (1 << p.lane) - 1
+            rows.append(np.concatenate([(slots >> (p.lane * k)) & mask for k in range(LANES)]) - clients * HALF)
+        else:
+            rows.append(np.rint(plain))
+    found = np.concatenate(rows)[: len(scale)] if rows else np.empty(0)
+    if len(found) != len(scale):
+        raise InputError(f"{len(found)} values were sealed, {len(scale)} are expected")
+    return found.astype(np.float64) * scale / HALF
