@@ -186,13 +186,15 @@ class Message:
 
     ``gradients`` holds the clear tensors. ``visible`` (bool, same shapes; a missing name means all visible) is false where
     an entry was sealed or dropped in a way that the receiver can tell; the clear tensor holds zeros there. ``sealed`` holds
-    ciphertexts. ``kind`` names the update kind, ``"fedsgd"`` being one gradient.
+    ciphertexts. ``kind`` names the update kind, ``"fedsgd"`` being one gradient. ``header`` tells the receiver what it must
+    know of the sealing: the scheme, which keys, a digest of the mask.
     """
 
     gradients: Gradients
     visible: Mapping[str, Tensor] = field(default_factory=dict)
     sealed: Mapping[str, bytes] = field(default_factory=dict)
     kind: str = "fedsgd"
+    header: Mapping[str, Parameter] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

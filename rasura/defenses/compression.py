@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor
@@ -15,7 +16,7 @@ from rasura.values import Mechanism, Message, Stage
 def _each(name: str, change: Callable[[Tensor], Tensor]) -> Transform[Message, Message, None]:
     def apply(message: Message, state: None, rng: Generator) -> tuple[Message, None]:
         changed = {n: change(g) for n, g in message.gradients.items()}
-        return Message(changed, message.visible, message.sealed, message.kind), None
+        return replace(message, gradients=changed), None
 
     return Transform(Stage.WIRE, Mechanism(name, Stage.WIRE), stateless, apply)
 

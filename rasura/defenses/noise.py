@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor
@@ -46,7 +47,7 @@ def _noise(name: str, knob: str, width: float, clip: float, draw: Draw) -> Trans
                 mask = message.visible.get(key)
                 out = out + (noise if mask is None else noise * mask.to(noise))
             noisy[key] = out
-        return Message(noisy, message.visible, message.sealed, message.kind), None
+        return replace(message, gradients=noisy), None
 
     mechanism = Mechanism(name, Stage.WIRE, {knob: float(width), "clip": float(clip)})
     return Transform(Stage.WIRE, mechanism, stateless, apply)

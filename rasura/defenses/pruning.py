@@ -7,6 +7,7 @@ masks say it: an attack may leave them out on both sides.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Generator, Tensor
@@ -46,7 +47,7 @@ def _prune(name: str, ratio: float, score: Callable[[Tensor, Generator], Tensor]
             else:
                 mask = kept.reshape(gradient.shape)
             gradients[key], visible[key] = gradient * mask, mask
-        return Message(gradients, visible, message.sealed, message.kind), None
+        return replace(message, gradients=gradients, visible=visible), None
 
     return Transform(Stage.WIRE, Mechanism(name, Stage.WIRE, {"ratio": float(ratio)}), stateless, apply)
 
