@@ -59,8 +59,8 @@ class Transform(Generic[X, Y, S]):
 
     ``stage`` fixes ``X`` and ``Y``: DATA ``Batch -> Batch``, MODEL ``Module -> Module`` (may change it in place; ``undo``
     then puts it back), AGGREGATE ``PerExample -> Gradients``, WIRE ``Message -> Message``. ``init`` makes the state from the
-    model (DATA: from the model and its vocabulary, a pair); ``apply(x, state, rng)`` gives the result and the next state.
-    ``undo`` is for the rightful receiver.
+    model (DATA: from the model and its vocabulary, a pair; WIRE: from the model and the inputs of the step);
+    ``apply(x, state, rng)`` gives the result and the next state. ``undo`` is for the rightful receiver.
     """
 
     stage: Stage

@@ -81,6 +81,11 @@ DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[
     "fp16": (_lazy("rasura.defenses.compression", "fp16"), None, "entries sent in half precision"),
     "bf16": (_lazy("rasura.defenses.compression", "bf16"), None, "entries sent in bfloat16"),
     "sign": (_lazy("rasura.defenses.compression", "sign"), None, "the signs alone are sent (signSGD)"),
+    "sealing": (
+        _lazy("rasura.defenses.sealing", "described"),
+        str,
+        "entries that matter most are encrypted: sealing:grad=0.1, sealing:structural, sealing:all",
+    ),
     "random-pruning": (_lazy("rasura.defenses.pruning", "random_pruning"), float, "a random RATIO of all entries dropped"),
 }
 

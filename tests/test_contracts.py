@@ -36,6 +36,7 @@ DEFENSES: dict[str, str] = {
     "gaussian": "gaussian:0.001",
     "laplace": "laplace:0.001",
     "pruning": "pruning:0.7",
+    "sealing": "sealing:grad=0.3",
     "random-pruning": "random-pruning:0.7",
     "fp16": "fp16",
     "bf16": "bf16",

@@ -91,7 +91,7 @@ def step(
             entries = mean()
         message = Message(entries, kind=local.kind)
         for part in by_stage[Stage.WIRE]:
-            message, _ = part.apply(message, part.init(model), rng)
+            message, _ = part.apply(message, part.init((model, inputs)), rng)
     loss = sum(losses) / max(len(losses), 1)
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:

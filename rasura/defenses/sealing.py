@@ -1,0 +1,201 @@
+"""Selective encryption: the entries that matter most leave the client sealed, the rest in the clear.
+
+After "selective encryption" (sec. 4.1). The receiver can tell which entries are sealed, so the message's ``visible`` masks
+say it. What is sealed is added homomorphically (``defenses.homomorphic``) or, with the scheme ``none``, only left out, which
+is enough to audit what the clear entries tell: that does not depend on the cipher.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+
+from rasura.defenses.homomorphic import Context, Scheme, make_keys, seal
+from rasura.defenses.significance import NAMED, SCORED, named, scores
+from rasura.defenses.structure import embedding_parameters
+from rasura.interfaces import InputError, Transform
+from rasura.values import Mechanism, Message, Parameter, Stage
+from rasura.wire import mask_digest
+
+Embeddings = Literal["counted", "sealed", "clear"]
+
+
+@dataclass(frozen=True)
+class Sealing:
+    """What is sealed, and how.
+
+    ``metric``: one of ``SCORED``, of which the share ``ratio`` of all entries is sealed, or of ``NAMED``, which names whole
+    tensors (``ratio`` is then None). ``scope``: the largest of all entries together (as the paper's text implies), or of
+    each ``tensor``. ``embeddings``: their entries are ``counted`` like others (as printed), or the whole table is ``sealed``
+    or left ``clear``; positions of single sealed rows name the tokens of the batch, so that ``sealed`` is the safe choice.
+    ``scheme``: ``bfv``, ``ckks``, or ``none``. ``clients``: whose sum the keys must fit.
+    """
+
+    metric: str = "all"
+    ratio: float | None = None
+    scope: Literal["global", "tensor"] = "global"
+    embeddings: Embeddings = "counted"
+    scheme: Literal["none", "bfv", "ckks"] = "none"
+    clients: int = 4
+
+    def __post_init__(self) -> None:
+        if self.metric not in (*SCORED, *NAMED):
+            raise InputError(f"sealing: unknown significance {self.metric!r}; known: {', '.join((*SCORED, *NAMED))}")
+        if (self.metric in SCORED) != (self.ratio is not None):
+            needs = "a ratio: sealing:grad=0.1" if self.metric in SCORED else "no ratio: it names whole tensors"
+            raise InputError(f"sealing: {self.metric} takes {needs}")
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise InputError(f"sealing: ratio is {self.ratio}; expected a share of the entries between 0 and 1")
+        for name, value, known in (
+            ("scope", self.scope, ("global", "tensor")),
+            ("embeddings", self.embeddings, get_args(Embeddings)),
+            ("scheme", self.scheme, ("none", "bfv", "ckks")),
+        ):
+            if value not in known:
+                raise InputError(f"sealing: {name} is {value!r}; expected {', '.join(known)}")
+
+
+@dataclass
+class Sealer:
+    """The state: the model and inputs of the step that is sealed, and the keys, made when first needed unless given."""
+
+    model: nn.Module
+    inputs: Mapping[str, Tensor]
+    keys: Context | None = None
+    beyond: int = 0
+    scales: Mapping[str, float] = field(default_factory=dict)
+
+
+def mask(
+    settings: Sealing, model: nn.Module, gradients: Mapping[str, Tensor], inputs: Any, rng: Generator
+) -> dict[str, Tensor]:
+    """True where an entry is sealed, by name and shape of ``gradients``."""
+    if settings.metric in NAMED:
+        chosen = named(settings.metric, model, gradients)
+        found = {n: torch.full(g.shape, n in chosen) for n, g in gradients.items()}
+    else:
+        found = _largest(settings, scores(settings.metric, model, gradients, inputs, rng), _embedding_names(model))
+    if settings.embeddings != "counted":
+        for n in _embedding_names(model) & set(gradients):
+            found[n] = torch.full(gradients[n].shape, settings.embeddings == "sealed")
+    return found
+
+
+def _embedding_names(model: nn.Module) -> set[str]:
+    table = {id(p) for p in embedding_parameters(model)}
+    return {n for n, p in model.named_parameters() if id(p) in table}
+
+
+def _largest(settings: Sealing, found: Mapping[str, Tensor], embedding: set[str]) -> dict[str, Tensor]:
+    """Exactly the share ``ratio`` of the entries; ties are taken in order. Embeddings compete where they are counted."""
+    ratio = settings.ratio or 0.0
+    competing = [n for n in found if settings.embeddings == "counted" or n not in embedding]
+    out = {n: torch.zeros(s.shape, dtype=torch.bool) for n, s in found.items()}
+    for some in [competing] if settings.scope == "global" else [[n] for n in competing]:
+        flat = torch.cat([found[n].reshape(-1) for n in some])
+        count = round(ratio * len(flat))
+        chosen = torch.zeros(len(flat), dtype=torch.bool)
+        if count:
+            cut = flat.kthvalue(len(flat) - count + 1).values
+            chosen = flat > cut
+            ties = (flat == cut).nonzero().flatten()
+            chosen[ties[: count - int(chosen.sum())]] = True
+        for n, part in zip(some, torch.split(chosen, [found[n].numel() for n in some])):
+            out[n] = part.reshape(found[n].shape)
+    return out
+
+
+def agreed_scales(gradients: Mapping[str, Tensor], margin: float = 2.0) -> dict[str, float]:
+    """The largest size of each tensor's entries times ``margin``: what clients agree on from what all know, the previous
+    aggregate. A tensor of zeros has the scale 1."""
+    sizes = {n: margin * float(g.abs().max()) if g.numel() else 1.0 for n, g in gradients.items()}
+    return {n: s if s > 0 else 1.0 for n, s in sizes.items()}
+
+
+def sealing(
+    settings: Sealing, *, keys: Context | None = None, scales: Mapping[str, float] | None = None
+) -> Transform[Message, Message, Sealer]:
+    """Seal entries of a message.
+
+    ``keys``: the clients' (a public context can seal, too); made anew where None and a scheme is named. ``scales``: agreed
+    sizes by name; without them each tensor's own largest entry, which tells the receiver that figure. Values beyond are cut
+    and counted in the message's header (``beyond``).
+    """
+
+    def init(known: tuple[nn.Module, Mapping[str, Tensor]]) -> Sealer:
+        model, inputs = known
+        return Sealer(model, inputs, keys, scales=scales or {})
+
+    def apply(message: Message, state: Sealer, rng: Generator) -> tuple[Message, Sealer]:
+        sealed = mask(settings, state.model, message.gradients, state.inputs, rng)
+        visible = {
+            n: ~hidden & message.visible[n] if n in message.visible else ~hidden for n, hidden in sealed.items()
+        }  # fmt: skip
+        clear = {n: g.masked_fill(sealed[n], 0) for n, g in message.gradients.items()}
+        header: dict[str, Parameter] = {"mask": mask_digest(visible), "scheme": settings.scheme}
+        ciphertexts: dict[str, bytes] = {}
+        if settings.scheme != "none":
+            scheme: Scheme = settings.scheme
+            state.keys = state.keys or make_keys(settings.clients, scheme)
+            values, scale = flattened(message.gradients, sealed, state.scales or agreed_scales(message.gradients, 1.0))
+            found, beyond = seal(values, scale, state.keys, processes=os.cpu_count() or 1)
+            ciphertexts = {f"{scheme}/{k:06d}": data for k, data in enumerate(found)}
+            header |= {"key": state.keys.key, "clients": settings.clients, "sealed": len(values), "beyond": beyond}
+            state.beyond += beyond
+        return replace(
+            message, gradients=clear, visible=visible, sealed=ciphertexts, header={**message.header, **header}
+        ), state
+
+    told: dict[str, Parameter] = {
+        "metric": settings.metric, "ratio": settings.ratio, "scope": settings.scope, "embeddings": settings.embeddings,
+        "scheme": settings.scheme,
+    }  # fmt: skip
+    return Transform(Stage.WIRE, Mechanism("sealing", Stage.WIRE, told), init, apply)
+
+
+def flattened(
+    gradients: Mapping[str, Tensor], sealed: Mapping[str, Tensor], scales: Mapping[str, float]
+) -> tuple[np.ndarray, np.ndarray]:
+    """The sealed entries of all tensors in order, and the scale of each, both ``(n,)`` float64."""
+    values = [g[sealed[n]].double().cpu().numpy() for n, g in gradients.items()]
+    sizes = [np.full(len(v), scales[n]) for n, v in zip(gradients, values)]
+    return np.concatenate([np.empty(0), *values]), np.concatenate([np.empty(0), *sizes])
+
+
+def unflattened(total: np.ndarray, clear: Mapping[str, Tensor], visible: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The clear sums with the opened ``total`` ``(n,)`` in the places that are not visible."""
+    out, start = {}, 0
+    for n, g in clear.items():
+        hidden = ~visible[n] if n in visible else torch.zeros(g.shape, dtype=torch.bool)
+        count = int(hidden.sum())
+        part = torch.from_numpy(total[start : start + count]).to(g.dtype)
+        out[n] = g.clone().masked_scatter_(hidden, part) if count else g
+        start += count
+    if start != len(total):
+        raise InputError(f"{len(total)} values were opened, the masks have room for {start}")
+    return out
+
+
+def described(text: str) -> Transform[Message, Message, Sealer]:
+    """Sealing with options as text: ``all``, ``structural``, ``grad=0.1``, ``grad=0.1/embeddings=sealed/scheme=bfv``."""
+    first, *rest = text.split("/")
+    metric, _, ratio = first.partition("=")
+    wanted: dict[str, Any] = {"metric": metric or "all"}
+    try:
+        wanted["ratio"] = float(ratio) if ratio else None
+        for part in rest:
+            name, _, value = part.partition("=")
+            if name not in ("scope", "embeddings", "scheme", "clients"):
+                raise InputError(f"sealing has no option {name!r}; known: scope, embeddings, scheme, clients")
+            wanted[name] = int(value) if name == "clients" else value
+    except InputError:
+        raise
+    except ValueError:
+        raise InputError(f"sealing: {text!r} holds no number where one is expected; write sealing:grad=0.1") from None
+    return sealing(Sealing(**wanted))

@@ -1,0 +1,146 @@
+"""Which entries of a gradient matter most: the significance metrics of selective encryption, and ours.
+
+After "selective encryption" (``papers``: sec. 4.2, Table 1, and sec. 5): Sens, ProdSig, Grad, Param; Attn and OneFifth-i,
+which name layers; Random; and Structural (ours): the embeddings and every linear weight of every block, whatever their size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from rasura.defenses.structure import blocks, embedding_parameters
+from rasura.interfaces import InputError
+
+SCORED = ("grad", "param", "prodsig", "random", "sens", "sens-exact", "sens-discrete")
+"""Metrics that give every entry a score, of which the largest are sealed."""
+
+NAMED = ("all", "structural", "attn", *(f"onefifth-{i}" for i in range(1, 6)))
+"""Policies that name whole tensors."""
+
+PROBES = 64
+"""Of the randomised Sens; with 16 two runs' masks of a tenth share seven tenths, so that fewer are not reproducible."""
+
+
+def scores(
+    metric: str, model: nn.Module, gradients: Mapping[str, Tensor], inputs: Mapping[str, Tensor], rng: Generator
+) -> dict[str, Tensor]:
+    """The significance of every entry of ``gradients``, the higher the more; one of ``SCORED``.
+
+    ``inputs``: what the model took, labels included; only Sens looks at them. The embeddings' entries are 0 for Sens, which
+    has the input embeddings as its variable.
+    """
+    parameters = dict(model.named_parameters())
+    if metric == "grad":
+        return {n: g.abs() for n, g in gradients.items()}
+    if metric == "param":
+        return {n: parameters[n].detach().abs().cpu() for n in gradients}
+    if metric == "prodsig":
+        return {n: (g * parameters[n].detach().cpu()).abs() for n, g in gradients.items()}
+    if metric == "random":
+        return {n: torch.rand(g.shape, generator=rng) for n, g in gradients.items()}
+    if metric not in SCORED:
+        raise InputError(f"unknown significance {metric!r}; known: {', '.join((*SCORED, *NAMED))}")
+    found = sensitivity(model, inputs, gradients, metric.removeprefix("sens").strip("-") or "randomised", rng)
+    return {n: found.get(n, torch.zeros_like(g)) for n, g in gradients.items()}
+
+
+def sensitivity(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    names: Iterable[str],
+    method: str,
+    rng: Generator,
+    probes: int = PROBES,
+) -> dict[str, Tensor]:
+    """Sens: the mean over input coordinates j of |d g_i / d x_j|, x being the input embeddings, by parameter name.
+
+    ``exact``: a forward-over-reverse product for every coordinate, for tiny models. ``discrete``: central differences with
+    step 1, the paper's approximation (sec. 5.4). ``randomised`` (ours): of products with vectors of independent Cauchy
+    entries each is Cauchy with the row's L1 norm as scale, and the log of such a variable's size has the mean log of that
+    norm: the exponential of the mean log over ``probes`` products estimates it, at a cost that does not grow with the text.
+    Parameters that the loss does not depend on behind the embeddings are left out.
+    """
+    at, gradient = _gradient_of_embeddings(model, inputs, names)
+    if method == "randomised":
+        logs: dict[str, Tensor] = {}
+        for _ in range(probes):
+            probe = torch.tan(math.pi * (torch.rand(at.shape, generator=rng) - 0.5))
+            # The largest entries of a Cauchy vector are thousands; the product is linear, so it is taken at size 1.
+            size = float(probe.abs().max())
+            for n, m in _product(gradient, at, probe / size).items():
+                logs[n] = logs.get(n, torch.zeros_like(m)) + (m.abs() * size).clamp_min(1e-30).log()
+        return {n: (log / probes).exp() / at.numel() for n, log in logs.items()}
+    sums: dict[str, Tensor] = {}
+    for j in range(at.numel()):
+        unit = torch.zeros_like(at)
+        unit.view(-1)[j] = 1
+        if method == "exact":
+            moved = _product(gradient, at, unit)
+        else:
+            above, below = gradient(at + unit), gradient(at - unit)
+            moved = {n: (above[n] - below[n]) / 2 for n in above}
+        for n, m in moved.items():
+            sums[n] = sums.get(n, torch.zeros_like(m)) + m.detach().abs()
+    return {n: total / at.numel() for n, total in sums.items()}
+
+
+def _product(gradient: Callable[[Tensor], dict[str, Tensor]], at: Tensor, direction: Tensor) -> dict[str, Tensor]:
+    found: Any = torch.func.jvp(gradient, (at,), (direction,))
+    return {n: m.detach() for n, m in found[1].items()}
+
+
+def _gradient_of_embeddings(
+    model: nn.Module, inputs: Mapping[str, Tensor], names: Iterable[str]
+) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
+    word: Any = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
+    embedded: Tensor = word(inputs["input_ids"]).detach()
+    rest = {k: v for k, v in inputs.items() if k != "input_ids"}
+    below = {id(p) for p in word.parameters()}
+    wanted = set(names)
+    own = {n: p.detach() for n, p in model.named_parameters() if n in wanted and id(p) not in below}
+
+    def loss(some: dict[str, Tensor], e: Tensor) -> Tensor:
+        out: Tensor = torch.func.functional_call(model, some, (), {**rest, "inputs_embeds": e}).loss
+        return out
+
+    def gradient(e: Tensor) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = torch.func.grad(loss)(own, e)
+        return found
+
+    return embedded, gradient
+
+
+def named(policy: str, model: nn.Module, names: Iterable[str]) -> set[str]:
+    """Which of the tensors ``names`` a policy of ``NAMED`` seals."""
+    every = list(names)
+    if policy == "all":
+        return set(every)
+    parameters = dict(model.named_parameters())
+    embedding = {id(p) for p in embedding_parameters(model)}
+    stack = blocks(model)
+    inside = {id(p) for p in stack.parameters()}
+    if policy == "structural":
+        return {
+            n for n in every if id(parameters[n]) in embedding or (id(parameters[n]) in inside and parameters[n].dim() > 1)
+        }
+    if policy == "attn":
+        attention = {
+            id(p) for block in stack for part, m in block.named_modules() if "attn" in part or "attention" in part.lower()
+            for p in m.parameters()
+        }  # fmt: skip
+        found = {n for n in every if id(parameters[n]) in attention}
+        if not found:
+            raise InputError(f"{type(model).__name__} has no module named attention or attn in its blocks")
+        return found
+    fifth = int(policy.removeprefix("onefifth-")) if policy in NAMED else 0
+    if not fifth:
+        raise InputError(f"unknown significance {policy!r}; known: {', '.join((*SCORED, *NAMED))}")
+    # The paper counts layers behind the embedding, which LAMP does not use (sec. 5.2).
+    layers = [n for n in every if id(parameters[n]) not in embedding]
+    start, end = ((fifth - 1) * len(layers)) // 5, (fifth * len(layers)) // 5
+    return set(layers[start:end])

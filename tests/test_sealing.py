@@ -1,0 +1,180 @@
+"""Selective encryption: significance against its definition, masks of exact size, and sealed steps of several clients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCABULARY, batch_for, tiny
+
+from rasura.defenses.homomorphic import added, make_keys, opened_sum
+from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, sealing, unflattened
+from rasura.defenses.significance import NAMED, scores, sensitivity
+from rasura.interfaces import InputError
+from rasura.recipes import parse_defense
+from rasura.rng import generator
+from rasura.values import Message
+from rasura.victims.step import step
+from rasura.wire import from_bytes, to_bytes
+
+INPUTS = batch_for("classification", 1).inputs()
+
+
+def small(family: str = "bert") -> torch.nn.Module:
+    return tiny(family, "classification", hidden=16, blocks=2)
+
+
+def gradients(model: torch.nn.Module, rows: int = 1) -> dict[str, torch.Tensor]:
+    batch = batch_for("classification", rows)
+    sent = step(model, batch, task="classification", vocabulary=VOCABULARY, rng=generator(0))
+    return dict(sent.message.gradients)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_exact_sensitivity_is_the_mean_size_of_the_jacobian(family: str) -> None:
+    model = small(family).double()
+    names = [n for n, _ in model.named_parameters()][-4:]
+    found = sensitivity(model, INPUTS, names, "exact", generator(0))
+    word = model.get_input_embeddings()  # type: ignore[operator]
+    at = word(INPUTS["input_ids"]).detach().requires_grad_(True)
+    rest = {k: v for k, v in INPUTS.items() if k != "input_ids"}
+    loss = model(**rest, inputs_embeds=at).loss
+    own = dict(model.named_parameters())
+    for name in names:
+        (g,) = torch.autograd.grad(loss, own[name], create_graph=True)
+        for k in {0, g.numel() // 2, g.numel() - 1}:
+            (row,) = torch.autograd.grad(g.reshape(-1)[k], at, retain_graph=True)
+            assert float(found[name].reshape(-1)[k]) == pytest.approx(float(row.abs().mean()), rel=1e-6)
+
+
+def ranks(values: dict[str, torch.Tensor]) -> np.ndarray:
+    flat = torch.cat([v.reshape(-1) for _, v in sorted(values.items())])
+    return flat.argsort().argsort().double().numpy()
+
+
+def test_randomised_sensitivity_ranks_as_the_exact_one() -> None:
+    model = small()
+    names = [n for n, p in model.named_parameters() if "encoder" in n]
+    exact = sensitivity(model, INPUTS, names, "exact", generator(0))
+    quick = sensitivity(model, INPUTS, names, "randomised", generator(0))
+    assert np.corrcoef(ranks(exact), ranks(quick))[0, 1] >= 0.98
+    # The size, too, is that of the definition.
+    ratio = [float(quick[n].sum() / exact[n].sum()) for n in names if float(exact[n].sum()) > 0]
+    assert 0.9 < np.median(ratio) < 1.1
+    discrete = sensitivity(model, INPUTS, names[:4], "discrete", generator(0))
+    part = {n: exact[n] for n in names[:4]}
+    assert np.corrcoef(ranks(part), ranks(discrete))[0, 1] > 0.8
+
+
+def test_scores_are_their_definitions() -> None:
+    model = small()
+    g, own = gradients(model), dict(model.named_parameters())
+    found = {metric: scores(metric, model, g, INPUTS, generator(0)) for metric in ("grad", "param", "prodsig", "random")}
+    for n, entries in g.items():
+        assert torch.equal(found["grad"][n], entries.abs()) and torch.equal(found["param"][n], own[n].detach().abs())
+        assert torch.allclose(found["prodsig"][n], (entries * own[n]).abs())
+        assert found["random"][n].shape == entries.shape
+    with pytest.raises(InputError, match="unknown significance 'sense'"):
+        scores("sense", model, g, INPUTS, generator(0))
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5, 1.0])
+def test_masks_hold_exactly_their_share_and_the_largest(ratio: float) -> None:
+    model = small()
+    g = gradients(model)
+    total = sum(e.numel() for e in g.values())
+    chosen = mask(Sealing("grad", ratio), model, g, INPUTS, generator(0))
+    assert sum(int(m.sum()) for m in chosen.values()) == round(ratio * total)
+    inside = torch.cat([g[n][m].abs() for n, m in chosen.items()])
+    outside = torch.cat([g[n][~m].abs() for n, m in chosen.items()])
+    assert not len(inside) or not len(outside) or float(inside.min()) >= float(outside.max())
+    by_tensor = mask(Sealing("grad", ratio, scope="tensor"), model, g, INPUTS, generator(0))
+    assert all(int(m.sum()) == round(ratio * m.numel()) for m in by_tensor.values())
+
+
+def test_embeddings_are_counted_sealed_or_clear() -> None:
+    model = small()
+    g = gradients(model)
+    name = "bert.embeddings.word_embeddings.weight"
+    assert 0 < int(mask(Sealing("grad", 0.1), model, g, INPUTS, generator(0))[name].sum()) < g[name].numel()
+    assert bool(mask(Sealing("grad", 0.1, embeddings="sealed"), model, g, INPUTS, generator(0))[name].all())
+    assert not bool(mask(Sealing("all", embeddings="clear"), model, g, INPUTS, generator(0))[name].any())
+
+
+@pytest.mark.parametrize("policy", NAMED)
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_policies_name_whole_tensors(policy: str, family: str) -> None:
+    model = small(family)
+    g = gradients(model)
+    chosen = mask(Sealing(policy), model, g, INPUTS, generator(0))
+    assert all(bool(m.all()) or not bool(m.any()) for m in chosen.values())
+    names = {n for n, m in chosen.items() if bool(m.any())}
+    assert names and (names == set(g)) == (policy == "all")
+    if policy == "structural":
+        clear = set(g) - names
+        assert all(g[n].dim() == 1 or "classifier" in n or "score" in n or "pooler" in n for n in clear)
+    if policy == "attn":
+        assert all("att" in n.lower() for n in names)
+
+
+def test_fifths_part_the_layers() -> None:
+    model = small()
+    g = gradients(model)
+    parts = [mask(Sealing(f"onefifth-{i}"), model, g, INPUTS, generator(0)) for i in range(1, 6)]
+    sealed = [n for part in parts for n, m in part.items() if bool(m.any())]
+    assert len(sealed) == len(set(sealed)) and set(g) - set(sealed) == {n for n in g if "embeddings" in n}
+
+
+AGREED = [Sealing("all"), Sealing("structural"), Sealing("param", 0.1), Sealing("param", 0.1, embeddings="sealed")]
+
+
+@pytest.mark.parametrize("settings", AGREED, ids=lambda s: f"{s.metric}-{s.embeddings}")
+def test_three_clients_sealed_steps_add_up_over_the_wire(settings: Sealing) -> None:
+    pytest.importorskip("tenseal")
+    model, keys = small(), make_keys(3)
+    shares = [gradients(model, rows) for rows in (1, 2, 3)]
+    scales = agreed_scales(shares[0], 20.0)
+    received = []
+    for g in shares:
+        part = sealing(replace(settings, scheme="bfv"), keys=keys, scales=scales)
+        message, state = part.apply(Message(g), part.init((model, INPUTS)), generator(0))
+        received.append(from_bytes(to_bytes(message)))
+        assert state.beyond == message.header["beyond"] == 0 and message.header["key"] == keys.key
+    assert len({m.header["mask"] for m in received}) == 1, "the mask follows from what all know"
+    totals = added([list(m.sealed.values()) for m in received], keys.public())
+    hidden = mask(settings, model, shares[0], INPUTS, generator(0))
+    _, scale = flattened(shares[0], hidden, scales)
+    clear = {n: torch.stack([m.gradients[n] for m in received]).sum(0) for n in shares[0]}
+    whole = unflattened(opened_sum(totals, scale, 3, keys), clear, received[0].visible)
+    for n, summed in whole.items():
+        plain = torch.stack([g[n] for g in shares]).sum(0)
+        assert torch.allclose(summed, plain, atol=3 * scales[n] / 32767 / 2 + 1e-6)
+
+
+def test_what_is_sealed_is_not_in_the_clear_and_what_is_not_is() -> None:
+    model = small()
+    batch = batch_for("classification", 1)
+    sent = step(
+        model, batch, parse_defense("sealing:grad=0.3"), task="classification", vocabulary=VOCABULARY, rng=generator(0)
+    )
+    plain = gradients(model)
+    for n, g in sent.message.gradients.items():
+        seen = sent.message.visible[n]
+        assert torch.equal(g[seen], plain[n][seen]) and not g[~seen].any()
+    assert sent.mechanism[0].name == "sealing" and sent.mechanism[0].parameters["ratio"] == 0.3
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("grad=1.5", "between 0 and 1"), ("grad=-0.1", "between 0 and 1"), ("grad", "takes a ratio"),
+        ("structural=0.1", "no ratio"), ("gard=0.1", "unknown significance 'gard'"), ("grad=x", "holds no number"),
+        ("grad=0.1/scope=block", "expected global, tensor"), ("all/cipher=aes", "no option 'cipher'"),
+        ("all/scheme=rsa", "expected none, bfv, ckks"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(InputError, match=reason):
+        parse_defense(f"sealing:{text}")
