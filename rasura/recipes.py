@@ -157,6 +157,13 @@ def token_obfuscation(table: Any, shadows: Any, beam: int) -> Transform[Any, Any
     return ghost(table, shadows, Selection(beam=beam))
 
 
+def sealing_keys(clients: int, scheme: Any) -> Any:
+    """A fresh key pair for sealed updates (``rasura.defenses.homomorphic``)."""
+    from rasura.defenses.homomorphic import make_keys
+
+    return make_keys(clients, scheme)
+
+
 def metric(name: str) -> Metric[Reconstruction]:
     """The metric called ``name``, of texts or images."""
     every = {**METRICS, **IMAGE_METRICS}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_cli import rasura_command, refused
 
 from rasura.defenses.homomorphic import (
     HALF,
@@ -135,3 +137,15 @@ def test_more_clients_than_fit_and_values_that_are_none() -> None:
         quantise(np.array([1.0, np.nan]), np.ones(2))
     with pytest.raises(InputError, match="not above 0"):
         quantise(np.ones(2), np.array([1.0, 0.0]))
+
+
+def test_the_command_makes_both_files_and_never_prints_a_key(tmp_path: Path) -> None:
+    done = rasura_command("keys", tmp_path / "keys", "--clients", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    secret, public = Context.load(told["secret"]), Context.load(told["public"])
+    assert secret.secret and not public.secret and secret.key == public.key == told["key"] and told["clients"] == 4
+    assert "not overwritten" in refused("keys", tmp_path / "keys")
+    assert "fits 64 clients" in refused("keys", tmp_path / "other", "--clients", "100")
+    plain = rasura_command("keys", tmp_path / "third")
+    assert len(plain.stdout) < 500 and "clients.secret" in plain.stdout

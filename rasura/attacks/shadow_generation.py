@@ -41,10 +41,10 @@ class Restorer(nn.Module):
         nn.init.eye_(self.turn.weight)
         nn.init.zeros_(self.turn.bias)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits ``(batch, length, tokens)``."""
+    def forward(self, ids: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        """Logits ``(n, tokens)`` at the ``n`` true ``places`` ``(batch, length)``."""
         states = self.base(input_ids=ids, attention_mask=mask).last_hidden_state
-        out: Tensor = self.turn(states) @ self.names.T
+        out: Tensor = self.turn(states[places]) @ self.names.T
         return out
 
 
@@ -68,10 +68,9 @@ def trained(
                 some = [pairs[k] for k in order[start : start + BATCH]]
                 ids, mask = _padded([a for a, _ in some], vocabulary.pad_id or 0)
                 wanted, _ = _padded([b for _, b in some], -100)
-                special = torch.isin(wanted, torch.tensor(sorted(vocabulary.special_ids)))
+                places = (wanted >= 0) & ~torch.isin(wanted, torch.tensor(sorted(vocabulary.special_ids)))
                 with torch.enable_grad():
-                    logits = restorer(ids, mask)
-                    loss = nn.functional.cross_entropy(logits.transpose(1, 2), wanted.masked_fill(special, -100))
+                    loss = nn.functional.cross_entropy(restorer(ids, mask, places), wanted[places])
                     optimizer.zero_grad()
                     loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
@@ -88,7 +87,8 @@ def restored(text: Sequence[int], restorer: Restorer, preimages: Preimages, fixe
     """The originals of an obfuscated ``text`` (ids): at each place the likeliest of the substitute's preimages."""
     usable = [max(t, 0) for t in text]
     with torch.no_grad():
-        logits = restorer(torch.tensor([usable]), torch.ones(1, len(text), dtype=torch.long))[0]
+        ones = torch.ones(1, len(text), dtype=torch.long)
+        logits = restorer(torch.tensor([usable]), ones, ones.bool())
     out = []
     for place, token in enumerate(text):
         originals, chances = preimages.of(token) if token >= 0 and token not in fixed else (torch.empty(0), torch.empty(0))

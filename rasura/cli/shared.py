@@ -1,0 +1,46 @@
+"""What the commands share. Heavy modules are imported inside the commands, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import typer
+from rich.console import Console
+
+from rasura.errors import InputError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="What can be read back from what a language model's training sends out.",
+)
+out = Console()
+err = Console(stderr=True)
+
+
+def split(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(text: str | None, name: str) -> tuple[int, ...] | None:
+    parts = split(text)
+    if parts is None:
+        return None
+    try:
+        return tuple(int(p) for p in parts)
+    except ValueError:
+        raise InputError(f"--{name} is {text!r}; expected whole numbers with commas between them") from None
+
+
+def device_named(name: str) -> str:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda", "mps"):
+        raise InputError(f"--device is {name!r}; expected auto, cpu, cuda or mps")
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        # A step takes a fraction of a second, and the attacks keep their linear algebra in float64 on the CPU.
+        return "cpu"
+    if not there[name]:
+        raise InputError(f"--device {name} is not available on this machine; pass --device cpu")
+    return name

@@ -1,0 +1,180 @@
+"""``rasura protect``, ``train`` and ``study``: protections put on, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from rasura.cli.audit import run_audit
+from rasura.cli.shared import app, device_named, err, numbers, out, split
+
+
+@app.command()
+def protect(
+    method: Annotated[str, typer.Argument(help="ghost: tokens give way to near ones of other meaning")],
+    source: Annotated[str, typer.Argument(help="JSONL, CSV, Parquet or data set id")],
+    target: Annotated[Path, typer.Argument(help="the file to write: .jsonl, .csv or .parquet")],
+    model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
+    k: Annotated[int, typer.Option(help="neighbours of a token among which a substitute is looked for")] = 70,
+    overlap: Annotated[float, typer.Option(help="share of common neighbours above which two tokens mean the same")] = 0.1,
+    group: Annotated[int, typer.Option(help="tokens that share their substitutes; 1: as published, 8: balanced")] = 1,
+    beam: Annotated[int, typer.Option(help="texts kept while substitutes are chosen")] = 1,
+    keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="marks stay as they are")] = False,
+    keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="numbers stay as they are")] = False,
+    round_trip: Annotated[bool, typer.Option("--round-trip", help="only words that the text alone gives back")] = False,
+    language: Annotated[str, typer.Option(help="of the lemmas, as simplemma names it: en, de ...; none")] = "en",
+    table: Annotated[Path | None, typer.Option(help="file of the search's result; written if it does not exist")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the first choice")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
+) -> None:
+    """Obfuscate a data set before training; an interrupted run goes on where it stopped.
+
+    Example: rasura protect ghost notes.jsonl hidden.jsonl --model minilm
+    """
+    from dataclasses import asdict
+
+    from rich.progress import Progress
+
+    from rasura.protection import protect as protect_file
+    from rasura.recipes import known
+    from rasura.shadows.table import ShadowSettings
+
+    known("protection", method, ("ghost",))
+    settings = ShadowSettings(
+        k, overlap, most=max(k, ShadowSettings.most), language=None if language == "none" else language, group=group,
+        keep_punctuation=keep_punctuation, keep_numbers=keep_numbers, round_trip=round_trip,
+    )  # fmt: skip
+    with Progress(console=err, transient=True) as bar:
+        task = bar.add_task("texts", total=None)
+        found = protect_file(
+            source, target, model=model, table=table, shadows=settings, beam=beam, seed=seed,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    if as_json:
+        sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
+        return
+    out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.kept} with none")
+    if found.kept:
+        out.print(f"the {found.kept} with none stand in the data as they were; the report beside it says where")
+    out.print(f"data: {found.path}\ncard: {found.card}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def train(
+    data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV, Parquet or data set id")],
+    test: Annotated[str | None, typer.Option(help="original texts that the trained model is judged on")] = None,
+    model: Annotated[str, typer.Option(help="model folder or hub id")] = "minilm",
+    task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
+    defense: Annotated[str, typer.Option(help="defenses, with commas; join parts of one with +")] = "none",
+    epochs: Annotated[int, typer.Option(help="at most")] = 20,
+    patience: Annotated[int, typer.Option(help="epochs without improvement until it ends")] = 5,
+    batch_size: Annotated[int, typer.Option(help="texts a step")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="of AdamW or SGD")] = 1e-4,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
+    lora: Annotated[int, typer.Option(help="rank of adapters that are trained instead of the weights; 0: none")] = 0,
+    holdout: Annotated[float, typer.Option(help="share of the training texts kept back for early stopping")] = 0.1,
+    limit: Annotated[int | None, typer.Option(help="training texts used")] = None,
+    seeds: Annotated[int, typer.Option(help="repetitions")] = 1,
+    seed: Annotated[int, typer.Option(help="first seed")] = 0,
+    num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
+    max_length: Annotated[int | None, typer.Option(help="tokens a text may have")] = None,
+    precision: Annotated[str, typer.Option(help="float32 or bf16")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    folder: Annotated[Path, typer.Option("--out", help="where models go; the same command resumes")] = Path("runs/train"),
+    as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
+) -> None:
+    """Fine-tune behind each protection, and compare what the models are worth on original text.
+
+    Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
+    """
+    from rasura.recipes import known
+    from rasura.training import TrainPlan
+    from rasura.victims.train import Recipe
+
+    kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
+    bits: Any = known("precision", precision, ("float32", "bf16"))
+    recipe = Recipe(epochs, batch_size, learning_rate, patience=patience, optimizer=kind, precision=bits, seed=seed)
+    plan = TrainPlan(
+        data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
+        recipe,
+    )  # fmt: skip
+    trained(plan, folder, device_named(device), as_json)
+
+
+def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[str, Any]]:
+    from rich.progress import Progress
+
+    from rasura.training import Training
+
+    with err.status("loading the model and the texts"):
+        prepared = Training(plan, folder, device=device)
+    with Progress(console=err, transient=True) as bar:
+        line = bar.add_task("training", total=None)
+
+        def told(what: str, done: int, total: int, figures: Any) -> None:
+            now = " ".join(f"{k} {v:.3f}" for k, v in figures.items() if k in ("train_loss", "accuracy", "loss"))
+            bar.update(line, description=f"{what} {now}", completed=done, total=total)
+
+        results = list(prepared.run(told))
+    if as_json:
+        sys.stdout.write(json.dumps(results) + "\n")
+        return results
+    names = list(results[0]["after"])
+    table = Table("defense", "seed", *names, "before", "epochs")
+    for r in results:
+        start = f"{r['before'][names[0]]:.3f}"
+        table.add_row(r["defense"], str(r["seed"]), *(f"{r['after'][n]:.3f}" for n in names), start, str(r["epochs"]))
+    out.print(table)
+    out.print(
+        f"judged on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}",
+        markup=False,
+        soft_wrap=True,
+    )
+    return results
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="a study of the folder studies/: grab/table7")],
+    data: Annotated[str | None, typer.Option(help="the texts, or the folder that holds the study's own files")] = None,
+    limit: Annotated[int | None, typer.Option(help="texts used")] = None,
+    budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
+    attack: Annotated[str | None, typer.Option(help="only these attacks, with commas")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="only these batch sizes, with commas")] = None,
+    defense: Annotated[str | None, typer.Option(help="only these defenses, with commas")] = None,
+    seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="where the run goes; default runs/studies/NAME")] = None,
+    results: Annotated[Path, typer.Option(help="the Markdown file for the table")] = Path("studies/RESULTS.md"),
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Run a table of a paper, scaled to the model at hand, and write it beside the paper's figures.
+
+    Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
+    """
+    from rasura.records import RunStore
+    from rasura.studies import load_study, prepared, section, training_section, write_section
+    from rasura.training import TrainPlan
+
+    found = load_study(name)
+    plan = prepared(
+        found, data=data, limit=limit, budget=budget, attacks=split(attack), defenses=split(defense), seeds=seeds,
+        batch_sizes=numbers(batch_size, "batch-size"),
+    )  # fmt: skip
+    out_folder = folder or Path("runs/studies") / name.replace("/", "-")
+    if isinstance(plan, TrainPlan):
+        write_section(training_section(found, plan, trained(plan, out_folder, "cpu", as_json)), results)
+        err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
+        return
+    run_audit(plan, out_folder, "cpu", None, as_json)
+    store = RunStore(out_folder)
+    try:
+        write_section(section(found, plan, list(store)), results)
+    finally:
+        store.close()
+    err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
