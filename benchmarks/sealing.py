@@ -76,9 +76,7 @@ def encryption(part: int) -> None:
     small = {n: g for n, g in found.items() if "layer.0" in n}
     message, _ = part_of.apply(Message(small), part_of.init((model, inputs)), generator(0))
     clear = sum(g.numel() for g in small.values())
-    print(
-        f"a whole message of one block: {len(to_bytes(message)) / (4 * clear):.3f} x float32 ({plain} entries in the model)"
-    )
+    print(f"a whole message of one block: {len(to_bytes(message)) / (4 * clear):.3f} x float32")
 
 
 def sensing(coordinates: int) -> None:
