@@ -143,7 +143,7 @@ def chosen(path: str, victim: Any) -> list[Any]:
 
 
 def inverting(path: str, reference: str, count: int, defense: str, learned: int) -> None:
-    """Every strategy on substitutes that are known exactly: tokens at their place, and ROUGE-1, with 95 % intervals."""
+    """Every strategy on substitutes that are known exactly: tokens at their place, ROUGE-1 and METEOR, 95 % intervals."""
     victim = load("minilm", "classification")
     vocabulary, fixed = victim.vocabulary, victim.vocabulary.special_ids
     told = dict(parse_defense(defense)[0].mechanism.parameters)

@@ -56,7 +56,7 @@ def jaccard() -> TextMetric:
     return TextMetric("jaccard", _jaccard)
 
 
-def _meteor(reference: str, read: str) -> float:
+def meteor(reference: str, read: str) -> float:
     from nltk.translate.meteor_score import meteor_score
 
     return float(meteor_score([words(reference)], words(read))) if words(read) else 0.0
@@ -75,7 +75,7 @@ class Meteor:
             raise Unavailable(
                 "METEOR needs WordNet, which NLTK does not find; set NLTK_DATA to a folder that holds corpora/wordnet.zip"
             )
-        return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), _meteor)]
+        return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), meteor)]
 
 
 def wordnet() -> str | None:
