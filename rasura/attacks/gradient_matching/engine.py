@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from rasura.attacks.dummies import nearest_tokens, ordinary_ids, template, token_table
 from rasura.attacks.gradient_matching.factors import Factoriser
+from rasura.attacks.gradient_matching.guesses import Beam, Texts
 from rasura.attacks.gradient_matching.masks import Masked, shapes
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.gradient_matching.reorder import orders, reordered, shuffles
@@ -137,26 +137,6 @@ class GradientMatching:
         return lengths, size == 1 and bool(spaces)
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """Candidates of one run.
-
-    ``e`` ``(candidates, batch, width, hidden)`` embeddings; ``lengths`` ``(candidates, batch)``; ``y`` ``(candidates, batch,
-    classes)`` label logits.
-    """
-
-    e: Tensor
-    lengths: Tensor
-    y: Tensor
-
-    def __len__(self) -> int:
-        return len(self.e)
-
-    def at(self, which: Tensor | slice) -> _Texts:
-        """Some of the candidates."""
-        return _Texts(self.e[which], self.lengths[which], self.y[which])
-
-
 class _Run:
     """One attack on one observation. Ids are ``(batch, width)``, ``OVER`` behind a text's end."""
 
@@ -208,7 +188,7 @@ class _Run:
                 break
             best, tokens = score, found[0]
             y = texts.y[loss.argmin()].expand(len(found), -1, -1)
-            texts = _Texts(self._embedded(found), (found != OVER).sum(-1), y)
+            texts = Texts(self._embedded(found), (found != OVER).sum(-1), y)
         read = tuple(tuple(int(t) for t in row if t != OVER) for row in tokens)
         details: dict[str, Parameter] = {"restarts": len(texts), "steps": self.work.steps, "rounds": rounds}
         details |= {"objective": self.settings.objective, "l1": self.distance.alpha, "entries": self.work.entries or 1.0}
@@ -233,7 +213,7 @@ class _Run:
     def _embedded(self, ids: Tensor) -> Tensor:
         return self.table[ids.clamp_min(0)]
 
-    def _misfit(self, texts: _Texts, graph: bool, masks: Sequence[Tensor] = ()) -> Tensor:
+    def _misfit(self, texts: Texts, graph: bool, masks: Sequence[Tensor] = ()) -> Tensor:
         targets = texts.y.softmax(-1)
         if self.granted is not None:
             targets = nn.functional.one_hot(self.granted, self.classes).to(targets.dtype).expand_as(targets)
@@ -242,28 +222,28 @@ class _Run:
             found = self.factoriser(texts.e, real, lambda z: soft_cross_entropy(z, targets), graph=graph)
         return self.distance(found)
 
-    def _scores(self, texts: _Texts) -> Tensor:
+    def _scores(self, texts: Texts) -> Tensor:
         """The distance of each candidate with dropout off, without a graph; ``y`` may be one for all.
 
         Masks that were learned for one order of the tokens hide what is wrong with it, so orders are told apart without.
         """
         out = []
         for part in torch.split(torch.arange(len(texts)), self.chunk):
-            some = _Texts(texts.e[part], texts.lengths[part], texts.y.expand(len(texts), -1, -1)[part])
+            some = Texts(texts.e[part], texts.lengths[part], texts.y.expand(len(texts), -1, -1)[part])
             e = some.e.detach().clone().requires_grad_(True)
             out.append(self._misfit(replace(some, e=e), False).detach())
         return torch.cat(out)
 
     def _judged(self, ids: Tensor, y: Tensor) -> Tensor:
         """The distance of each of ``ids`` ``(candidates, batch, width)``, with labels ``y`` ``(1, batch, classes)``."""
-        return self._scores(_Texts(self._embedded(ids), (ids != OVER).sum(-1), y))
+        return self._scores(Texts(self._embedded(ids), (ids != OVER).sum(-1), y))
 
-    def _tokens(self, texts: _Texts) -> Tensor:
+    def _tokens(self, texts: Texts) -> Tensor:
         ids, free = self._frame(texts.lengths)
         near = nearest_tokens(texts.e.detach(), self.table, self.ordinary, 1)[..., 0]
         return torch.where(free, near, ids)
 
-    def _start(self) -> _Texts:
+    def _start(self) -> Texts:
         """The best of random texts."""
         work = self.work
         ids, free = self._frame(torch.tensor(self.lengths).expand(work.candidates, -1))
@@ -273,9 +253,9 @@ class _Run:
         kept = self._judged(ids, y).topk(min(work.restarts, work.candidates), largest=False).indices
         ids = ids[kept]
         y = y + 0.1 * torch.randn(len(kept), *y.shape[1:], generator=self.rng)
-        return _Texts(self._embedded(ids), (ids != OVER).sum(-1), y)
+        return Texts(self._embedded(ids), (ids != OVER).sum(-1), y)
 
-    def _permuted(self, texts: _Texts) -> _Texts:
+    def _permuted(self, texts: Texts) -> Texts:
         """Each restart with the free places of its texts in the best of some random orders (GRAB, Algorithm 2, line 1)."""
         _, free = self._frame(texts.lengths)
         e = texts.e.clone()
@@ -284,16 +264,16 @@ class _Run:
             e[k] = reordered(e[k], tried[int(self._in_orders(texts.at(slice(k, k + 1)), tried).argmin())])
         return replace(texts, e=e)
 
-    def _in_orders(self, text: _Texts, tried: Tensor) -> Tensor:
+    def _in_orders(self, text: Texts, tried: Tensor) -> Tensor:
         e = reordered(text.e.expand(len(tried), -1, -1, -1), tried)
-        return self._scores(_Texts(e, text.lengths.expand(len(tried), -1), text.y))
+        return self._scores(Texts(e, text.lengths.expand(len(tried), -1), text.y))
 
-    def _continuous(self, texts: _Texts) -> tuple[_Texts, Tensor]:
+    def _continuous(self, texts: Texts) -> tuple[Texts, Tensor]:
         """The best that each restart passed, with its distance."""
         s, work = self.settings, self.work
         masks = self._masks(len(texts))
-        texts = _Texts(texts.e.detach().clone(), texts.lengths, texts.y.detach().clone())
-        kept = _Texts(texts.e.clone(), texts.lengths, texts.y.clone())
+        texts = Texts(texts.e.detach().clone(), texts.lengths, texts.y.detach().clone())
+        kept = Texts(texts.e.clone(), texts.lengths, texts.y.clone())
         variables = [texts.e, texts.y, *masks]
         rates = [s.learning_rate * float(self.table.std()), s.learning_rate, *[s.mask_rate] * len(masks)]
         groups = [{"params": [v.requires_grad_(True)], "lr": r} for v, r in zip(variables, rates)]
@@ -338,7 +318,7 @@ class _Run:
         """Dropout masks of ``count`` candidates at their mean, which is much nearer to any mask than a random one is."""
         return [torch.full((count, *shape), 1 - self.rate) for shape in self.shapes]
 
-    def _reorder(self, texts: _Texts, free: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    def _reorder(self, texts: Texts, free: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Each restart takes the best of some other orders of its embeddings (LAMP)."""
         ids = self._tokens(texts)
         for k in range(len(texts)):
@@ -354,7 +334,7 @@ class _Run:
                 for x in (texts.e, state["exp_avg"], state["exp_avg_sq"]):
                     x[k] = reordered(x[k], best)
 
-    def _discrete(self, texts: _Texts, loss: Tensor) -> tuple[float, Tensor]:
+    def _discrete(self, texts: Texts, loss: Tensor) -> tuple[float, Tensor]:
         """The best ids of a beam search over the tokens of ``texts``, one for each of them, with the distance of the best.
 
         GRAB, Algorithm 3: the beams begin with the best of random orders; place after place takes every token that its text
@@ -365,7 +345,7 @@ class _Run:
         work, y = self.work, texts.y[loss.argmin()][None]
         ids = self._tokens(texts)
         _, free = self._frame(texts.lengths)
-        beam = _Beam(lambda new: self._judged(new, y))
+        beam = Beam(lambda new: self._judged(new, y))
         near = nearest_tokens(texts.e.detach(), self.table, self.ordinary, NEAR)
         for x, tokens, spots in zip(ids, near, free):
             for pool, row, here in zip(self.pools, tokens, spots):
@@ -397,7 +377,7 @@ class _Run:
 
         With dropout off, texts that are off by one word are sometimes nearer than the truth.
         """
-        texts = _Texts(self._embedded(ids), (ids != OVER).sum(-1), y.expand(len(ids), -1, -1))
+        texts = Texts(self._embedded(ids), (ids != OVER).sum(-1), y.expand(len(ids), -1, -1))
         out = []
         for part in torch.split(torch.arange(len(ids)), self.chunk):
             some = texts.at(part)
@@ -432,30 +412,6 @@ class _Run:
         whole = ids.repeat(len(out), 1, 1)
         whole[:, row] = torch.stack(out)
         return list(whole)
-
-
-class _Beam:
-    """Ids ``(batch, width)`` with their distances; none is judged twice."""
-
-    def __init__(self, judge: Callable[[Tensor], Tensor]) -> None:
-        self.judge = judge
-        self.scores: dict[tuple[int, ...], float] = {}
-        self.ids: dict[tuple[int, ...], Tensor] = {}
-
-    def add(self, ids: Sequence[Tensor]) -> None:
-        """Judge what is new of ``ids``."""
-        fresh = {key: x for x in ids if (key := tuple(x.flatten().tolist())) not in self.scores}
-        if fresh:
-            self.scores.update(zip(fresh, self.judge(torch.stack(list(fresh.values()))).tolist()))
-            self.ids |= fresh
-
-    def top(self, count: int) -> Tensor:
-        """The ``count`` of least distance, ``(count, batch, width)``, best first."""
-        return torch.stack([self.ids[key] for key in heapq.nsmallest(count, self.scores, key=self.scores.__getitem__)])
-
-    @property
-    def least(self) -> float:
-        return min(self.scores.values())
 
 
 def _same(free: Tensor) -> Tensor:
