@@ -21,7 +21,7 @@ from rasura.attacks.shadow_generation import restored, trained
 from rasura.attacks.shadow_inversion import inverted, likeliest, preimages_of
 from rasura.data.text import load_examples
 from rasura.metrics.intervals import bootstrap
-from rasura.metrics.text import rouge
+from rasura.metrics.text import meteor, rouge, wordnet
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
 from rasura.recipes import parse_defense
@@ -196,11 +196,12 @@ def inverting(path: str, reference: str, count: int, defense: str, learned: int)
         for t, r in zip(texts, read):
             places = [k for k, i in enumerate(t) if i not in fixed]
             hits.append(mean(float(k < len(r) and r[k] == t[k]) for k in places))
-        words = [score(vocabulary.text(t), vocabulary.text(r)) for t, r in zip(texts, read)]
-        lines = [
-            f"{100 * m:.1f} [{100 * low:.0f}, {100 * high:.0f}]" for m, low, high in (bootstrap(hits), bootstrap(words))
+        pairs = [(vocabulary.text(t), vocabulary.text(r)) for t, r in zip(texts, read)]
+        figures = [hits, [score(a, b) for a, b in pairs], [meteor(a, b) for a, b in pairs] if wordnet() else []]
+        shown = [
+            f"{100 * m:.1f} [{100 * low:.0f}, {100 * high:.0f}]" for m, low, high in map(bootstrap, filter(None, figures))
         ]
-        print(f"| {name} | {lines[0]} | {lines[1]} |", flush=True)
+        print(f"| {name} | {' | '.join(shown)} |", flush=True)
 
 
 def main() -> None:
