@@ -225,10 +225,9 @@ def _lines(found: Protected, about: Mapping[str, Any]) -> Iterator[str]:
     yield ""
     yield "Does not protect: the substitution is no secret. Whoever knows the method and the public model can compute"
     yield "which tokens a substitute may stand for, and language does the rest: of 64 sentences on this package's default"
-    if shadows["group"] > 1:
-        yield "model, balanced in groups of 8, 13 % of the tokens came back by word frequencies, 42 % with text of the same kind."
-    else:
-        yield "model 52 % of the tokens came back by word frequencies, 72 % with text of the same kind."
-    yield "On yours, `rasura audit --defense ghost --attack ghost-lattice --reference TEXTS` measures it. Labels and lengths are"
-    yield "unchanged. No formal guarantee."
+    words, same_kind = (13, 42) if shadows["group"] > 1 else (52, 72)
+    balanced = ", balanced in groups of 8," if shadows["group"] > 1 else ""
+    yield f"model{balanced} {words} % of the tokens came back by word frequencies, {same_kind} % with text of the same kind."
+    yield "On yours, `rasura audit --defense ghost --attack ghost-lattice --reference TEXTS` measures it. Labels and lengths"
+    yield "are unchanged. No formal guarantee."
     yield "Train on `input_ids`: the text, tokenized again, may give other ids."
