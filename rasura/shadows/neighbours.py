@@ -64,14 +64,16 @@ def common(near: Tensor, rows: Tensor, asked: Tensor) -> tuple[Tensor, Tensor]:
 
     Token by token, since then the marks of one token's neighbours and the rows that are looked up stay in the cache.
     """
-    table = near.numpy()
-    marks = np.full(len(table), -1, dtype=np.int32)
+    # Indices as numpy takes them, so that no lookup converts them anew; no copy where they are so already.
+    table = near.numpy().astype(np.intp, copy=False)
+    marks = np.zeros(len(table), dtype=np.uint8)
     shared = np.zeros((len(rows), table.shape[1]), dtype=np.int32)
     back = np.zeros((len(rows), table.shape[1]), dtype=bool)
     for n, (token, some) in enumerate(zip(rows.tolist(), asked.numpy())):
         own = table[token]
-        marks[own] = token
         theirs = table[own[some]]
-        shared[n, some] = (marks[theirs] == token).sum(1)
+        marks[own] = 1
+        shared[n, some] = marks.take(theirs).sum(1, dtype=np.int32)
+        marks[own] = 0
         back[n, some] = (theirs == token).any(1)
     return torch.from_numpy(shared), torch.from_numpy(back)

@@ -185,6 +185,7 @@ def search(
     lemma = torch.tensor([number[name] for name in names])
     most = min(settings.most, int(usable.sum()) - 1)
     near = neighbours(table, most, usable)
+    wide = near.long()
     count = len(near)
     kept: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * count
     needed = torch.zeros(count, dtype=torch.int16)
@@ -201,15 +202,16 @@ def search(
     for level, k in [(0, k) for k in sizes] + [(1, most), (2, most)]:
         allowed = (one_way if level < 2 else other)[:, :k].clone()
         if level == 0 and (settings.direct or settings.indirect):
-            shared, back = common(near[:, :k].contiguous(), rows, allowed)
+            shared, back = common(wide[:, :k], rows, allowed)
             if settings.direct:
                 one_way[:, :k] &= ~back
                 allowed &= ~back
             if settings.indirect:
                 allowed &= shared <= settings.overlap * k
         has = allowed.any(1)
-        for row, keep in zip(rows[has].tolist(), allowed[has]):
-            kept[row] = near[row, :k][keep]
+        found = near[rows[has], :k][allowed[has]]
+        for row, part in zip(rows[has].tolist(), torch.split(found, allowed[has].sum(1).tolist())):
+            kept[row] = part
         needed[rows[has]], relaxed[rows[has]] = k, level
         rows, other, one_way = rows[~has], other[~has], one_way[~has]
         if not len(rows):
