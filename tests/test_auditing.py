@@ -197,6 +197,18 @@ def test_nothing_scored_is_said(run: Path) -> None:
     assert findings([]).cells == 0
 
 
+def test_nothing_is_said_to_hold_before_an_attack_that_knows_it_was_tried(run: Path) -> None:
+    store = RunStore(run)
+    records = [r for r in store if r["attack"] == "span" and r["defense"] == "none"]
+    store.close()
+    nothing = {"token_recall": {**records[0]["scores"]["token_recall"], "per_record": [0.0]}}
+    behind = [{**r, "defense": "ghost:group=8+dropout:0.1", "scores": nothing} for r in records]
+    advice = findings([*records, *behind]).recommendation
+    assert "no attack of this run knows how it works" in advice and "--attack ghost-lattice" in advice
+    knowing = [{**r, "attack": "ghost-mean"} for r in behind]
+    assert "ghost:group=8+dropout:0.1 holds" in findings([*records, *behind, *knowing]).recommendation
+
+
 def test_the_report_masks_and_escapes(run: Path) -> None:
     html = write_report(run).read_text()
     names = ("alpha", "bravo", "carol", "delta")

@@ -28,6 +28,10 @@ HOLDS_WITHIN = 0.1
 """A setting holds when the upper bound of its risk is at most this much above the guessing level."""
 
 
+ADAPTIVE = {"ghost": ("ghost-", "ghost-lattice")}
+"""Protection -> how the names of attacks begin that know it, and the strongest: without one nothing is said to hold."""
+
+
 @dataclass(frozen=True)
 class Level:
     """A pooled score: mean, interval, worst case, number of texts, all in [0, 1]."""
@@ -206,12 +210,28 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
+def _untried(f: Findings, defense: str) -> str | None:
+    """The attack made against ``defense``, where none of its kind is in the run; None where nothing is missing."""
+    for name, (kind, attack) in ADAPTIVE.items():
+        parts = [part.partition(":")[0] for part in defense.split("+")]
+        if name in parts and not any(a.startswith(kind) and (a, defense) in f.matrix for a in f.attacks):
+            return attack
+    return None
+
+
 def _recommendation(f: Findings) -> str:
     if f.blind is None or not f.best:
         return "Nothing can be recommended: no attack was scored."
     safe = [(e.level.high, d) for d, e in f.best.items() if e.level and e.level.high <= f.blind.mean + HOLDS_WITHIN]
-    if safe:
+    tested = [(high, d) for high, d in safe if _untried(f, d) is None]
+    if safe and not tested:
         name = min(safe)[1]
+        return (
+            f"Nothing is known of {name} yet: no attack of this run knows how it works. Add one that does, --attack "
+            f"{_untried(f, name)}, before you rely on it."
+        )
+    if safe:
+        name = min(tested)[1]
         level = f.best[name].level
         assert level is not None
         return (
