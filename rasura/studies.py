@@ -158,10 +158,11 @@ def _spread(values: Sequence[float], metric: str) -> str:
 
 
 def _head(study: Study, plan: Plan | TrainPlan, about: str, columns: Sequence[str]) -> list[str]:
+    model, command = Path(plan.model).name, f"rasura study {study.name}{_given(study, plan)}"
     return [
         f"## {study.name}: {study.title}",
         "",
-        f"After {study.source}. Model {plan.model}, {about}. Command: `rasura study {study.name}{_given(study, plan)}`.",
+        f"After {study.source}. Model {model}, {about}. Command: `{command}`.",
         "",
         *(f"- {line}" for line in study.differs),
         "",

@@ -143,6 +143,7 @@ def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[st
 def study(
     name: Annotated[str, typer.Argument(help="a study of the folder studies/: grab/table7")],
     data: Annotated[str | None, typer.Option(help="the texts, or the folder that holds the study's own files")] = None,
+    model: Annotated[str | None, typer.Option(help="the model, where the study's own is not here")] = None,
     limit: Annotated[int | None, typer.Option(help="texts used")] = None,
     budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
     attack: Annotated[str | None, typer.Option(help="only these attacks, with commas")] = None,
@@ -164,7 +165,7 @@ def study(
     found = load_study(name)
     plan = prepared(
         found, data=data, limit=limit, budget=budget, attacks=split(attack), defenses=split(defense), seeds=seeds,
-        batch_sizes=numbers(batch_size, "batch-size"),
+        model=model, batch_sizes=numbers(batch_size, "batch-size"),
     )  # fmt: skip
     out_folder = folder or Path("runs/studies") / name.replace("/", "-")
     if isinstance(plan, TrainPlan):
