@@ -19,6 +19,9 @@ from rasura.interfaces import InputError
 SCORED = ("grad", "param", "prodsig", "random", "sens", "sens-exact", "sens-discrete")
 """Metrics that give every entry a score, of which the largest are sealed."""
 
+TOGETHER = 8
+"""Probes of Sens whose products are taken at once: the weights are then read once for all of them."""
+
 NAMED = ("all", "structural", "attn", *(f"onefifth-{i}" for i in range(1, 6)))
 """Policies that name whole tensors."""
 
@@ -68,12 +71,15 @@ def sensitivity(
     at, gradient = _gradient_of_embeddings(model, inputs, names)
     if method == "randomised":
         logs: dict[str, Tensor] = {}
-        for _ in range(probes):
-            probe = torch.tan(math.pi * (torch.rand(at.shape, generator=rng) - 0.5))
+        for start in range(0, probes, TOGETHER):
+            count = min(TOGETHER, probes - start)
+            probe = torch.tan(math.pi * (torch.rand((count, *at.shape), generator=rng) - 0.5)).to(at.dtype)
             # The largest entries of a Cauchy vector are thousands; the product is linear, so it is taken at size 1.
-            size = float(probe.abs().max())
-            for n, m in _product(gradient, at, probe / size).items():
-                logs[n] = logs.get(n, torch.zeros_like(m)) + (m.abs() * size).clamp_min(1e-30).log()
+            sizes = probe.flatten(1).abs().amax(1)
+            moves = torch.func.vmap(lambda direction: _product(gradient, at, direction))(probe / sizes[:, None, None, None])
+            for n, m in moves.items():
+                sized = m.abs() * sizes.view(-1, *[1] * (m.dim() - 1))
+                logs[n] = logs.get(n, torch.zeros_like(m[0])) + sized.clamp_min(1e-30).log().sum(0)
         return {n: (log / probes).exp() / at.numel() for n, log in logs.items()}
     sums: dict[str, Tensor] = {}
     for j in range(at.numel()):
