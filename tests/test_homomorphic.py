@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,15 @@ def test_keys_are_files_that_only_their_owner_reads(tmp_path: Path, keys: Contex
             Context.load(tmp_path / "broken")
     with pytest.raises(InputError, match="cannot be read"):
         Context.load(tmp_path / "nothing")
+
+
+def test_without_tenseal_the_extra_is_named_and_not_the_file(
+    tmp_path: Path, keys: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys.save(tmp_path / "secret.keys")
+    monkeypatch.setitem(sys.modules, "tenseal", None)
+    with pytest.raises(InputError, match=r"rasura\[encryption\]"):
+        Context.load(tmp_path / "secret.keys")
 
 
 def test_a_server_with_a_secret_key_is_refused(keys: Context) -> None:

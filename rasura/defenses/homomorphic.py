@@ -132,9 +132,9 @@ class Context:
             found, mode = file.read_bytes() if file.stat().st_size <= LIMIT else b"", file.stat().st_mode & 0o077
         except OSError as error:
             raise InputError(f"{file} cannot be read ({error.strerror}); make keys with rasura keys") from None
-        parts = found.split(b"\n", 2)
+        _tenseal()  # Without it nothing is wrong with the file.
         try:
-            magic, about, data = parts
+            magic, about, data = found.split(b"\n", 2)
             scheme, most, key = about.decode().split()
             if magic.decode() != MAGIC:
                 raise ValueError
@@ -222,7 +222,7 @@ def seal(
     width = context.parameters.values
     parts = [found.steps[start : start + width] for start in range(0, len(found.steps), width)]
     if processes < 2 or len(parts) < 2 * processes:
-        return [c for part in _shares(parts, 1) for c in _encrypted(part, context)], found.beyond
+        return _encrypted(parts, context), found.beyond
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         done = pool.map(_encrypted, _shares(parts, processes), [context] * processes)
         return [c for share in done for c in share], found.beyond
@@ -230,7 +230,7 @@ def seal(
 
 def _shares(parts: Sequence[NDArray[np.int64]], count: int) -> list[list[NDArray[np.int64]]]:
     size = -(-len(parts) // count)
-    return [list(parts[k : k + size]) for k in range(0, count * size, size)] if parts else [[]] * count
+    return [list(parts[k : k + size]) for k in range(0, count * size, size)]
 
 
 def _encrypted(parts: Sequence[NDArray[np.int64]], context: Context) -> list[bytes]:

@@ -183,6 +183,8 @@ class FineTuning:
 
     def run(self, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> History:
         """Train to the end, from the last whole epoch of an earlier run; the same figures as without an interruption."""
+        from safetensors.torch import load_file
+
         self._resume()
         while not self.history.finished(self.recipe):
             loss = self._epoch(self.history.epoch)
@@ -191,7 +193,7 @@ class FineTuning:
             if progress is not None:
                 progress(self.history.epoch, self.recipe.epochs, figures)
         if self.history.best_epoch and self.history.best_epoch != self.history.epoch:
-            self._load(self.folder / "best.safetensors")
+            self._put(load_file(str(self.folder / "best.safetensors")))
         return self.history
 
     def _epoch(self, epoch: int) -> float:
@@ -233,7 +235,7 @@ class FineTuning:
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
         last = {**{f"weight/{n}": w for n, w in weights.items()}, **{f"moment/{n}": m for n, m in moments.items()}}
-        about = {"epoch": str(h.epoch), "history": json.dumps(vars(h))}
+        about = {"history": json.dumps(vars(h))}
         self._save(lambda path: save_file(last, str(path), metadata=about), "last.safetensors")
 
     def _save(self, write: Callable[[Path], None], name: str) -> None:
@@ -251,22 +253,17 @@ class FineTuning:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             about: dict[str, str] = file.metadata() or {}
         self.history = History(**json.loads(about["history"]))
-        with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter.copy_(found[f"weight/{name}"])
+        self._put({name: found[f"weight/{name}"] for name in self.trained})
         for name, parameter in self.trained.items():
             prefix = f"moment/{name}/"
             state = {k.removeprefix(prefix): t for k, t in found.items() if k.startswith(prefix)}
             if state:
                 self.optimizer.state[parameter] = {k: t if k == "step" else t.to(parameter.device) for k, t in state.items()}
 
-    def _load(self, path: Path) -> None:
-        from safetensors.torch import load_file
-
-        found = load_file(str(path))
+    def _put(self, weights: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, parameter in self.trained.items():
-                parameter.copy_(found[name])
+                parameter.copy_(weights[name])
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """Write ``result.json`` and remove what only resumption needs."""
