@@ -8,6 +8,7 @@ import torch
 from torch import Generator
 
 from rasura.interfaces import Budget, NotApplicable
+from rasura.priors import words
 from rasura.priors.ngram import Unigram
 from rasura.values import Grant, Observation, Reconstruction
 
@@ -51,10 +52,7 @@ class Blind:
         if seen.task == "vision":
             return _grey(seen)
         vocabulary = seen.vocabulary
-        if Grant.REFERENCE_TEXT in seen and seen.reference_text:
-            prior = Unigram.of(vocabulary, seen.reference_text)
-        else:
-            prior = Unigram.english(vocabulary)
+        prior = words(seen)
         around = len(vocabulary.prefix) + len(vocabulary.suffix)
         if Grant.LENGTHS in seen:
             lengths = [max(1, n - around) for n in seen.lengths]
