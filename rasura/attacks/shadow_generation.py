@@ -28,6 +28,9 @@ LONGEST = 64
 BATCH = 16
 RATE = 2e-4
 
+KEPT = 3
+"""Trained models that are kept, as an audit of several settings asks for them in turn."""
+
 
 class Restorer(nn.Module):
     """Names the original token at every place of an obfuscated text: the public model, a linear layer that starts as the
@@ -118,7 +121,8 @@ class ShadowGeneration:
         count, epochs = self.work[budget.level]
         key = (embedding_digest(token_embedding(seen.model)), settings, seen.reference_text[:count], epochs)
         if key not in _TRAINED:
-            _TRAINED.clear()
+            while len(_TRAINED) >= KEPT:
+                del _TRAINED[next(iter(_TRAINED))]
             _TRAINED[key] = trained(seen.model, table, seen.vocabulary, seen.reference_text[:count], epochs, seed=0)
         preimages = preimages_of(table, seen.model)
         texts = tuple(restored(t, _TRAINED[key], preimages, seen.vocabulary.special_ids) for t in read.tokens)
@@ -127,4 +131,4 @@ class ShadowGeneration:
 
 
 _TRAINED: dict[Any, Restorer] = {}
-"""The last one trained: the cells of an audit ask for the same, and its seed is fixed, whoever asks first."""
+"""The last ones trained: the cells of an audit ask for the same, and their seed is fixed, whoever asks first."""

@@ -13,7 +13,7 @@ from torch import Generator, nn
 
 from rasura.interfaces import InputError, Transform
 from rasura.shadows.selection import DEFAULT, Selection, Selector
-from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, made_for
+from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer, made_for
 from rasura.values import Batch, Mechanism, Stage, Vocabulary
 
 
@@ -42,6 +42,8 @@ def ghost(
         return replace(batch, input_ids=ids, labels=labels), state
 
     settings = shadows if table is None else table.settings
+    if table is None and settings.language is not None:
+        lemmatizer()  # What is missing is said now, not when the first text comes.
     known = {**asdict(settings), **asdict(selection)}
     return Transform(Stage.DATA, Mechanism("ghost", Stage.DATA, known), init, apply)
 

@@ -131,16 +131,22 @@ def embedding_digest(table: Tensor) -> str:
     return hashlib.sha256(str(tuple(rows.shape)).encode() + rows.numpy().tobytes()).hexdigest()[:32]
 
 
+def lemmatizer() -> Any:
+    """The library that knows lemmas. Raises ``MissingExtra`` with how to install it."""
+    try:
+        import simplemma
+    except ImportError:
+        raise MissingExtra("lemmas need simplemma: pip install 'rasura[ghost]', or pass --language none") from None
+    return simplemma
+
+
 def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
     """The lemma of every token, lower case; a subword's is the subword itself (sec. 2.2), as is every token's without a
     ``language``. Raises ``InputError`` where simplemma is missing or does not know the language."""
     words = [vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size)]
     if language is None:
         return words
-    try:
-        import simplemma
-    except ImportError:
-        raise MissingExtra("lemmas need simplemma: pip install 'rasura[ghost]', or pass --language none") from None
+    simplemma = lemmatizer()
     try:
         return [simplemma.lemmatize(w, lang=language).lower() if w.isalpha() else w for w in words]
     except ValueError as error:

@@ -43,7 +43,7 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.epochs < 0 or self.batch_size < 1 or self.patience < 1 or not 0 < self.learning_rate < float("inf"):
+        if self.epochs < 1 or self.batch_size < 1 or self.patience < 1 or not 0 < self.learning_rate < float("inf"):
             raise InputError(
                 f"training: {self.epochs} epochs, batches of {self.batch_size}, patience {self.patience}, learning rate "
                 f"{self.learning_rate}; expected at least 1 of the first three and a learning rate above 0"
