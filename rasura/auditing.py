@@ -27,12 +27,14 @@ from rasura.recipes import parse_defense, parse_update
 from rasura.records import Record, RunStore, cell_key
 from rasura.rng import generator
 from rasura.threat import THREATS, ThreatModel, adversary_copy, observe
-from rasura.values import Reconstruction, Transcript
+from rasura.values import Message, Reconstruction, Transcript
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import step
+from rasura.wire import to_bytes
 
 SECONDS = {
-    "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "span": 4.0, "span-matching": 45.0, "dlg": 40.0, "tag": 40.0,
+    "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "mask-positions": 0.1, "span": 4.0, "dager": 4.0,
+    "span-matching": 45.0, "dlg": 40.0, "tag": 40.0,
     "lamp-cos": 70.0, "lamp-l1l2": 120.0, "grab": 240.0, "pursuit": 60.0,
     "inverting-gradients": 20.0, "feature-matching": 20.0,
 }  # fmt: skip
@@ -183,7 +185,8 @@ class Audit:
             recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
             details=dict(guess.details) if guess is not None else {},
             n_tokens=0 if self.images else sum(truth.text_batch.lengths),
-            sent_bytes=sum(g.numel() * g.element_size() for g in truth.message.gradients.values()),
+            sent_bytes=_sent_bytes(truth.message),
+            defense_seconds=truth.seconds,
             threat_plain=threat.plain,
             wall_seconds=wall,
             cpu_seconds=cpu,
@@ -224,6 +227,12 @@ class Audit:
             except Unavailable as error:
                 self.unavailable[name] = str(error)
         return out
+
+
+def _sent_bytes(message: Message) -> int:
+    if message.sealed:
+        return len(to_bytes(message))
+    return sum(g.numel() * g.element_size() for g in message.gradients.values())
 
 
 def _named(cell: Cell) -> list[str]:

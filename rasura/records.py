@@ -21,7 +21,9 @@ class Record:
     """One cell: an attack on one batch behind one defense under one threat model.
 
     ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is. ``status``: ok, failed or
-    not_applicable, with ``reason``; scores are empty unless ok. ``recovered`` is masked unless asked for.
+    not_applicable, with ``reason``; scores are empty unless ok. ``recovered`` is masked unless asked for. ``sent_bytes``: of
+    the message on the wire where something is sealed, else of its entries; ``defense_seconds``: wall, of the protections on
+    data and message.
     """
 
     key: str
@@ -43,6 +45,7 @@ class Record:
     details: Mapping[str, Any] = field(default_factory=dict)
     n_tokens: int = 0
     sent_bytes: int = 0
+    defense_seconds: float = 0.0
     threat_plain: str = ""
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0

@@ -208,6 +208,8 @@ class Transcript:
     loss: float
     task: Task
     vocabulary: Vocabulary
+    seconds: float = 0.0
+    """Wall seconds that the protections took on data and message, beside the training itself."""
 
     @property
     def text_batch(self) -> Batch:

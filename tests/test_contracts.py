@@ -70,6 +70,8 @@ ATTACKS: dict[str, Case] = {
     "embedding-rows": Case(),
     "labels": Case(reads=False),
     "span": Case(),
+    "dager": Case(),
+    "mask-positions": Case(reads=False),
     "span-matching": Case(),
     "pursuit": Case(reads=False),
     "dlg": Case(reads=False),

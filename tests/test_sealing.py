@@ -12,10 +12,11 @@ from tiny import VOCABULARY, batch_for, tiny
 from rasura.defenses.homomorphic import added, make_keys, opened_sum
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, sealing, unflattened
 from rasura.defenses.significance import NAMED, scores, sensitivity
-from rasura.interfaces import InputError
-from rasura.recipes import parse_defense
+from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
+from rasura.recipes import attack, parse_defense
 from rasura.rng import generator
-from rasura.values import Message
+from rasura.threat import THREATS, observe
+from rasura.values import Message, Reconstruction
 from rasura.victims.step import step
 from rasura.wire import from_bytes, to_bytes
 
@@ -178,3 +179,44 @@ def test_what_is_sealed_is_not_in_the_clear_and_what_is_not_is() -> None:
 def test_wrong_settings_are_refused(text: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         parse_defense(f"sealing:{text}")
+
+
+# --- what the mask itself says, and the published test
+
+
+def attempt(name: str, defense: str) -> Reconstruction:
+    model = tiny("bert", "classification")
+    parts = parse_defense(defense)
+    sent = step(model, TEXT, parts, task="classification", vocabulary=VOCABULARY, rng=generator(0))
+    return attack(name)(observe(sent, THREATS["honest-server"]), rng=generator(1), budget=Budget())
+
+
+TEXT = batch_for("classification", 1)
+
+
+@pytest.mark.parametrize("defense", ["sealing:grad=0.3", "sealing:prodsig=0.3", "pruning:0.2"])
+def test_the_positions_of_sealed_or_dropped_entries_name_the_words(defense: str) -> None:
+    found = attempt("mask-positions", defense)
+    assert set(found.tokens[0]) == set(TEXT.ids(0)) and not found.ordered
+    if defense != "pruning:0.2":
+        assert found.details["longest"] == len(TEXT.ids(0))
+
+
+@pytest.mark.parametrize("defense", ["sealing:param=0.3", "sealing:random=0.3", "random-pruning:0.5"])
+def test_a_mask_from_weights_or_chance_names_nothing(defense: str) -> None:
+    with pytest.raises(AttackFailed, match="weights or chance"):
+        attempt("mask-positions", defense)
+
+
+@pytest.mark.parametrize("defense", ["none", "sealing:all", "sealing:grad=0.3/embeddings=sealed"])
+def test_a_table_that_is_not_hidden_in_part_has_no_positions(defense: str) -> None:
+    with pytest.raises(NotApplicable, match="no positions"):
+        attempt("mask-positions", defense)
+
+
+def test_the_published_span_test_ends_where_entries_are_hidden_and_the_adaptive_one_does_not() -> None:
+    assert attempt("dager", "frozen-embeddings").tokens == (TEXT.ids(0),)
+    hidden = "frozen-embeddings+sealing:grad=0.3"
+    with pytest.raises((AttackFailed, NotApplicable)):
+        attempt("dager", hidden)
+    assert attempt("span", hidden).tokens == (TEXT.ids(0),)

@@ -9,6 +9,7 @@ import torch
 
 from rasura.attacks.embedding_rows import EmbeddingRows
 from rasura.attacks.gradient_matching.presets import dlg
+from rasura.attacks.mask_positions import MaskPositions
 from rasura.attacks.pursuit import Pursuit
 from rasura.attacks.span import Span
 from rasura.attacks.span_matching import SpanMatching
@@ -31,7 +32,8 @@ def _settled(guess: Reconstruction) -> bool:
 
 @dataclass(frozen=True)
 class Best:
-    """Runs embedding rows, span, pursuit, span matching and gradient matching in this order, until a text is certain.
+    """Runs embedding rows, span, mask positions, pursuit, span matching and gradient matching, in this order, until a text
+    is certain.
 
     Returns the guess with the highest confidence, ordered before bags, complete before holes. ``details`` says what was
     tried and how each ended. ``attacks`` makes the members; each runs only where the threat model grants what it needs.
@@ -40,7 +42,9 @@ class Best:
     name: str = "best"
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
-    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (EmbeddingRows, Span, Pursuit, SpanMatching, dlg)
+    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (
+        EmbeddingRows, Span, MaskPositions, Pursuit, SpanMatching, dlg,
+    )  # fmt: skip
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         best: Reconstruction | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,8 +64,10 @@ def step(
         raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     original = batch
+    start = time.perf_counter()
     for part in by_stage[Stage.DATA]:
         batch, _ = part.apply(batch, part.init((model, vocabulary)), rng)
+    seconds = time.perf_counter() - start
     # Tensors may sit on another device than the caller's batch.
     inputs = batch.to(next(model.parameters()).device).inputs()
     losses: list[float] = []
@@ -90,13 +93,15 @@ def step(
         else:
             entries = mean()
         message = Message(entries, kind=local.kind)
+        start = time.perf_counter()
         for part in by_stage[Stage.WIRE]:
             message, _ = part.apply(message, part.init((model, inputs)), rng)
+        seconds += time.perf_counter() - start
     loss = sum(losses) / max(len(losses), 1)
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:
         mechanism = (local.mechanism, *mechanism)
-    return Transcript(original, model, message, mechanism, loss, task, vocabulary)
+    return Transcript(original, model, message, mechanism, loss, task, vocabulary, seconds)
 
 
 def capture(model: nn.Module, inputs: Mapping[str, Tensor], path: str | Path = "update.safetensors") -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -52,8 +52,12 @@ class Span:
         default_factory=lambda: {"quick": (48, 4, 2), "default": (160, 6, 8), "paper": (400, 32, 16)}
     )
     """Budget level -> candidates fitted at a position, rounds that look for copies, random texts per text of the batch."""
+    adaptive: bool = True
+    """Fits what dropout left, and completes what is hidden; without it a hidden entry is taken as the zero that was sent."""
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
+        if not self.adaptive:
+            seen = _as_sent(seen)
         known = parts(seen.model)
         # The first visible block names tokens; one or two deeper ones tell texts apart.
         one_text = Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal
@@ -68,7 +72,7 @@ class Span:
                 f"the gradients show no row space: the batch holds {known.hidden} tokens or more, or noise covers the gap"
             )
         inputs = Inputs(seen.model)
-        dropout = announced_dropout(seen)
+        dropout = announced_dropout(seen) if self.adaptive else 0.0
         if known.causal and any(k > 0 for k in spaces) and not dropout:
             return self._decoder(observed, seen, spaces, inputs)
         if 0 not in spaces:
@@ -107,7 +111,7 @@ class Span:
         likely: list[list[int]] = []
         if not active:
             rows = self._plain(space, inputs, ids, longest, known_length)
-        if not rows:  # dropout was active: somebody said so, or nothing lies in the span as it is
+        if not rows and self.adaptive:  # dropout was active: somebody said so, or nothing lies in the span as it is
             active = True
             prefilter, rounds, _ = self.work[budget.level]
             opening = seen.vocabulary.prefix if size else ()
@@ -188,6 +192,17 @@ class Span:
         if error < VERIFIED:
             return Reconstruction(tokens, "verified", labels=labels, residual=error, details=details)
         return Reconstruction(tokens, "span", residual=residual, details=details)
+
+
+def dager() -> Span:
+    """DAGER as published: the plain test of blocks 0 and 1, for which hidden entries are zeros and dropout is off."""
+    return Span("dager", uses=frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS}), adaptive=False)
+
+
+def _as_sent(seen: Observation) -> Observation:
+    """Without its masks: tensors of which nothing is visible are not there, other hidden entries are zeros."""
+    there = {n: g for n, g in seen.gradients.items() if n not in seen.visible or bool(seen.visible[n].any())}
+    return replace(seen, message=replace(seen.message, gradients=there, visible={}))
 
 
 def _filled_up(seen: Observation, found: list[Text], rest: list[Text], size: int) -> list[Text]:
