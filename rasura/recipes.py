@@ -122,7 +122,7 @@ IMAGE_METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
 }
 
 IMAGE_ATTACKS = ("blind", "inverting-gradients", "feature-matching")
-IMAGE_DEFENSES = ("none", "gaussian", "laplace", "pruning", "random-pruning", "fp16", "bf16", "sign")
+IMAGE_DEFENSES = ("none", "gaussian", "laplace", "pruning", "random-pruning", "fp16", "bf16", "sign", "sealing")
 """What works on the task ``vision``; its other attacks and defenses are those of texts."""
 
 SUITES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

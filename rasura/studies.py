@@ -21,6 +21,9 @@ from rasura.victims.train import Recipe
 FOLDER = Path("studies")
 RESULTS = FOLDER / "RESULTS.md"
 
+COSTS = 0.05
+"""Seconds of a protection above which its cost is told."""
+
 CELL = ("attack", "update", "defense", "threat", "batch_size")
 """What names a row of the results."""
 
@@ -101,7 +104,8 @@ def prepared(study: Study, **changes: Any) -> Plan | TrainPlan:
         for key in given:
             known("option of a training study", key, [f.name for f in fields(TrainPlan)])
         return replace(plan, **given).checked()
-    metrics = tuple(dict.fromkeys((*study.metrics, "token_recall")))
+    headline = "ssim" if plan.task == "vision" else "token_recall"
+    metrics = tuple(dict.fromkeys((*study.metrics, headline)))
     return replace(plan, metrics=metrics, **given).checked()
 
 
@@ -110,20 +114,27 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
     rows = sorted(records, key=_place(plan))
     heads = [_NAMES.get(m, m) for m in study.metrics]
     paper = f"paper ({' / '.join(heads)})"
-    columns = ["attack", "behind", "batch", "n", *heads, f"blind {heads[0]}", "failed", "CPU s", paper]
+    costly = any(r.get("defense_seconds", 0) > COSTS for r in rows)
+    cost = ["MB sent", "s to protect"] if costly else []
+    columns = ["attack", "behind", "batch", "n", *heads, f"blind {heads[0]}", "failed", "CPU s", *cost, paper]
     about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
     lines = _head(study, plan, about, columns)
     for cell, group in groupby(rows, key=lambda r: tuple(r[k] for k in CELL)):
         some = list(group)
         where = dict(zip(CELL, cell))
         values = [_values(some, m, "scores") for m in study.metrics]
-        ours = [_level(v) for v in values]
-        blind = _level(_values(some, study.metrics[0], "blind"))
+        ours = [_level(v, m) for v, m in zip(values, study.metrics)]
+        blind = _level(_values(some, study.metrics[0], "blind"), study.metrics[0])
         behind = ", ".join(dict.fromkeys(str(where[k]) for k in ("defense", "update", "threat") if where[k] not in _USUAL))
         failed = sum(r["status"] != "ok" for r in some)
         seconds = sum(r["cpu_seconds"] for r in some) / len(some)
         first = [where["attack"], behind or "none", where["batch_size"], len(values[0])]
-        lines.append(_row([*first, *ours, blind, f"{failed} of {len(some)}", f"{seconds:.0f}", study.figure(where)]))
+        spent = []
+        if costly:
+            sent, took = (sum(r.get(k, 0) for r in some) / len(some) for k in ("sent_bytes", "defense_seconds"))
+            spent = [f"{sent / 1e6:.1f}", f"{took:.1f}"]
+        last = [f"{failed} of {len(some)}", f"{seconds:.0f}", *spent, study.figure(where)]
+        lines.append(_row([*first, *ours, blind, *last]))
     reasons = sorted({f"{r['attack']}: {r['reason']}" for r in rows if r["reason"]})
     return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""]).replace("\n\n\n", "\n\n")
 
@@ -152,7 +163,7 @@ def _half_width(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _spread(values: Sequence[float], metric: str) -> str:
-    scale, digits = (1, 2) if metric in ("loss", "perplexity") else (100, 1)
+    scale, digits = _SCALES.get(metric, _SHARE)
     mean, low, high = (scale * v for v in (sum(values) / len(values), min(values), max(values)))
     return f"{mean:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if len(values) > 1 else "")
 
@@ -175,7 +186,11 @@ def _row(cells: Iterable[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-_NAMES = {"rouge1": "R-1", "rouge2": "R-2", "rougeL": "R-L", "mcc": "MCC", "f1": "F1"}
+_NAMES = {"rouge1": "R-1", "rouge2": "R-2", "rougeL": "R-L", "mcc": "MCC", "f1": "F1", "mse": "MSE", "psnr": "PSNR"}
+_SHARE = (100, 1)
+_SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
+"""Factor and digits of metrics that are no shares, which are given in percent."""
+
 _USUAL = ("fedsgd", "with-labels-and-lengths")
 
 
@@ -203,9 +218,13 @@ def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> lis
     return out
 
 
-def _level(values: list[float]) -> str:
-    level = pooled(values)
-    return "–" if level is None else f"{100 * level.mean:.1f} [{100 * level.low:.0f}, {100 * level.high:.0f}]"
+def _level(values: list[float], metric: str) -> str:
+    level, (scale, digits) = pooled(values), _SCALES.get(metric, _SHARE)
+    if level is None:
+        return "–"
+    mean, low, high = (scale * v for v in (level.mean, level.low, level.high))
+    ends = max(0, digits - 1)
+    return f"{mean:.{digits}f} [{low:.{ends}f}, {high:.{ends}f}]"
 
 
 def write_section(text: str, path: Path = RESULTS) -> None:

@@ -218,6 +218,18 @@ def test_the_report_masks_and_escapes(run: Path) -> None:
     assert "<script" not in html and "This file is personal data" in html
 
 
+def test_the_report_shows_what_sealing_costs_and_at_which_strengths_it_was_tried(tmp_path: Path, model_folder: Path) -> None:
+    defenses = ("none", "sealing:grad=0.01", "sealing:grad=0.6", "sealing:param=0.5/scheme=bfv", "sealing:all/scheme=bfv")
+    plan = plan_for(model_folder, defenses=defenses, limit=1, texts=TEXTS[:1])
+    records = list(audit(plan, out=tmp_path))
+    sizes = {r.defense: r.sent_bytes for r in records}
+    assert sizes["none"] == sizes["sealing:grad=0.6"] < sizes["sealing:param=0.5/scheme=bfv"] < sizes["sealing:all/scheme=bfv"]
+    assert all(r.defense_seconds > 0 for r in records if "bfv" in r.defense)
+    page = write_report(tmp_path).read_text()
+    assert "Risk against the strength of sealing:grad" in page and "Risk against the bytes of an update" in page
+    assert len(re.findall(r'<circle [^>]*r="9"', page)) == len(defenses)
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_report_in_a_browser_overflows_nowhere(run: Path, tmp_path: Path, width: int) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

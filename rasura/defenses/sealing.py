@@ -88,6 +88,8 @@ def mask(
 
 
 def _embedding_names(model: nn.Module) -> set[str]:
+    if not hasattr(model, "get_input_embeddings"):
+        return set()  # an image classifier
     table = {id(p) for p in embedding_parameters(model)}
     return {n for n, p in model.named_parameters() if id(p) in table}
 

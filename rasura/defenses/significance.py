@@ -60,7 +60,7 @@ def sensitivity(
     rng: Generator,
     probes: int = PROBES,
 ) -> dict[str, Tensor]:
-    """Sens: the mean over input coordinates j of |d g_i / d x_j|, x being the input embeddings, by parameter name.
+    """Sens: the mean over input coordinates j of |d g_i / d x_j|, x being the input embeddings or pixels, by parameter name.
 
     ``exact``: a forward-over-reverse product for every coordinate, for tiny models. ``discrete``: central differences with
     step 1, the paper's approximation (sec. 5.4). ``randomised`` (ours): of products with vectors of independent Cauchy
@@ -68,7 +68,7 @@ def sensitivity(
     norm: the exponential of the mean log over ``probes`` products estimates it, at a cost that does not grow with the text.
     Parameters that the loss does not depend on behind the embeddings are left out.
     """
-    at, gradient = _gradient_of_embeddings(model, inputs, names)
+    at, gradient = _gradient_of_input(model, inputs, names)
     if method == "randomised":
         logs: dict[str, Tensor] = {}
         for start in range(0, probes, TOGETHER):
@@ -76,7 +76,9 @@ def sensitivity(
             probe = torch.tan(math.pi * (torch.rand((count, *at.shape), generator=rng) - 0.5)).to(at.dtype)
             # The largest entries of a Cauchy vector are thousands; the product is linear, so it is taken at size 1.
             sizes = probe.flatten(1).abs().amax(1)
-            moves = torch.func.vmap(lambda direction: _product(gradient, at, direction))(probe / sizes[:, None, None, None])
+            moves = torch.func.vmap(lambda direction: _product(gradient, at, direction))(
+                probe / sizes.view(-1, *[1] * at.dim())
+            )
             for n, m in moves.items():
                 sized = m.abs() * sizes.view(-1, *[1] * (m.dim() - 1))
                 logs[n] = logs.get(n, torch.zeros_like(m[0])) + sized.clamp_min(1e-30).log().sum(0)
@@ -100,25 +102,28 @@ def _product(gradient: Callable[[Tensor], dict[str, Tensor]], at: Tensor, direct
     return {n: m.detach() for n, m in found[1].items()}
 
 
-def _gradient_of_embeddings(
+def _gradient_of_input(
     model: nn.Module, inputs: Mapping[str, Tensor], names: Iterable[str]
 ) -> tuple[Tensor, Callable[[Tensor], dict[str, Tensor]]]:
-    word: Any = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
-    embedded: Tensor = word(inputs["input_ids"]).detach()
-    rest = {k: v for k, v in inputs.items() if k != "input_ids"}
-    below = {id(p) for p in word.parameters()}
+    rest, below, variable = dict(inputs), set(), "pixel_values"
+    if variable in rest:
+        at = rest.pop(variable)
+    else:
+        word: Any = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
+        at, variable = word(rest.pop("input_ids")).detach(), "inputs_embeds"
+        below = {id(p) for p in word.parameters()}
     wanted = set(names)
     own = {n: p.detach() for n, p in model.named_parameters() if n in wanted and id(p) not in below}
 
     def loss(some: dict[str, Tensor], e: Tensor) -> Tensor:
-        out: Tensor = torch.func.functional_call(model, some, (), {**rest, "inputs_embeds": e}).loss
+        out: Tensor = torch.func.functional_call(model, some, (), {**rest, variable: e}).loss
         return out
 
     def gradient(e: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = torch.func.grad(loss)(own, e)
         return found
 
-    return embedded, gradient
+    return at, gradient
 
 
 def named(policy: str, model: nn.Module, names: Iterable[str]) -> set[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rasura.metrics.intervals import bootstrap
@@ -79,6 +79,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Price:
+    """What a protection costs on average: ``sent`` bytes of an update, ``seconds`` to make it."""
+
+    sent: float
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Findings:
     """Everything that the page shows, for one metric."""
 
@@ -97,6 +105,7 @@ class Findings:
     failed: int
     words: Wording = TEXTS
     figures: tuple[dict[str, Any], ...] = ()
+    prices: Mapping[str, Price] = field(default_factory=dict)
 
 
 def pooled(values: Iterable[float | None]) -> Level | None:
@@ -171,9 +180,17 @@ def findings(
         tuple(_evidence(strongest)), tuple(sorted({r["batch_size"] for r in every})),
         len(every), sum(r["status"] == "failed" for r in every),
         IMAGES if images else TEXTS, tuple(_figures(groups, attacks, defenses)) if images else (),
+        _prices(every, defenses),
     )  # fmt: skip
     recommendation = _recommendation(found)
     return Findings(**{**found.__dict__, "sentence": tuple(_sentence(found, every)), "recommendation": recommendation})
+
+
+def _prices(records: Iterable[Mapping[str, Any]], defenses: Sequence[str]) -> dict[str, Price]:
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for r in records:
+        found[r["defense"]].append((r.get("sent_bytes", 0), r.get("defense_seconds", 0.0)))
+    return {d: Price(*(sum(part) / len(found[d]) for part in zip(*found[d]))) for d in defenses}
 
 
 def _figures(

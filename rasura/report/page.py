@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.records import RunStore, write_whole
-from rasura.report.findings import findings, summarise
+from rasura.report.findings import Findings, Level, findings, summarise
 
 NOT_TESTED = (
     "a server that sends a crafted model (active attacks)",
@@ -51,6 +51,7 @@ def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text:
         schema=records[0]["schema"] if records else "",
         seconds=sum(r["wall_seconds"] for r in records),
         curves=_curves(f),
+        frontier=_frontier(f),
     )
 
 
@@ -68,29 +69,59 @@ def _shown(text: str, show: bool) -> str:
     return text if show else " ".join("█" * len(w) for w in text.split())
 
 
-def _curves(f: Any) -> list[dict[str, Any]]:
+def _strength(defense: str) -> tuple[str, float] | None:
+    """``pruning:0.9`` as ``pruning`` and 0.9, ``sealing:grad=0.1`` as ``sealing:grad`` and 0.1; None for all else."""
+    head, _, value = defense.replace("=", ":").rpartition(":")
+    try:
+        return (head, float(value)) if head and "+" not in defense and "/" not in defense else None
+    except ValueError:
+        return None
+
+
+def _curves(f: Findings) -> list[dict[str, Any]]:
     """Defenses that were run at several strengths: best attack's risk against the strength."""
-    families: dict[str, list[tuple[float, Any]]] = {}
+    families: dict[str, list[tuple[float, Level]]] = {}
     for defense, entry in f.best.items():
-        name, _, value = defense.partition(":")
-        if value and "+" not in defense and entry.level:
-            families.setdefault(name, []).append((float(value), entry.level))
+        found = _strength(defense)
+        if found is not None and entry.level:
+            families.setdefault(found[0], []).append((found[1], entry.level))
     out = []
     for name, points in families.items():
         if len(points) < 2:
             continue
         points.sort(key=lambda p: p[0])
         x = [60 + 420 * k / (len(points) - 1) for k in range(len(points))]
-        y = [170 - 150 * p.mean for _, p in points]
-        band = [f"{a:.1f},{170 - 150 * p.high:.1f}" for a, (_, p) in zip(x, points)]
-        band += [f"{a:.1f},{170 - 150 * p.low:.1f}" for a, (_, p) in reversed(list(zip(x, points)))]
+        y = [_height(p.mean) for _, p in points]
+        band = [f"{a:.1f},{_height(p.high):.1f}" for a, (_, p) in zip(x, points)]
+        band += [f"{a:.1f},{_height(p.low):.1f}" for a, (_, p) in reversed(list(zip(x, points)))]
         out.append(
             {
                 "name": name,
                 "line": " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y)),
                 "band": " ".join(band),
                 "points": [(a, b, v) for a, b, (v, _) in zip(x, y, points)],
-                "blind": 170 - 150 * (f.blind.mean if f.blind else 0),
+                "blind": _height(f.blind.mean if f.blind else 0),
             }
         )
     return out
+
+
+def _height(share: float) -> float:
+    return 170 - 150 * share
+
+
+def _frontier(f: Findings) -> dict[str, Any] | None:
+    """Risk against bytes sent, a point a defense; None where all send the same."""
+    sizes = {d: p.sent for d, p in f.prices.items() if p.sent}
+    if not sizes or max(sizes.values()) < 1.01 * min(sizes.values()):
+        return None
+    most = max(sizes.values())
+    risks = {d: e.level.mean for d, e in f.best.items() if e.level}
+    points = [
+        {
+            "number": k, "name": d, "x": 60 + 410 * sizes[d] / most, "mb": sizes[d] / 1e6, "seconds": f.prices[d].seconds,
+            "y": _height(risks[d]) if d in risks else None, "entry": f.best.get(d),
+        }
+        for k, d in enumerate(sizes, 1)
+    ]  # fmt: skip
+    return {"points": points, "most": most / 1e6, "blind": _height(f.blind.mean if f.blind else 0)}
