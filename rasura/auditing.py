@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
@@ -136,18 +136,25 @@ class Audit:
 
     def run(self, store: RunStore, progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
         """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
-        held: tuple[tuple[Any, ...], Transcript] | None = None
-        for cell in self.cells:
+        for cells in self.left(store):
+            for record in self.records(cells, progress):
+                store.add(record)
+                yield record
+
+    def left(self, store: RunStore) -> list[list[Cell]]:
+        """The cells that ``store`` lacks, those that share a step together."""
+        return [
+            left for _, cells in groupby(self.cells, key=_shared) if (left := [c for c in cells if c.key not in store])
+        ]
+
+    def records(self, cells: Sequence[Cell], progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
+        """The Records of ``cells`` that share a step, which is taken once."""
+        truth: Transcript | None = None
+        for cell in cells:
             if progress is not None:
                 progress(cell)
-            if cell.key in store:
-                continue
-            where = (cell.update, cell.defense, cell.batch_size, cell.seed, cell.batch)
-            if held is None or held[0] != where:
-                held = (where, self._step(cell))
-            record = self._cell(cell, held[1])
-            store.add(record)
-            yield record
+            truth = truth or self._step(cell)
+            yield self._cell(cell, truth)
 
     def _step(self, cell: Cell) -> Transcript:
         # Seeded by the cell's place, not by what ran before, so that a resumed run takes the same step.
@@ -227,6 +234,11 @@ class Audit:
             except Unavailable as error:
                 self.unavailable[name] = str(error)
         return out
+
+
+def _shared(cell: Cell) -> tuple[Any, ...]:
+    """What the cells of one step share."""
+    return cell.update, cell.defense, cell.batch_size, cell.seed, cell.batch
 
 
 def _sent_bytes(message: Message) -> int:

@@ -69,6 +69,9 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print as JSON")
         ("images", "PIL"),
         ("ghost", "simplemma"),
         ("encryption", "tenseal"),
+        ("federated", "flwr"),
+        ("ray", "ray"),
+        ("dp", "opacus"),
     ):
         rows[f"rasura[{extra}]"] = "installed" if find_spec(package) else f"missing: pip install 'rasura[{extra}]'"
     remedy = "missing: set NLTK_DATA to a folder with corpora/wordnet.zip"

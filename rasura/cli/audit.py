@@ -40,6 +40,9 @@ def audit(
     fail_above: Annotated[float | None, typer.Option(help="exit with 3 when a risk is above this share")] = None,
     folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path("runs/audit"),
     device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
+    engine: Annotated[str, typer.Option(help="local, or ray to spread cells over a Ray cluster")] = "local",
+    address: Annotated[str | None, typer.Option(help="of a running Ray cluster; else one is started here")] = None,
+    workers: Annotated[int | None, typer.Option(help="processes of the engine ray; default all cores")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Measure what attacks read back from the updates that your texts would cause, behind each protection.
@@ -68,10 +71,18 @@ def audit(
     if text and limit is None:
         given["limit"] = len(text)
     plan = replace(plan, **{k: v for k, v in given.items() if v is not None})
-    run_audit(plan.checked(), folder, device_named(device), fail_above, as_json)
+    if known("engine", engine, ENGINES) == "local" and (address or workers):
+        raise InputError("--address and --workers are for --engine ray")
+    run_audit(plan.checked(), folder, device_named(device), fail_above, as_json, engine, address, workers)
 
 
-def run_audit(plan: Any, folder: Path, device: str, fail_above: float | None, as_json: bool) -> None:
+ENGINES = ("local", "ray")
+
+
+def run_audit(
+    plan: Any, folder: Path, device: str, fail_above: float | None, as_json: bool, engine: str = "local",
+    address: str | None = None, workers: int | None = None,
+) -> None:  # fmt: skip
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from rasura.auditing import Audit
@@ -92,12 +103,20 @@ def run_audit(plan: Any, folder: Path, device: str, fail_above: float | None, as
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=err, transient=True) as bar:
-            task = bar.add_task("", total=len(prepared.cells), completed=0)
-            for _ in prepared.run(
-                store, lambda c: bar.update(task, description=f"{c.attack} / {c.defense}", completed=prepared.cells.index(c))
-            ):
-                pass
-        records = list(store)
+            task = bar.add_task("", total=len(prepared.cells), completed=done)
+
+            def progress(c: Any) -> None:
+                bar.update(task, description=f"{c.attack} / {c.defense}")
+
+            if engine == "ray":
+                from rasura.integrations.ray_cluster import spread
+
+                records = spread(prepared, store, address=address, workers=workers, progress=progress)
+            else:
+                records = prepared.run(store, progress)
+            for _ in records:
+                bar.advance(task)
+        everything = list(store)
     except KeyboardInterrupt:
         err.print("interrupted; finished cells are kept, the same command resumes")
         raise typer.Exit(130) from None
@@ -106,11 +125,11 @@ def run_audit(plan: Any, folder: Path, device: str, fail_above: float | None, as
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
     path = write_report(folder, show_text=plan.show_text)
-    found = summarise(records, prepared.plan.canonical())
+    found = summarise(everything, prepared.plan.canonical())
     if as_json:
         sys.stdout.write(json.dumps({**found, "report": str(path)}, ensure_ascii=False) + "\n")
     else:
-        out.print(summary(findings(records, prepared.plan.canonical())))
+        out.print(summary(findings(everything, prepared.plan.canonical())))
         out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
     risk = found["highest_risk"]
     if fail_above is not None and risk is not None and risk > fail_above:

@@ -1,0 +1,118 @@
+"""An audit spread over a Ray cluster: every worker holds the prepared audit, the driver alone writes the store.
+
+The unit of work is one step of training with all attacks on what it sent, so that a protection's costs are paid once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rasura.errors import InputError, MissingExtra
+
+if TYPE_CHECKING:
+    from rasura.auditing import Audit, Cell
+    from rasura.records import Record, RunStore
+
+LOSSES = 3
+"""Workers that may be lost over the same cells before these are given up: they then kill their workers, most likely by
+memory."""
+
+
+class Worker:
+    """One process of the cluster; ``threads``: of torch, as many as the driver's, so that figures are the same."""
+
+    def __init__(self, prepared: Audit, threads: int) -> None:
+        import torch
+
+        torch.set_num_threads(threads)
+        self.prepared = prepared
+
+    def records(self, cells: Sequence[Cell]) -> list[Record]:
+        """The Records of ``cells``, which share a step."""
+        return list(self.prepared.records(cells))
+
+
+def _ray() -> Any:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError:
+        raise MissingExtra("the engine ray needs Ray: pip install 'rasura[ray]'") from None
+    return ray
+
+
+def _answers(address: str | None) -> None:
+    """Raises ``InputError`` where nothing listens at ``host:port``: Ray itself takes a minute to give up."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise InputError(f"no Ray cluster at {address} ({why}); start one with ray start --head") from None
+
+
+def spread(
+    prepared: Audit,
+    store: RunStore,
+    *,
+    address: str | None = None,
+    workers: int | None = None,
+    progress: Callable[[Cell], None] | None = None,
+) -> Iterator[Record]:
+    """As ``Audit.run``, on ``workers`` processes of the Ray cluster at ``address`` (None: one on this machine).
+
+    Records are those of the local engine but for what each took, in the order in which they end. Cells whose worker is lost
+    are done again by another. Raises ``InputError`` where no cluster answers, and where cells lose every worker.
+    """
+    import torch
+
+    ray, threads = _ray(), torch.get_num_threads()
+    if workers is not None and workers < 1:
+        raise InputError(f"workers is {workers}; expected at least 1")
+    left = prepared.left(store)
+    if not left:
+        return
+    _answers(address)
+    try:
+        # A cluster of our own holds what the audit holds, private texts too: it listens on this machine alone.
+        own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        ray.init(address=address, log_to_driver=False, logging_level="error", **own)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(f"no Ray cluster at {address or 'this machine'} ({str(error).splitlines()[0]})") from None
+    try:
+        count = min(len(left), workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads))
+        held = ray.put(prepared)
+        make = ray.remote(num_cpus=0, scheduling_strategy="SPREAD")(Worker)
+        idle = [make.remote(held, threads) for _ in range(count)]
+        running: dict[Any, tuple[Any, Sequence[Cell], int]] = {}
+        waiting: list[tuple[Sequence[Cell], int]] = [(cells, 0) for cells in left]
+        while waiting or running:
+            while waiting and idle:
+                worker, (cells, lost) = idle.pop(), waiting.pop(0)
+                if progress is not None:
+                    progress(cells[0])
+                running[worker.records.remote(cells)] = worker, cells, lost
+            (ready,), _ = ray.wait(list(running), num_returns=1)
+            worker, cells, lost = running.pop(ready)
+            try:
+                found = ray.get(ready)
+            except ray.exceptions.RayActorError as error:
+                if lost + 1 == LOSSES:
+                    raise InputError(
+                        f"{LOSSES} workers were lost over {cells[0].defense} at batch size {cells[0].batch_size} "
+                        f"({str(error).splitlines()[0]}); if memory ran out, pass fewer --workers or a lower --max-memory"
+                    ) from None
+                waiting.append((cells, lost + 1))
+                idle.append(make.remote(held, threads))
+                continue
+            idle.append(worker)
+            for record in found:
+                store.add(record)
+                yield record
+    finally:
+        ray.shutdown()

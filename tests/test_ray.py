@@ -1,0 +1,87 @@
+"""The engine ray: the same Records as the local one, also where a worker dies, and clear refusals."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_auditing import comparable, model_folder, plan_for
+
+from rasura.auditing import Audit, Cell, audit
+from rasura.integrations.ray_cluster import LOSSES, spread
+from rasura.interfaces import InputError
+from rasura.records import Record, RunStore
+
+__all__ = ["model_folder"]
+
+
+class Mortal(Audit):
+    """Its process dies over the cells behind ``defense``, as often as ``times``."""
+
+    def __init__(self, plan: Any, marks: Path, defense: str, times: int) -> None:
+        super().__init__(plan)
+        self.marks, self.defense, self.times = marks, defense, times
+
+    def records(self, cells: Sequence[Cell], progress: Any = None) -> Iterator[Record]:
+        deaths = len(list(self.marks.iterdir()))
+        if cells[0].defense == self.defense and deaths < self.times:
+            (self.marks / str(deaths)).touch()
+            os._exit(1)
+        return super().records(cells, progress)
+
+
+@pytest.fixture
+def mortal(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Mortal]]:
+    import ray.cloudpickle as pickle
+
+    # Workers do not know this folder of tests.
+    module = sys.modules[__name__]
+    pickle.register_pickle_by_value(module)
+    yield Mortal
+    pickle.unregister_pickle_by_value(module)
+
+
+def test_a_lost_worker_is_replaced_and_the_records_are_those_of_the_local_engine(
+    tmp_path: Path, model_folder: Path, mortal: type[Mortal]
+) -> None:
+    plan = plan_for(model_folder, limit=2)
+    list(audit(plan, out=tmp_path / "local"))
+    (tmp_path / "marks").mkdir()
+    prepared = mortal(plan, tmp_path / "marks", "frozen-embeddings", 1)
+    store = RunStore(tmp_path / "ray", prepared.plan.canonical())
+    store.add(next(audit(plan, out=tmp_path / "begun")))  # what is stored already is not done again
+    assert len(list(spread(prepared, store, workers=2))) == len(prepared.cells) - 1
+    assert list(spread(prepared, store)) == []
+    store.close()
+    assert len(list((tmp_path / "marks").iterdir())) == 1
+
+    def by_key(folder: Path) -> list[dict[str, Any]]:
+        return sorted(comparable(folder), key=lambda r: str(r["key"]))
+
+    assert by_key(tmp_path / "ray") == by_key(tmp_path / "local")
+
+
+@pytest.mark.slow
+def test_cells_that_lose_every_worker_are_named(tmp_path: Path, model_folder: Path, mortal: type[Mortal]) -> None:
+    plan = plan_for(model_folder, limit=1, defenses=("none",))
+    (tmp_path / "marks").mkdir()
+    prepared = mortal(plan, tmp_path / "marks", "none", LOSSES + 1)
+    store = RunStore(tmp_path / "ray", prepared.plan.canonical())
+    with pytest.raises(InputError, match=f"{LOSSES} workers were lost over none at batch size 1"):
+        list(spread(prepared, store, workers=1))
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"), [({"workers": 0}, "workers is 0"), ({"address": "127.0.0.1:1"}, "no Ray cluster")]
+)
+def test_bad_input_is_refused(tmp_path: Path, model_folder: Path, more: dict[str, Any], message: str) -> None:
+    prepared = Audit(plan_for(model_folder, limit=1))
+    store = RunStore(tmp_path, prepared.plan.canonical())
+    with pytest.raises(InputError, match=message):
+        list(spread(prepared, store, **more))
+    store.close()
