@@ -69,6 +69,10 @@ def _shown(text: str, show: bool) -> str:
     return text if show else " ".join("█" * len(w) for w in text.split())
 
 
+NEAR = 12
+"""Points of a plot that lie nearer than this, in both directions, share a label."""
+
+
 def _strength(defense: str) -> tuple[str, float] | None:
     """``pruning:0.9`` as ``pruning`` and 0.9, ``sealing:grad=0.1`` as ``sealing:grad`` and 0.1; None for all else."""
     head, _, value = defense.replace("=", ":").rpartition(":")
@@ -117,11 +121,17 @@ def _frontier(f: Findings) -> dict[str, Any] | None:
         return None
     most = max(sizes.values())
     risks = {d: e.level.mean for d, e in f.best.items() if e.level}
-    points = [
-        {
-            "number": k, "name": d, "x": 60 + 410 * sizes[d] / most, "mb": sizes[d] / 1e6, "seconds": f.prices[d].seconds,
-            "y": _height(risks[d]) if d in risks else None, "entry": f.best.get(d),
-        }
-        for k, d in enumerate(sizes, 1)
-    ]  # fmt: skip
-    return {"points": points, "most": most / 1e6, "blind": _height(f.blind.mean if f.blind else 0)}
+    points: list[dict[str, Any]] = []
+    labels: list[dict[str, Any]] = []
+    for number, (name, size) in enumerate(sizes.items(), 1):
+        price, entry = f.prices[name], f.best.get(name)
+        points.append({"number": number, "name": name, "mb": size / 1e6, "seconds": price.seconds, "entry": entry})
+        if name in risks:
+            x, y = 60 + 410 * size / most, _height(risks[name])
+            points[-1] |= {"x": x, "y": y}
+            near = [t for t in labels if abs(t["x"] - x) < NEAR and abs(t["y"] - y) < NEAR]
+            if near:
+                near[0]["text"] += f", {number}"
+            else:
+                labels.append({"x": x, "y": y, "text": str(number)})
+    return {"points": points, "labels": labels, "most": most / 1e6, "blind": _height(f.blind.mean if f.blind else 0)}
