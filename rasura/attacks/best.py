@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from rasura.attacks.embedding_rows import EmbeddingRows
-from rasura.attacks.gradient_matching.presets import dlg
+from rasura.attacks.gradient_matching.presets import dlg, grab
 from rasura.attacks.mask_positions import MaskPositions
+from rasura.attacks.mechanism import announced_noise
 from rasura.attacks.pursuit import Pursuit
 from rasura.attacks.span import Span
 from rasura.attacks.span_matching import SpanMatching
@@ -32,25 +33,25 @@ def _settled(guess: Reconstruction) -> bool:
 
 @dataclass(frozen=True)
 class Best:
-    """Runs embedding rows, span, mask positions, pursuit, span matching and gradient matching, in this order, until a text
-    is certain.
+    """Runs embedding rows, span, mask positions, pursuit, span matching and gradient matching (GRAB where noise was
+    announced, else DLG), in this order, until a text is certain.
 
     Returns the guess with the highest confidence, ordered before bags, complete before holes. ``details`` says what was
-    tried and how each ended. ``attacks`` makes the members; each runs only where the threat model grants what it needs.
+    tried and how each ended. ``attacks`` makes the members before matching; each runs only where the threat model grants what it needs.
     """
 
     name: str = "best"
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
-    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (
-        EmbeddingRows, Span, MaskPositions, Pursuit, SpanMatching, dlg,
-    )  # fmt: skip
+    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (EmbeddingRows, Span, MaskPositions, Pursuit, SpanMatching)
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         best: Reconstruction | None = None
         winner = ""
         ended: dict[str, str] = {}
-        for make in self.attacks:
+        # In noise GRAB reads what no other does; elsewhere it is too slow for what it adds.
+        matching = grab if announced_noise(seen)[0] > 0 else dlg
+        for make in (*self.attacks, matching):
             attack = make()
             own = torch.Generator().manual_seed(child(rng))
             if any(grant not in seen for grant in attack.needs):
