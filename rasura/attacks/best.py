@@ -37,7 +37,8 @@ class Best:
     announced, else DLG), in this order, until a text is certain.
 
     Returns the guess with the highest confidence, ordered before bags, complete before holes. ``details`` says what was
-    tried and how each ended. ``attacks`` makes the members before matching; each runs only where the threat model grants what it needs.
+    tried and how each ended. ``attacks`` makes the members before matching; each runs only where the threat model grants
+    what it needs.
     """
 
     name: str = "best"
