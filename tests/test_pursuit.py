@@ -61,13 +61,14 @@ def test_signs_are_fitted_like_a_logistic_regression_of_every_output() -> None:
         assert torch.allclose(left, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("update", ["fedsgd+sign", "fedavg-adamw:1"])
+@pytest.mark.parametrize("update", [pytest.param("fedsgd+sign", marks=pytest.mark.slow), "fedavg-adamw:1"])
 def test_signs_alone_give_the_text(minilm: Victim, update: str) -> None:
     guess = Pursuit()(sent_by(minilm, update), rng=generator(0), budget=Budget())
     assert minilm.vocabulary.text(guess.tokens[0]) == NOTE
     assert guess.details["signs"] is True
 
 
+@pytest.mark.slow
 def test_small_noise_does_not_hide_the_text_and_large_noise_ends_in_silence(minilm: Victim) -> None:
     small = sent_by(minilm, "fedsgd", "frozen-embeddings+gaussian:0.00003")
     guess = Pursuit()(small, rng=generator(0), budget=Budget("quick"))
