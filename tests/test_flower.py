@@ -218,11 +218,11 @@ BAD: dict[str, tuple[Callable[[bytes], object], str]] = {
     "another round": (header(round=7), "it was replayed"),
     "another nonce": (header(nonce="x"), "it was replayed"),
     "no scales": (header(scales="[1]"), "no scale for each tensor"),
-    "huge scales": (header(scales="[" * 100_000), "no scale for each tensor"),
+    "huge scales": (header(scales="[" * 100_000), "no scale for each tensor|bytes of header; at most"),
     "other scales": (header(scales=None), "no scale for each tensor"),
     "not finite": (not_finite, "no finite numbers"),
     "shows sealed entries": (unveiled, "shows entries that were to be sealed"),
-    "other shapes": (entries(lambda m: {**m.gradients, "classifier.bias": torch.zeros(9)}), "shape|unlike|mask"),
+    "other shapes": (entries(lambda m: {**m.gradients, "classifier.bias": torch.zeros(2)}), "unlike the start"),
     "other names": (entries(lambda m: {**m.gradients, "more": torch.zeros(1)}), "tensors; (expected|at most)"),
     "fewer names": (entries(lambda m: dict(list(m.gradients.items())[1:])), "tensors; expected"),
     "float64": (entries(lambda m: {n: g.double() for n, g in m.gradients.items()}), "float64, unlike"),
@@ -273,13 +273,14 @@ def test_keys_and_masks_of_others_are_refused(keys: Context) -> None:
     # Ciphertexts of other parameters behind the right header.
     other = agree(DEFENSES[2], model(), replace(make_keys(64), key=keys.key))
     data, _ = protected(other, ticket, opened(other, other.start, b""), trained(0, dict(other.start)), 1)
-    with pytest.raises(InputError, match="ciphertexts; expected"):
-        side.server.read(0, data, 1.0)
+    assert side.server.collect([(0, data, 1.0), (1, side.message(1, 1), 1.0)]) == [1]
+    assert "client 0 is left out: ciphertext 0 cannot be read" in side.said[0]
 
 
 def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Context) -> None:
     side = Side(DEFENSES[2], keys, {"least": 2})
     before = side.model()
+    side.server.ticket(1, 0)
     with pytest.raises(RoundFailed, match=r"round 1: 1 updates count, at least 2 are needed \(client 0: .*no message of Rasura"):
         side.server.collect([(0, b"?", 1.0), (1, side.message(1, 1), 1.0)])
     assert side.server.aggregate == b"" and largest(side.model(), before) == 0
@@ -370,10 +371,11 @@ def test_a_capture_holds_what_the_server_saw(tmp_path: Path, keys: Context) -> N
     found = load_file(str(tmp_path / "sealed/round-1/client-7.safetensors"))
     hidden = load_file(str(tmp_path / "sealed/round-1/client-7.hidden.safetensors"))
     for n, g in gradient.items():
-        assert torch.equal(hidden[n], side.clients.sealed[n])
-        assert not bool(found[n][hidden[n]].any()) and torch.allclose(found[n], -RATE * g * ~hidden[n], atol=1e-6)
+        mask = side.clients.sealed[n]
+        assert torch.equal(hidden[n], mask) if bool(mask.any()) else n not in hidden
+        assert not bool(found[n][mask].any()) and torch.allclose(found[n], -RATE * g * ~mask, atol=1e-6)
     told = json.loads((tmp_path / "sealed/round-1/client-7.json").read_text())
-    assert told["visible"] == sum(int((~m).sum()) for m in hidden.values()) and told["ciphertexts"] > 0
+    assert told["visible"] == sum(int((~m).sum()) for m in side.clients.sealed.values()) and told["ciphertexts"] > 0
 
 
 # With Flower.
@@ -445,6 +447,11 @@ def flower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "0")
+    from flwr.supercore.task_identity import TaskIdentity
+
+    # What Flower sets in the process of a server app, before any message can be made.
+    for name in ("_task_id", "_run_id", "_node_id"):
+        monkeypatch.setattr(TaskIdentity, name, 1)
 
 
 @pytest.mark.usefixtures("flower")
@@ -522,7 +529,12 @@ def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(ke
     with pytest.raises(RoundFailed, match="client 2: its key is"):
         strategy(server, least=3).start(grid=LocalGrid(range(3), lambda n, m: mixed[n](n, m)), num_rounds=1)
     # From the second round on the wrong key cannot open what it is sent.
-    made = strategy(server, least=2, first_scale=FIRST)
-    made.start(grid=LocalGrid(range(3), lambda n, m: mixed[n](n, m)), num_rounds=2)
-    reply = mixed[2](2, made.configure_train(3, None, __import__("flwr").app.ConfigRecord(), LocalGrid(range(3), mixed[0]))[0])
-    assert reply.has_error() and "rasura: its key is" in reply.error.reason
+    answers: list[Any] = []
+
+    def kept(node: int, message: Any) -> Any:
+        answers.append((node, mixed[node](node, message)))
+        return answers[-1][1]
+
+    strategy(server, least=2, first_scale=FIRST).start(grid=LocalGrid(range(3), kept), num_rounds=2)
+    errors = {reply.error.reason for node, reply in answers if node == 2 and reply.has_error()}
+    assert len(errors) == 1 and errors.pop().startswith("rasura: its key is")

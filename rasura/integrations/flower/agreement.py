@@ -17,10 +17,6 @@ from rasura.recipes import parse_defense, sealing_modules
 from rasura.values import Message, Stage
 from rasura.wire import Limits, mask_digest
 
-MARGIN = 3.0
-"""How many times the largest entry of the aggregate a client's own entry may be."""
-
-
 @dataclass(frozen=True)
 class Agreement:
     """``start``: the public weights that training starts from, by parameter name; ``sealed``: true where an entry is sealed,
@@ -109,14 +105,15 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 def next_scales(moved: Mapping[str, Tensor], first: float) -> str:
     """The scale of each tensor of the next round, from the last opened aggregate ``moved``, as text for a header.
 
-    An entry may be ``MARGIN`` times the largest of the aggregate, and no more than that largest and ``first``, the most that
-    one round was said to change; ``first`` alone where nothing has moved. Scales are powers of two: the server, which hands
-    them to clients that join later, learns no more than the order of magnitude of each tensor of the aggregate.
+    The largest entry of the aggregate, and ``first`` on top: the most that one round changes an entry, as all were told. A
+    multiple of the aggregate would be finer where updates are small, but where those of clients cancel each other out the
+    aggregate says nothing of their size, and cutting them would do more harm than rounding. Scales are powers of two: the
+    server, which hands them to clients that join later, learns no more than the order of magnitude of each tensor.
     """
     if not 0 < first < math.inf:
         raise InputError(f"the scale of the first round is {first}; expected a number above 0")
     sizes = [float(m.abs().max()) if m.numel() else 0.0 for m in moved.values()]
-    return json.dumps([math.ceil(math.log2(min(MARGIN * s, s + first) if s > 0 else first)) for s in sizes])
+    return json.dumps([math.ceil(math.log2(s + first)) for s in sizes])
 
 
 def read_scales(text: object, agreement: Agreement) -> dict[str, float]:
