@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -119,12 +120,15 @@ def strategy(
     ``agreement``: with the public keys. ``least``: clients that a round needs, to start and to count. ``most_examples``: how
     many texts weigh 1, the most that a client has; 0: clients weigh the same. ``first_scale``: the most that one round
     changes an entry, which the scales of sealed entries start from. ``capture`` keeps what the server sees. ``options`` are
-    FedAvg's. Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent;
+    FedAvg's. The strategy's ``figures`` hold, by round, clients asked and counted, bytes to each client and from all, seconds
+    of waiting and of adding; its ``collector`` what the server knows. Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent;
     ``RoundFailed`` ends a run whose round has fewer than ``least`` updates that count.
     """
     app, strategies = _flwr()
     collector = Collector(agreement, least, most_examples, first_scale, _log, seen=capture)
     options = {"min_train_nodes": least, "min_evaluate_nodes": least, "min_available_nodes": least, **options}
+
+    figures: dict[int, dict[str, float]] = {}
 
     class Protected(strategies.FedAvg):  # type: ignore[misc]  # flwr is not followed
         def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
@@ -153,13 +157,21 @@ def strategy(
             if capture is not None:
                 capture.model(server_round, collector.clear)
             # Clients that join later wait for a place: the run goes on.
-            return self._ticketed(server_round, messages[: collector.most])
+            sent = self._ticketed(server_round, messages[: collector.most])
+            clear = sum(t.numel() * t.element_size() for t in collector.visible().values())
+            figures[server_round] = {"asked": len(sent), "bytes_down": clear + len(collector.aggregate), "start": time.time()}
+            return sent
 
         def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
             valid, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
             sent = [(m, _metrics(m)) for m in valid]
             triples = [(m.metadata.src_node_id, _bytes(m), found.get(EXAMPLES, 0)) for m, found in sent]
+            told = figures[server_round]
+            told["bytes_up"] = sum(len(data) for _, data, _ in triples if isinstance(data, bytes))
+            told["waited_seconds"] = time.time() - told.pop("start")
+            begun = time.perf_counter()
             counted = set(collector.collect(triples))
+            told |= {"counted": len(counted), "adding_seconds": time.perf_counter() - begun}
             return _record(collector.clear), _weighed(app, [f for m, f in sent if m.metadata.src_node_id in counted])
 
         def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
@@ -170,7 +182,7 @@ def strategy(
             return _weighed(app, [_metrics(m) for m in valid])
 
     made = Protected(**options)
-    made.collector = collector
+    made.collector, made.figures = collector, figures
     return made
 
 
