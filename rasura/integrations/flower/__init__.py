@@ -60,7 +60,7 @@ def protect(setup: Callable[[Any], Client]) -> Callable[[Any, Any, Callable[[Any
 
     ``setup(context)`` gives the ``Client``; keep its result, it is asked for with every message. The app sees plain weights
     under ``arrays`` and returns trained ones with the metric ``num-examples``. What leaves is one Rasura message and the
-    app's metrics, with ``rasura-beyond`` (entries beyond the agreed scale, cut), ``rasura-bytes`` and ``rasura-seconds``
+    app's metrics, with ``rasura-beyond`` (entries beyond the agreed scale, cut), ``rasura-bytes`` and ``rasura-cpu-seconds``
     added: other records are dropped. What cannot be opened or sealed is answered with an error, in one line.
     """
 
@@ -120,8 +120,8 @@ def strategy(
     ``agreement``: with the public keys. ``least``: clients that a round needs, to start and to count. ``most_examples``: how
     many texts weigh 1, the most that a client has; 0: clients weigh the same. ``first_scale``: the most that one round
     changes an entry, which the scales of sealed entries start from. ``capture`` keeps what the server sees. ``options`` are
-    FedAvg's. The strategy's ``figures`` hold, by round, clients asked and counted, bytes to each client and from all, seconds
-    of waiting and of adding; its ``collector`` what the server knows. Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent;
+    FedAvg's. The strategy's ``figures`` hold, by round, clients asked and counted, bytes to each client and from all, wall
+    seconds of waiting and CPU seconds of adding; its ``collector`` what the server knows. Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent;
     ``RoundFailed`` ends a run whose round has fewer than ``least`` updates that count.
     """
     app, strategies = _flwr()
@@ -169,9 +169,9 @@ def strategy(
             told = figures[server_round]
             told["bytes_up"] = sum(len(data) for _, data, _ in triples if isinstance(data, bytes))
             told["waited_seconds"] = time.time() - told.pop("start")
-            begun = time.perf_counter()
+            begun = time.process_time()
             counted = set(collector.collect(triples))
-            told |= {"counted": len(counted), "adding_seconds": time.perf_counter() - begun}
+            told |= {"counted": len(counted), "adding_cpu_seconds": time.process_time() - begun}
             return _record(collector.clear), _weighed(app, [f for m, f in sent if m.metadata.src_node_id in counted])
 
         def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
