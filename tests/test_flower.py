@@ -20,7 +20,8 @@ import torch
 from tiny import CLS, SEP, batch_of, tiny
 from torch import Tensor
 
-from rasura.defenses.homomorphic import Context, make_keys
+from rasura.defenses.homomorphic import Context as Keys
+from rasura.defenses.homomorphic import make_keys
 from rasura.integrations.flower.agreement import Agreement, agree, local_part, next_scales, read_scales
 from rasura.integrations.flower.capture import Capture
 from rasura.integrations.flower.rounds import Collector, RoundFailed, Ticket, opened, protected
@@ -39,11 +40,11 @@ def model() -> torch.nn.Module:
 
 
 @pytest.fixture(scope="module")
-def keys() -> Context:
+def keys() -> Keys:
     return make_keys(4)
 
 
-def sides(defense: str, keys: Context) -> tuple[Agreement, Agreement]:
+def sides(defense: str, keys: Keys) -> tuple[Agreement, Agreement]:
     """The clients' agreement and the server's."""
     return agree(defense, model(), keys), agree(defense, model(), keys.public())
 
@@ -79,7 +80,7 @@ class Side:
     """One federation without Flower: what clients send in a round, and what they have after it."""
 
     defense: str
-    keys: Context
+    keys: Keys
     options: dict[str, Any] = field(default_factory=dict)
     said: list[str] = field(default_factory=list)
 
@@ -104,7 +105,7 @@ class Side:
 
 
 @pytest.mark.parametrize("defense", DEFENSES)
-def test_the_aggregate_is_that_of_plain_fedavg_within_a_quantisation_step(defense: str, keys: Context) -> None:
+def test_the_aggregate_is_that_of_plain_fedavg_within_a_quantisation_step(defense: str, keys: Keys) -> None:
     side = Side(defense, keys)
     for number in (1, 2, 3):
         expected = averaged(side.model(), range(3))
@@ -118,7 +119,7 @@ def test_the_aggregate_is_that_of_plain_fedavg_within_a_quantisation_step(defens
         assert torch.equal(side.server.clear[name][hidden], side.clients.start[name][hidden])
 
 
-def test_clients_weigh_by_their_texts_also_where_ciphertexts_are_added(keys: Context) -> None:
+def test_clients_weigh_by_their_texts_also_where_ciphertexts_are_added(keys: Keys) -> None:
     side = Side(DEFENSES[1], keys, {"most_examples": 4})
     examples = {0: 1.0, 1: 4.0, 2: 9.0}
     expected = averaged(side.model(), range(3), {0: 0.25, 1: 1.0, 2: 1.0})
@@ -126,7 +127,7 @@ def test_clients_weigh_by_their_texts_also_where_ciphertexts_are_added(keys: Con
     assert largest(side.model(), expected) <= 2 * side.step("") / 2 + 1e-6
 
 
-def test_late_and_absent_clients_open_the_same_model(keys: Context) -> None:
+def test_late_and_absent_clients_open_the_same_model(keys: Keys) -> None:
     side = Side(DEFENSES[2], keys)
     side.server.collect([(c, side.message(1, c), 1.0) for c in (0, 1)])
     second = averaged(side.model(), (1, 2))
@@ -230,7 +231,7 @@ BAD: dict[str, tuple[Callable[[bytes], object], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_message_is_refused_and_nothing_of_it_enters(name: str, keys: Context) -> None:
+def test_a_bad_message_is_refused_and_nothing_of_it_enters(name: str, keys: Keys) -> None:
     change, reason = BAD[name]
     side = Side(DEFENSES[1], keys)
     expected = averaged(side.model(), (1, 2))
@@ -245,7 +246,7 @@ def test_a_bad_message_is_refused_and_nothing_of_it_enters(name: str, keys: Cont
     assert re.search(reason, side.said[0]), side.said[0]
 
 
-def test_a_replayed_message_counts_once(keys: Context) -> None:
+def test_a_replayed_message_counts_once(keys: Keys) -> None:
     side = Side(DEFENSES[2], keys)
     first = side.message(1, 0)
     assert side.server.collect([(0, first, 1.0), (0, first, 1.0), (1, side.message(1, 1), 1.0)]) == [0, 1]
@@ -258,7 +259,7 @@ def test_a_replayed_message_counts_once(keys: Context) -> None:
     assert side.server.collect([(2, one, 1.0), (1, two, 1.0), (0, side.message(3, 0), 1.0)]) == [0]
 
 
-def test_keys_and_masks_of_others_are_refused(keys: Context) -> None:
+def test_keys_and_masks_of_others_are_refused(keys: Keys) -> None:
     side = Side(DEFENSES[2], keys)
     ticket = side.server.ticket(1, 0)
     for other, reason in (
@@ -277,7 +278,7 @@ def test_keys_and_masks_of_others_are_refused(keys: Context) -> None:
     assert "client 0 is left out: ciphertext 0 cannot be read" in side.said[0]
 
 
-def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Context) -> None:
+def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Keys) -> None:
     side = Side(DEFENSES[2], keys, {"least": 2})
     before = side.model()
     side.server.ticket(1, 0)
@@ -288,7 +289,7 @@ def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Context) -> 
         side.server.collect([])
 
 
-def test_more_clients_than_the_keys_fit_are_refused_before_training(keys: Context) -> None:
+def test_more_clients_than_the_keys_fit_are_refused_before_training(keys: Keys) -> None:
     _, server = sides(DEFENSES[2], keys)
     with pytest.raises(InputError, match="5 clients would train, these keys fit 4"):
         Collector(server, least=5)
@@ -296,7 +297,7 @@ def test_more_clients_than_the_keys_fit_are_refused_before_training(keys: Contex
         Collector(agree(DEFENSES[2], model(), keys))
 
 
-def test_clients_whose_scales_differ_are_outvoted(keys: Context) -> None:
+def test_clients_whose_scales_differ_are_outvoted(keys: Keys) -> None:
     side = Side(DEFENSES[2], keys)
     replies = [(c, side.message(1, c), 1.0) for c in range(3)]
     scales = from_bytes(replies[0][1]).header["scales"]
@@ -309,7 +310,7 @@ def test_clients_whose_scales_differ_are_outvoted(keys: Context) -> None:
         side.server.collect([(0, header(scales=other)(replies[0][1]), 1.0), replies[1]])
 
 
-def test_values_beyond_the_agreed_scale_are_counted_and_cut(keys: Context) -> None:
+def test_values_beyond_the_agreed_scale_are_counted_and_cut(keys: Keys) -> None:
     clients, _ = sides(DEFENSES[2], keys)
     start = dict(clients.start)
     far = {n: w - (10.0 if n == "classifier.bias" else 0.0) for n, w in start.items()}
@@ -324,7 +325,7 @@ def test_scales_follow_from_the_last_aggregate() -> None:
         next_scales(moved, float("nan"))
 
 
-def test_masks_that_clients_cannot_agree_on_are_refused(keys: Context) -> None:
+def test_masks_that_clients_cannot_agree_on_are_refused(keys: Keys) -> None:
     for defense, reason in (
         ("sealing:grad=0.1/scheme=bfv", "depends on a client's own texts"),
         ("sealing:sens=0.1/scheme=bfv", "depends on a client's own texts"),
@@ -340,7 +341,7 @@ def test_masks_that_clients_cannot_agree_on_are_refused(keys: Context) -> None:
     assert [p.mechanism.name for p in local_part("dropout:0.1+gaussian:0.1+frozen-blocks:1")] == ["dropout", "frozen-blocks"]
 
 
-def test_other_protections_act_on_the_update_and_go_with_sealing(keys: Context) -> None:
+def test_other_protections_act_on_the_update_and_go_with_sealing(keys: Keys) -> None:
     side = Side("pruning:0.9+sealing:param=0.5/scheme=bfv", keys)
     data = [(c, side.message(1, c), 1.0) for c in range(2)]
     assert side.server.collect(data) == [0, 1]
@@ -356,7 +357,7 @@ def test_other_protections_act_on_the_update_and_go_with_sealing(keys: Context) 
     assert 0.005 < largest(noisy.model(), dict(noisy.clients.start))
 
 
-def test_a_capture_holds_what_the_server_saw(tmp_path: Path, keys: Context) -> None:
+def test_a_capture_holds_what_the_server_saw(tmp_path: Path, keys: Keys) -> None:
     from safetensors.torch import load_file
 
     side = Side("none", keys, {"seen": Capture(tmp_path / "clear", Local("fedsgd", learning_rate=1.0))})
@@ -456,7 +457,7 @@ def flower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("flower")
 @pytest.mark.parametrize("defense", DEFENSES)
-def test_flower_trains_as_its_own_fedavg_does(defense: str, keys: Context) -> None:
+def test_flower_trains_as_its_own_fedavg_does(defense: str, keys: Keys) -> None:
     from flwr.app import Array, ArrayRecord
     from flwr.serverapp.strategy import FedAvg
 
@@ -482,7 +483,7 @@ def test_flower_trains_as_its_own_fedavg_does(defense: str, keys: Context) -> No
 
 
 @pytest.mark.usefixtures("flower")
-def test_flower_goes_on_without_those_who_fail(keys: Context, caplog: pytest.LogCaptureFixture) -> None:
+def test_flower_goes_on_without_those_who_fail(keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
     from flwr.app import ConfigRecord
 
     from rasura.integrations.flower import strategy
@@ -516,7 +517,7 @@ def test_flower_goes_on_without_those_who_fail(keys: Context, caplog: pytest.Log
 
 
 @pytest.mark.usefixtures("flower")
-def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(keys: Context) -> None:
+def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(keys: Keys) -> None:
     from rasura.integrations.flower import strategy
 
     clients, server = sides(DEFENSES[2], keys)
@@ -538,3 +539,131 @@ def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(ke
     strategy(server, least=2, first_scale=FIRST).start(grid=LocalGrid(range(3), kept), num_rounds=2)
     errors = {reply.error.reason for node, reply in answers if node == 2 and reply.has_error()}
     assert len(errors) == 1 and errors.pop().startswith("rasura: its key is")
+
+
+# The app that ``rasura new federated`` writes.
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A random model with a tokenizer, and texts."""
+    from transformers import BertTokenizerFast
+
+    place = tmp_path / "model"
+    tiny("bert", "classification", num_labels=2, hidden=32).save_pretrained(str(place))  # type: ignore[operator]
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *(f"w{k}" for k in range(5, 300))]
+    (place / "vocab.txt").write_text("\n".join(words) + "\n")
+    BertTokenizerFast(vocab=str(place / "vocab.txt"), model_max_length=64).save_pretrained(str(place))
+    rows = [{"text": f"w{20 + k} w{60 + 3 * k} w{100 + 5 * k} w{30 + k}", "label": k % 2} for k in range(10)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return tmp_path
+
+
+@pytest.fixture
+def app_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    from rasura.integrations.flower.new_app import new_app
+
+    place = new_app(folder / "app", 3)
+    monkeypatch.syspath_prepend(str(place))
+    yield place
+    for name in [n for n in sys.modules if n.split(".")[0] == "federated"]:
+        del sys.modules[name]
+
+
+def simulated(place: Path, folder: Path, **given: Any) -> dict[str, Any]:
+    """Two rounds of the generated app with two clients, in this process."""
+    import importlib
+    import tomllib
+
+    from flwr.app import Context, RecordDict
+
+    config = tomllib.loads((place / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    config |= {"num-server-rounds": 2, "model": str(folder / "model"), "data": str(folder / "texts.jsonl"), "local-steps": 2}
+    config |= {"results": str(folder / "results.json"), **given}
+    client, server = (importlib.import_module(f"federated.{n}_app") for n in ("client", "server"))
+    contexts = {
+        k: Context(1, k, {"partition-id": k, "num-partitions": 2}, RecordDict(), config) for k in range(2)
+    }  # fmt: skip
+    server.app(LocalGrid(range(2), lambda node, message: client.app(message, contexts[node])), Context(1, 0, {}, RecordDict(), config))
+    return dict(json.loads((folder / "results.json").read_text())["rounds"])
+
+
+@pytest.mark.usefixtures("flower")
+def test_the_app_trains_weights_and_adapters_behind_sealing(app_modules: Path, folder: Path) -> None:
+    pytest.importorskip("peft")
+    for lora in (0, 2):
+        rounds = simulated(app_modules, folder, lora=lora, save=str(folder / f"kept-{lora}" / "{client}-{round}"))
+        assert [r["server"]["counted"] for r in rounds.values()] == [2, 2]
+        assert all(0 <= r["evaluate"]["accuracy"] <= 1 and r["train"]["rasura-beyond"] == 0 for r in rounds.values())
+        # Everything is sealed: the server has nothing to send but the sum.
+        assert rounds["1"]["server"]["bytes_down"] == 0 < rounds["2"]["server"]["bytes_down"]
+        name = "adapter_model.safetensors" if lora else "model.safetensors"
+        kept = [(folder / f"kept-{lora}" / k / name).read_bytes() for k in ("0-1", "0-2", "1-2")]
+        assert kept[0] != kept[1] == kept[2]
+
+
+@pytest.mark.usefixtures("flower")
+def test_what_the_server_records_is_read_without_protection_and_not_behind_it(app_modules: Path, folder: Path) -> None:
+    from rasura.interfaces import NotApplicable
+    from rasura.reading import read_update
+    from rasura.victims.loading import load
+
+    texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
+    for update, steps in (("fedsgd", 1), ("fedavg-sgd", 2)):
+        how = {"update": update, "local-steps": steps, "batch-size": 1, "learning-rate": 0.01, "limit": 1}
+        how["test"] = str(folder / "texts.jsonl")
+        seen = folder / f"seen-{update}"
+        simulated(app_modules, folder, defense="none", record=str(seen), **how)
+        for number in (1, 2):
+            victim = load(seen / f"round-{number}" / "model", "classification")
+            for k in range(2):
+                file = seen / f"round-{number}" / f"client-{k}.safetensors"
+                said = "fedsgd" if update == "fedsgd" else f"fedavg-sgd:{steps}:0.01"
+                assert read_update(file, victim, batch_size=1, update=said)["texts"] == [texts[k]]
+        hidden = folder / f"hidden-{update}"
+        simulated(app_modules, folder, record=str(hidden), **how)
+        victim = load(hidden / "round-1" / "model", "classification")
+        file = hidden / "round-1" / "client-0.safetensors"
+        with pytest.raises(NotApplicable, match="every entry of the update is hidden"):
+            read_update(file, victim, batch_size=1, hidden=file.with_suffix(".hidden.safetensors"))
+        with pytest.raises(InputError, match="holds another run's record"):
+            simulated(app_modules, folder, record=str(hidden), **how)
+
+
+@pytest.mark.usefixtures("flower")
+def test_the_app_holds_keys_for_its_owner_and_sends_code_alone(tmp_path: Path) -> None:
+    import io
+    import zipfile
+
+    from flwr.cli.build import build_fab_from_disk
+
+    from rasura.integrations.flower.new_app import new_app
+
+    place = new_app(tmp_path / "app", 5)
+    assert (place / "keys/clients.secret").stat().st_mode & 0o077 == 0
+    assert not Keys.load(place / "keys/server.public").secret
+    assert Keys.load(place / "keys/clients.secret").parameters.most == 64
+    (place / "notes.jsonl").write_text('{"text": "private"}\n')
+    with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(place))) as packed:
+        names = set(packed.namelist())
+    assert {n for n in names if not n.startswith(("federated/", ".info"))} == {"pyproject.toml"}
+    with pytest.raises(InputError, match="exists already"):
+        new_app(place)
+    with pytest.raises(InputError, match="fits 64 clients, found 65"):
+        new_app(tmp_path / "other", 65)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("flower")
+@pytest.mark.parametrize("where", ["simulation", "loopback"])
+def test_flwr_run_trains_the_app(where: str, folder: Path) -> None:
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "federated.py"
+    command = [sys.executable, str(script), str(folder / "texts.jsonl"), "--model", str(folder / "model"), "--where", where]
+    command += ["--clients", "2", "--rounds", "2", "--steps", "2", "--json", str(folder / "found.json")]
+    done = subprocess.run([*command, "--defense", "none,sealing:all/scheme=bfv"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((folder / "found.json").read_text())
+    for one in found.values():
+        assert one["clients_agree"] and [r["server"]["counted"] for r in one["rounds"].values()] == [2, 2]
+    # A step of the first round's scale, and what float32 rounds.
+    assert max(found["sealing:all/scheme=bfv"]["difference"].values()) < 1e-6

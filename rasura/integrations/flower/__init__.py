@@ -121,8 +121,9 @@ def strategy(
     many texts weigh 1, the most that a client has; 0: clients weigh the same. ``first_scale``: the most that one round
     changes an entry, which the scales of sealed entries start from. ``capture`` keeps what the server sees. ``options`` are
     FedAvg's. The strategy's ``figures`` hold, by round, clients asked and counted, bytes to each client and from all, wall
-    seconds of waiting and CPU seconds of adding; its ``collector`` what the server knows. Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent;
-    ``RoundFailed`` ends a run whose round has fewer than ``least`` updates that count.
+    seconds of waiting and CPU seconds of adding; its ``collector`` what the server knows. Raises ``InputError`` for a secret
+    context and for more clients than the keys fit, before anything is sent; ``RoundFailed`` ends a run whose round has fewer
+    than ``least`` updates that count.
     """
     app, strategies = _flwr()
     collector = Collector(agreement, least, most_examples, first_scale, _log, seen=capture)
