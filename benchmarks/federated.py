@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from rasura.data.text import load_examples
 from rasura.integrations.flower.new_app import new_app
 
-DEFENSES = ("none", "sealing:param=0.1/embeddings=sealed/scheme=bfv", "sealing:all/scheme=bfv")
+DEFENSES = ("none", "sealing:param=0.1/scheme=bfv", "sealing:all/scheme=bfv")
 FLAGS = ("--insecure", "--disable-runtime-dependency-installation", "--host", "127.0.0.1")
 
 
@@ -81,7 +81,8 @@ def federation(where: str, clients: int, home: Path) -> Iterator[None]:
     """A SuperLink with ``clients`` nodes, simulated or as SuperNodes, known to ``flwr run`` as ``bench``."""
     home.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    (home / "config.toml").write_text(f'[superlink]\ndefault = "bench"\n[superlink.bench]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
+    lines = ("[superlink]", 'default = "bench"', "[superlink.bench]", f'address = "127.0.0.1:{port}"', "insecure = true")
+    (home / "config.toml").write_text("\n".join(lines) + "\n")
     with ExitStack() as stack:
         link = ["flower-superlink", *FLAGS, "--port", str(port)] + (["--simulation"] if where == "simulation" else [])
         stack.enter_context(process(link, home, home / "superlink.log"))
@@ -136,6 +137,8 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--json")
     told = parser.parse_args()
+    # An end from outside, too, ends what was started here.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
@@ -169,11 +172,12 @@ def show(defense: str, one: dict[str, Any]) -> None:
     """One line a round."""
     for r, figures in one["rounds"].items():
         server, sent, judged = figures["server"], figures["train"], figures["evaluate"]
+        up, down = server["bytes_up"] / server["counted"] / 1e6, server["bytes_down"] / 1e6
         print(
-            f"{defense} round {r}: accuracy {judged.get('accuracy', float('nan')):.4f}, loss {judged.get('loss', float('nan')):.4f}, "
+            f"{defense} round {r}: accuracy {judged['accuracy']:.4f}, loss {judged['loss']:.4f}, "
             f"{server['waited_seconds']:.1f} s waited, {server['adding_cpu_seconds']:.1f} s CPU adding, "
-            f"{sent['rasura-cpu-seconds']:.1f} s CPU a client protecting, {server['bytes_up'] / server['counted'] / 1e6:.2f} MB up and "
-            f"{server['bytes_down'] / 1e6:.2f} MB down a client, {sent['rasura-beyond']:.0f} beyond, "
+            f"{sent['rasura-cpu-seconds']:.1f} s CPU a client protecting, {up:.2f} MB up and {down:.2f} MB down a client, "
+            f"{sent['rasura-beyond']:.0f} beyond, "
             f"difference {one['difference'].get(r)}",
             flush=True,
         )
