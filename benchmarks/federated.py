@@ -4,7 +4,8 @@
     python benchmarks/federated.py DATA/sst2.train.parquet --where loopback --defense sealing:all/scheme=bfv --rounds 1
 
 Every run is ``flwr run`` of the app that ``rasura new federated`` writes: on the Ray simulation engine, or over a SuperLink
-and SuperNodes on loopback. All processes are started and ended here, on ports that are free; nothing goes to the user's home.
+and SuperNodes on loopback. All processes are started and ended here, on ports that are free; nothing goes to
+the user's home.
 """
 
 from __future__ import annotations
@@ -57,12 +58,16 @@ def process(command: list[str], home: Path, log: Path) -> Iterator[subprocess.Po
     try:
         yield running
     finally:
-        for number, patience in ((signal.SIGTERM, 15), (signal.SIGKILL, 5)):
+        # The group outlives its leader: simulations and Ray's workers are in it.
+        begun, number = time.monotonic(), signal.SIGTERM
+        while time.monotonic() - begun < 40:
             try:
                 os.killpg(running.pid, number)
-                running.wait(patience)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                continue
+            except ProcessLookupError:
+                break
+            time.sleep(0.5)
+            running.poll()
+            number = signal.SIGKILL if time.monotonic() - begun > 10 else number
 
 
 def waited(port: int, log: Path) -> None:

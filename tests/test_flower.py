@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,7 +62,9 @@ def trained(client: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: w - RATE * gradient[n] if n in gradient else w.clone() for n, w in weights.items()}
 
 
-def averaged(weights: dict[str, Tensor], clients: Iterable[int], shares: dict[int, float] | None = None) -> dict[str, Tensor]:
+def averaged(
+    weights: dict[str, Tensor], clients: Iterable[int], shares: dict[int, float] | None = None
+) -> dict[str, Tensor]:
     """Plain FedAvg of one round, in float64."""
     found = {c: trained(c, weights) for c in clients}
     total = sum((shares or {}).get(c, 1.0) for c in found)
@@ -282,7 +282,9 @@ def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Keys) -> Non
     side = Side(DEFENSES[2], keys, {"least": 2})
     before = side.model()
     side.server.ticket(1, 0)
-    with pytest.raises(RoundFailed, match=r"round 1: 1 updates count, at least 2 are needed \(client 0: .*no message of Rasura"):
+    with pytest.raises(
+        RoundFailed, match=r"round 1: 1 updates count, at least 2 are needed \(client 0: .*no message of Rasura"
+    ):
         side.server.collect([(0, b"?", 1.0), (1, side.message(1, 1), 1.0)])
     assert side.server.aggregate == b"" and largest(side.model(), before) == 0
     with pytest.raises(RoundFailed, match="the others did not answer"):
@@ -354,7 +356,7 @@ def test_other_protections_act_on_the_update_and_go_with_sealing(keys: Keys) -> 
     assert 0 < moved <= 0.2 * total + 2
     noisy = Side("gaussian:0.01", keys)
     noisy.server.collect([(0, noisy.message(1, 0), 1.0)])
-    assert 0.005 < largest(noisy.model(), dict(noisy.clients.start))
+    assert largest(noisy.model(), dict(noisy.clients.start)) > 0.005
 
 
 def test_a_capture_holds_what_the_server_saw(tmp_path: Path, keys: Keys) -> None:
@@ -584,7 +586,10 @@ def simulated(place: Path, folder: Path, **given: Any) -> dict[str, Any]:
     contexts = {
         k: Context(1, k, {"partition-id": k, "num-partitions": 2}, RecordDict(), config) for k in range(2)
     }  # fmt: skip
-    server.app(LocalGrid(range(2), lambda node, message: client.app(message, contexts[node])), Context(1, 0, {}, RecordDict(), config))
+    server.app(
+        LocalGrid(range(2), lambda node, message: client.app(message, contexts[node])),
+        Context(1, 0, {}, RecordDict(), config),
+    )
     return dict(json.loads((folder / "results.json").read_text())["rounds"])
 
 
@@ -660,7 +665,9 @@ def test_flwr_run_trains_the_app(where: str, folder: Path) -> None:
     script = Path(__file__).resolve().parents[1] / "benchmarks" / "federated.py"
     command = [sys.executable, str(script), str(folder / "texts.jsonl"), "--model", str(folder / "model"), "--where", where]
     command += ["--clients", "2", "--rounds", "2", "--steps", "2", "--json", str(folder / "found.json")]
-    done = subprocess.run([*command, "--defense", "none,sealing:all/scheme=bfv"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--defense", "none,sealing:all/scheme=bfv"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads((folder / "found.json").read_text())
     for one in found.values():

@@ -165,7 +165,10 @@ def sealing(
             n: ~hidden & message.visible[n] if n in message.visible else ~hidden for n, hidden in sealed.items()
         }  # fmt: skip
         clear = {n: g.masked_fill(sealed[n], 0) for n, g in message.gradients.items()}
-        header: dict[str, Parameter] = {"mask": mask_digest({n: ~hidden for n, hidden in sealed.items()}), "scheme": settings.scheme}
+        header: dict[str, Parameter] = {
+            "mask": mask_digest({n: ~hidden for n, hidden in sealed.items()}),
+            "scheme": settings.scheme,
+        }
         ciphertexts: dict[str, bytes] = {}
         if settings.scheme != "none":
             scheme: Scheme = settings.scheme

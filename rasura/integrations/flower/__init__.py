@@ -131,7 +131,7 @@ def strategy(
 
     figures: dict[int, dict[str, float]] = {}
 
-    class Protected(strategies.FedAvg):  # type: ignore[misc]  # flwr is not followed
+    class Protected(strategies.FedAvg):  # type: ignore[name-defined]  # imported here alone
         def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
             return super().start(grid, _record(agreement.start) if initial_arrays is None else initial_arrays, **rest)
 
@@ -140,8 +140,8 @@ def strategy(
             for message in messages:
                 ticket = collector.ticket(number, message.metadata.dst_node_id)
                 told = {
-                    "round": number, "nonce": ticket.nonce, "most-examples": most_examples, "first-scale": float(first_scale),
-                    "aggregate": ticket.aggregate,
+                    "round": number, "nonce": ticket.nonce, "most-examples": most_examples,
+                    "first-scale": float(first_scale), "aggregate": ticket.aggregate,
                 }  # fmt: skip
                 # One RecordDict is shared by all messages of a round.
                 config = app.ConfigRecord(dict(message.content[self.configrecord_key]))
@@ -160,7 +160,11 @@ def strategy(
             # Clients that join later wait for a place: the run goes on.
             sent = self._ticketed(server_round, messages[: collector.most])
             clear = sum(t.numel() * t.element_size() for t in collector.visible().values())
-            figures[server_round] = {"asked": len(sent), "bytes_down": clear + len(collector.aggregate), "start": time.time()}
+            figures[server_round] = {
+                "asked": len(sent),
+                "bytes_down": clear + len(collector.aggregate),
+                "start": time.time(),
+            }
             return sent
 
         def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:

@@ -17,6 +17,7 @@ from rasura.recipes import parse_defense, sealing_modules
 from rasura.values import Message, Stage
 from rasura.wire import Limits, mask_digest
 
+
 @dataclass(frozen=True)
 class Agreement:
     """``start``: the public weights that training starts from, by parameter name; ``sealed``: true where an entry is sealed,
@@ -75,7 +76,9 @@ def agree(defense: str, model: nn.Module, keys: Any = None, seed: int = 0) -> Ag
     if not start:
         raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
     if any(p.mechanism.name == "sign" for p in parse_defense(defense)):
-        raise InputError("sign loses the size of an update, so that every weight would move by 1; leave it out of the defense")
+        raise InputError(
+            "sign loses the size of an update, so that every weight would move by 1; leave it out of the defense"
+        )
     module, _ = sealing_modules()
     wanted = [part.strip().partition(":")[2] for part in defense.split("+") if part.strip().partition(":")[0] == "sealing"]
     if len(wanted) > 1:

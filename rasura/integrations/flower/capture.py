@@ -36,13 +36,18 @@ class Capture:
         place.mkdir(parents=True, exist_ok=True)
         rate = self.local.learning_rate
         factor = 1 / rate if self.local.kind == "fedsgd" else -1.0
-        save_file({n: (g * factor).contiguous() for n, g in message.gradients.items()}, str(place / f"client-{node}.safetensors"))
+        save_file(
+            {n: (g * factor).contiguous() for n, g in message.gradients.items()}, str(place / f"client-{node}.safetensors")
+        )
         hidden = {n: ~mask for n, mask in message.visible.items() if not bool(mask.all())}
         if hidden:
             save_file(hidden, str(place / f"client-{node}.hidden.safetensors"))
-        visible = sum(int(message.visible[n].sum()) if n in message.visible else g.numel() for n, g in message.gradients.items())
+        visible = sum(
+            int(message.visible[n].sum()) if n in message.visible else g.numel() for n, g in message.gradients.items()
+        )
         told = {
-            "header": dict(message.header), "visible": visible, "entries": sum(g.numel() for g in message.gradients.values()),
+            "header": dict(message.header), "visible": visible,
+            "entries": sum(g.numel() for g in message.gradients.values()),
             "ciphertexts": len(message.sealed), "bytes_sealed": sum(map(len, message.sealed.values())),
         }  # fmt: skip
         (place / f"client-{node}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

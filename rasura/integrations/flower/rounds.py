@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-
 import torch
 from torch import Tensor
 
@@ -140,7 +139,8 @@ Taken = tuple[int, Message, float]
 class Collector:
     """The server's side: what it knows of the model, and the sum that it cannot read.
 
-    ``agreement.keys`` is the public context; a secret one is refused. ``least``: how many clients a round needs. ``seen`` is told of every message that counts.
+    ``agreement.keys`` is the public context; a secret one is refused. ``least``: how many clients a round needs.
+    ``seen`` is told of every message that counts.
     """
 
     agreement: Agreement
@@ -174,7 +174,9 @@ class Collector:
     def check_clients(self, count: int) -> None:
         """Refuse more clients than the keys fit, with the number that fits."""
         if self.most is not None and count > self.most:
-            raise InputError(f"{count} clients would train, these keys fit {self.most}; make keys: rasura keys --clients {count}")
+            raise InputError(
+                f"{count} clients would train, these keys fit {self.most}; make keys: rasura keys --clients {count}"
+            )
 
     def visible(self) -> dict[str, Tensor]:
         """What the server has to send: tensors that are not sealed as a whole."""
@@ -239,7 +241,9 @@ class Collector:
             self.log(f"round {self.round}: client {node} is left out: {why}")
         if len(counted) < self.least:
             reasons = "; ".join(f"client {n}: {why}" for n, why in refused) or "the others did not answer"
-            raise RoundFailed(f"round {self.round}: {len(counted)} updates count, at least {self.least} are needed ({reasons})")
+            raise RoundFailed(
+                f"round {self.round}: {len(counted)} updates count, at least {self.least} are needed ({reasons})"
+            )
         if self.seen is not None:
             for node, message, _ in counted:
                 self.seen(self.round, node, message)
