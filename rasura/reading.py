@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from rasura.data.text import load_examples
-from rasura.interfaces import Budget, InputError
+from rasura.interfaces import Budget, InputError, NotApplicable
 from rasura.recipes import attack as make_attack
 from rasura.recipes import known, parse_update
 from rasura.rng import generator
@@ -108,6 +108,8 @@ def read_update(
         entries = {n: t for n, t in entries.items() if n not in parts(victim.model).embedding_names}
     visible = {} if hidden is None else load_hidden(hidden, victim)
     visible = {n: mask for n, mask in visible.items() if n in entries and not bool(mask.all())}
+    if all(n in visible and not bool(visible[n].any()) for n in entries):
+        raise NotApplicable("every entry of the update is hidden, so that there is nothing to read")
     entries |= {n: entries[n] * mask for n, mask in visible.items()}
     size = batch_size or (len(lengths) if lengths else len(labels) if labels else None)
     for name, given in (("labels", labels), ("lengths", lengths)):

@@ -13,8 +13,8 @@ from rasura.values import Reconstruction, Stage
 
 
 def _lazy(module: str, name: str) -> Callable[..., Any]:
-    def build(*arguments: Any) -> Any:
-        return getattr(import_module(module), name)(*arguments)
+    def build(*arguments: Any, **named: Any) -> Any:
+        return getattr(import_module(module), name)(*arguments, **named)
 
     return build
 
@@ -168,6 +168,11 @@ def sealing_keys(clients: int, scheme: Any) -> Any:
     return make_keys(clients, scheme)
 
 
+def sealing_modules() -> tuple[Any, Any]:
+    """``rasura.defenses.sealing`` and ``rasura.defenses.homomorphic``: what those who receive sealed updates need."""
+    return import_module("rasura.defenses.sealing"), import_module("rasura.defenses.homomorphic")
+
+
 def metric(name: str) -> Metric[Reconstruction]:
     """The metric called ``name``, of texts or images."""
     every = {**METRICS, **IMAGE_METRICS}
@@ -197,10 +202,11 @@ def parse_update(text: str) -> tuple[Local, Defense]:
     return local, wire
 
 
-def parse_defense(text: str) -> Defense:
+def parse_defense(text: str, sealing: Mapping[str, Any] | None = None) -> Defense:
     """``"frozen-embeddings+dropout:0.1"`` as a defense: names with their parameter, joined by ``+``, in any order.
 
-    Raises ``InputError`` for unknown names, and for a parameter that is missing, out of range or not wanted.
+    ``sealing``: what clients agreed on, by the names that ``rasura.defenses.sealing.sealing`` has for it. Raises
+    ``InputError`` for unknown names, and for a parameter that is missing, out of range or not wanted.
     """
     from rasura.defenses.compose import chain
 
@@ -214,7 +220,7 @@ def parse_defense(text: str) -> Defense:
             built.append(builder())
             continue
         try:
-            built.append(builder(kind(value)))
+            built.append(builder(kind(value), **(sealing or {}) if name == "sealing" else {}))
         except InputError:
             raise
         except ValueError:

@@ -248,13 +248,17 @@ def _encrypted(parts: Sequence[NDArray[np.int64]], context: Context) -> list[byt
     return out
 
 
-def _vector(data: bytes, opened: Any, scheme: Scheme, number: int) -> Any:
+def _vector(data: bytes, opened: Any, p: Parameters, number: int) -> Any:
     if not 0 < len(data) <= LIMIT:
         raise InputError(f"ciphertext {number} has {len(data)} bytes; expected 1 to {LIMIT}")
     try:
-        return (_tenseal().bfv_vector_from if scheme == "bfv" else _tenseal().ckks_vector_from)(opened, data)
+        found = (_tenseal().bfv_vector_from if p.scheme == "bfv" else _tenseal().ckks_vector_from)(opened, data)
     except (ValueError, RuntimeError) as error:
         raise InputError(f"ciphertext {number} cannot be read ({error})") from None
+    # TenSEAL adds a vector of one value to every value of another.
+    if p.scheme == "bfv" and found.size() != p.degree:
+        raise InputError(f"ciphertext {number} holds {found.size()} slots; expected {p.degree}")
+    return found
 
 
 def added(sealed: Sequence[Sequence[bytes]], context: Context) -> list[bytes]:
@@ -270,10 +274,10 @@ def added(sealed: Sequence[Sequence[bytes]], context: Context) -> list[bytes]:
         raise InputError(f"clients sealed different counts of ciphertexts: {sorted({len(s) for s in sealed})}")
     out = []
     for number, column in enumerate(zip(*sealed)):
-        total = _vector(column[0], opened, p.scheme, number)
+        total = _vector(column[0], opened, p, number)
         for data in column[1:]:
             try:
-                total.add_(_vector(data, opened, p.scheme, number))
+                total.add_(_vector(data, opened, p, number))
             except (ValueError, RuntimeError) as error:
                 raise InputError(f"ciphertext {number} does not fit the others ({error})") from None
         out.append(total.serialize())
@@ -292,7 +296,7 @@ def opened_sum(sealed: Sequence[bytes], scale: NDArray[np.float64], clients: int
         raise InputError(f"{clients} clients; these keys fit 1 to {p.most}")
     rows = []
     for number, data in enumerate(sealed):
-        plain = np.asarray(_vector(data, opened, p.scheme, number).decrypt(opened.secret_key()))
+        plain = np.asarray(_vector(data, opened, p, number).decrypt(opened.secret_key()))
         if p.scheme == "bfv":
             slots = plain.astype(np.int64) % p.plain
             mask = (1 << p.lane) - 1

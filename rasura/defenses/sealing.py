@@ -8,7 +8,7 @@ is enough to audit what the clear entries tell: that does not depend on the ciph
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -20,6 +20,7 @@ from rasura.defenses.homomorphic import Context, Scheme, make_keys, seal
 from rasura.defenses.significance import NAMED, SCORED, named, scores
 from rasura.defenses.structure import embedding_parameters
 from rasura.interfaces import InputError, Transform
+from rasura.rng import generator
 from rasura.values import Mechanism, Message, Parameter, Stage
 from rasura.wire import mask_digest
 
@@ -120,14 +121,40 @@ def agreed_scales(gradients: Mapping[str, Tensor], margin: float = 2.0) -> dict[
     return {n: s if s > 0 else 1.0 for n, s in sizes.items()}
 
 
+AGREED = ("param", "random", *NAMED)
+"""What a mask that several clients share may be made of: public weights, a public seed, or names of tensors."""
+
+
+def agreed_mask(settings: Sealing, model: nn.Module, names: Iterable[str], seed: int = 0) -> dict[str, Tensor]:
+    """The mask that everybody makes who has the public ``model``: true where an entry of ``names`` is sealed.
+
+    Raises ``InputError`` for a significance that depends on a client's own texts: such masks differ, so that no server could
+    add what they seal, and where they lie tells of the texts.
+    """
+    if settings.metric not in AGREED:
+        raise InputError(
+            f"sealing:{settings.metric} depends on a client's own texts, so clients cannot agree on it; "
+            f"expected one of {', '.join(AGREED)}"
+        )
+    parameters = dict(model.named_parameters())
+    public = {n: parameters[n].detach().cpu() for n in names}
+    return mask(settings, model, public, None, generator(seed, "agreed mask"))
+
+
 def sealing(
-    settings: Sealing, *, keys: Context | None = None, scales: Mapping[str, float] | None = None
+    settings: Sealing,
+    *,
+    keys: Context | None = None,
+    scales: Mapping[str, float] | None = None,
+    agreed: Mapping[str, Tensor] | None = None,
+    processes: int | None = None,
 ) -> Transform[Message, Message, Sealer]:
     """Seal entries of a message.
 
     ``keys``: the clients' (a public context can seal, too); made anew where None and a scheme is named. ``scales``: agreed
     sizes by name; without them each tensor's own largest entry, which tells the receiver that figure. Values beyond are cut
-    and counted in the message's header (``beyond``).
+    and counted in the message's header (``beyond``). ``agreed``: the mask that all clients have, true where an entry is
+    sealed; without it one by ``settings``. ``processes`` that encrypt in parallel; None: one a core.
     """
 
     def init(known: tuple[nn.Module, Mapping[str, Tensor]]) -> Sealer:
@@ -135,18 +162,21 @@ def sealing(
         return Sealer(model, inputs, keys, scales=scales or {})
 
     def apply(message: Message, state: Sealer, rng: Generator) -> tuple[Message, Sealer]:
-        sealed = mask(settings, state.model, message.gradients, state.inputs, rng)
+        sealed = agreed or mask(settings, state.model, message.gradients, state.inputs, rng)
         visible = {
             n: ~hidden & message.visible[n] if n in message.visible else ~hidden for n, hidden in sealed.items()
         }  # fmt: skip
         clear = {n: g.masked_fill(sealed[n], 0) for n, g in message.gradients.items()}
-        header: dict[str, Parameter] = {"mask": mask_digest(visible), "scheme": settings.scheme}
+        header: dict[str, Parameter] = {
+            "mask": mask_digest({n: ~hidden for n, hidden in sealed.items()}),
+            "scheme": settings.scheme,
+        }
         ciphertexts: dict[str, bytes] = {}
         if settings.scheme != "none":
             scheme: Scheme = settings.scheme
             state.keys = state.keys or make_keys(settings.clients, scheme)
             values, scale = flattened(message.gradients, sealed, state.scales or agreed_scales(message.gradients, 1.0))
-            found, beyond = seal(values, scale, state.keys, processes=os.cpu_count() or 1)
+            found, beyond = seal(values, scale, state.keys, processes=processes or os.cpu_count() or 1)
             ciphertexts = {f"{scheme}/{k:06d}": data for k, data in enumerate(found)}
             header |= {"key": state.keys.key, "clients": settings.clients, "sealed": len(values), "beyond": beyond}
             state.beyond += beyond
@@ -184,8 +214,16 @@ def unflattened(total: np.ndarray, clear: Mapping[str, Tensor], visible: Mapping
     return out
 
 
-def described(text: str) -> Transform[Message, Message, Sealer]:
-    """Sealing with options as text: ``all``, ``structural``, ``grad=0.1``, ``grad=0.1/embeddings=sealed/scheme=bfv``."""
+def described(text: str, **given: Any) -> Transform[Message, Message, Sealer]:
+    """Sealing with options as text: ``all``, ``structural``, ``grad=0.1``, ``grad=0.1/embeddings=sealed/scheme=bfv``.
+
+    ``given``: what ``sealing`` takes beside its settings.
+    """
+    return sealing(parsed(text), **given)
+
+
+def parsed(text: str) -> Sealing:
+    """The settings that ``text`` tells."""
     first, *rest = text.split("/")
     metric, _, ratio = first.partition("=")
     wanted: dict[str, Any] = {"metric": metric or "all"}
@@ -200,4 +238,4 @@ def described(text: str) -> Transform[Message, Message, Sealer]:
         raise
     except ValueError:
         raise InputError(f"sealing: {text!r} holds no number where one is expected; write sealing:grad=0.1") from None
-    return sealing(Sealing(**wanted))
+    return Sealing(**wanted)

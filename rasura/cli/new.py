@@ -1,0 +1,29 @@
+"""``rasura new``: projects to start from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rasura.cli.shared import app, out
+
+
+@app.command()
+def new(
+    kind: Annotated[str, typer.Argument(help="federated: a Flower app whose updates are sealed")],
+    folder: Annotated[Path, typer.Argument(help="where it goes")],
+    clients: Annotated[int, typer.Option(help="clients whose updates are added up, at most")] = 4,
+) -> None:
+    """Write a project to start from, with protection on.
+
+    Example: rasura new federated my-app --clients 4
+    """
+    from rasura.integrations.flower.new_app import new_app
+    from rasura.recipes import known
+
+    known("project", kind, ("federated",))
+    place = new_app(folder, clients)
+    out.print(f"app: {place}; its README.md says how to run it", markup=False, highlight=False, soft_wrap=True)
+    out.print("keys/clients.secret opens every update: for the clients' machines alone", markup=False, highlight=False)

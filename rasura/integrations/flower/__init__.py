@@ -1,0 +1,213 @@
+"""Federated training with Flower behind any protection: a mod for clients, a strategy for the server.
+
+    app = ClientApp(mods=[protect(setup)])      # setup(context) -> Client(agree(defense, model, keys), keys' processes)
+    strategy(agree(defense, model, public_keys), least=2).start(grid=grid, num_rounds=3)
+
+``rasura new federated DIR`` writes a whole app. What is protected and what is not: ``docs/federated.md``.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rasura.integrations.flower.agreement import Agreement, agree, local_part
+from rasura.integrations.flower.capture import Capture, as_tensors, check_folder
+from rasura.integrations.flower.rounds import Collector, RoundFailed, Ticket, opened, protected
+from rasura.interfaces import InputError, MissingExtra
+
+__all__ = ["Agreement", "Capture", "Client", "RoundFailed", "agree", "check_folder", "local_part", "protect", "strategy"]
+
+RECORD, ARRAYS, METRICS, EXAMPLES = "rasura", "arrays", "metrics", "num-examples"
+"""Names of the records of a message, and of the metric that says how many texts a client trained on."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """What the mod needs: the agreement, with the clients' secret keys, and how many ``processes`` encrypt in parallel."""
+
+    agreement: Agreement
+    processes: int = 1
+
+
+def _flwr() -> tuple[Any, Any]:
+    try:
+        import flwr.app
+        import flwr.serverapp.strategy
+    except ImportError:
+        raise MissingExtra("federated training needs Flower: pip install 'rasura[federated]'") from None
+    return flwr.app, flwr.serverapp.strategy
+
+
+def _log(text: str) -> None:
+    import logging
+
+    logging.getLogger("flwr").warning(text)
+
+
+def _record(arrays: Mapping[str, Tensor]) -> Any:
+    app, _ = _flwr()
+    return app.ArrayRecord({n: app.Array(t.numpy()) for n, t in arrays.items()})
+
+
+def protect(setup: Callable[[Any], Client]) -> Callable[[Any, Any, Callable[[Any, Any], Any]], Any]:
+    """A mod that opens what the server sends, calls the app, and seals what the app trained.
+
+    ``setup(context)`` gives the ``Client``; keep its result, it is asked for with every message. The app sees plain weights
+    under ``arrays`` and returns trained ones with the metric ``num-examples``. What leaves is one Rasura message and the
+    app's metrics, with ``rasura-beyond`` (entries beyond the agreed scale, cut), ``rasura-bytes`` and ``rasura-cpu-seconds``
+    added: other records are dropped. What cannot be opened or sealed is answered with an error, in one line.
+    """
+
+    def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
+        app, _ = _flwr()
+        try:
+            return handled(message, context, call_next, app)
+        except InputError as error:
+            return app.Message(app.Error(code=0, reason=f"rasura: {error}"), reply_to=message)
+
+    def handled(message: Any, context: Any, call_next: Callable[[Any, Any], Any], app: Any) -> Any:
+        client = setup(context)
+        if RECORD not in message.content:
+            raise InputError("the server sent no record of Rasura; use rasura.integrations.flower.strategy there")
+        told = message.content[RECORD]
+        ticket = Ticket(
+            int(told["round"]), str(told["nonce"]), int(told["most-examples"]), float(told["first-scale"]), told["aggregate"]
+        )
+        received = as_tensors({n: a.numpy() for n, a in message.content[ARRAYS].items()})
+        before = opened(client.agreement, received, ticket.aggregate)
+        # Flower may give the same records to several clients.
+        plain = app.RecordDict({k: v for k, v in message.content.items() if k not in (RECORD, ARRAYS)})
+        plain[ARRAYS] = _record(before.weights)
+        message.content = plain
+        reply = call_next(message, context)
+        if reply.has_error():
+            return reply
+        found = list(reply.content.metric_records.values())
+        metrics = app.MetricRecord(dict(found[0])) if found else app.MetricRecord()
+        content = app.RecordDict({METRICS: metrics})
+        if message.metadata.message_type.startswith("train"):
+            arrays = list(reply.content.array_records.values())
+            if len(arrays) != 1 or not isinstance(metrics.get(EXAMPLES), int | float):
+                raise InputError(f"the app returned {len(arrays)} array records; expected one, and the metric {EXAMPLES}")
+            trained = as_tensors({n: a.numpy() for n, a in arrays[0].items()})
+            data, figures = protected(client.agreement, ticket, before, trained, metrics[EXAMPLES], client.processes)
+            for name, value in figures.items():
+                metrics[f"rasura-{name}"] = value
+            content[RECORD] = app.ConfigRecord({"message": data})
+        reply.content = content
+        return reply
+
+    return mod
+
+
+def strategy(
+    agreement: Agreement,
+    *,
+    least: int = 2,
+    most_examples: int = 0,
+    first_scale: float = 1e-3,
+    capture: Capture | None = None,
+    **options: Any,
+) -> Any:
+    """A ``FedAvg`` that takes clients' messages through checks, adds what it cannot read, and passes on the sum.
+
+    ``agreement``: with the public keys. ``least``: clients that a round needs, to start and to count. ``most_examples``: how
+    many texts weigh 1, the most that a client has; 0: clients weigh the same. ``first_scale``: the most that one round
+    changes an entry, which the scales of sealed entries start from. ``capture`` keeps what the server sees. ``options`` are
+    FedAvg's. The strategy's ``figures`` hold, by round, clients asked and counted, bytes to each client and from all, wall
+    seconds of waiting and CPU seconds of adding; its ``collector`` what the server knows. Raises ``InputError`` for a secret
+    context and for more clients than the keys fit, before anything is sent; ``RoundFailed`` ends a run whose round has fewer
+    than ``least`` updates that count.
+    """
+    app, strategies = _flwr()
+    collector = Collector(agreement, least, most_examples, first_scale, _log, seen=capture)
+    options = {"min_train_nodes": least, "min_evaluate_nodes": least, "min_available_nodes": least, **options}
+
+    figures: dict[int, dict[str, float]] = {}
+
+    class Protected(strategies.FedAvg):  # type: ignore[name-defined]  # imported here alone
+        def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
+            return super().start(grid, _record(agreement.start) if initial_arrays is None else initial_arrays, **rest)
+
+        def _ticketed(self, number: int, messages: Iterable[Any]) -> list[Any]:
+            arrays, out = _record(collector.visible()), []
+            for message in messages:
+                ticket = collector.ticket(number, message.metadata.dst_node_id)
+                told = {
+                    "round": number, "nonce": ticket.nonce, "most-examples": most_examples,
+                    "first-scale": float(first_scale), "aggregate": ticket.aggregate,
+                }  # fmt: skip
+                # One RecordDict is shared by all messages of a round.
+                config = app.ConfigRecord(dict(message.content[self.configrecord_key]))
+                content = {ARRAYS: arrays, self.configrecord_key: config, RECORD: app.ConfigRecord(told)}
+                kind, node = message.metadata.message_type, message.metadata.dst_node_id
+                out.append(app.Message(app.RecordDict(content), message_type=kind, dst_node_id=node))
+            return out
+
+        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
+            count = max(int(len(list(grid.get_node_ids())) * self.fraction_train), self.min_train_nodes)
+            if server_round == 1:
+                collector.check_clients(count)
+            messages = list(super().configure_train(server_round, arrays, config, grid))
+            if capture is not None:
+                capture.model(server_round, collector.clear)
+            # Clients that join later wait for a place: the run goes on.
+            sent = self._ticketed(server_round, messages[: collector.most])
+            clear = sum(t.numel() * t.element_size() for t in collector.visible().values())
+            figures[server_round] = {
+                "asked": len(sent),
+                "bytes_down": clear + len(collector.aggregate),
+                "start": time.time(),
+            }
+            return sent
+
+        def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
+            valid, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
+            sent = [(m, _metrics(m)) for m in valid]
+            triples = [(m.metadata.src_node_id, _bytes(m), found.get(EXAMPLES, 0)) for m, found in sent]
+            told = figures[server_round]
+            told["bytes_up"] = sum(len(data) for _, data, _ in triples if isinstance(data, bytes))
+            told["waited_seconds"] = time.time() - told.pop("start")
+            begun = time.process_time()
+            counted = set(collector.collect(triples))
+            told |= {"counted": len(counted), "adding_cpu_seconds": time.process_time() - begun}
+            return _record(collector.clear), _weighed(app, [f for m, f in sent if m.metadata.src_node_id in counted])
+
+        def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
+            return self._ticketed(server_round, super().configure_evaluate(server_round, arrays, config, grid))
+
+        def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
+            valid, _ = self._check_and_log_replies(replies, is_train=False, validate=False)
+            return _weighed(app, [_metrics(m) for m in valid])
+
+    made = Protected(**options)
+    made.collector, made.figures = collector, figures
+    return made
+
+
+def _bytes(message: Any) -> object:
+    record = message.content.get(RECORD)
+    return record.get("message") if hasattr(record, "get") else None
+
+
+def _metrics(message: Any) -> dict[str, float]:
+    """The plain finite numbers of a reply's one metric record; nothing where the reply has another number of them."""
+    found = list(message.content.metric_records.values())
+    items = found[0].items() if len(found) == 1 else []
+    return {n: v for n, v in items if isinstance(v, int | float) and math.isfinite(v)}
+
+
+def _weighed(app: Any, found: list[dict[str, float]]) -> Any:
+    """The means, by examples, of the metrics that all clients report; None where none does."""
+    told = [f for f in found if f.get(EXAMPLES, 0) > 0]
+    names = set.intersection(*(set(f) for f in told)) - {EXAMPLES} if told else set()
+    if not names:
+        return None
+    total = sum(f[EXAMPLES] for f in told)
+    return app.MetricRecord({n: float(sum(f[n] * f[EXAMPLES] for f in told) / total) for n in sorted(names)})

@@ -1,0 +1,43 @@
+"""``rasura new federated``: a Flower app with protection on, and keys for it."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from rasura.interfaces import InputError
+from rasura.recipes import sealing_keys
+
+PLACES = {
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "gitignore": ".gitignore",
+    "__init__.py": "federated/__init__.py",
+    "task.py": "federated/task.py",
+    "client_app.py": "federated/client_app.py",
+    "server_app.py": "federated/server_app.py",
+}
+"""File of the template -> where it goes."""
+
+
+def new_app(folder: str | Path, clients: int = 4) -> Path:
+    """Write the app to ``folder``, which must not hold one, with keys for the sum of ``clients``.
+
+    Raises ``InputError`` for a folder that holds such files, and for more clients than any keys fit.
+    """
+    place = Path(folder).resolve()
+    taken = [target for target in (*PLACES.values(), "keys") if (place / target).exists()]
+    if taken:
+        raise InputError(f"{place / taken[0]} exists already; choose a new folder")
+    if '"' in str(place) or "\\" in str(place):
+        raise InputError(f"{place} cannot be written into TOML; choose a folder without quotes and backslashes")
+    keys = sealing_keys(clients, "bfv")
+    for name, target in PLACES.items():
+        text = resources.files("rasura.integrations.flower").joinpath("template", f"{name}.txt").read_text(encoding="utf-8")
+        filled = text.replace("$folder", str(place)).replace("$clients", str(keys.parameters.most))
+        (place / target).parent.mkdir(parents=True, exist_ok=True)
+        (place / target).write_text(filled, encoding="utf-8")
+    (place / "keys").mkdir()
+    keys.save(place / "keys" / "clients.secret")
+    keys.public().save(place / "keys" / "server.public")
+    return place

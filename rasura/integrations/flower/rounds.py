@@ -1,0 +1,284 @@
+"""A round: what a client opens and sends, what a server takes and adds. Plain values and bytes, without Flower.
+
+Sealed entries travel as what they moved since the public start, all others as the update of this round. The latest aggregate
+then holds the whole model: who joins late, was absent or was killed opens it like everybody else, and neither clients nor
+server keep anything between rounds. Rounding does not add up over rounds either.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rasura.integrations.flower.agreement import Agreement, check_sums, next_scales, read_scales
+from rasura.interfaces import InputError
+from rasura.recipes import sealing_modules
+from rasura.rng import secret_generator
+from rasura.values import Message, Parameter, PerExample, Stage
+from rasura.wire import from_bytes, to_bytes
+
+
+class RoundFailed(RuntimeError):
+    """Too few clients sent an update that counts; the message says why each of the others does not."""
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What the server tells one client for one round. ``nonce`` is for this client and round alone: a replayed message has
+    another. ``most_examples``: how many texts weigh 1; 0: every client weighs the same. ``first_scale``: the most that one
+    round changes an entry."""
+
+    round: int
+    nonce: str
+    most_examples: int
+    first_scale: float
+    aggregate: bytes = b""
+
+    def share(self, examples: float) -> float:
+        """The weight of a client with ``examples`` texts, by which it scales what it seals: a server that adds ciphertexts
+        cannot weigh them."""
+        if not (isinstance(examples, int | float) and math.isfinite(examples) and examples > 0):
+            raise InputError(f"{examples!r} examples; expected a number above 0")
+        return min(1.0, examples / self.most_examples) if self.most_examples else 1.0
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The model as a client has it: ``weights``, and of sealed entries how far they ``moved`` from the public start."""
+
+    weights: Mapping[str, Tensor]
+    moved: Mapping[str, Tensor]
+
+
+def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) -> Opened:
+    """The model that ``clear`` (tensors that are not sealed as a whole) and ``aggregate`` hold, for who has the secret key.
+
+    Raises ``InputError`` for shapes, keys, a mask or counts other than agreed.
+    """
+    for name, tensor in agreement.start.items():
+        if name not in clear and not agreement.whole(name):
+            raise InputError(f"the server sent no {name}, which is not sealed")
+        if name in clear and (clear[name].shape != tensor.shape or clear[name].dtype != tensor.dtype):
+            raise InputError(f"the server's {name} is {tuple(clear[name].shape)} {clear[name].dtype}; expected the start's")
+    if set(clear) - set(agreement.start):
+        raise InputError(f"the server sent {min(set(clear) - set(agreement.start))}, which is not trained here")
+    weights = {n: clear.get(n, t) for n, t in agreement.start.items()}
+    if not agreement.sealed:
+        return Opened(weights, {})
+    nothing = {n: torch.zeros(t.shape, dtype=t.dtype) for n, t in agreement.start.items()}
+    if not aggregate:
+        return Opened(weights, nothing)
+    message = from_bytes(aggregate, agreement.limits)
+    check_sums(message, agreement)
+    clients, shares = message.header.get("clients"), message.header.get("shares")
+    if type(clients) is not int or not isinstance(shares, float) or not 0 < shares <= clients:
+        raise InputError(f"the aggregate is of {clients!r} clients with {shares!r} shares")
+    sealing, homomorphic = sealing_modules()
+    _, scale = sealing.flattened(nothing, agreement.sealed, read_scales(message.header.get("scales"), agreement))
+    total = homomorphic.opened_sum(list(message.sealed.values()), scale, clients, agreement.keys) / shares
+    moved = sealing.unflattened(total, nothing, {n: ~m for n, m in agreement.sealed.items()})
+    weights = {n: torch.where(agreement.sealed[n], agreement.start[n] - moved[n], w) for n, w in weights.items()}
+    return Opened(weights, moved)
+
+
+def protected(
+    agreement: Agreement, ticket: Ticket, before: Opened, trained: Mapping[str, Tensor], examples: float, processes: int = 1
+) -> tuple[bytes, dict[str, float]]:
+    """The one message of a client whose training led from ``before`` to ``trained``, and figures about it.
+
+    The update (received weights minus trained) goes through the AGGREGATE part of the defense as if it were one text, which
+    protects the client as a whole, and then through the WIRE part. Raises ``InputError`` for other names or shapes, and for
+    weights that are no finite numbers.
+    """
+    start = time.process_time()
+    if set(trained) != set(agreement.start):
+        raise InputError(f"the app returned {len(trained)} tensors; expected the {len(agreement.start)} that it was given")
+    update: dict[str, Tensor] = {}
+    for name, weight in before.weights.items():
+        if trained[name].shape != weight.shape or not bool(torch.isfinite(trained[name]).all()):
+            raise InputError(f"the trained {name} has another shape, or entries that are no finite numbers")
+        update[name] = weight - trained[name].to(weight.dtype)
+    share = ticket.share(examples)
+    header: dict[str, Parameter] = {"round": ticket.round, "nonce": ticket.nonce, "start": agreement.start_digest}
+    scales: Mapping[str, float] = {}
+    if agreement.sealed:
+        header["scales"] = next_scales(before.moved, ticket.first_scale)
+        scales = read_scales(header["scales"], agreement)
+    rng = secret_generator()
+    message = Message(update, kind="fedavg", header=header)
+    for part in agreement.wire(scales, processes):
+        # No model or inputs: masks are agreed, and what else acts on messages needs neither.
+        state = part.init((None, {}))
+        if part.stage is Stage.AGGREGATE:
+            examples_of_one = PerExample(lambda: update, lambda: iter([update]), 1)
+            message = replace(message, gradients=part.apply(examples_of_one, state, rng)[0])
+            continue
+        if part.mechanism.name == "sealing":
+            moved = {
+                n: torch.where(agreement.sealed[n], share * (g + before.moved[n]), g) for n, g in message.gradients.items()
+            }  # fmt: skip
+            message = replace(message, gradients=moved)
+        message, _ = part.apply(message, state, rng)
+    data = to_bytes(message)
+    beyond = float(message.header.get("beyond") or 0)
+    return data, {"beyond": beyond, "bytes": float(len(data)), "cpu-seconds": time.process_time() - start}
+
+
+Taken = tuple[int, Message, float]
+"""A node, its message and its share."""
+
+
+@dataclass
+class Collector:
+    """The server's side: what it knows of the model, and the sum that it cannot read.
+
+    ``agreement.keys`` is the public context; a secret one is refused. ``least``: how many clients a round needs.
+    ``seen`` is told of every message that counts.
+    """
+
+    agreement: Agreement
+    least: int = 1
+    most_examples: int = 0
+    first_scale: float = 1e-3
+    log: Callable[[str], None] = print
+    seen: Callable[[int, int, Message], None] | None = None
+    clear: dict[str, Tensor] = field(default_factory=dict)
+    aggregate: bytes = b""
+    round: int = 0
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clear = dict(self.agreement.start)
+        if self.agreement.sealed:
+            sealing_modules()[1].server_context(self.agreement.keys)
+            self.check_clients(self.least)
+        if self.least < 1 or self.most_examples < 0 or not 0 < self.first_scale < math.inf:
+            raise InputError(
+                f"least {self.least} clients, most examples {self.most_examples}, first scale {self.first_scale}; expected "
+                "at least 1, at least 0, and a number above 0"
+            )
+
+    @property
+    def most(self) -> int | None:
+        """Clients whose sum fits the keys; None where nothing is sealed."""
+        fits: int = self.agreement.keys.parameters.most if self.agreement.sealed else 0
+        return fits or None
+
+    def check_clients(self, count: int) -> None:
+        """Refuse more clients than the keys fit, with the number that fits."""
+        if self.most is not None and count > self.most:
+            raise InputError(
+                f"{count} clients would train, these keys fit {self.most}; make keys: rasura keys --clients {count}"
+            )
+
+    def visible(self) -> dict[str, Tensor]:
+        """What the server has to send: tensors that are not sealed as a whole."""
+        return {n: t for n, t in self.clear.items() if not self.agreement.whole(n)}
+
+    def ticket(self, number: int, node: int) -> Ticket:
+        """A fresh ticket for ``node``; all of earlier rounds are void."""
+        if number != self.round:
+            self.round, self.tickets = number, {}
+        made = Ticket(number, secrets.token_hex(16), self.most_examples, self.first_scale, self.aggregate)
+        self.tickets[node] = made
+        return made
+
+    def read(self, node: int, data: object, examples: float) -> tuple[Message, float]:
+        """A client's message and its share, fully checked but for the ciphertexts; ``InputError`` says what is wrong."""
+        ticket = self.tickets.get(node)
+        if ticket is None:
+            raise InputError("it was not asked in this round, or has answered already")
+        if not isinstance(data, bytes):
+            raise InputError("its reply holds no message of Rasura")
+        share = ticket.share(examples)
+        message = from_bytes(data, self.agreement.limits)
+        if message.header.get("round") != ticket.round or message.header.get("nonce") != ticket.nonce:
+            raise InputError("the message is of another round or client: it was replayed")
+        check_sums(message, self.agreement)
+        if self.agreement.sealed:
+            read_scales(message.header.get("scales"), self.agreement)
+        start = self.agreement.start
+        if set(message.gradients) != set(start):
+            raise InputError(f"it holds {len(message.gradients)} tensors; expected the {len(start)} that are trained")
+        for name, gradient in message.gradients.items():
+            if gradient.shape != start[name].shape or gradient.dtype != start[name].dtype:
+                raise InputError(f"{name} is {tuple(gradient.shape)} {gradient.dtype}, unlike the start's")
+            if name in self.agreement.sealed:
+                shown = message.visible.get(name)
+                hidden = self.agreement.sealed[name]
+                if bool(hidden.any()) and (shown is None or bool((shown & hidden).any())):
+                    raise InputError(f"{name} shows entries that were to be sealed")
+        del self.tickets[node]
+        return message, share
+
+    def collect(self, replies: Sequence[tuple[int, object, float]]) -> list[int]:
+        """Take a round's ``replies`` (node, bytes, examples); the nodes whose update counts, in order.
+
+        What is wrong is refused with a logged reason, and nothing of it enters the aggregate. Raises ``RoundFailed`` when
+        fewer than ``least`` are left; what the server knew before then stays as it was.
+        """
+        taken: list[Taken] = []
+        refused: list[tuple[int, str]] = []
+        for node, data, examples in replies:
+            try:
+                taken.append((node, *self.read(node, data, examples)))
+            except InputError as error:
+                refused.append((node, str(error)))
+        if self.agreement.sealed and taken:
+            votes = Counter(str(m.header["scales"]) for _, m, _ in taken).most_common(2)
+            agreed = None if len(votes) > 1 and votes[0][1] == votes[1][1] else votes[0][0]
+            refused += [(n, "its scales are not those of the others") for n, m, _ in taken if m.header["scales"] != agreed]
+            taken = [t for t in taken if t[1].header["scales"] == agreed]
+        counted, sums = self._added(taken, refused)
+        for node, why in refused:
+            self.log(f"round {self.round}: client {node} is left out: {why}")
+        if len(counted) < self.least:
+            reasons = "; ".join(f"client {n}: {why}" for n, why in refused) or "the others did not answer"
+            raise RoundFailed(
+                f"round {self.round}: {len(counted)} updates count, at least {self.least} are needed ({reasons})"
+            )
+        if self.seen is not None:
+            for node, message, _ in counted:
+                self.seen(self.round, node, message)
+        shares = sum(share for _, _, share in counted)
+        clear = {}
+        for name, before in self.clear.items():
+            step = torch.zeros(before.shape, dtype=torch.float64)
+            for _, message, share in counted:
+                step += message.gradients[name].double() * (share / shares)
+            clear[name] = (before.double() - step).to(before.dtype)
+        self.clear = clear
+        if self.agreement.sealed:
+            header: dict[str, Parameter] = {
+                "start": self.agreement.start_digest, "mask": self.agreement.mask_digest, "key": self.agreement.keys.key,
+                "clients": len(counted), "shares": float(shares), "scales": counted[0][1].header["scales"],
+            }  # fmt: skip
+            scheme = self.agreement.keys.parameters.scheme
+            sealed = {f"{scheme}/{k:06d}": data for k, data in enumerate(sums)}
+            self.aggregate = to_bytes(Message({}, {}, sealed, "aggregate", header))
+        return [node for node, _, _ in counted]
+
+    def _added(self, taken: Sequence[Taken], refused: list[tuple[int, str]]) -> tuple[list[Taken], list[bytes]]:
+        """Who counts, and the sum of their ciphertexts; one after the other, so that a bad one is known by its client."""
+        if not self.agreement.sealed:
+            return list(taken), []
+        _, homomorphic = sealing_modules()
+        counted: list[Taken] = []
+        sums: list[bytes] = []
+        for node, message, share in taken:
+            own = list(message.sealed.values())
+            try:
+                self.check_clients(len(counted) + 1)
+                sums = homomorphic.added([sums, own] if counted else [own], self.agreement.keys)
+            except InputError as error:
+                refused.append((node, str(error)))
+                continue
+            counted.append((node, message, share))
+        return counted, sums
