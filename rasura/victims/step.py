@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from rasura.interfaces import Defense, InputError
 from rasura.rng import child
 from rasura.updates import FEDSGD, Local, changed
-from rasura.values import Batch, Gradients, ImageBatch, Message, PerExample, Stage, Task, Transcript, Vocabulary
+from rasura.values import Batch, Gradients, ImageBatch, Message, Stage, Task, Transcript, Vocabulary
+from rasura.victims.per_example import per_example
 
 
 @contextmanager
@@ -52,12 +53,13 @@ def step(
     vocabulary: Vocabulary,
     rng: torch.Generator,
     local: Local = FEDSGD,
+    expected: float | None = None,
 ) -> Transcript:
     """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
 
     MODEL transforms are applied for the duration of the step. Without an AGGREGATE transform the message holds the gradient
     of the mean loss, or what ``local`` training sends. Active dropout draws from ``rng``: the same generator state gives the
-    same masks.
+    same masks. ``expected``: the mean size of a batch where texts join it by chance; None for batches of a fixed size.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
@@ -75,15 +77,9 @@ def step(
         losses.append(loss)
         return found
 
-    def each() -> Iterator[Gradients]:
-        for row in range(len(batch)):
-            found, loss = gradients(model, {k: v[row : row + 1] for k, v in inputs.items()})
-            losses.append(loss)
-            yield found
-
     with defended(model, defense), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        examples = PerExample(mean, each, len(batch))
+        examples = per_example(model, inputs, len(batch), mean=mean, told=losses.append, expected=expected)
         if by_stage[Stage.AGGREGATE]:
             part = by_stage[Stage.AGGREGATE][0]
             entries, _ = part.apply(examples, part.init(model), rng)
