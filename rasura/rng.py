@@ -78,18 +78,19 @@ def _secret(count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return (bits.astype(np.float64) + 0.5) * 2.0**-52
 
 
-def gamma(shape: float, count: int, rng: torch.Generator) -> Tensor:
-    """``count`` draws of the gamma distribution with ``shape`` and scale 1, in float64 (Marsaglia and Tsang 2000)."""
+def gamma(shape: Tensor, rng: torch.Generator) -> Tensor:
+    """A draw of the gamma distribution for each entry of ``shape``, ``(count,)`` float64, at scale 1 (Marsaglia, Tsang 2000)."""
     # Below 1 their method starts from shape + 1.
-    boost = uniform((count,), rng) ** (1 / shape) if shape < 1 else torch.ones(count, dtype=torch.float64)
-    d = (shape + 1 if shape < 1 else shape) - 1 / 3
-    out = torch.empty(count, dtype=torch.float64)
-    missing = torch.arange(count)
+    small = shape < 1
+    boost = torch.where(small, uniform(shape.shape, rng) ** (1 / shape), 1.0) if bool(small.any()) else 1.0
+    d = shape + small.double() - 1 / 3
+    out = torch.empty_like(shape)
+    missing = torch.arange(len(shape))
     while len(missing):
-        x = normal((len(missing),), rng)
-        v = (1 + x / math.sqrt(9 * d)) ** 3
-        log_v = v.clamp_min(1e-300).log()
-        good = (v > 0) & (uniform((len(missing),), rng).log() < x * x / 2 + d * (1 - v + log_v))
-        out[missing[good]] = d * v[good]
+        x, scale = normal((len(missing),), rng), d[missing]
+        v = (1 + x / (9 * scale).sqrt()) ** 3
+        limit = x * x / 2 + scale * (1 - v + v.clamp_min(1e-300).log())
+        good = (v > 0) & (uniform((len(missing),), rng).log() < limit)
+        out[missing[good]] = (scale * v)[good]
         missing = missing[~good]
     return out * boost

@@ -41,6 +41,9 @@ DEFENSES: dict[str, str] = {
     "fp16": "fp16",
     "bf16": "bf16",
     "sign": "sign",
+    "dp-sgd": "dp-sgd:1.0/clip=0.5",
+    "normalised": "normalised:1.0",
+    "directional": "directional:1e5/blocks=parameters",
 }
 """Every defense as it is written on the command line."""
 
