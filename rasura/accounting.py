@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
@@ -66,7 +67,7 @@ class Run:
     @property
     def rate(self) -> float:
         """Probability of each text to be in a batch."""
-        return 1 / self.steps_an_epoch
+        return min(1.0, self.batch_size / self.examples)
 
     @property
     def fails(self) -> float:
@@ -125,6 +126,7 @@ def _library() -> Iterator[Any]:
         log.setLevel(level)
 
 
+@lru_cache(256)
 def epsilon(
     sigma: float, rate: float, steps: int, delta: float, *, by: Accountant = "pld", noise: str = "gaussian"
 ) -> float:
