@@ -40,7 +40,7 @@ def protect(
 
     from rich.progress import Progress
 
-    from rasura.protection import protect as protect_file
+    from rasura.protection import protect_file
     from rasura.recipes import known
     from rasura.shadows.table import ShadowSettings
 

@@ -44,6 +44,40 @@ def gradients(model: nn.Module, inputs: Mapping[str, Tensor], local: Local = FED
     return changed(model, inputs, names, local)
 
 
+def message_for(
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    size: int,
+    defense: Defense,
+    rng: torch.Generator,
+    *,
+    local: Local = FEDSGD,
+    expected: float | None = None,
+) -> tuple[Message, float]:
+    """What leaves for ``inputs`` of ``size`` texts behind the MODEL, AGGREGATE and WIRE parts of ``defense``; mean loss."""
+    by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
+    losses: list[float] = []
+    seed = child(rng)
+
+    def mean() -> Gradients:
+        found, loss = gradients(model, inputs, local)
+        losses.append(loss)
+        return found
+
+    with defended(model, defense), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        examples = per_example(model, inputs, size, mean=mean, told=losses.append, expected=expected)
+        if by_stage[Stage.AGGREGATE]:
+            part = by_stage[Stage.AGGREGATE][0]
+            entries, _ = part.apply(examples, part.init(model), rng)
+        else:
+            entries = mean()
+        message = Message(entries, kind=local.kind)
+        for part in by_stage[Stage.WIRE]:
+            message, _ = part.apply(message, part.init((model, inputs)), rng)
+    return message, sum(losses) / max(len(losses), 1)
+
+
 def step(
     model: nn.Module,
     batch: Batch | ImageBatch,
@@ -63,32 +97,12 @@ def step(
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
-    by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     original = batch
-    for part in by_stage[Stage.DATA]:
+    for part in (p for p in defense if p.stage is Stage.DATA):
         batch, _ = part.apply(batch, part.init((model, vocabulary)), rng)
     # Tensors may sit on another device than the caller's batch.
     inputs = batch.to(next(model.parameters()).device).inputs()
-    losses: list[float] = []
-    seed = child(rng)
-
-    def mean() -> Gradients:
-        found, loss = gradients(model, inputs, local)
-        losses.append(loss)
-        return found
-
-    with defended(model, defense), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        examples = per_example(model, inputs, len(batch), mean=mean, told=losses.append, expected=expected)
-        if by_stage[Stage.AGGREGATE]:
-            part = by_stage[Stage.AGGREGATE][0]
-            entries, _ = part.apply(examples, part.init(model), rng)
-        else:
-            entries = mean()
-        message = Message(entries, kind=local.kind)
-        for part in by_stage[Stage.WIRE]:
-            message, _ = part.apply(message, part.init((model, inputs)), rng)
-    loss = sum(losses) / max(len(losses), 1)
+    message, loss = message_for(model, inputs, len(batch), defense, rng, local=local, expected=expected)
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:
         mechanism = (local.mechanism, *mechanism)
