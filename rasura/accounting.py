@@ -30,6 +30,9 @@ DIRECTIONAL = "directional"
 
 NONE = "no formal guarantee"
 
+LEAST_SIGMA = 1e-3
+"""Below it epsilon is said to be infinite: it is a million and more after a single step."""
+
 PAPER_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64))
 ORDERS = (*(1 + 10 ** (-4 + k / 15) for k in range(60)), *(2 + k / 10 for k in range(1, 90)), *range(12, 64), 128, 256, 512)
 
@@ -144,6 +147,8 @@ def epsilon(
         raise InputError(f"unknown accountant {by!r}; known: {', '.join(ACCOUNTANTS)}")
     if noise == "laplace" and by != "pld":
         raise InputError(f"the accountant {by} knows Gaussian noise only; use pld")
+    if sigma < LEAST_SIGMA:
+        return math.inf
     if by == "paper":
         return _by_orders(sigma, rate, steps, delta, PAPER_ORDERS)
     return _by_library(sigma, rate, steps, delta, by, noise)
@@ -170,7 +175,8 @@ def _by_library(
         if digits is not None:
             return by_loss(digits)
         about = steps / sigma if noise == "laplace" else _by_orders(sigma, rate, steps, delta, ORDERS)
-        return by_loss(max(1e-4, by_loss(max(1e-4, about / 2e4)) / 1e5))
+        found = by_loss(max(1e-4, about / 1e4))
+        return found if about < 1.5 * found else by_loss(max(1e-4, found / 1e5))
 
 
 def _by_orders(sigma: float, rate: float, steps: int, delta: float, orders: Sequence[float]) -> float:
@@ -343,8 +349,13 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
         return _directional(known, run, sizes, notes)
     sigma, noise = float(known["sigma"] or 0), str(known.get("noise") or "gaussian")
     spent = epsilon(sigma, run.rate, run.steps, run.fails, noise=noise)
-    pure = run.steps * math.log1p(run.rate * math.expm1(min(1 / sigma, 700.0))) if noise == "laplace" else None
+    pure = None
+    if noise == "laplace":
+        unseen = math.log1p(-run.rate) if run.rate < 1 else -math.inf
+        pure = run.steps * float(np.logaddexp(unseen, math.log(run.rate) + 1 / sigma))
     other = None if noise == "laplace" else epsilon(sigma, run.rate, run.steps, run.fails, by="rdp")
+    if not math.isfinite(spent):
+        return Guarantee(f"{NONE}: sigma {sigma:.3g} is too small for any", warnings=tuple(notes))
     head = ""
     if run.sampling != "poisson":
         head = NONE + " for this run, whose loader shuffles; with Poisson sampling, which the accountant assumes, it would be "
