@@ -1,4 +1,4 @@
-"""Protecting a data set before training: GHOST on a file, in one call, and on a Hugging Face data set by ``map``."""
+"""The one-liners of people who train: ``protect`` for a file of texts or for a training loop, and ``Obfuscator``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+
+from torch import nn
 
 from rasura.data.text import Example, load_examples
-from rasura.interfaces import InputError
+from rasura.interfaces import Defense, InputError
+from rasura.private import Private, protect_training
 from rasura.recipes import token_obfuscation
 from rasura.rng import generator
 from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, made_for, token_embedding
@@ -91,7 +94,19 @@ class Obfuscator:
         return out
 
 
-def protect(
+@overload
+def protect(model: nn.Module, optimizer: Any, loader: Any, defense: str | Defense, **options: Any) -> Private: ...
+@overload
+def protect(source: str | Path, target: str | Path, **options: Any) -> Protected: ...
+def protect(*what: Any, **options: Any) -> Private | Protected:
+    """Protect a training loop, ``protect(model, optimizer, loader, "dp-sgd:1.0", epochs=3)``, or a file of training texts,
+    ``protect("notes.jsonl", "hidden.jsonl")``. The options are those of ``private.protect_training`` and ``protect_file``.
+    """
+    first = what[0] if what else options.get("source", options.get("model"))
+    return (protect_training if isinstance(first, nn.Module) else protect_file)(*what, **options)
+
+
+def protect_file(
     source: str | Path,
     target: str | Path,
     *,
@@ -102,7 +117,7 @@ def protect(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Protected:
-    """Obfuscate a data set with GHOST for training ``model``: ``protect("notes.jsonl", "hidden.jsonl")``.
+    """Obfuscate a data set with GHOST for training ``model``: ``protect_file("notes.jsonl", "hidden.jsonl")``.
 
     Writes ``target`` (JSONL, CSV or Parquet by its name: ``text``, ``input_ids``, ``label``), a report of every row beside
     it (``.report.jsonl``) and a data card (``.card.md``). Interrupted, the same call goes on where it stopped. Raises

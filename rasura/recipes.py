@@ -91,6 +91,19 @@ DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[
         "entries that matter most are encrypted: sealing:grad=0.1, sealing:structural, sealing:all",
     ),
     "random-pruning": (_lazy("rasura.defenses.pruning", "random_pruning"), float, "a random RATIO of all entries dropped"),
+    "dp-sgd": (
+        _lazy("rasura.defenses.dp_sgd", "described"),
+        str,
+        "every text clipped to norm 1, noise SIGMA on the sum: dp-sgd:1.0, dp-sgd:1.0/clip=0.5/noise=laplace",
+    ),
+    "normalised": (
+        _lazy("rasura.defenses.dp_sgd", "normalised_gaussian"), float, "every text scaled to norm 1, noise SIGMA on the sum"
+    ),
+    "directional": (
+        _lazy("rasura.defenses.directional", "described"),
+        str,
+        "every text's direction drawn anew around it: directional:KAPPA, directional:KAPPA/blocks=parameters",
+    ),
 }
 
 UPDATES: Mapping[str, str] = {
@@ -122,7 +135,10 @@ IMAGE_METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
 }
 
 IMAGE_ATTACKS = ("blind", "inverting-gradients", "feature-matching")
-IMAGE_DEFENSES = ("none", "gaussian", "laplace", "pruning", "random-pruning", "fp16", "bf16", "sign", "sealing")
+IMAGE_DEFENSES = (
+    "none", "gaussian", "laplace", "pruning", "random-pruning", "fp16", "bf16", "sign", "sealing", "dp-sgd", "normalised",
+    "directional",
+)  # fmt: skip
 """What works on the task ``vision``; its other attacks and defenses are those of texts."""
 
 SUITES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -86,7 +86,7 @@ def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
     for key in found:
         known(f"key in {source}", key, own | recipe)
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own}
-    return TrainPlan(**values, recipe=Recipe(**{k: v for k, v in found.items() if k in recipe}))
+    return TrainPlan(**values, recipe=Recipe(**{"noise": "seeded", **{k: v for k, v in found.items() if k in recipe}}))
 
 
 def prepared(study: Study, **changes: Any) -> Plan | TrainPlan:

@@ -13,15 +13,17 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from rasura.accounting import Guarantee, Run, assumes_poisson, checked_delta, formal, guarantee
 from rasura.auditing import versions
 from rasura.data.text import Example, data_hash, encode, load_examples
-from rasura.interfaces import InputError
+from rasura.interfaces import Defense, InputError
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.recipes import known, parse_defense
 from rasura.records import canonical, write_whole
 from rasura.rng import generator
 from rasura.values import Batch, Task
 from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.victims.step import defended
 from rasura.victims.train import FineTuning, Recipe, nats, predictions, protected, split
 
 
@@ -31,7 +33,8 @@ class TrainPlan:
 
     ``holdout``: share of the training texts that early stopping looks at, unprotected; without ``test`` they are what the
     model is judged on. ``limit``: training texts used, drawn by the first seed; None for all. ``max_length``: tokens that a
-    text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights.
+    text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights. ``delta``: probability with
+    which a formal guarantee may fail; None for a tenth of 1 / number of training texts.
     """
 
     data: str
@@ -46,6 +49,7 @@ class TrainPlan:
     truncate: bool = False
     max_length: int | None = None
     seeds: int = 1
+    delta: float | None = None
     recipe: Recipe = field(default_factory=Recipe)
 
     def checked(self) -> TrainPlan:
@@ -59,6 +63,8 @@ class TrainPlan:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; expected at least 1")
+        if self.delta is not None:
+            checked_delta(self.delta)
         if self.lora < 0:
             raise InputError(f"lora is {self.lora}; expected a rank, or 0 to train all weights")
         return self
@@ -81,7 +87,18 @@ class Training:
         self.held = self._encoded(victim, held)
         self.test = self.held if tested is None else self._encoded(victim, tested)
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(asdict(plan)))}
+        for defense in plan.defenses:
+            self._guarantee(parse_defense(defense), ())
         self._claim()
+
+    def _guarantee(self, parts: Defense, sizes: Sequence[int]) -> Guarantee:
+        """What ``parts`` guarantee after all epochs, whether or not training ends before."""
+        known, recipe = [p.mechanism for p in parts], self.plan.recipe
+        run = Run(
+            len(self.rows), recipe.batch_size, max(1, recipe.epochs), self.plan.delta,
+            "poisson" if assumes_poisson(known) else "shuffled",
+        )  # fmt: skip
+        return guarantee(known, run, sizes=sizes, secure=recipe.noise == "secure")
 
     def _victim(self, seed: int) -> Victim:
         task: Any = self.plan.task
@@ -145,9 +162,13 @@ class Training:
         model = with_fresh_adapter(victim, plan.lora, seed)
         watched = "accuracy" if plan.task == "classification" else "loss"
         before = self._figures(model, self.test)
+        with defended(model, parts):
+            told = self._guarantee(parts, [p.numel() for p in model.parameters() if p.requires_grad])
+        mechanisms = [p.mechanism for p in parts]
         run = FineTuning(
             model, rows, parts, replace(plan.recipe, seed=seed), place, task=victim.task, vocabulary=vocabulary,
             evaluate=lambda m: self._figures(m, self.held), watched=watched, higher=HIGHER_IS_BETTER[watched],
+            poisson=assumes_poisson(mechanisms), secret=plan.recipe.noise == "secure" and formal(mechanisms) is not None,
         )  # fmt: skip
         history = run.run(
             None if progress is None else lambda done, total, told: progress(f"{defense}: epoch", done, total, told)
@@ -162,6 +183,7 @@ class Training:
             "tested_on": "test" if plan.test else "holdout", "before": before, "after": self._figures(model, self.test),
             "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
             "mechanism": [asdict(p.mechanism) | {"stage": p.stage.value} for p in parts], "lora": plan.lora,
+            "privacy": told.told(), "noise": plan.recipe.noise,
             "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
             "device": self.device, "versions": versions(),
         }  # fmt: skip

@@ -168,16 +168,25 @@ Gradients = Mapping[str, Tensor]
 """One tensor per parameter name, as in ``model.named_parameters()``."""
 
 
+Weigh = Callable[[Tensor], Tensor]
+"""Norms of gradients, ``(texts,)``, to the weights of a sum."""
+
+
 @dataclass(frozen=True)
 class PerExample:
     """The gradients of a batch before they are aggregated; computed when asked for, since most defenses need the mean only.
 
-    ``mean()`` is the gradient of the batch loss; ``each()`` yields the gradient of every text's own loss, one at a time.
+    ``mean()`` is the gradient of the batch loss; ``each()`` yields the gradient of every text's own loss, one at a time;
+    ``weighted(weigh)`` is the sum of these, each times what ``weigh`` makes of its Euclidean norm, without holding any:
+    ``weigh`` maps norms ``(texts,)`` to weights one by one. ``expected`` is the size that a batch has on average where texts
+    join by chance (Poisson sampling): what a sum is divided by then, since the true size is private.
     """
 
     mean: Callable[[], Gradients]
     each: Callable[[], Iterator[Gradients]]
     size: int
+    weighted: Callable[[Weigh], Gradients]
+    expected: float | None = None
 
 
 @dataclass(frozen=True)

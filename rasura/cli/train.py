@@ -40,7 +40,7 @@ def protect(
 
     from rich.progress import Progress
 
-    from rasura.protection import protect as protect_file
+    from rasura.protection import protect_file
     from rasura.recipes import known
     from rasura.shadows.table import ShadowSettings
 
@@ -85,6 +85,8 @@ def train(
     truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
     max_length: Annotated[int | None, typer.Option(help="tokens a text may have")] = None,
     precision: Annotated[str, typer.Option(help="float32 or bf16")] = "float32",
+    delta: Annotated[float | None, typer.Option(help="of a formal guarantee; default a tenth of 1 / texts")] = None,
+    seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="repeatable, and without any guarantee")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
     folder: Annotated[Path, typer.Option("--out", help="where models go; the same command resumes")] = Path("runs/train"),
     as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
@@ -99,10 +101,13 @@ def train(
 
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
     bits: Any = known("precision", precision, ("float32", "bf16"))
-    recipe = Recipe(epochs, batch_size, learning_rate, patience=patience, optimizer=kind, precision=bits, seed=seed)
+    noise: Any = "seeded" if seeded_noise else "secure"
+    recipe = Recipe(
+        epochs, batch_size, learning_rate, patience=patience, optimizer=kind, precision=bits, seed=seed, noise=noise
+    )
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
-        recipe,
+        delta, recipe,
     )  # fmt: skip
     trained(plan, folder, device_named(device), as_json)
 
@@ -131,6 +136,9 @@ def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[st
         start = f"{r['before'][names[0]]:.3f}"
         table.add_row(r["defense"], str(r["seed"]), *(f"{r['after'][n]:.3f}" for n in names), start, str(r["epochs"]))
     out.print(table)
+    for name, told in {r["defense"]: r["privacy"] for r in results}.items():
+        for line in (told["statement"], *told.get("warnings", ())) if told.get("epsilon") else ():
+            out.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"judged on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}",
         markup=False,

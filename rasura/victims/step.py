@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from rasura.interfaces import Defense, InputError
 from rasura.rng import child
 from rasura.updates import FEDSGD, Local, changed
-from rasura.values import Batch, Gradients, ImageBatch, Message, PerExample, Stage, Task, Transcript, Vocabulary
+from rasura.values import Batch, Gradients, ImageBatch, Message, Stage, Task, Transcript, Vocabulary
+from rasura.victims.per_example import per_example
 
 
 @contextmanager
@@ -44,32 +45,19 @@ def gradients(model: nn.Module, inputs: Mapping[str, Tensor], local: Local = FED
     return changed(model, inputs, names, local)
 
 
-def step(
+def message_for(
     model: nn.Module,
-    batch: Batch | ImageBatch,
-    defense: Defense = (),
-    *,
-    task: Task,
-    vocabulary: Vocabulary,
+    inputs: Mapping[str, Tensor],
+    size: int,
+    defense: Defense,
     rng: torch.Generator,
+    *,
     local: Local = FEDSGD,
-) -> Transcript:
-    """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
-
-    MODEL transforms are applied for the duration of the step. Without an AGGREGATE transform the message holds the gradient
-    of the mean loss, or what ``local`` training sends. Active dropout draws from ``rng``: the same generator state gives the
-    same masks.
-    """
-    if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
-        raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
+    expected: float | None = None,
+) -> tuple[Message, float, float]:
+    """What leaves for ``inputs`` of ``size`` texts behind the MODEL, AGGREGATE and WIRE parts of ``defense``; the mean loss;
+    and the wall seconds that the WIRE part took."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
-    original = batch
-    start = time.perf_counter()
-    for part in by_stage[Stage.DATA]:
-        batch, _ = part.apply(batch, part.init((model, vocabulary)), rng)
-    seconds = time.perf_counter() - start
-    # Tensors may sit on another device than the caller's batch.
-    inputs = batch.to(next(model.parameters()).device).inputs()
     losses: list[float] = []
     seed = child(rng)
 
@@ -78,15 +66,9 @@ def step(
         losses.append(loss)
         return found
 
-    def each() -> Iterator[Gradients]:
-        for row in range(len(batch)):
-            found, loss = gradients(model, {k: v[row : row + 1] for k, v in inputs.items()})
-            losses.append(loss)
-            yield found
-
     with defended(model, defense), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        examples = PerExample(mean, each, len(batch))
+        examples = per_example(model, inputs, size, mean=mean, told=losses.append, expected=expected)
         if by_stage[Stage.AGGREGATE]:
             part = by_stage[Stage.AGGREGATE][0]
             entries, _ = part.apply(examples, part.init(model), rng)
@@ -96,12 +78,41 @@ def step(
         start = time.perf_counter()
         for part in by_stage[Stage.WIRE]:
             message, _ = part.apply(message, part.init((model, inputs)), rng)
-        seconds += time.perf_counter() - start
-    loss = sum(losses) / max(len(losses), 1)
+        seconds = time.perf_counter() - start
+    return message, sum(losses) / max(len(losses), 1), seconds
+
+
+def step(
+    model: nn.Module,
+    batch: Batch | ImageBatch,
+    defense: Defense = (),
+    *,
+    task: Task,
+    vocabulary: Vocabulary,
+    rng: torch.Generator,
+    local: Local = FEDSGD,
+    expected: float | None = None,
+) -> Transcript:
+    """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
+
+    MODEL transforms are applied for the duration of the step. Without an AGGREGATE transform the message holds the gradient
+    of the mean loss, or what ``local`` training sends. Active dropout draws from ``rng``: the same generator state gives the
+    same masks. ``expected``: the mean size of a batch where texts join it by chance; None for batches of a fixed size.
+    """
+    if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
+        raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
+    original = batch
+    start = time.perf_counter()
+    for part in (p for p in defense if p.stage is Stage.DATA):
+        batch, _ = part.apply(batch, part.init((model, vocabulary)), rng)
+    before = time.perf_counter() - start
+    # Tensors may sit on another device than the caller's batch.
+    inputs = batch.to(next(model.parameters()).device).inputs()
+    message, loss, after = message_for(model, inputs, len(batch), defense, rng, local=local, expected=expected)
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:
         mechanism = (local.mechanism, *mechanism)
-    return Transcript(original, model, message, mechanism, loss, task, vocabulary, seconds)
+    return Transcript(original, model, message, mechanism, loss, task, vocabulary, before + after)
 
 
 def capture(model: nn.Module, inputs: Mapping[str, Tensor], path: str | Path = "update.safetensors") -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
-from rasura.rng import generator
+from rasura.rng import generator, secret_generator, uniform
 from rasura.values import Batch, Stage, Task, Vocabulary
 from rasura.victims.step import step
 
@@ -30,7 +31,9 @@ class Recipe:
     """How a model is fine-tuned: AdamW at ``learning_rate``, ``batch_size`` texts a step, up to ``epochs``, ending when
     ``patience`` epochs brought nothing. ``precision`` bf16: the forward and backward pass in bfloat16 by autocast.
 
-    ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it.
+    ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it. ``noise`` of a protection
+    with a formal guarantee, and its choice of texts: ``secure`` draws them from the operating system, so that a run cannot
+    be repeated; ``seeded`` is for experiments and guarantees nothing.
     """
 
     epochs: int = 20
@@ -41,6 +44,7 @@ class Recipe:
     optimizer: Literal["adamw", "sgd"] = "adamw"
     precision: Literal["float32", "bf16"] = "float32"
     seed: int = 0
+    noise: Literal["secure", "seeded"] = "secure"
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1 or self.patience < 1 or not 0 < self.learning_rate < float("inf"):
@@ -154,7 +158,8 @@ class FineTuning:
     """One fine-tuning run of ``model`` on ``rows`` (one text each) behind ``defense``, kept in ``folder``.
 
     ``evaluate`` gives the figures of the held-out texts, of which ``watched`` is the one that early stopping looks at, the
-    higher the better where ``higher``. The weights of the best epoch are the model's in the end.
+    higher the better where ``higher``. The weights of the best epoch are the model's in the end. ``poisson``: every text joins
+    a batch by chance; ``secret``: randomness of the training comes from the operating system.
     """
 
     def __init__(
@@ -170,7 +175,10 @@ class FineTuning:
         evaluate: Callable[[nn.Module], Mapping[str, float]],
         watched: str,
         higher: bool,
+        poisson: bool = False,
+        secret: bool = False,
     ) -> None:
+        self.poisson, self.secret = poisson, secret
         self.model, self.rows, self.recipe, self.folder = model, rows, recipe, folder
         self.defense = tuple(p for p in defense if p.stage is not Stage.DATA)
         self.task, self.vocabulary = task, vocabulary
@@ -199,13 +207,20 @@ class FineTuning:
     def _epoch(self, epoch: int) -> float:
         losses = []
         device = next(self.model.parameters()).device
-        lengths = [row.input_ids.shape[1] for row in self.rows]
-        parts = batches(lengths, self.recipe.batch_size, generator(self.recipe.seed, "order", epoch))
+        size = self.recipe.batch_size
+        order = self._rng("order", epoch)
+        if self.poisson:
+            parts = drawn(len(self.rows), size, order)
+        else:
+            parts = batches([row.input_ids.shape[1] for row in self.rows], size, order)
         for number, part in enumerate(parts):
-            batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0)
-            rng = generator(self.recipe.seed, "train", epoch, number)
+            batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0) if part else none_of(self.rows[0])
+            rng = self._rng("train", epoch, number)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
-                taken = step(self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng)
+                taken = step(
+                    self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
+                    expected=min(size, len(self.rows)) if self.poisson else None,
+                )  # fmt: skip
             for name, parameter in self.trained.items():
                 gradient = taken.message.gradients.get(name)
                 parameter.grad = None if gradient is None else gradient.to(device, parameter.dtype)
@@ -214,8 +229,11 @@ class FineTuning:
                 raise InputError(
                     f"the loss is not a number in epoch {epoch + 1}; lower the learning rate ({self.recipe.learning_rate})"
                 )
-            losses.append(taken.loss)
-        return sum(losses) / len(losses)
+            losses += [taken.loss] if part else []
+        return sum(losses) / max(1, len(losses))
+
+    def _rng(self, *names: str | int) -> torch.Generator:
+        return secret_generator() if self.secret else generator(self.recipe.seed, *names)
 
     def _book(self, figures: dict[str, float]) -> None:
         from safetensors.torch import save_file
@@ -280,6 +298,19 @@ def batches(lengths: Sequence[int], size: int, rng: torch.Generator) -> list[lis
         pool = sorted(order[start : start + size * POOL], key=lengths.__getitem__)
         out += [pool[k : k + size] for k in range(0, len(pool), size)]
     return [out[k] for k in torch.randperm(len(out), generator=rng).tolist()]
+
+
+def drawn(count: int, size: int, rng: torch.Generator) -> list[list[int]]:
+    """Rows for the batches of an epoch, each row in each with probability ``size / count`` (Poisson sampling): their sizes
+    vary, and some may be empty."""
+    steps = math.ceil(count / size)
+    return [(uniform((count,), rng) < size / count).nonzero().flatten().tolist() for _ in range(steps)]
+
+
+def none_of(row: Batch) -> Batch:
+    """A batch of no texts, of the same kind as ``row``."""
+    types = None if row.token_type_ids is None else row.token_type_ids[:0]
+    return Batch(row.input_ids[:0], row.attention_mask[:0], row.labels[:0], (), (), types, row.special_ids)
 
 
 def predictions(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Tensor:

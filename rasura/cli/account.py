@@ -1,0 +1,100 @@
+"""``rasura account``: what noise guarantees, and how much of it a guarantee needs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from rasura.cli.shared import app, err, out, split
+from rasura.errors import InputError
+
+
+def _figures(text: str | None, name: str) -> list[float]:
+    try:
+        return [float(part) for part in split(text) or ()]
+    except ValueError:
+        raise InputError(f"--{name} is {text!r}; expected numbers with commas between them") from None
+
+
+@app.command()
+def account(
+    sigma: Annotated[str | None, typer.Option(help="noise multipliers of DP-SGD, with commas")] = None,
+    target_epsilon: Annotated[str | None, typer.Option(help="epsilons to find the noise for, with commas")] = None,
+    kappa: Annotated[str | None, typer.Option(help="concentrations of DirDP-SGD, with commas")] = None,
+    dimension: Annotated[int | None, typer.Option(help="trained entries, for --kappa")] = None,
+    examples: Annotated[int | None, typer.Option(help="training texts")] = None,
+    batch_size: Annotated[int, typer.Option(help="texts a step, on average")] = 32,
+    rate: Annotated[float | None, typer.Option(help="chance of a text to be in a step, instead of --batch-size")] = None,
+    epochs: Annotated[int, typer.Option(help="times that each text comes up, on average")] = 1,
+    delta: Annotated[float | None, typer.Option(help="chance that it fails; default a tenth of 1 / texts")] = None,
+    noise: Annotated[str, typer.Option(help="gaussian or laplace")] = "gaussian",
+    as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
+) -> None:
+    """Epsilon for each noise multiplier, or the least noise for each epsilon, by three accountants.
+
+    Example: rasura account --sigma 0.5,1,2 --examples 5056 --batch-size 128 --epochs 10
+    """
+    from rasura.accounting import ACCOUNTANTS, Run, directional_epsilon, epsilon, sigma_for
+    from rasura.recipes import known
+
+    known("noise", noise, ("gaussian", "laplace"))
+    if examples is None:
+        raise InputError("account needs --examples, the number of training texts")
+    if rate is not None:
+        if not 0 < rate <= 1:
+            raise InputError(f"--rate is {rate}; expected above 0 and at most 1")
+        batch_size = max(1, round(rate * examples))
+    sigmas, targets = _figures(sigma, "sigma"), _figures(target_epsilon, "target-epsilon")
+    kappas = _figures(kappa, "kappa")
+    if not (sigmas or targets or kappas):
+        raise InputError("account needs --sigma, --target-epsilon or --kappa")
+    if kappas and not dimension:
+        raise InputError("--kappa needs --dimension, the number of trained entries")
+    run = Run(examples, batch_size, epochs, delta)
+    # A rate that was given is kept to the last digit; its steps are those until each text came up once.
+    share = run.rate if rate is None else rate
+    warnings = []
+    if run.fails >= 1 / examples:
+        warnings.append(f"delta {run.fails:.3g} is not below 1 / {examples}: publishing one text in full would meet it")
+    accountants: Any = ACCOUNTANTS if noise == "gaussian" else ("pld",)
+    rows: list[dict[str, Any]] = []
+    with err.status("accounting"):
+        for target in targets:
+            sigmas.append(sigma_for(target, share, run.steps, run.fails, noise=noise))
+        for number, one in enumerate(sigmas):
+            asked = number - (len(sigmas) - len(targets))
+            told = {by: epsilon(one, share, run.steps, run.fails, by=by, noise=noise) for by in accountants}
+            rows.append({"sigma": one, **({"target": targets[asked]} if asked >= 0 else {}), **told})
+        for one in kappas:
+            spent = directional_epsilon(one, [dimension or 0], epochs, run.fails)
+            rows.append({"kappa": one, "epsilon": spent, "pure": 2 * one * epochs, "metric": one * epochs})
+    about = {"delta": run.fails, "rate": share, "steps": run.steps, "examples": examples, "epochs": epochs, "noise": noise}
+    if as_json:
+        sys.stdout.write(json.dumps({**about, "rows": rows, "warnings": warnings}) + "\n")
+        return
+    _print(rows, accountants)
+    out.print(f"delta {run.fails:.3g}; DP-SGD: {run.steps} steps, each text in each with probability {share:.4g} (Poisson "
+              "sampling: a loader that shuffles has no such guarantee)", soft_wrap=True)  # fmt: skip
+    if kappas:
+        out.print("DirDP-SGD: a text replaced by another, disjoint batches within an epoch", soft_wrap=True)
+    for warning in warnings:
+        err.print(warning, style="bold", soft_wrap=True)
+
+
+def _print(rows: list[dict[str, Any]], accountants: tuple[str, ...]) -> None:
+    names = {"pld": "epsilon (PLD)", "rdp": "RDP", "paper": "RDP as in papers"}
+    by_sigma, by_kappa = [r for r in rows if "sigma" in r], [r for r in rows if "kappa" in r]
+    if by_sigma:
+        table = Table("sigma", "target", *(names[a] for a in accountants))
+        for r in by_sigma:
+            table.add_row(f"{r['sigma']:.4g}", f"{r['target']:.4g}" if "target" in r else "", *(f"{r[a]:.4g}" for a in accountants))
+        out.print(table)
+    if by_kappa:
+        table = Table("kappa", "epsilon", "pure epsilon", "metric: epsilon x distance")
+        for r in by_kappa:
+            table.add_row(*(f"{r[k]:.4g}" for k in ("kappa", "epsilon", "pure", "metric")))
+        out.print(table)

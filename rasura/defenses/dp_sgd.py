@@ -1,0 +1,113 @@
+"""DP-SGD (Abadi et al. 2016) and its sibling that scales instead of clipping: every text's gradient by itself, then noise.
+
+The guarantee is in ``rasura.accounting``. It holds for texts that join a batch by chance (Poisson sampling), for noise that
+nobody can repeat (``rasura.rng.secret_generator()``), and for all that is trained: what a frozen layer does not send needs no
+noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+
+from rasura.defenses.compose import stateless
+from rasura.interfaces import InputError, Transform
+from rasura.rng import normal, uniform
+from rasura.values import Gradients, Mechanism, PerExample, Stage
+
+NOISES = ("gaussian", "laplace")
+
+
+def positive(name: str, knob: str, value: Any) -> float:
+    """``value`` if it is a finite number above 0; else ``InputError``."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InputError(f"{name}: {knob} is {value!r}; expected a finite number above 0")
+    return float(value)
+
+
+def options(name: str, knob: str, text: str, known: Mapping[str, type]) -> dict[str, Any]:
+    """``"1.0/clip=0.5"`` as ``{knob: 1.0, "clip": 0.5}``. Raises ``InputError`` for what is unknown or no number."""
+    first, *rest = text.split("/")
+    found: dict[str, Any] = {}
+    for key, value in [(knob, first), *(part.partition("=")[::2] for part in rest)]:
+        if key != knob and key not in known:
+            raise InputError(f"{name} has no option {key!r}; known: {', '.join(known) or 'none'}")
+        try:
+            found[key] = known.get(key, float)(value)
+        except ValueError:
+            raise InputError(f"{name}: {key} is {value!r}; expected a number; write {name}:{knob.upper()}") from None
+    return found
+
+
+def _released(total: Gradients, examples: PerExample, width: float, noise: str, rng: Generator) -> Gradients:
+    """``total`` with noise, over the size that the batch has or was expected to have."""
+    divisor = examples.expected or examples.size
+    out = {}
+    for name, gradient in total.items():
+        # Added in float64: the noise keeps its tail, whatever the weights are stored in.
+        drawn = normal(gradient.shape, rng) if noise == "gaussian" else _laplace(gradient.shape, rng)
+        out[name] = ((gradient.double() + width * drawn) / divisor).to(gradient.dtype)
+    return out
+
+
+def _laplace(shape: torch.Size, rng: Generator) -> Tensor:
+    # The difference of two exponentials is Laplace, without the lost tail of inverting a single uniform.
+    return uniform(shape, rng).log() - uniform(shape, rng).log()
+
+
+def _clipped_absolutely(each: Iterable[Gradients], clip: float) -> dict[str, Tensor]:
+    """The sum of the gradients, each at most ``clip`` in the sum of its absolute entries."""
+    out: dict[str, Tensor] = {}
+    for found in each:
+        size = sum(float(g.double().abs().sum()) for g in found.values())
+        for name, g in found.items():
+            part = g * min(1.0, clip / max(size, 1e-300))
+            out[name] = out[name] + part if name in out else part
+    return out
+
+
+def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transform[PerExample, Gradients, None]:
+    """Clip every text's gradient to norm ``clip``, sum, add noise of ``sigma * clip`` to every entry, divide by the size.
+
+    ``sigma`` is the noise multiplier: deviation of the Gaussian, or scale b of the Laplace noise, over the clipping norm.
+    For Laplace noise the norm is that of absolute values, which its guarantee needs. Raises ``InputError`` unless ``sigma``
+    and ``clip`` are above 0.
+    """
+    width = positive("dp-sgd", "sigma", sigma) * positive("dp-sgd", "clip", clip)
+    if noise not in NOISES:
+        raise InputError(f"dp-sgd: noise is {noise!r}; expected {' or '.join(NOISES)}")
+
+    def apply(examples: PerExample, state: None, rng: Generator) -> tuple[Gradients, None]:
+        if noise == "gaussian" or not examples.size:
+            total = examples.weighted(lambda norms: (clip / norms.clamp_min(1e-300)).clamp(max=1))
+        else:
+            total = _clipped_absolutely(examples.each(), clip)
+        return _released(total, examples, width, noise, rng), None
+
+    known = {"sigma": float(sigma), "clip": float(clip), "noise": noise}
+    return Transform(Stage.AGGREGATE, Mechanism("dp-sgd", Stage.AGGREGATE, known), stateless, apply)
+
+
+def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
+    """Scale every text's gradient to norm 1, sum, add Gaussian noise of ``sigma`` to every entry, divide by the size.
+
+    What DirDP-SGD without partitions comes close to; the fair baseline beside it. Hides the norms, which clipping shows where
+    they are below the clip. A gradient of zero stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
+    """
+    width = positive("normalised", "sigma", sigma)
+
+    def apply(examples: PerExample, state: None, rng: Generator) -> tuple[Gradients, None]:
+        total = examples.weighted(lambda norms: torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0))
+        return _released(total, examples, width, "gaussian", rng), None
+
+    known = {"sigma": float(sigma), "clip": 1.0, "noise": "gaussian"}
+    return Transform(Stage.AGGREGATE, Mechanism("normalised", Stage.AGGREGATE, known), stateless, apply)
+
+
+def described(text: str) -> Transform[PerExample, Gradients, None]:
+    """DP-SGD as written on the command line: ``1.0``, ``1.0/clip=0.5``, ``1.0/noise=laplace``."""
+    return dp_sgd(**options("dp-sgd", "sigma", text, {"clip": float, "noise": str}))

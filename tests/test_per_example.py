@@ -1,0 +1,193 @@
+"""Every text's own gradient: the pass over a whole batch against the one-by-one loop, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tiny import CLS, FAMILIES, SEP, batch_for, batch_of, tiny
+from torch import Tensor, nn
+
+from rasura.defenses.dropout import dropout
+from rasura.interfaces import InputError
+from rasura.rng import generator
+from rasura.updates import changed
+from rasura.values import Batch, Gradients
+from rasura.victims import per_example as module
+from rasura.victims.per_example import Together, fault, per_example
+from rasura.victims.step import defended
+
+pytest.importorskip("opacus")
+TASKS = [(family, "classification") for family in FAMILIES] + [("gpt2", "causal"), ("llama", "causal")]
+
+
+def loop(model: nn.Module, batch: Batch) -> list[Gradients]:
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    rows = [{k: v[i : i + 1] for k, v in batch.inputs().items()} for i in range(len(batch))]
+    return [changed(model, row, names)[0] for row in rows]
+
+
+def flat(gradients: Gradients, names: list[str]) -> Tensor:
+    return torch.cat([gradients[n].double().reshape(-1) for n in names])
+
+
+def agree(model: nn.Module, batch: Batch) -> None:
+    expected = loop(model, batch)
+    names = [n for n, p in model.named_parameters() if n in expected[0]]
+    assert fault(model, batch.inputs(), len(batch)) is None
+    together = Together(model, batch.inputs(), len(batch))
+    # A causal model's own loss, and so the loop, is in float32 whatever the model is.
+    fine = 1e-11 if batch.labels.dim() == 1 else 1e-7
+    for found, wanted in zip(together.each(), expected, strict=True):
+        assert list(found) == names
+        for n in names:
+            assert torch.allclose(found[n], wanted[n], rtol=100 * fine, atol=fine), n
+    whole = torch.stack([flat(g, names) for g in expected])
+    # A norm is the root of a sum of products: half of the digits are left of one that is nearly nothing.
+    assert torch.allclose(together.norms(), whole.norm(dim=1), rtol=1e-7)
+    weights = 1 / whole.norm(dim=1)
+    summed = together.weighted(lambda norms: 1 / norms)
+    assert torch.allclose(flat(summed, names), weights @ whole, rtol=1e-6, atol=1e3 * fine)
+
+
+@pytest.mark.parametrize(("family", "task"), TASKS)
+def test_the_default_call_equals_the_loop(family: str, task: str) -> None:
+    model = tiny(family, task).double()
+    state = [(n, p.grad, p.requires_grad, len(vars(p))) for n, p in model.named_parameters()]
+    agree(model, batch_for(task, 4))
+    assert [(n, p.grad, p.requires_grad, len(vars(p))) for n, p in model.named_parameters()] == state
+    assert not any(m._forward_hooks or m._forward_pre_hooks or "ft_compute_sample_grad" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_tied_and_own_output_layers(family: str, tied: bool) -> None:
+    agree(tiny(family, "causal", tied=tied).double(), batch_for("causal", 4))
+
+
+def test_a_batch_of_one_and_repeated_texts() -> None:
+    agree(tiny("bert", "classification").double(), batch_of([[CLS, 40, 40, 3, 40, SEP]], "classification", [1]))
+    same = [[CLS, 40, 3, SEP]] * 3
+    agree(tiny("gpt2", "classification").double(), batch_of(same, "classification", [1, 1, 0]))
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_adapters(family: str) -> None:
+    peft = pytest.importorskip("peft")
+    targets = {"bert": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}[family]
+    config = peft.LoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS", fan_in_fan_out=family == "gpt2")
+    model = peft.get_peft_model(tiny(family, "classification"), config)
+    with torch.no_grad():
+        for n, p in model.named_parameters():
+            if "lora_B" in n:
+                p.normal_(std=0.1, generator=generator(0))
+    agree(model.eval().double(), batch_for("classification", 4))
+
+
+@pytest.mark.parametrize("trained", ["classifier", "LayerNorm", "attention.self.query"])
+def test_frozen_layers(trained: str) -> None:
+    model = tiny("bert", "classification").double()
+    for n, p in model.named_parameters():
+        p.requires_grad_(trained in n)
+    agree(model, batch_for("classification", 4))
+
+
+def test_images() -> None:
+    from rasura.values import ImageBatch
+    from rasura.victims.vision import cnn
+
+    pixels = torch.rand((3, 3, 32, 32), generator=generator(0), dtype=torch.float64)
+    batch: Any = ImageBatch(pixels, torch.tensor([0, 2, 1]), ("a", "b", "c"))
+    agree(cnn(3).double(), batch)
+
+
+def test_active_dropout_keeps_rules_and_mode() -> None:
+    model, inputs = tiny("bert", "classification"), batch_for("classification").inputs()
+    with defended(model, (dropout(0.3),)):
+        assert fault(model, inputs, 2) is None and model.training
+        one, other = (Together(model, inputs, 2).norms() for _ in range(2))
+    assert not torch.equal(one, other)
+
+
+class Head(nn.Module):
+    """A classifier whose weights are used in a way that ``use`` says."""
+
+    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.use, self.words, self.first = use, nn.Embedding(300, 8), nn.Linear(8, 8)
+        self.norm, self.classifier = nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
+        from transformers.modeling_outputs import SequenceClassifierOutput
+
+        hidden = self.use(self, self.words(input_ids).mean(1))
+        logits = self.classifier(hidden)
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def outside(m: Any, x: Tensor) -> Tensor:
+    return m.first(x) @ m.first.weight
+
+
+def mixing(m: Any, x: Tensor) -> Tensor:
+    return m.first(x - x.mean(0))
+
+
+def in_place(m: Any, x: Tensor) -> Tensor:
+    return torch.relu_(m.first(x))
+
+
+def flattened(m: Any, x: Tensor) -> Tensor:
+    return m.first(torch.cat([x, x]))[: len(x)]
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [(outside, "first.weight"), (mixing, "mixes texts"), (in_place, "first .*inplace=False"), (flattened, "first .*rows")],
+)
+def test_what_no_rule_covers_is_named_and_goes_one_by_one(use: Any, words: str) -> None:
+    import re
+
+    model, batch = Head(use).eval().double(), batch_for("classification", 4)
+    reason = fault(model, batch.inputs(), 4)
+    assert reason is not None and re.search(words, reason)
+    examples = per_example(model, batch.inputs(), 4, mean=dict, told=lambda loss: None)
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(examples.each(), loop(model, batch), strict=True) for n in a)
+    summed = examples.weighted(lambda norms: torch.ones_like(norms))
+    for n, g in summed.items():
+        assert torch.allclose(g, sum(x[n] for x in loop(model, batch)))  # type: ignore[arg-type]
+
+
+def test_batch_norm_in_training_is_refused_by_name() -> None:
+    model = Head(lambda m, x: m.norm(m.first(x))).train()
+    with pytest.raises(InputError, match="norm .*mixes the texts"):
+        fault(model, batch_for("classification", 4).inputs(), 4)
+    assert "norm (BatchNorm1d)" in str(fault(model.eval(), batch_for("classification", 4).inputs(), 4))
+
+
+def test_without_opacus_texts_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "opacus.grad_sample", None)
+    model, batch = tiny("bert", "classification"), batch_for("classification")
+    assert "rasura[dp]" in str(fault(model, batch.inputs(), 2))
+    assert len(list(per_example(model, batch.inputs(), 2, mean=dict, told=lambda loss: None).each())) == 2
+
+
+def test_no_texts_give_zeros() -> None:
+    model = tiny("bert", "classification")
+    empty = {k: v[:0] for k, v in batch_for("classification").inputs().items()}
+    examples = per_example(model, empty, 0, mean=dict, told=lambda loss: None, expected=4.0)
+    assert list(examples.each()) == [] and examples.expected == 4.0
+    found = examples.weighted(lambda norms: norms)
+    assert set(found) == {n for n, _ in model.named_parameters()} and not any(g.any() for g in found.values())
+
+
+def test_the_check_is_made_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs = tiny("bert", "classification"), batch_for("classification").inputs()
+    assert fault(model, inputs, 2) is None
+    monkeypatch.setattr(module, "Together", None)
+    assert fault(model, inputs, 2) is None
