@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from rasura.interfaces import Attack, Defense, InputError, Metric, Transform
+from rasura.interfaces import Attack, Defense, InputError, MembershipAttack, Metric, Transform
 from rasura.updates import RATES, Local
 from rasura.values import Reconstruction, Stage
 
@@ -63,6 +63,20 @@ ABOUT_ATTACKS: Mapping[str, str] = {
     "inverting-gradients": "images: cosine distance, signed steps, total variation (Geiping et al.)",
     "feature-matching": "images: the same, from what linear layers give away of a single image, and with L-BFGS",
 }
+
+MEMBERSHIP: Mapping[str, tuple[Callable[[], MembershipAttack], str]] = {
+    "blind": (_lazy("rasura.attacks.membership.plain", "Blind"), "the longer text, no model asked: should be at one half"),
+    "loss": (_lazy("rasura.attacks.membership.plain", "Loss"), "members have a lower loss (Yeom et al.)"),
+    "mia": (_lazy("rasura.attacks.membership.shadow", "Shadow"), "a classifier learned from shadow models (Shokri et al.)"),
+    "mia-r": (
+        _lazy("rasura.attacks.membership.references", "ReferenceModels"),
+        "how rarely models without the text have so low a loss (Ye et al.)",
+    ),
+    "mia-n": (_lazy("rasura.attacks.membership.neighbours", "Neighbours"), "lower than neighbours' loss (Mattern et al.)"),
+    "lira": (_lazy("rasura.attacks.membership.references", "Lira"), "likelihood ratio with and without (Carlini et al.)"),
+    "rmia": (_lazy("rasura.attacks.membership.references", "Rmia"), "likelihood against other texts' (Zarifzadeh et al.)"),
+}
+"""Attacks on a trained model, which tell who it was trained on: name -> (attack, what it does)."""
 
 # name -> (builder, type of the parameter, what it is); None: it takes no parameter, str: it may take options.
 DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[str] | None, str]] = {
@@ -147,6 +161,11 @@ def known(kind: str, name: str, names: Iterable[str]) -> str:
 def attack(name: str) -> Attack[Reconstruction]:
     """The attack called ``name``."""
     return ATTACKS[known("attack", name, ATTACKS)]()
+
+
+def membership_attack(name: str) -> MembershipAttack:
+    """The membership attack called ``name``."""
+    return MEMBERSHIP[known("membership attack", name, MEMBERSHIP)][0]()
 
 
 def token_obfuscation(table: Any, shadows: Any, beam: int) -> Transform[Any, Any, Any]:

@@ -97,17 +97,7 @@ class Training:
         return some[count:], some[:count]
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
-        longest = min(victim.max_length, self.plan.max_length or victim.max_length)
-        return [
-            row
-            for start in range(0, len(examples), 256)
-            for row in split(
-                encode(
-                    examples[start : start + 256], victim.tokenizer, victim.task, max_length=longest,
-                    num_labels=victim.num_labels, truncate=self.plan.truncate,
-                )
-            )
-        ]  # fmt: skip
+        return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
 
     def _claim(self) -> None:
         """Take the folder for this plan. Raises ``InputError`` where another plan has it; defenses and seeds may grow."""
@@ -172,6 +162,21 @@ class Training:
         if self.plan.task == "classification":
             return classification(predictions(model, rows, self.pad), [int(r.labels[0]) for r in rows])
         return causal(*nats(model, rows, self.pad))
+
+
+def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | None, truncate: bool) -> list[Batch]:
+    """``examples`` as the model takes them, one text each. Raises ``InputError`` as ``data.text.encode`` does."""
+    longest = min(victim.max_length, max_length or victim.max_length)
+    return [
+        row
+        for start in range(0, len(examples), 256)
+        for row in split(
+            encode(
+                examples[start : start + 256], victim.tokenizer, victim.task, max_length=longest,
+                num_labels=victim.num_labels, truncate=truncate,
+            )
+        )
+    ]  # fmt: skip
 
 
 def _slug(defense: str) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
 from rasura.rng import generator
-from rasura.values import Batch, Stage, Task, Vocabulary
+from rasura.values import Answers, Batch, Stage, Task, Vocabulary
 from rasura.victims.step import step
 
 CHUNK = 64
@@ -297,6 +297,29 @@ def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) 
 
     found = torch.cat(_ordered(model, rows, pad, together, losses))
     return float(found[:, 0].sum()), int(found[:, 1].sum())
+
+
+def answers(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Answers:
+    """What ``model`` answers to ``rows`` (one text each): loss, margin, a classifier's logits."""
+
+    def take(out: Any, batch: Batch) -> Tensor:
+        logits = out.logits.double()
+        if batch.labels.dim() == 1:
+            label = batch.labels[:, None]
+            others = logits.scatter(1, label, -torch.inf).logsumexp(1, keepdim=True)
+            margins = logits.gather(1, label) - others
+            # softplus keeps what is left of a loss that the difference of two logits would round to nothing
+            return torch.cat([nn.functional.softplus(-margins), margins, logits], 1).cpu()
+        target = batch.labels[:, 1:]
+        each = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), target, ignore_index=-100, reduction="none")
+        losses = each.sum(1) / (target != -100).sum(1).clamp(min=1)
+        margins = -losses - torch.log(-torch.expm1(-losses.clamp(min=1e-12)))
+        return torch.stack([losses, margins], 1).cpu()
+
+    if not rows:
+        return Answers(torch.empty(0).double(), torch.empty(0).double(), torch.empty(0, 0).double())
+    found = torch.cat(_ordered(model, rows, pad, together, take))
+    return Answers(found[:, 0], found[:, 1], found[:, 2:])
 
 
 def _ordered(
