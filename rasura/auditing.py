@@ -12,9 +12,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from rasura.accumulation import gathered, least_tokens
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
 from rasura.data.text import Example, data_hash, demo_examples, encode, groups, load_examples
-from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, Unavailable
+from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import bootstrap
 from rasura.metrics.matching import paired, read_texts
@@ -30,6 +31,7 @@ from rasura.threat import THREATS, ThreatModel, adversary_copy, observe
 from rasura.values import Reconstruction, Transcript
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import step
+from rasura.victims.train import joined
 
 SECONDS = {
     "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "span": 4.0, "span-matching": 45.0, "dlg": 40.0, "tag": 40.0,
@@ -79,7 +81,8 @@ class Audit:
         self.adversaries = {rank: adversary_copy(model) for rank, model in self.models.items()}
         self.unavailable: dict[str, str] = {}
         # Everything is tokenized once before the first cell, so that a bad text is refused now.
-        self.batches = {size: [self._encode(g) for g in groups(private, size)] for size in plan.batch_sizes}
+        batches = {size: [self._encode(g) for g in groups(private, size)] for size in plan.batch_sizes}
+        self.batches = {(text, size): self._gathered(text, batches[size]) for text in plan.defenses for size in batches}
         self.cells = list(self._cells())
 
     def _images(self) -> list[ImageExample]:
@@ -114,14 +117,27 @@ class Audit:
             group, v.tokenizer, v.task, max_length=v.max_length, num_labels=v.num_labels, truncate=self.plan.truncate
         )
 
+    def _gathered(self, defense: str, batches: list[Any]) -> list[Any]:
+        """The batches as a client sends them: behind ``accumulate`` several as one, so that it is sent at all.
+
+        What is left over is not sent, and not audited; where nothing is, one batch of all that there is says so.
+        """
+        least = least_tokens((p.mechanism for p in self.defenses[defense]), self.victim.model)
+        if not least:
+            return batches
+        whole, rest = gathered([sum(b.lengths) for b in batches], least)
+        return [joined([batches[k] for k in some], self.victim.vocabulary.pad_id or 0) for some in whole or [rest]]
+
     def _cells(self) -> Iterator[Cell]:
         plan = self.plan
         known = {} if self.reference is None else {"reference": data_hash([Example(t) for t in self.reference])}
         known |= {name: str(value) for name in ("language_model", "entries") if (value := getattr(plan, name)) is not None}
         for size in plan.batch_sizes:
             for seed in range(plan.seed, plan.seed + plan.seeds):
-                for batch in range(len(self.batches[size])):
+                for batch in range(max(len(self.batches[defense, size]) for defense in plan.defenses)):
                     for update, defense, threat, attack in product(plan.updates, plan.defenses, plan.threats, plan.attacks):
+                        if batch >= len(self.batches[defense, size]):
+                            continue
                         where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
                         where |= {"seed": seed, "batch": batch, "budget": plan.budget}
                         where |= {"update": update} if update != "fedsgd" else {}
@@ -134,7 +150,7 @@ class Audit:
 
     def run(self, store: RunStore, progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
         """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
-        held: tuple[tuple[Any, ...], Transcript] | None = None
+        held: tuple[tuple[Any, ...], Transcript | str] | None = None
         for cell in self.cells:
             if progress is not None:
                 progress(cell)
@@ -147,23 +163,46 @@ class Audit:
             store.add(record)
             yield record
 
-    def _step(self, cell: Cell) -> Transcript:
+    def _step(self, cell: Cell) -> Transcript | str:
+        """The step that the cell attacks; or why nothing was sent."""
         # Seeded by the cell's place, not by what ran before, so that a resumed run takes the same step.
         rng = generator(cell.seed, "step", *_named(cell), cell.batch_size, cell.batch)
-        batch = self.batches[cell.batch_size][cell.batch]
+        batch = self.batches[cell.defense, cell.batch_size][cell.batch]
         v = self.victim
         local, wire = self.updates[cell.update]
         defense = (*self.defenses[cell.defense], *wire)
         model = self.models[local.lora]
-        return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local)
+        try:
+            return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local)
+        except NotSent as reason:
+            return str(reason)
 
-    def _cell(self, cell: Cell, truth: Transcript) -> Record:
+    def _cell(self, cell: Cell, truth: Transcript | str) -> Record:
         wall, cpu = time.perf_counter(), time.process_time()
         threat = THREATS[cell.threat]
+        if isinstance(truth, str):
+            return self._record(cell, threat, "not_applicable", truth)
         status, reason, guess = self._attempt(self.attacks[cell.attack], cell, truth, threat)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         _, _, floor = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
         scored = guess is not None and (bool(guess.tokens) or guess.images is not None)
+        return self._record(
+            cell,
+            threat,
+            status,
+            reason,
+            confidence=guess.confidence if guess is not None else "none",
+            scores=self.scores(guess, truth) if guess is not None and scored else {},
+            blind=self.scores(floor, truth) if floor is not None else {},
+            recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
+            details=dict(guess.details) if guess is not None else {},
+            n_tokens=0 if self.images else sum(truth.text_batch.lengths),
+            sent_bytes=sum(g.numel() * g.element_size() for g in truth.message.gradients.values()),
+            wall_seconds=wall,
+            cpu_seconds=cpu,
+        )
+
+    def _record(self, cell: Cell, threat: ThreatModel, status: str, reason: str, **found: Any) -> Record:
         return Record(
             key=cell.key,
             attack=cell.attack,
@@ -177,19 +216,11 @@ class Audit:
             batch=cell.batch,
             status=status,
             reason=reason,
-            confidence=guess.confidence if guess is not None else "none",
-            scores=self.scores(guess, truth) if guess is not None and scored else {},
-            blind=self.scores(floor, truth) if floor is not None else {},
-            recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
-            details=dict(guess.details) if guess is not None else {},
-            n_tokens=0 if self.images else sum(truth.text_batch.lengths),
-            sent_bytes=sum(g.numel() * g.element_size() for g in truth.message.gradients.values()),
             threat_plain=threat.plain,
-            wall_seconds=wall,
-            cpu_seconds=cpu,
             peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             device=self.device,
             versions=versions(),
+            **found,
         )
 
     def _attempt(

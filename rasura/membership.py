@@ -128,10 +128,12 @@ class MembershipAudit:
     def _apart(self, sides: Sequence[Sequence[Example]], other: Sequence[Example]) -> None:
         plan = self.plan
         inside, outside, beside = ({(e.text.strip(), e.text_pair) for e in some} for some in (*sides, other))
-        for name, found in ((plan.non_members, outside & inside), (plan.reference, beside & (inside | outside))):
-            if found:
-                what = "members" if name == plan.non_members else "candidates"
-                raise InputError(f"{name} holds {len(found)} texts that are {what} as well; remove them from it")
+        for name, what, both in (
+            (plan.non_members, "members", outside & inside),
+            (plan.reference, "candidates", beside & (inside | outside)),
+        ):
+            if both:
+                raise InputError(f"{name} holds {len(both)} texts that are {what} as well; remove them from it")
 
     def _fresh(self, seed: int) -> Victim:
         task: Any = self.plan.task

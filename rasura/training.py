@@ -22,7 +22,7 @@ from rasura.records import canonical, write_whole
 from rasura.rng import generator
 from rasura.values import Batch, Task
 from rasura.victims.loading import Victim, load, with_fresh_adapter
-from rasura.victims.train import FineTuning, Recipe, nats, predictions, protected, split
+from rasura.victims.train import FineTuning, Recipe, enough, nats, predictions, protected, split
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Training:
         self.rows = self._encoded(victim, kept)
         self.held = self._encoded(victim, held)
         self.test = self.held if tested is None else self._encoded(victim, tested)
+        for text in plan.defenses:
+            enough(parse_defense(text), victim.model, self.rows)
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(asdict(plan)))}
         self._claim()
 

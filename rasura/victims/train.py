@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rasura.accumulation import gathered, least_tokens
 from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
 from rasura.rng import generator
@@ -179,6 +180,7 @@ class FineTuning:
         kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.SGD
         self.optimizer = kind(self.trained.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
         self.history = History(epochs=[])
+        self.least = enough(defense, model, rows)
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> History:
@@ -201,6 +203,10 @@ class FineTuning:
         device = next(self.model.parameters()).device
         lengths = [row.input_ids.shape[1] for row in self.rows]
         parts = batches(lengths, self.recipe.batch_size, generator(self.recipe.seed, "order", epoch))
+        if self.least:
+            whole, rest = gathered([sum(lengths[k] for k in part) for part in parts], self.least)
+            whole[-1] += rest  # so that every text is learned from, and no update holds less than it must
+            parts = [[k for place in group for k in parts[place]] for group in whole]
         for number, part in enumerate(parts):
             batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0)
             rng = generator(self.recipe.seed, "train", epoch, number)
@@ -270,6 +276,15 @@ class FineTuning:
         write_whole(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         for name in ("last.safetensors", "best.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
+    """How many tokens a step must hold behind ``defense``, 0 for any. Raises ``InputError`` when all ``rows`` hold fewer."""
+    least = least_tokens((p.mechanism for p in defense), model)
+    there = sum(row.lengths[0] for row in rows)
+    if there < least:
+        raise InputError(f"the training texts hold {there} tokens, but accumulate waits for {least}; no step would be taken")
+    return least
 
 
 def batches(lengths: Sequence[int], size: int, rng: torch.Generator) -> list[list[int]]:
