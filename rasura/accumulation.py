@@ -1,8 +1,8 @@
 """How many tokens an update must hold before it is sent, and how batches and updates are gathered until it does.
 
 The gradient of a linear layer is a sum over tokens of outer products: with fewer tokens than the layer is wide, its row
-space is smaller than the whole and names the tokens. With as many, it is the whole space and names none. Used by the
-protection that refuses to send less, by the audit and the training that gather until it sends, and by clients of a federation.
+space is smaller than the whole and names the tokens. With as many, it is the whole space and names none. The
+protection refuses to send less; the audit, training and clients of a federation gather until it is enough.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Audit:
         self.examples = [] if self.images else self._examples()
         self.defenses = {text: parse_defense(text) for text in plan.defenses}
         self.updates = {text: parse_update(text) for text in plan.updates}
-        self.metrics = {name: make_metric(name) for name in plan.metrics}
+        self.metrics = {name.partition(":")[0]: make_metric(name) for name in plan.metrics}
         self.attacks = {name: make_attack(name) for name in plan.attacks}
         private: Sequence[Any] = self.images or self.examples
         labels = plan.num_labels or max(2, 1 + max((e.label or 0) for e in private))

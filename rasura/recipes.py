@@ -116,7 +116,15 @@ UPDATES: Mapping[str, str] = {
 }
 """What is sent; smaller messages are joined with ``+``: ``fedavg-sgd:4+bf16``."""
 
-METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
+
+def _sentence_cosine(encoder: str = "minilm") -> Metric[Reconstruction]:
+    from rasura.metrics.semantic import SentenceCosine
+    from rasura.victims.encoder import sentence_encoder
+
+    return SentenceCosine(sentence_encoder(encoder))
+
+
+METRICS: Mapping[str, Callable[..., Metric[Reconstruction]]] = {
     "rouge1": lambda: _lazy("rasura.metrics.text", "rouge")("rouge1"),
     "rouge2": lambda: _lazy("rasura.metrics.text", "rouge")("rouge2"),
     "rougeL": lambda: _lazy("rasura.metrics.text", "rouge")("rougeL"),
@@ -127,7 +135,11 @@ METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
     "position_exact": _lazy("rasura.metrics.text", "position_exact"),
     "exact_match": _lazy("rasura.metrics.text", "exact_match"),
     "sensitive": _lazy("rasura.metrics.sensitive", "Sensitive"),
+    "sentence_cosine": _sentence_cosine,
 }
+
+USUAL_METRICS = tuple(name for name in METRICS if name != "sentence_cosine")
+"""What an audit computes unless told otherwise: all that needs no model of its own."""
 
 IMAGE_METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
     "mse": _lazy("rasura.metrics.image", "image_mse"),
@@ -189,9 +201,12 @@ def sealing_keys(clients: int, scheme: Any) -> Any:
 
 
 def metric(name: str) -> Metric[Reconstruction]:
-    """The metric called ``name``, of texts or images."""
+    """The metric called ``name``, of texts or images; ``sentence_cosine:FOLDER`` names its encoder."""
     every = {**METRICS, **IMAGE_METRICS}
-    return every[known("metric", name, every)]()
+    bare, _, encoder = name.partition(":")
+    if encoder and bare != "sentence_cosine":
+        raise InputError(f"metric {bare} takes no parameter, found {encoder!r}")
+    return every[known("metric", bare, every)](*filter(None, [encoder]))
 
 
 def parse_update(text: str) -> tuple[Local, Defense]:
