@@ -37,6 +37,8 @@ POINTS = 120
 class MembershipPlan:
     """Which attacks tell ``members`` from ``non_members`` (files of texts with labels) of the trained ``model``.
 
+    ``rows``: the ``rows.json`` that a training left, which names the rows of ``members`` that it trained on; those that it
+    held out are the others then, where ``non_members`` is None.
     ``base``: the public model that training began with. ``defense``, ``recipe``: how the model was trained, which the
     adversary imitates in ``own_models`` models, each on a random half of the candidates and of ``reference``, a file of
     other texts. ``fprs``: false positive rates; empty for those of 1 % and .1 % that the number of texts allows.
@@ -45,7 +47,8 @@ class MembershipPlan:
 
     model: str
     members: str
-    non_members: str
+    non_members: str | None = None
+    rows: str | None = None
     base: str = "minilm"
     task: str = "classification"
     attacks: tuple[str, ...] = tuple(MEMBERSHIP)
@@ -65,6 +68,8 @@ class MembershipPlan:
         """This plan, or ``InputError`` for what is wrong with it."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         parse_defense(self.defense)
+        if self.non_members is None and self.rows is None:
+            raise InputError("no texts that the model was not trained on; pass --non-members, or --rows of a training")
         if not self.attacks:
             raise InputError(f"no attack given; expected at least one of {', '.join(MEMBERSHIP)}")
         for name in self.attacks:
@@ -92,7 +97,7 @@ class MembershipAudit:
     def __init__(self, plan: MembershipPlan, folder: str | Path, *, device: str = "cpu") -> None:
         self.plan = plan = plan.checked()
         self.folder, self.device = Path(folder), device
-        sides = [load_examples(source, limit=plan.limit) for source in (plan.members, plan.non_members)]
+        sides = self._sides()
         other = load_examples(plan.reference) if plan.reference else []
         self._apart(sides, other)
         self.fprs = plan.fprs or tuple(f for f in FPRS if min(map(len, sides)) >= needed(f))
@@ -124,6 +129,25 @@ class MembershipAudit:
         }  # fmt: skip
         self._known: dict[str, Answers] = {}
         self._own: tuple[OwnModel, ...] | None = None
+
+    def _sides(self) -> list[list[Example]]:
+        """Members and others."""
+        plan = self.plan
+        others = None if plan.non_members is None else load_examples(plan.non_members, limit=plan.limit)
+        if plan.rows is None:
+            return [load_examples(plan.members, limit=plan.limit), others or []]
+        everything = load_examples(plan.members)
+        try:
+            told = json.loads(Path(plan.rows).read_text(encoding="utf-8"))
+            trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
+        except (OSError, ValueError, LookupError, TypeError):
+            raise InputError(
+                f"{plan.rows} does not name rows of {plan.members}; expected rows.json of its training"
+            ) from None
+        if others is None:  # a text that occurs twice may stand on both sides: it was trained on
+            inside = {(e.text.strip(), e.text_pair) for e in trained}
+            others = [e for e in held if (e.text.strip(), e.text_pair) not in inside]
+        return [trained[: plan.limit], others[: plan.limit]]
 
     def _apart(self, sides: Sequence[Sequence[Example]], other: Sequence[Example]) -> None:
         plan = self.plan

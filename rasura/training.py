@@ -92,11 +92,12 @@ class Training:
     def _parted(self, everything: Sequence[Example]) -> tuple[list[Example], list[Example]]:
         """Training texts and held-out ones, drawn once for all defenses and seeds."""
         order = torch.randperm(len(everything), generator=generator(self.plan.recipe.seed, "part")).tolist()
-        some = [everything[k] for k in order[: self.plan.limit]]
+        some = order[: self.plan.limit]
         count = max(1, round(self.plan.holdout * len(some)))
         if count >= len(some):
             raise InputError(f"{self.plan.data}: {len(some)} texts are too few to hold some out; expected at least 2")
-        return some[count:], some[:count]
+        self.parted = {"trained": some[count:], "held_out": some[:count]}
+        return [everything[k] for k in some[count:]], [everything[k] for k in some[:count]]
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
         return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
@@ -110,6 +111,8 @@ class Training:
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) != told:
             raise InputError(f"{self.folder} holds a training with other settings or data; choose another --out")
         write_whole(path, canonical(told) + "\n")
+        # Which rows of the file were trained on: what membership inference is held against.
+        write_whole(self.folder / "rows.json", canonical(self.parted) + "\n")
 
     def run(self, progress: Callable[[str, int, int, Mapping[str, float]], None] | None = None) -> Iterator[dict[str, Any]]:
         """Train behind every defense from every seed, yielding each result; what is done already is read, not done anew."""

