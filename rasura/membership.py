@@ -100,6 +100,8 @@ class MembershipAudit:
         sides = self._sides()
         other = load_examples(plan.reference) if plan.reference else []
         self._apart(sides, other)
+        if min(map(len, sides)) < 2:
+            raise InputError(f"{len(sides[0])} members and {len(sides[1])} others; expected at least 2 of each")
         self.fprs = plan.fprs or tuple(f for f in FPRS if min(map(len, sides)) >= needed(f))
         for fpr in self.fprs:  # refused now, not when the models are trained
             tpr_at([0.0] * sum(map(len, sides)), [True] * len(sides[0]) + [False] * len(sides[1]), fpr)

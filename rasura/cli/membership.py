@@ -59,8 +59,8 @@ def membership(
     except ValueError:
         raise InputError(f"--fpr is {fpr!r}; expected shares with commas between them, as 0.01,0.001") from None
     plan = MembershipPlan(
-        model, members, non_members, rows, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, own_models, rates,
-        epsilon, delta, limit, num_labels, truncate, max_length, recipe,
+        model, members, non_members, rows, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, own_models,
+        rates, epsilon, delta, limit, num_labels, truncate, max_length, recipe,
     )  # fmt: skip
     told(plan, folder, device_named(device), as_json)
 
