@@ -7,12 +7,13 @@ python benchmarks/accumulate.py minilm TEXTS.parquet
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Iterator
 
 import torch
 
-from rasura.accumulation import least_tokens, width
+from rasura.accumulation import tokens_in, width
 from rasura.data.text import Example, encode, load_examples
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.intervals import bootstrap
@@ -42,6 +43,11 @@ def texts(victim: Victim, data: str, cut: int | None, seed: int) -> Iterator[Bat
         )  # fmt: skip
 
 
+def mean_of(values: list[int]) -> float:
+    """Their mean."""
+    return sum(values) / len(values)
+
+
 def main() -> None:
     """Fill updates to each multiple of the width, attack them, and print a row a multiple."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -59,13 +65,12 @@ def main() -> None:
     source = texts(victim, options.data, options.cut, options.seed)
     adversary = adversary_copy(victim.model)
     metrics = {name: metric(name) for name in METRICS}
+    defense, d = parse_defense(options.defense), width(victim.model)
     start = time.process_time()
-    print(f"| asked for | tokens / d | texts | attack | {' | '.join(METRICS)} | silent | CPU s |")
-    print("|---" * (6 + len(METRICS)) + "|")
+    print(f"| at least | tokens / d | different / d | texts | attack | {' | '.join(METRICS)} | silent | CPU s |")
+    print("|---" * (7 + len(METRICS)) + "|")
     for asked in options.widths.split(","):
-        rest = "" if options.defense == "none" else f"{options.defense}+"
-        defense = parse_defense(f"{rest}accumulate:{asked}d")
-        least = least_tokens((p.mechanism for p in defense), victim.model)
+        least = math.ceil(float(asked) * d)
         steps: list[Transcript] = []
         for draw in range(options.draws):
             rows: list[Batch] = []
@@ -75,6 +80,7 @@ def main() -> None:
             batch = joined(rows, victim.vocabulary.pad_id or 0)
             steps.append(step(victim.model, batch, defense, task=victim.task, vocabulary=victim.vocabulary, rng=rng))
         held = [sum(s.text_batch.lengths) for s in steps]
+        different = [len(tokens_in(s.text_batch.inputs())) for s in steps]
         for name in options.attack.split(","):
             values: dict[str, list[float]] = {m: [] for m in METRICS}
             silent, used = 0, time.process_time()
@@ -90,13 +96,10 @@ def main() -> None:
                     values[m] += judge(guess, sent)
             shown = (bootstrap(values[m]) for m in METRICS)
             cells = [f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]" for mean, low, high in shown]
-            fraction = sum(held) / len(held) / width(victim.model)
             seconds = (time.process_time() - used) / len(steps)
-            print(
-                f"| {asked} | {fraction:.2f} | {len(values[METRICS[0]])} | {name} | {' | '.join(cells)} "
-                f"| {silent} of {len(steps)} | {seconds:.1f} |",
-                flush=True,
-            )
+            first = [asked, f"{mean_of(held) / d:.2f}", f"{mean_of(different) / d:.2f}", len(values[METRICS[0]]), name]
+            row = [*first, *cells, f"{silent} of {len(steps)}", f"{seconds:.1f}"]
+            print(f"| {' | '.join(map(str, row))} |", flush=True)
     print(f"{time.process_time() - start:.0f} s CPU")
 
 

@@ -1,14 +1,15 @@
-"""How many tokens an update must hold before it is sent, and how batches and updates are gathered until it does.
+"""How many different tokens an update must hold before it is sent, and how batches and updates are gathered until it does.
 
-The gradient of a linear layer is a sum over tokens of outer products: with fewer tokens than the layer is wide, its row
-space is smaller than the whole and names the tokens. With as many, it is the whole space and names none. The
-protection refuses to send less; the audit, training and clients of a federation gather until it is enough.
+The gradient of a linear layer is a sum of one outer product an input. With fewer different inputs than the layer is wide,
+its row space is smaller than the whole and names the tokens; with as many, it is the whole space and names none. In the
+first block a token that comes again is the same input again (but for its position, where the model adds one), so what is
+counted is different tokens: counted with repeats, a batch of 1.0 d tokens can be read in full (benchmarks/README.md).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,7 @@ def width(model: nn.Module) -> int:
 
 
 def least_tokens(mechanisms: Iterable[Mechanism], model: nn.Module) -> int:
-    """How many tokens an update of ``model`` must hold to be sent behind ``mechanisms``; 0 where none of them asks."""
+    """How many different tokens an update of ``model`` must hold to be sent behind ``mechanisms``; 0 where none asks."""
     least = 0
     for one in mechanisms:
         if one.name == NAME:
@@ -41,35 +42,43 @@ def least_tokens(mechanisms: Iterable[Mechanism], model: nn.Module) -> int:
     return least
 
 
-def gathered(tokens: Sequence[int], least: int) -> tuple[list[list[int]], list[int]]:
-    """Places of consecutive batches that hold at least ``least`` tokens together, and those left over at the end.
+def tokens_in(inputs: Mapping[str, Tensor]) -> frozenset[int]:
+    """The different tokens of a step's inputs, padding left out. Raises ``InputError`` for images."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if ids is None or mask is None:
+        raise InputError(f"{NAME} counts tokens, and these inputs have no input_ids; expected a language model's")
+    return frozenset(torch.unique(ids[mask.bool()]).tolist())
 
-    ``tokens``: how many each batch holds. Every group ends with the batch that fills it.
+
+def gathered(batches: Sequence[Collection[int]], least: int) -> tuple[list[list[int]], list[int]]:
+    """Places of consecutive batches that hold at least ``least`` different tokens together, and those left over at the end.
+
+    ``batches``: the tokens of each. Every group ends with the batch that fills it.
     """
     whole: list[list[int]] = []
     group: list[int] = []
-    held = 0
-    for place, count in enumerate(tokens):
+    held: set[int] = set()
+    for place, tokens in enumerate(batches):
         group.append(place)
-        held += count
-        if held >= least:
+        held.update(tokens)
+        if len(held) >= least:
             whole.append(group)
-            group, held = [], 0
+            group, held = [], set()
     return whole, group
 
 
 @dataclass
 class Accumulator:
-    """Holds a client's updates back until they were made of at least ``least`` tokens, then gives their mean.
+    """Holds a client's updates back until they were made of at least ``least`` different tokens, then gives their mean.
 
     For a client that sends updates of its own making (weights after local training minus weights before, or gradients):
     ``sent = held.add(update, tokens, weight=texts)`` is None while the client keeps quiet. ``total``, ``tokens`` and
-    ``weight`` are all there is to keep between two rounds. Count each text once: the same text again adds tokens, but
-    nothing to hide behind.
+    ``weight`` are all there is to keep between two rounds. The same text again adds nothing to hide behind, and does not
+    count again.
     """
 
     least: int
-    tokens: int = 0
+    tokens: set[int] = field(default_factory=set)
     weight: float = 0.0
     total: dict[str, Tensor] = field(default_factory=dict)
 
@@ -77,26 +86,18 @@ class Accumulator:
         if self.least < 1:
             raise InputError(f"{NAME}: {self.least} tokens; expected at least 1")
 
-    def add(self, update: Gradients, tokens: int, *, weight: float = 1.0) -> Gradients | None:
-        """Take in an update made of ``tokens`` tokens; the mean of all that were held, by weight, once there are enough."""
-        if tokens < 0 or not weight > 0:
-            raise InputError(f"{NAME}: an update of {tokens} tokens and weight {weight}; expected 0 or more, and above 0")
+    def add(self, update: Gradients, tokens: Collection[int], *, weight: float = 1.0) -> Gradients | None:
+        """Take in an update made of texts with these ``tokens``; the mean of all held, by weight, once there are enough."""
+        if not weight > 0:
+            raise InputError(f"{NAME}: an update of weight {weight}; expected a number above 0")
         if self.total and {n: t.shape for n, t in self.total.items()} != {n: u.shape for n, u in update.items()}:
             raise InputError(f"{NAME}: the update has other tensors than those held; expected one and the same model's")
         for name, entries in update.items():
             part = entries.detach() * weight
             self.total[name] = self.total[name] + part if name in self.total else part
-        self.tokens, self.weight = self.tokens + tokens, self.weight + weight
-        if self.tokens < self.least:
+        self.tokens, self.weight = self.tokens | set(tokens), self.weight + weight
+        if len(self.tokens) < self.least:
             return None
         mean = {name: entries / self.weight for name, entries in self.total.items()}
-        self.tokens, self.weight, self.total = 0, 0.0, {}
+        self.tokens, self.weight, self.total = set(), 0.0, {}
         return mean
-
-
-def tokens_in(inputs: Mapping[str, Tensor]) -> int:
-    """Tokens of a step's inputs, special ones included and padding left out. Raises ``InputError`` for images."""
-    mask = inputs.get("attention_mask")
-    if mask is None:
-        raise InputError(f"{NAME} counts tokens, and these inputs have no attention_mask; expected a language model's")
-    return int(mask.to(torch.int64).sum())

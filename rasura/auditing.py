@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from rasura.accumulation import gathered, least_tokens
+from rasura.accumulation import gathered, least_tokens, tokens_in
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
 from rasura.data.text import Example, data_hash, demo_examples, encode, groups, load_examples
 from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
@@ -125,7 +125,7 @@ class Audit:
         least = least_tokens((p.mechanism for p in self.defenses[defense]), self.victim.model)
         if not least:
             return batches
-        whole, rest = gathered([sum(b.lengths) for b in batches], least)
+        whole, rest = gathered([tokens_in(b.inputs()) for b in batches], least)
         return [joined([batches[k] for k in some], self.victim.vocabulary.pad_id or 0) for some in whole or [rest]]
 
     def _cells(self) -> Iterator[Cell]:

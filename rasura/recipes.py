@@ -89,7 +89,7 @@ DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[
     "accumulate": (
         _lazy("rasura.defenses.accumulate", "described"),
         str,
-        "sent only when N tokens are in it, or N times the hidden size: accumulate:768, accumulate:1.0d",
+        "sent only with N different tokens in it, or N times the hidden size: accumulate:768, accumulate:1.0d",
     ),
     "frozen-embeddings": (_lazy("rasura.defenses.frozen", "frozen_embeddings"), None, "the embeddings are not trained"),
     "frozen-blocks": (_lazy("rasura.defenses.frozen", "frozen_blocks"), int, "nor are the first N blocks"),

@@ -1,8 +1,8 @@
 """Sending an update only when it holds enough tokens: nothing is added and nothing hidden, the client waits.
 
-Span attacks read a batch whose tokens are fewer than the model is wide (DAGER's
-limit on the batch). With ``accumulate:1.0d`` no such update leaves. What it does not stop: the word embedding's gradient,
-whose rows name the words at any size (freeze the embeddings), and matching attacks, which have no such edge.
+Span attacks read a batch whose different tokens are fewer than the model is wide
+(DAGER's limit on the batch). With ``accumulate:1.0d`` no such update leaves. What it does not stop: the word embedding's
+gradient, whose rows name the words at any size (freeze the embeddings), and matching attacks, which have no such edge.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rasura.interfaces import InputError, NotSent, Transform
 from rasura.values import Mechanism, Message, Stage
 
 Held = tuple[int, int]
-"""The state: tokens that the step was made of, and how many it takes to be sent."""
+"""The state: different tokens that the step was made of, and how many it takes to be sent."""
 
 
 def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Transform[Message, Message, Held]:
-    """Send an update only if it was made of at least ``tokens`` tokens, or of ``widths`` times the model's hidden size d.
+    """Send an update only if it was made of at least ``tokens`` different tokens, or ``widths`` times the hidden size d.
 
     Special tokens count, padding does not. Applied to a step with fewer, it raises ``NotSent``: whoever trains or audits
     gathers batches first (``rasura.accumulation``). Raises ``InputError`` unless exactly one of the two is given, above 0.
@@ -36,12 +36,12 @@ def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Tra
 
     def init(seen: Any) -> Held:
         model, inputs = seen
-        return tokens_in(inputs), least_tokens([mechanism], model)
+        return len(tokens_in(inputs)), least_tokens([mechanism], model)
 
     def apply(message: Message, state: Held, rng: Generator) -> tuple[Message, Held]:
         held, least = state
         if held < least:
-            raise NotSent(f"nothing is sent: the texts hold {held} tokens, {NAME} waits for {least}")
+            raise NotSent(f"nothing is sent: the texts hold {held} different tokens, {NAME} waits for {least}")
         return message, state
 
     return Transform(Stage.WIRE, mechanism, init, apply)

@@ -204,7 +204,7 @@ class FineTuning:
         lengths = [row.input_ids.shape[1] for row in self.rows]
         parts = batches(lengths, self.recipe.batch_size, generator(self.recipe.seed, "order", epoch))
         if self.least:
-            whole, rest = gathered([sum(lengths[k] for k in part) for part in parts], self.least)
+            whole, rest = gathered([{i for k in part for i in self.rows[k].ids(0)} for part in parts], self.least)
             whole[-1] += rest  # so that every text is learned from, and no update holds less than it must
             parts = [[k for place in group for k in parts[place]] for group in whole]
         for number, part in enumerate(parts):
@@ -279,11 +279,10 @@ class FineTuning:
 
 
 def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
-    """How many tokens a step must hold behind ``defense``, 0 for any. Raises ``InputError`` when all ``rows`` hold fewer."""
+    """How many different tokens a step needs behind ``defense``, 0 for any. Raises ``InputError`` if ``rows`` lack them."""
     least = least_tokens((p.mechanism for p in defense), model)
-    there = sum(row.lengths[0] for row in rows)
-    if there < least:
-        raise InputError(f"the training texts hold {there} tokens, but accumulate waits for {least}; no step would be taken")
+    if least and (there := len({i for row in rows for i in row.ids(0)})) < least:
+        raise InputError(f"the training texts hold {there} different tokens, accumulate waits for {least}: no step is taken")
     return least
 
 
