@@ -1,7 +1,7 @@
 """Who was an overfitted head trained on? Every membership attack against the same models, features computed once.
 
 python benchmarks/membership.py DATA/sst2.train.parquet
-python benchmarks/membership.py DATA/sst2.train.parquet --attack blind,loss,mia-n --models 2 --texts 1000
+python benchmarks/membership.py DATA/sst2.train.parquet --attack blind,loss,mia-n --models 2 --texts 500
 
 A pooler and classifier on MiniLM's frozen features, trained until they know their texts by heart, half of the texts each.
 Every model is the audited one in turn; the others but its partner, which has the other half, are the adversary's own.
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rasura.data.text import encode, load_examples
 from rasura.metrics.intervals import bootstrap
-from rasura.metrics.membership import auc, leakage, split_check, tpr_at
+from rasura.metrics.membership import auc, leakage, needed, split_check, tpr_at
 from rasura.recipes import membership_attack
 from rasura.rng import derive, generator
 from rasura.threat import MODEL_USER, observe_model
@@ -128,7 +128,7 @@ def main() -> None:
         members = inside[number].tolist()
         for name in names:
             scores = membership_attack(name)(seen, rng=generator(options.seed, name)).scores.tolist()
-            rates = (tpr_at(scores, members, fpr).mean for fpr in (0.01, 0.001))
+            rates = (tpr_at(scores, members, f).mean if len(rows) >= 2 * needed(f) else np.nan for f in (0.01, 0.001))
             figures[name].append((auc(scores, members).mean, *rates, leakage(scores, members)[0]))
     print("| attack | AUC | TPR at 1 % FPR | TPR at .1 % FPR | leakage |\n|---|---|---|---|---|")
     for name in names:

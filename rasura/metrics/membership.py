@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rasura.interfaces import InputError
+from rasura.errors import InputError
 
 Array = np.ndarray
 
