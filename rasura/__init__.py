@@ -15,6 +15,8 @@ _NAMES = {
     "capture": "rasura.victims.step",
     "chain": "rasura.defenses.compose",
     "load": "rasura.victims.loading",
+    "infer_membership": "rasura.membership",
+    "MembershipPlan": "rasura.membership",
     "observe": "rasura.threat",
     "Obfuscator": "rasura.protection",
     "Plan": "rasura.plan",

@@ -12,9 +12,10 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
+from rasura.accumulation import gathered, least_tokens, tokens_in
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
 from rasura.data.text import Example, data_hash, demo_examples, encode, groups, load_examples
-from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, Unavailable
+from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import bootstrap
 from rasura.metrics.matching import paired, read_texts
@@ -30,6 +31,7 @@ from rasura.threat import THREATS, ThreatModel, adversary_copy, observe
 from rasura.values import Message, Reconstruction, Transcript
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import step
+from rasura.victims.train import joined
 from rasura.wire import to_bytes
 
 SECONDS = {
@@ -64,7 +66,7 @@ class Audit:
         self.examples = [] if self.images else self._examples()
         self.defenses = {text: parse_defense(text) for text in plan.defenses}
         self.updates = {text: parse_update(text) for text in plan.updates}
-        self.metrics = {name: make_metric(name) for name in plan.metrics}
+        self.metrics = {name.partition(":")[0]: make_metric(name) for name in plan.metrics}
         self.attacks = {name: make_attack(name) for name in plan.attacks}
         private: Sequence[Any] = self.images or self.examples
         labels = plan.num_labels or max(2, 1 + max((e.label or 0) for e in private))
@@ -81,7 +83,8 @@ class Audit:
         self.adversaries = {rank: adversary_copy(model) for rank, model in self.models.items()}
         self.unavailable: dict[str, str] = {}
         # Everything is tokenized once before the first cell, so that a bad text is refused now.
-        self.batches = {size: [self._encode(g) for g in groups(private, size)] for size in plan.batch_sizes}
+        batches = {size: [self._encode(g) for g in groups(private, size)] for size in plan.batch_sizes}
+        self.batches = {(text, size): self._gathered(text, batches[size]) for text in plan.defenses for size in batches}
         self.cells = list(self._cells())
 
     def _images(self) -> list[ImageExample]:
@@ -116,14 +119,27 @@ class Audit:
             group, v.tokenizer, v.task, max_length=v.max_length, num_labels=v.num_labels, truncate=self.plan.truncate
         )
 
+    def _gathered(self, defense: str, batches: list[Any]) -> list[Any]:
+        """The batches as a client sends them: behind ``accumulate`` several as one, so that it is sent at all.
+
+        What is left over is not sent, and not audited; where nothing is, one batch of all that there is says so.
+        """
+        least = least_tokens((p.mechanism for p in self.defenses[defense]), self.victim.model)
+        if not least:
+            return batches
+        whole, rest = gathered([tokens_in(b.inputs()) for b in batches], least)
+        return [joined([batches[k] for k in some], self.victim.vocabulary.pad_id or 0) for some in whole or [rest]]
+
     def _cells(self) -> Iterator[Cell]:
         plan = self.plan
         known = {} if self.reference is None else {"reference": data_hash([Example(t) for t in self.reference])}
         known |= {name: str(value) for name in ("language_model", "entries") if (value := getattr(plan, name)) is not None}
         for size in plan.batch_sizes:
             for seed in range(plan.seed, plan.seed + plan.seeds):
-                for batch in range(len(self.batches[size])):
+                for batch in range(max(len(self.batches[defense, size]) for defense in plan.defenses)):
                     for update, defense, threat, attack in product(plan.updates, plan.defenses, plan.threats, plan.attacks):
+                        if batch >= len(self.batches[defense, size]):
+                            continue
                         where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
                         where |= {"seed": seed, "batch": batch, "budget": plan.budget}
                         where |= {"update": update} if update != "fedsgd" else {}
@@ -149,30 +165,54 @@ class Audit:
 
     def records(self, cells: Sequence[Cell], progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
         """The Records of ``cells`` that share a step, which is taken once."""
-        truth: Transcript | None = None
+        truth: Transcript | str | None = None
         for cell in cells:
             if progress is not None:
                 progress(cell)
             truth = truth or self._step(cell)
             yield self._cell(cell, truth)
 
-    def _step(self, cell: Cell) -> Transcript:
+    def _step(self, cell: Cell) -> Transcript | str:
+        """The step that the cell attacks; or why nothing was sent."""
         # Seeded by the cell's place, not by what ran before, so that a resumed run takes the same step.
         rng = generator(cell.seed, "step", *_named(cell), cell.batch_size, cell.batch)
-        batch = self.batches[cell.batch_size][cell.batch]
+        batch = self.batches[cell.defense, cell.batch_size][cell.batch]
         v = self.victim
         local, wire = self.updates[cell.update]
         defense = (*self.defenses[cell.defense], *wire)
         model = self.models[local.lora]
-        return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local)
+        try:
+            return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local)
+        except NotSent as reason:
+            return str(reason)
 
-    def _cell(self, cell: Cell, truth: Transcript) -> Record:
+    def _cell(self, cell: Cell, truth: Transcript | str) -> Record:
         wall, cpu = time.perf_counter(), time.process_time()
         threat = THREATS[cell.threat]
+        if isinstance(truth, str):
+            return self._record(cell, threat, "not_applicable", truth)
         status, reason, guess = self._attempt(self.attacks[cell.attack], cell, truth, threat)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         _, _, floor = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
         scored = guess is not None and (bool(guess.tokens) or guess.images is not None)
+        return self._record(
+            cell,
+            threat,
+            status,
+            reason,
+            confidence=guess.confidence if guess is not None else "none",
+            scores=self.scores(guess, truth) if guess is not None and scored else {},
+            blind=self.scores(floor, truth) if floor is not None else {},
+            recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
+            details=dict(guess.details) if guess is not None else {},
+            n_tokens=0 if self.images else sum(truth.text_batch.lengths),
+            sent_bytes=_sent_bytes(truth.message),
+            defense_seconds=truth.seconds,
+            wall_seconds=wall,
+            cpu_seconds=cpu,
+        )
+
+    def _record(self, cell: Cell, threat: ThreatModel, status: str, reason: str, **found: Any) -> Record:
         return Record(
             key=cell.key,
             attack=cell.attack,
@@ -186,20 +226,11 @@ class Audit:
             batch=cell.batch,
             status=status,
             reason=reason,
-            confidence=guess.confidence if guess is not None else "none",
-            scores=self.scores(guess, truth) if guess is not None and scored else {},
-            blind=self.scores(floor, truth) if floor is not None else {},
-            recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
-            details=dict(guess.details) if guess is not None else {},
-            n_tokens=0 if self.images else sum(truth.text_batch.lengths),
-            sent_bytes=_sent_bytes(truth.message),
-            defense_seconds=truth.seconds,
             threat_plain=threat.plain,
-            wall_seconds=wall,
-            cpu_seconds=cpu,
             peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             device=self.device,
             versions=versions(),
+            **found,
         )
 
     def _attempt(

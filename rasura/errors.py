@@ -19,5 +19,9 @@ class NotApplicable(RuntimeError):
     """The attack cannot be tried on this observation; recorded as ``not_applicable`` with this reason."""
 
 
+class NotSent(RuntimeError):
+    """A protection held the update back: there is none to attack. Recorded as ``not_applicable`` with this reason."""
+
+
 class Unavailable(RuntimeError):
     """A metric cannot be computed on this machine; the message says what is missing and the remedy."""

@@ -8,12 +8,12 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Generator
 
-from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
-from rasura.values import Grant, Mechanism, Observation, Stage, Transcript
+from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
+from rasura.values import Grant, Mechanism, Membership, ModelObservation, Observation, Stage, Transcript
 
 __all__ = [
-    "Attack", "AttackFailed", "Budget", "Defense", "InputError", "Metric", "MissingExtra", "NotApplicable", "Prior",
-    "Transform", "Unavailable",
+    "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric", "MissingExtra",
+    "NotApplicable", "NotSent", "Prior", "Transform", "Unavailable",
 ]  # fmt: skip
 
 G_co = TypeVar("G_co", covariant=True)
@@ -51,6 +51,19 @@ class Attack(Protocol[G_co]):
     @property
     def uses(self) -> frozenset[Grant]: ...
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> G_co: ...
+
+
+@runtime_checkable
+class MembershipAttack(Protocol):
+    """As ``Attack``, from a trained model instead of an update: one score a candidate, the higher the likelier a member."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def needs(self) -> frozenset[Grant]: ...
+    @property
+    def uses(self) -> frozenset[Grant]: ...
+    def __call__(self, seen: ModelObservation, *, rng: Generator) -> Membership: ...
 
 
 @dataclass(frozen=True)

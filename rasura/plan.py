@@ -16,7 +16,9 @@ from rasura.recipes import (
     IMAGE_DEFENSES,
     IMAGE_METRICS,
     METRICS,
+    USUAL_METRICS,
     known,
+    metric,
     parse_update,
 )
 from rasura.values import Task
@@ -43,7 +45,7 @@ class Plan:
     updates: tuple[str, ...] = ("fedsgd",)
     threats: tuple[str, ...] = ("honest-server",)
     batch_sizes: tuple[int, ...] = (1,)
-    metrics: tuple[str, ...] = tuple(METRICS)
+    metrics: tuple[str, ...] = USUAL_METRICS
     limit: int = 4
     seeds: int = 1
     seed: int = 0
@@ -68,7 +70,9 @@ class Plan:
             if not names:
                 raise InputError(f"no {kind} given; expected at least one of {', '.join(choices)}")
             for name in names:
-                known(kind, name, choices)
+                known(kind, name.partition(":")[0] if kind == "metric" else name, choices)
+        for name in self.metrics:
+            metric(name)
         for update in self.updates:
             if parse_update(update)[0].lora and self.task == "vision":
                 raise InputError("update lora is for language models; on images train all weights")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from rasura.interfaces import Attack, Defense, InputError, Metric, Transform
+from rasura.interfaces import Attack, Defense, InputError, MembershipAttack, Metric, Transform
 from rasura.updates import RATES, Local
 from rasura.values import Reconstruction, Stage
 
@@ -68,6 +68,20 @@ ABOUT_ATTACKS: Mapping[str, str] = {
     "feature-matching": "images: the same, from what linear layers give away of a single image, and with L-BFGS",
 }
 
+MEMBERSHIP: Mapping[str, tuple[Callable[[], MembershipAttack], str]] = {
+    "blind": (_lazy("rasura.attacks.membership.plain", "Blind"), "the longer text, no model asked: should be at one half"),
+    "loss": (_lazy("rasura.attacks.membership.plain", "Loss"), "members have a lower loss (Yeom et al.)"),
+    "mia": (_lazy("rasura.attacks.membership.shadow", "Shadow"), "a classifier learned from shadow models (Shokri et al.)"),
+    "mia-r": (
+        _lazy("rasura.attacks.membership.references", "ReferenceModels"),
+        "how rarely models without the text have so low a loss (Ye et al.)",
+    ),
+    "mia-n": (_lazy("rasura.attacks.membership.neighbours", "Neighbours"), "lower than neighbours' loss (Mattern et al.)"),
+    "lira": (_lazy("rasura.attacks.membership.references", "Lira"), "likelihood ratio with and without (Carlini et al.)"),
+    "rmia": (_lazy("rasura.attacks.membership.references", "Rmia"), "likelihood against other texts' (Zarifzadeh et al.)"),
+}
+"""Attacks on a trained model, which tell who it was trained on: name -> (attack, what it does)."""
+
 # name -> (builder, type of the parameter, what it is); None: it takes no parameter, str: it may take options.
 DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[str] | None, str]] = {
     "none": (_lazy("rasura.defenses.compose", "none"), None, "nothing: the plain gradient, dropout off"),
@@ -75,6 +89,11 @@ DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[
         _lazy("rasura.defenses.token_obfuscation", "described"),
         str,
         "tokens give way to near ones of other meaning; balanced: ghost:group=8",
+    ),
+    "accumulate": (
+        _lazy("rasura.defenses.accumulate", "described"),
+        str,
+        "sent only with N different tokens in it, or N times the hidden size: accumulate:768, accumulate:1.0d",
     ),
     "frozen-embeddings": (_lazy("rasura.defenses.frozen", "frozen_embeddings"), None, "the embeddings are not trained"),
     "frozen-blocks": (_lazy("rasura.defenses.frozen", "frozen_blocks"), int, "nor are the first N blocks"),
@@ -114,7 +133,15 @@ UPDATES: Mapping[str, str] = {
 }
 """What is sent; smaller messages are joined with ``+``: ``fedavg-sgd:4+bf16``."""
 
-METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
+
+def _sentence_cosine(encoder: str = "minilm") -> Metric[Reconstruction]:
+    from rasura.metrics.semantic import SentenceCosine
+    from rasura.victims.encoder import sentence_encoder
+
+    return SentenceCosine(sentence_encoder(encoder))
+
+
+METRICS: Mapping[str, Callable[..., Metric[Reconstruction]]] = {
     "rouge1": lambda: _lazy("rasura.metrics.text", "rouge")("rouge1"),
     "rouge2": lambda: _lazy("rasura.metrics.text", "rouge")("rouge2"),
     "rougeL": lambda: _lazy("rasura.metrics.text", "rouge")("rougeL"),
@@ -125,7 +152,11 @@ METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
     "position_exact": _lazy("rasura.metrics.text", "position_exact"),
     "exact_match": _lazy("rasura.metrics.text", "exact_match"),
     "sensitive": _lazy("rasura.metrics.sensitive", "Sensitive"),
+    "sentence_cosine": _sentence_cosine,
 }
+
+USUAL_METRICS = tuple(name for name in METRICS if name != "sentence_cosine")
+"""What an audit computes unless told otherwise: all that needs no model of its own."""
 
 IMAGE_METRICS: Mapping[str, Callable[[], Metric[Reconstruction]]] = {
     "mse": _lazy("rasura.metrics.image", "image_mse"),
@@ -169,6 +200,11 @@ def attack(name: str) -> Attack[Reconstruction]:
     return ATTACKS[known("attack", name, ATTACKS)]()
 
 
+def membership_attack(name: str) -> MembershipAttack:
+    """The membership attack called ``name``."""
+    return MEMBERSHIP[known("membership attack", name, MEMBERSHIP)][0]()
+
+
 def token_obfuscation(table: Any, shadows: Any, beam: int) -> Transform[Any, Any, Any]:
     """GHOST with a table of shadow tokens at hand (``rasura.shadows.table``)."""
     from rasura.defenses.token_obfuscation import ghost
@@ -190,9 +226,12 @@ def sealing_modules() -> tuple[Any, Any]:
 
 
 def metric(name: str) -> Metric[Reconstruction]:
-    """The metric called ``name``, of texts or images."""
+    """The metric called ``name``, of texts or images; ``sentence_cosine:FOLDER`` names its encoder."""
     every = {**METRICS, **IMAGE_METRICS}
-    return every[known("metric", name, every)]()
+    bare, _, encoder = name.partition(":")
+    if encoder and bare != "sentence_cosine":
+        raise InputError(f"metric {bare} takes no parameter, found {encoder!r}")
+    return every[known("metric", bare, every)](*filter(None, [encoder]))
 
 
 def parse_update(text: str) -> tuple[Local, Defense]:

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from rasura.values import Batch, Grant, Observation, Transcript, Vocabulary
+from rasura.values import (
+    Answers,
+    Batch,
+    Grant,
+    Mechanism,
+    ModelObservation,
+    Observation,
+    OwnModel,
+    Task,
+    Transcript,
+    Vocabulary,
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,14 @@ WITH_LENGTHS = ThreatModel(
 WITH_LABELS = ThreatModel("with-labels", _PUBLIC | {Grant.LABELS}, "the same operator, who also knows every text's label")
 
 THREATS: Mapping[str, ThreatModel] = {t.name: t for t in (HONEST_SERVER, WITH_LABELS, WITH_LENGTHS, WITH_LABELS_AND_LENGTHS)}
+
+MODEL_USER = ThreatModel(
+    "model-user",
+    frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.CANDIDATES, Grant.REFERENCE_TEXT, Grant.MECHANISM, Grant.TRAINING}),
+    "somebody who may ask the trained model and see its probabilities, holds candidate texts with their labels, and knows "
+    "how it was trained: the public model, the recipe, the protection",
+)
+"""Who infers membership: has the trained model, no update of its training."""
 
 
 def adversary_copy(model: nn.Module) -> nn.Module:
@@ -85,3 +104,29 @@ def observe(
         sources[Grant.LANGUAGE_MODEL] = lambda: language_model
     granted = {g: sources[g]() for g in Grant if g in threat.grants and g in sources}
     return Observation(truth.message, truth.task, granted)
+
+
+def observe_model(
+    threat: ThreatModel,
+    task: Task,
+    *,
+    ask: Callable[[Sequence[Batch]], Answers],
+    candidates: Sequence[Batch],
+    base: tuple[nn.Module, Vocabulary],
+    reference: Sequence[Batch] = (),
+    mechanism: tuple[Mechanism, ...] = (),
+    own: Callable[[], tuple[OwnModel, ...]] | None = None,
+) -> ModelObservation:
+    """What ``threat`` has of a trained model, which ``ask`` answers for. Who is a member is not passed, so it cannot leak.
+
+    ``candidates`` must stand in an order that says nothing (shuffle them). ``own`` trains the adversary's models when it is
+    first called.
+    """
+    sources: dict[Grant, Any] = {
+        Grant.MODEL: ask, Grant.CANDIDATES: tuple(candidates), Grant.BASE_MODEL: base, Grant.MECHANISM: mechanism,
+    }  # fmt: skip
+    if reference:
+        sources[Grant.REFERENCE_TEXT] = tuple(reference)
+    if own is not None:
+        sources[Grant.TRAINING] = own
+    return ModelObservation(task, {g: sources[g] for g in Grant if g in threat.grants and g in sources})

@@ -24,7 +24,7 @@ from rasura.rng import generator
 from rasura.values import Batch, Task
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import defended
-from rasura.victims.train import FineTuning, Recipe, nats, predictions, protected, split
+from rasura.victims.train import FineTuning, Recipe, enough, nats, predictions, protected, split
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,8 @@ class Training:
         self.rows = self._encoded(victim, kept)
         self.held = self._encoded(victim, held)
         self.test = self.held if tested is None else self._encoded(victim, tested)
+        for text in plan.defenses:
+            enough(parse_defense(text), victim.model, self.rows)
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(asdict(plan)))}
         for defense in plan.defenses:
             self._guarantee(parse_defense(defense), ())
@@ -107,24 +109,15 @@ class Training:
     def _parted(self, everything: Sequence[Example]) -> tuple[list[Example], list[Example]]:
         """Training texts and held-out ones, drawn once for all defenses and seeds."""
         order = torch.randperm(len(everything), generator=generator(self.plan.recipe.seed, "part")).tolist()
-        some = [everything[k] for k in order[: self.plan.limit]]
+        some = order[: self.plan.limit]
         count = max(1, round(self.plan.holdout * len(some)))
         if count >= len(some):
             raise InputError(f"{self.plan.data}: {len(some)} texts are too few to hold some out; expected at least 2")
-        return some[count:], some[:count]
+        self.parted = {"trained": some[count:], "held_out": some[:count]}
+        return [everything[k] for k in some[count:]], [everything[k] for k in some[:count]]
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
-        longest = min(victim.max_length, self.plan.max_length or victim.max_length)
-        return [
-            row
-            for start in range(0, len(examples), 256)
-            for row in split(
-                encode(
-                    examples[start : start + 256], victim.tokenizer, victim.task, max_length=longest,
-                    num_labels=victim.num_labels, truncate=self.plan.truncate,
-                )
-            )
-        ]  # fmt: skip
+        return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
 
     def _claim(self) -> None:
         """Take the folder for this plan. Raises ``InputError`` where another plan has it; defenses and seeds may grow."""
@@ -135,6 +128,8 @@ class Training:
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) != told:
             raise InputError(f"{self.folder} holds a training with other settings or data; choose another --out")
         write_whole(path, canonical(told) + "\n")
+        # Which rows of the file were trained on: what membership inference is held against.
+        write_whole(self.folder / "rows.json", canonical(self.parted) + "\n")
 
     def run(self, progress: Callable[[str, int, int, Mapping[str, float]], None] | None = None) -> Iterator[dict[str, Any]]:
         """Train behind every defense from every seed, yielding each result; what is done already is read, not done anew."""
@@ -194,6 +189,21 @@ class Training:
         if self.plan.task == "classification":
             return classification(predictions(model, rows, self.pad), [int(r.labels[0]) for r in rows])
         return causal(*nats(model, rows, self.pad))
+
+
+def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | None, truncate: bool) -> list[Batch]:
+    """``examples`` as the model takes them, one text each. Raises ``InputError`` as ``data.text.encode`` does."""
+    longest = min(victim.max_length, max_length or victim.max_length)
+    return [
+        row
+        for start in range(0, len(examples), 256)
+        for row in split(
+            encode(
+                examples[start : start + 256], victim.tokenizer, victim.task, max_length=longest,
+                num_labels=victim.num_labels, truncate=truncate,
+            )
+        )
+    ]  # fmt: skip
 
 
 def _slug(defense: str) -> str:

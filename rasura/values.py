@@ -34,6 +34,7 @@ class Grant(enum.Enum):
     REFERENCE_TEXT = "public text of the same kind as the private text"
     LANGUAGE_MODEL = "a public causal language model of such text"
     MECHANISM = "which protection is used, with its parameters (never its keys)"
+    TRAINING = "how the model was trained, so that models like it can be trained on texts of one's choice"
 
 
 class Stage(enum.Enum):
@@ -239,15 +240,9 @@ class NotGranted(LookupError):
     """An attack read something that its threat model does not grant."""
 
 
-@dataclass(frozen=True)
-class Observation:
-    """What one adversary sees: the message, and the granted values. There is no way back to the Transcript.
+class Granted:
+    """Reading an ungranted field raises ``NotGranted``; ask ``Grant.X in seen`` first where a grant is optional."""
 
-    Reading an ungranted field raises ``NotGranted``; ask ``Grant.X in seen`` first where a grant is optional.
-    """
-
-    message: Message
-    task: Task
     granted: Mapping[Grant, Any]
 
     def __contains__(self, grant: Grant) -> bool:
@@ -257,6 +252,21 @@ class Observation:
         if grant not in self.granted:
             raise NotGranted(f"this threat model does not grant {grant.name} ({grant.value})")
         return self.granted[grant]
+
+    @property
+    def mechanism(self) -> tuple[Mechanism, ...]:
+        """The protections in use, public parameters only."""
+        mechanism: tuple[Mechanism, ...] = self._get(Grant.MECHANISM)
+        return mechanism
+
+
+@dataclass(frozen=True)
+class Observation(Granted):
+    """What one adversary sees: the message, and the granted values. There is no way back to the Transcript."""
+
+    message: Message
+    task: Task
+    granted: Mapping[Grant, Any]
 
     @property
     def gradients(self) -> Gradients:
@@ -297,12 +307,6 @@ class Observation:
         """How many texts the batch holds."""
         size: int = self._get(Grant.BATCH_SIZE)
         return size
-
-    @property
-    def mechanism(self) -> tuple[Mechanism, ...]:
-        """The protections in use, public parameters only."""
-        mechanism: tuple[Mechanism, ...] = self._get(Grant.MECHANISM)
-        return mechanism
 
     @property
     def reference_text(self) -> tuple[str, ...]:
@@ -346,3 +350,69 @@ class Membership:
 
     scores: Tensor
     details: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one model answers to ``n`` texts, in float64.
+
+    ``losses`` ``(n,)``: nats of the label; of a causal model the mean over predicted tokens. ``margins`` ``(n,)``: the log
+    odds of that probability, ``log(p / (1 - p))``. ``logits`` ``(n, classes)``, without columns for a causal model.
+    """
+
+    losses: Tensor
+    margins: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A model that the adversary trained as the audited one was trained, on texts of its choice.
+
+    ``inside`` ``(candidates,)`` bool: the candidates among them. ``reference``: its answers to the reference texts.
+    """
+
+    answers: Answers
+    inside: Tensor
+    reference: Answers | None = None
+
+
+@dataclass(frozen=True)
+class ModelObservation(Granted):
+    """What one adversary has of a *trained* model, to tell which candidates it was trained on; nothing says who was.
+
+    The model is asked, never opened: what is granted under ``MODEL`` is a function from texts to ``Answers``.
+    """
+
+    task: Task
+    granted: Mapping[Grant, Any]
+
+    @property
+    def candidates(self) -> tuple[Batch, ...]:
+        """The texts in question, one a batch, with their labels, in an order that says nothing."""
+        candidates: tuple[Batch, ...] = self._get(Grant.CANDIDATES)
+        return candidates
+
+    @property
+    def ask(self) -> Callable[[Sequence[Batch]], Answers]:
+        """What the trained model answers to any texts; the candidates are asked once."""
+        ask: Callable[[Sequence[Batch]], Answers] = self._get(Grant.MODEL)
+        return ask
+
+    @property
+    def base(self) -> tuple[torch.nn.Module, Vocabulary]:
+        """The public model that training began with, and its vocabulary."""
+        base: tuple[torch.nn.Module, Vocabulary] = self._get(Grant.BASE_MODEL)
+        return base
+
+    @property
+    def reference(self) -> tuple[Batch, ...]:
+        """Texts of the same kind that the model was not trained on, one a batch, with their labels."""
+        reference: tuple[Batch, ...] = self._get(Grant.REFERENCE_TEXT)
+        return reference
+
+    @property
+    def own(self) -> tuple[OwnModel, ...]:
+        """The adversary's own models, trained when first asked for."""
+        own: Callable[[], tuple[OwnModel, ...]] = self._get(Grant.TRAINING)
+        return own()

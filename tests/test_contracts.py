@@ -30,6 +30,7 @@ TASKS = [(family, "classification") for family in FAMILIES] + [("gpt2", "causal"
 DEFENSES: dict[str, str] = {
     "ghost": "ghost",
     "none": "none",
+    "accumulate": "accumulate:8",
     "frozen-embeddings": "frozen-embeddings",
     "frozen-blocks": "frozen-blocks:1",
     "dropout": "dropout:0.2",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tiny import CLS, SEP, VOCABULARY, batch_of
 from torch import nn
 
-from rasura.interfaces import Unavailable
+from rasura.interfaces import InputError, Unavailable
 from rasura.metrics.intervals import bootstrap
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
 from rasura.metrics.text import (
@@ -25,6 +25,7 @@ from rasura.metrics.text import (
     wordnet,
 )  # fmt: skip
 from rasura.recipes import METRICS
+from rasura.recipes import metric as make_metric
 from rasura.values import UNKNOWN, Batch, Message, Reconstruction, Transcript
 
 WORDS = st.lists(st.integers(11, 290), min_size=1, max_size=8)
@@ -120,6 +121,51 @@ def test_bootstrap_holds_its_mean(values: list[float]) -> None:
 
 def test_no_values_no_mean() -> None:
     assert all(math.isnan(v) for v in bootstrap([float("nan")]))
+
+
+@settings(max_examples=50, deadline=None)
+@given(WORDS, WORDS)
+def test_jaccard_and_rouge_l_are_the_calibration_papers(a: list[int], b: list[int]) -> None:
+    common = [[0] * (len(b) + 1) for _ in range(len(a) + 1)]
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            common[i + 1][j + 1] = common[i][j] + 1 if x == y else max(common[i][j + 1], common[i + 1][j])
+    longest, t, read = common[-1][-1], truth(a), guess(b)
+    value = rouge("rougeL")(read, t)[0]
+    assert value == pytest.approx(2 * longest / (len(a) + len(b))) and value >= longest / max(len(a), len(b)) - 1e-12
+    assert jaccard()(read, t) == pytest.approx([len({*a} & {*b}) / len({*a} | {*b})])
+
+
+def test_meteor_weighs_recall_nine_times(monkeypatch: pytest.MonkeyPatch, shared: Path) -> None:
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(shared / "nltk_data")])
+    t = truth([20], texts=("alpha bravo delta echo",))
+    read = Reconstruction(((20,),), texts=("alpha bravo zulu",))
+    precision, recall, chunks, matches = 2 / 3, 2 / 4, 1, 2
+    expected = 10 * precision * recall / (recall + 9 * precision) * (1 - 0.5 * (chunks / matches) ** 3)
+    assert Meteor()(read, t) == pytest.approx([expected])
+
+
+def test_sentence_cosine_knows_meaning_and_pairs_texts(minilm_path: Path) -> None:
+    judge = make_metric("sentence_cosine")
+    assert make_metric(f"sentence_cosine:{minilm_path}").name == judge.name == "sentence_cosine"
+    t = truth([20], [21], texts=("The doctor called his mother .", "Stocks fell sharply on Monday ."))
+
+    def score(*texts: str) -> list[float]:
+        return list(judge(Reconstruction(tuple((20,) for _ in texts), texts=texts), t))
+
+    assert score("Stocks fell sharply on Monday .", "The doctor called his mother .") == pytest.approx([1.0, 1.0])
+    near = score("The physician phoned his mum .", "Shares dropped on Monday .")
+    far = score("Green stones sleep .", "A cat sat on the mat .")
+    assert min(near) > 0.6 > 0.4 > max(far)
+    assert score() == [0.0, 0.0] and score("", "The doctor called his mother .") == pytest.approx([1.0, 0.0])
+
+
+def test_a_metric_without_parameter_refuses_one() -> None:
+    for name, says in (("jaccard:minilm", "takes no parameter"), ("sentence_cosin", "did you mean sentence_cosine")):
+        with pytest.raises(InputError, match=says):
+            make_metric(name)
 
 
 def test_every_named_metric_has_name_and_unit() -> None:

@@ -17,19 +17,20 @@ from rasura.errors import MissingExtra
 
 @app.command("list")
 def list_names(
-    kind: Annotated[str, typer.Argument(help="attacks, defenses, updates, threats or metrics")],
+    kind: Annotated[str, typer.Argument(help="attacks, membership, defenses, updates, threats or metrics")],
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
     """List what can be named on the command line.
 
     Example: rasura list defenses
     """
-    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, IMAGE_METRICS, METRICS, UPDATES, known
+    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, IMAGE_METRICS, MEMBERSHIP, METRICS, UPDATES, known
     from rasura.threat import THREATS
 
-    wanted = known("list", kind, ("attacks", "defenses", "updates", "threats", "metrics"))
+    wanted = known("list", kind, ("attacks", "membership", "defenses", "updates", "threats", "metrics"))
     rows: dict[str, str] = {
         "attacks": lambda: dict(ABOUT_ATTACKS),
+        "membership": lambda: {n: about for n, (_, about) in MEMBERSHIP.items()},
         "defenses": lambda: {
             f"{n}:X" if parameter in (int, float) else n: about for n, (_, parameter, about) in DEFENSES.items()
         },

@@ -37,7 +37,11 @@ def _scorer(kind: str) -> Any:
 
 
 def rouge(kind: Literal["rouge1", "rouge2", "rougeL"]) -> TextMetric:
-    """ROUGE F1 by the package rouge-score, without stemming, as in the papers."""
+    """ROUGE F1 by the package rouge-score, without stemming, as in the papers.
+
+    ROUGE-L is ``2 LCS / (a + b)`` for texts of a and b words. The calibration paper writes ``LCS / max(a, b)``, which is
+    never more, and the same where both are equally long.
+    """
     return TextMetric(kind, lambda reference, read: float(_scorer(kind).score(reference, read)[kind].fmeasure))
 
 

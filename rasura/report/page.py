@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rasura.records import RunStore, write_whole
 from rasura.report.findings import Findings, Level, findings, summarise
+from rasura.report.membership import membership_findings, render_membership
 
 NOT_TESTED = (
     "a server that sends a crafted model (active attacks)",
-    "membership inference and what the trained model itself remembers",
+    "membership inference and what the trained model itself remembers (`rasura membership`)",
 )
 
 
@@ -23,11 +25,12 @@ def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
     store = RunStore(run_dir)
     try:
         records, plan = list(store), store.plan
-        store.export(summarise(records, plan))
+        trained = plan.get("kind") == "membership"
+        store.export(asdict(membership_findings(records, plan)) if trained else summarise(records, plan))
     finally:
         store.close()
     path = Path(run_dir) / "report.html"
-    write_whole(path, render(records, plan, show_text=show_text))
+    write_whole(path, render_membership(records, plan) if trained else render(records, plan, show_text=show_text))
     return path
 
 

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rasura.accumulation import gathered, least_tokens
 from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
 from rasura.rng import generator, secret_generator, uniform
-from rasura.values import Batch, Stage, Task, Vocabulary
+from rasura.values import Answers, Batch, Stage, Task, Vocabulary
 from rasura.victims.step import step
 
 CHUNK = 64
@@ -187,6 +188,7 @@ class FineTuning:
         kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.SGD
         self.optimizer = kind(self.trained.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
         self.history = History(epochs=[])
+        self.least = enough(defense, model, rows)
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> History:
@@ -213,6 +215,10 @@ class FineTuning:
             parts = drawn(len(self.rows), size, order)
         else:
             parts = batches([row.input_ids.shape[1] for row in self.rows], size, order)
+        if self.least:
+            whole, rest = gathered([{i for k in part for i in self.rows[k].ids(0)} for part in parts], self.least)
+            whole[-1] += rest  # so that every text is learned from, and no update holds less than it must
+            parts = [[k for place in group for k in parts[place]] for group in whole]
         for number, part in enumerate(parts):
             batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0) if part else none_of(self.rows[0])
             rng = self._rng("train", epoch, number)
@@ -290,6 +296,14 @@ class FineTuning:
             (self.folder / name).unlink(missing_ok=True)
 
 
+def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
+    """How many different tokens a step needs behind ``defense``, 0 for any. Raises ``InputError`` if ``rows`` lack them."""
+    least = least_tokens((p.mechanism for p in defense), model)
+    if least and (there := len({i for row in rows for i in row.ids(0)})) < least:
+        raise InputError(f"the training texts hold {there} different tokens, accumulate waits for {least}: no step is taken")
+    return least
+
+
 def batches(lengths: Sequence[int], size: int, rng: torch.Generator) -> list[list[int]]:
     """Rows in random batches of ``size``, of like ``lengths`` within a pool of ``POOL`` batches: little is padded."""
     order = torch.randperm(len(lengths), generator=rng).tolist()
@@ -328,6 +342,29 @@ def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) 
 
     found = torch.cat(_ordered(model, rows, pad, together, losses))
     return float(found[:, 0].sum()), int(found[:, 1].sum())
+
+
+def answers(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Answers:
+    """What ``model`` answers to ``rows`` (one text each): loss, margin, a classifier's logits."""
+
+    def take(out: Any, batch: Batch) -> Tensor:
+        logits = out.logits.double()
+        if batch.labels.dim() == 1:
+            label = batch.labels[:, None]
+            others = logits.scatter(1, label, -torch.inf).logsumexp(1, keepdim=True)
+            margins = logits.gather(1, label) - others
+            # softplus keeps what is left of a loss that the difference of two logits would round to nothing
+            return torch.cat([nn.functional.softplus(-margins), margins, logits], 1).cpu()
+        target = batch.labels[:, 1:]
+        each = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), target, ignore_index=-100, reduction="none")
+        losses = each.sum(1) / (target != -100).sum(1).clamp(min=1)
+        margins = -losses - torch.log(-torch.expm1(-losses.clamp(min=1e-12)))
+        return torch.stack([losses, margins], 1).cpu()
+
+    if not rows:
+        return Answers(torch.empty(0).double(), torch.empty(0).double(), torch.empty(0, 0).double())
+    found = torch.cat(_ordered(model, rows, pad, together, take))
+    return Answers(found[:, 0], found[:, 1], found[:, 2:])
 
 
 def _ordered(

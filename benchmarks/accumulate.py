@@ -1,0 +1,107 @@
+"""Risk against how many tokens an update holds, in units of the model's width: where do span attacks end?
+
+python benchmarks/accumulate.py MODEL TEXTS.parquet --task causal --cut 8
+python benchmarks/accumulate.py minilm TEXTS.parquet
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Iterator
+
+import torch
+
+from rasura.accumulation import tokens_in, width
+from rasura.data.text import Example, encode, load_examples
+from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.metrics.intervals import bootstrap
+from rasura.recipes import attack as make_attack
+from rasura.recipes import metric, parse_defense
+from rasura.rng import generator
+from rasura.threat import HONEST_SERVER, adversary_copy, observe
+from rasura.values import Batch, Transcript
+from rasura.victims.loading import Victim, load
+from rasura.victims.step import step
+from rasura.victims.train import joined, split
+
+METRICS = ("token_recall", "rougeL", "exact_match")
+
+
+def texts(victim: Victim, data: str, cut: int | None, seed: int) -> Iterator[Batch]:
+    """Texts of a file in random order, one a batch, cut to at most ``cut`` tokens."""
+    every = load_examples(data)
+    for k in torch.randperm(len(every), generator=generator(seed, "texts")).tolist():
+        e = every[k]
+        example = Example(e.text, None, e.label if e.label in (0, 1) else 0)
+        yield from split(
+            encode(
+                [example], victim.tokenizer, victim.task, max_length=cut or victim.max_length,
+                num_labels=victim.num_labels, truncate=True,
+            )
+        )  # fmt: skip
+
+
+def mean_of(values: list[int]) -> float:
+    """Their mean."""
+    return sum(values) / len(values)
+
+
+def main() -> None:
+    """Fill updates to each multiple of the width, attack them, and print a row a multiple."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("data")
+    parser.add_argument("--task", default="classification")
+    parser.add_argument("--attack", default="blind,embedding-rows,span")
+    parser.add_argument("--defense", default="none", help="what else protects")
+    parser.add_argument("--widths", default="0.1,0.25,0.5,0.75,0.9,1,1.25,1.5,2")
+    parser.add_argument("--cut", type=int, default=None, help="tokens of a text at most")
+    parser.add_argument("--draws", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    victim = load(options.model, options.task, seed=options.seed)
+    source = texts(victim, options.data, options.cut, options.seed)
+    adversary = adversary_copy(victim.model)
+    metrics = {name: metric(name) for name in METRICS}
+    defense, d = parse_defense(options.defense), width(victim.model)
+    start = time.process_time()
+    print(f"| at least | tokens / d | different / d | texts | attack | {' | '.join(METRICS)} | silent | CPU s |")
+    print("|---" * (7 + len(METRICS)) + "|")
+    for asked in options.widths.split(","):
+        least = math.ceil(float(asked) * d)
+        steps: list[Transcript] = []
+        for draw in range(options.draws):
+            rows: list[Batch] = []
+            while sum(row.lengths[0] for row in rows) < least:
+                rows.append(next(source))
+            rng = generator(options.seed, "step", asked, draw)
+            batch = joined(rows, victim.vocabulary.pad_id or 0)
+            steps.append(step(victim.model, batch, defense, task=victim.task, vocabulary=victim.vocabulary, rng=rng))
+        held = [sum(s.text_batch.lengths) for s in steps]
+        different = [len(tokens_in(s.text_batch.inputs())) for s in steps]
+        for name in options.attack.split(","):
+            values: dict[str, list[float]] = {m: [] for m in METRICS}
+            silent, used = 0, time.process_time()
+            for draw, sent in enumerate(steps):
+                seen = observe(sent, HONEST_SERVER, adversary_model=adversary)
+                try:
+                    guess = make_attack(name)(seen, rng=generator(options.seed, name, asked, draw), budget=Budget())
+                except (AttackFailed, NotApplicable):
+                    # A silent attack knows no more than anybody: its texts count at the guessing level.
+                    silent += 1
+                    guess = make_attack("blind")(seen, rng=generator(options.seed, "blind"), budget=Budget())
+                for m, judge in metrics.items():
+                    values[m] += judge(guess, sent)
+            shown = (bootstrap(values[m]) for m in METRICS)
+            cells = [f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]" for mean, low, high in shown]
+            seconds = (time.process_time() - used) / len(steps)
+            first = [asked, f"{mean_of(held) / d:.2f}", f"{mean_of(different) / d:.2f}", len(values[METRICS[0]]), name]
+            row = [*first, *cells, f"{silent} of {len(steps)}", f"{seconds:.1f}"]
+            print(f"| {' | '.join(map(str, row))} |", flush=True)
+    print(f"{time.process_time() - start:.0f} s CPU")
+
+
+if __name__ == "__main__":
+    main()

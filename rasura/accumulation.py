@@ -1,0 +1,103 @@
+"""How many different tokens an update must hold before it is sent, and how batches and updates are gathered until it does.
+
+The gradient of a linear layer is a sum of one outer product an input. With fewer different inputs than the layer is wide,
+its row space is smaller than the whole and names the tokens; with as many, it is the whole space and names none. In the
+first block a token that comes again is the same input again (but for its position, where the model adds one), so what is
+counted is different tokens: counted with repeats, a batch of 1.0 d tokens can be read in full (benchmarks/README.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import InputError
+from rasura.values import Gradients, Mechanism
+
+NAME = "accumulate"
+"""The protection's name; its parameter is ``tokens`` or ``widths``."""
+
+
+def width(model: nn.Module) -> int:
+    """The width d of the model's hidden states. Raises ``InputError`` for what is no language model."""
+    config: Any = getattr(model, "config", None)
+    found = getattr(config, "hidden_size", None)
+    if not isinstance(found, int):
+        raise InputError(f"{NAME}: {type(model).__name__} has no hidden size; expected a language model, or pass tokens")
+    return found
+
+
+def least_tokens(mechanisms: Iterable[Mechanism], model: nn.Module) -> int:
+    """How many different tokens an update of ``model`` must hold to be sent behind ``mechanisms``; 0 where none asks."""
+    least = 0
+    for one in mechanisms:
+        if one.name == NAME:
+            tokens, widths = one.parameters.get("tokens"), one.parameters.get("widths")
+            least = max(least, int(tokens) if tokens is not None else math.ceil(float(widths or 0) * width(model) - 1e-9))
+    return least
+
+
+def tokens_in(inputs: Mapping[str, Tensor]) -> frozenset[int]:
+    """The different tokens of a step's inputs, padding left out. Raises ``InputError`` for images."""
+    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if ids is None or mask is None:
+        raise InputError(f"{NAME} counts tokens, and these inputs have no input_ids; expected a language model's")
+    return frozenset(torch.unique(ids[mask.bool()]).tolist())
+
+
+def gathered(batches: Sequence[Collection[int]], least: int) -> tuple[list[list[int]], list[int]]:
+    """Places of consecutive batches that hold at least ``least`` different tokens together, and those left over at the end.
+
+    ``batches``: the tokens of each. Every group ends with the batch that fills it.
+    """
+    whole: list[list[int]] = []
+    group: list[int] = []
+    held: set[int] = set()
+    for place, tokens in enumerate(batches):
+        group.append(place)
+        held.update(tokens)
+        if len(held) >= least:
+            whole.append(group)
+            group, held = [], set()
+    return whole, group
+
+
+@dataclass
+class Accumulator:
+    """Holds a client's updates back until they were made of at least ``least`` different tokens, then gives their mean.
+
+    For a client that sends updates of its own making (weights after local training minus weights before, or gradients):
+    ``sent = held.add(update, tokens, weight=texts)`` is None while the client keeps quiet. ``total``, ``tokens`` and
+    ``weight`` are all there is to keep between two rounds. The same text again adds nothing to hide behind, and does not
+    count again.
+    """
+
+    least: int
+    tokens: set[int] = field(default_factory=set)
+    weight: float = 0.0
+    total: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.least < 1:
+            raise InputError(f"{NAME}: {self.least} tokens; expected at least 1")
+
+    def add(self, update: Gradients, tokens: Collection[int], *, weight: float = 1.0) -> Gradients | None:
+        """Take in an update made of texts with these ``tokens``; the mean of all held, by weight, once there are enough."""
+        if not weight > 0:
+            raise InputError(f"{NAME}: an update of weight {weight}; expected a number above 0")
+        if self.total and {n: t.shape for n, t in self.total.items()} != {n: u.shape for n, u in update.items()}:
+            raise InputError(f"{NAME}: the update has other tensors than those held; expected one and the same model's")
+        for name, entries in update.items():
+            part = entries.detach() * weight
+            self.total[name] = self.total[name] + part if name in self.total else part
+        self.tokens, self.weight = self.tokens | set(tokens), self.weight + weight
+        if len(self.tokens) < self.least:
+            return None
+        mean = {name: entries / self.weight for name, entries in self.total.items()}
+        self.tokens, self.weight, self.total = set(), 0.0, {}
+        return mean

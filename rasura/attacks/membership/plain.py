@@ -1,0 +1,34 @@
+"""Membership without models of one's own: the loss itself, and the blind level that looks at no model at all."""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator
+
+from rasura.values import Grant, Membership, ModelObservation
+
+
+class Loss:
+    """A member's loss is lower (Yeom et al. 2018): the score is minus the loss."""
+
+    name = "loss"
+    needs = frozenset({Grant.MODEL, Grant.CANDIDATES})
+    uses: frozenset[Grant] = frozenset()
+
+    def __call__(self, seen: ModelObservation, *, rng: Generator) -> Membership:
+        return Membership(-seen.ask(seen.candidates).losses)
+
+
+class Blind:
+    """Guesses from the candidates alone, the longer the likelier, and asks no model.
+
+    An area away from one half, on either side, says that members and others differ in length: then the other attacks'
+    figures measure how the texts were chosen, not what the model remembers.
+    """
+
+    name = "blind"
+    needs = frozenset({Grant.CANDIDATES})
+    uses: frozenset[Grant] = frozenset()
+
+    def __call__(self, seen: ModelObservation, *, rng: Generator) -> Membership:
+        return Membership(torch.tensor([float(row.lengths[0]) for row in seen.candidates], dtype=torch.float64))

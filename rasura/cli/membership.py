@@ -1,0 +1,105 @@
+"""``rasura membership``: who was a trained model trained on?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from rasura.cli.shared import app, device_named, err, out, split
+from rasura.errors import InputError
+
+
+@app.command()
+def membership(
+    model: Annotated[str, typer.Argument(help="the trained model: folder or hub id")],
+    members: Annotated[str, typer.Option(help="texts that it was trained on: JSONL, CSV, Parquet or data set id")],
+    non_members: Annotated[str | None, typer.Option(help="texts of the same kind that it was not trained on")] = None,
+    rows: Annotated[str | None, typer.Option(help="rows.json of the training: which rows it trained on, which not")] = None,
+    base: Annotated[str, typer.Option(help="the public model that training began with")] = "minilm",
+    reference: Annotated[str | None, typer.Option(help="more such texts, which the adversary has")] = None,
+    task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
+    attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list membership")] = None,
+    own_models: Annotated[int, typer.Option(help="models that the adversary trains itself, an even number")] = 8,
+    defense: Annotated[str, typer.Option(help="the protection behind which the model was trained")] = "none",
+    epochs: Annotated[int, typer.Option(help="of the own models: as the model was trained")] = 5,
+    batch_size: Annotated[int, typer.Option(help="texts a step of the own models")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="of the own models")] = 1e-4,
+    optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
+    fpr: Annotated[str | None, typer.Option(help="false positive rates, with commas; 0.01,0.001 as n allows")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="a guarantee to hold the figures against")] = None,
+    delta: Annotated[float, typer.Option(help="the guarantee's delta")] = 0.0,
+    limit: Annotated[int | None, typer.Option(help="texts used of each side")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="classes, where the folder does not say")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
+    max_length: Annotated[int | None, typer.Option(help="tokens a text may have")] = None,
+    seed: Annotated[int, typer.Option(help="seed")] = 0,
+    folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path(
+        "runs/membership"
+    ),
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print the records as JSON")] = False,
+) -> None:
+    """Measure whether those who may ask a trained model can tell which texts it was trained on.
+
+    Example: rasura membership runs/train/none-0/model --members train.jsonl --rows runs/train/rows.json
+    """
+    from rasura.membership import MembershipPlan
+    from rasura.recipes import MEMBERSHIP, known
+    from rasura.victims.train import Recipe
+
+    kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
+    recipe = Recipe(epochs, batch_size, learning_rate, patience=max(1, epochs), optimizer=kind, seed=seed)
+    try:
+        rates = tuple(float(part) for part in split(fpr) or ())
+    except ValueError:
+        raise InputError(f"--fpr is {fpr!r}; expected shares with commas between them, as 0.01,0.001") from None
+    plan = MembershipPlan(
+        model, members, non_members, rows, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, own_models,
+        rates, epsilon, delta, limit, num_labels, truncate, max_length, recipe,
+    )  # fmt: skip
+    told(plan, folder, device_named(device), as_json)
+
+
+def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
+    from rich.progress import Progress
+
+    from rasura.membership import MembershipAudit
+    from rasura.records import RunStore
+    from rasura.report.membership import membership_findings
+    from rasura.report.page import write_report
+
+    with err.status("loading the model and the texts"):
+        prepared = MembershipAudit(plan, folder, device=device)
+        store = RunStore(folder, prepared.identity)
+    try:
+        with Progress(console=err, transient=True) as bar:
+            line = bar.add_task("", total=None)
+            for _ in prepared.run(
+                store, lambda what, done, all_: bar.update(line, description=what, completed=done, total=all_)
+            ):
+                pass
+        records = list(store)
+    except KeyboardInterrupt:
+        err.print("interrupted; what is finished is kept, the same command resumes")
+        raise typer.Exit(130) from None
+    finally:
+        store.close()
+    path = write_report(folder)
+    if as_json:
+        sys.stdout.write(json.dumps(records, ensure_ascii=False) + "\n")
+        return
+    found = membership_findings(records, prepared.identity)
+    for sentence in found.sentences:
+        out.print(sentence, markup=False, highlight=False, style="bold")
+    table = Table(*found.columns)
+    for row in found.rows:
+        table.add_row(*row)
+    out.print(table)
+    for line_ in (*found.checks, *found.reasons):
+        out.print(line_, markup=False, highlight=False)
+    out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,57 @@
+"""Sending an update only when it holds enough tokens: nothing is added and nothing hidden, the client waits.
+
+Span attacks read a batch whose different tokens are fewer than the model is wide
+(DAGER's limit on the batch). With ``accumulate:1.0d`` no such update leaves. What it does not stop: the word embedding's
+gradient, whose rows name the words at any size (freeze the embeddings), and matching attacks, which have no such edge.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Generator
+
+from rasura.accumulation import NAME, least_tokens, tokens_in
+from rasura.interfaces import InputError, NotSent, Transform
+from rasura.values import Mechanism, Message, Stage
+
+Held = tuple[int, int]
+"""The state: different tokens that the step was made of, and how many it takes to be sent."""
+
+
+def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Transform[Message, Message, Held]:
+    """Send an update only if it was made of at least ``tokens`` different tokens, or ``widths`` times the hidden size d.
+
+    Special tokens count, padding does not. Applied to a step with fewer, it raises ``NotSent``: whoever trains or audits
+    gathers batches first (``rasura.accumulation``). Raises ``InputError`` unless exactly one of the two is given, above 0.
+    """
+    if (tokens is None) == (widths is None):
+        raise InputError(f"{NAME}: expected either tokens or a multiple of the hidden size")
+    given = tokens if tokens is not None else widths
+    if isinstance(given, bool) or given is None or not 0 < given < math.inf or (tokens is not None and given != int(given)):
+        raise InputError(f"{NAME}: {given!r}; expected a whole number of tokens, or a multiple of the hidden size, above 0")
+    told: dict[str, Any] = {"tokens": tokens} if tokens is not None else {"widths": widths}
+    mechanism = Mechanism(NAME, Stage.WIRE, told)
+
+    def init(seen: Any) -> Held:
+        model, inputs = seen
+        return len(tokens_in(inputs)), least_tokens([mechanism], model)
+
+    def apply(message: Message, state: Held, rng: Generator) -> tuple[Message, Held]:
+        held, least = state
+        if held < least:
+            raise NotSent(f"nothing is sent: the texts hold {held} different tokens, {NAME} waits for {least}")
+        return message, state
+
+    return Transform(Stage.WIRE, mechanism, init, apply)
+
+
+def described(text: str) -> Transform[Message, Message, Held]:
+    """``"768"`` (tokens) or ``"1.0d"`` (times the hidden size), as written on the command line."""
+    try:
+        return accumulate(widths=float(text[:-1])) if text.endswith("d") else accumulate(tokens=int(text))
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{NAME}:{text}: expected a number of tokens, as 768, or of hidden sizes, as 1.0d") from None

@@ -1,0 +1,316 @@
+"""`rasura membership`: can those who may ask a trained model tell whose texts it was trained on?"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from rasura.auditing import versions
+from rasura.data.text import Example, data_hash, load_examples
+from rasura.interfaces import AttackFailed, InputError, NotApplicable
+from rasura.metrics.membership import auc, auc_bound, leakage, needed, roc, split_check, tpr_at
+from rasura.recipes import MEMBERSHIP, known, membership_attack, parse_defense
+from rasura.records import Record, RunStore, cell_key
+from rasura.rng import generator
+from rasura.threat import MODEL_USER, adversary_copy, observe_model
+from rasura.training import encoded
+from rasura.values import Answers, Batch, Membership, OwnModel, Task
+from rasura.victims.loading import Victim, load
+from rasura.victims.train import FineTuning, Recipe, answers, protected
+
+FPRS = (0.01, 0.001)
+"""False positive rates that are looked at where there are texts enough."""
+
+POINTS = 120
+"""Points of a ROC curve that are kept for the plot."""
+
+
+@dataclass(frozen=True)
+class MembershipPlan:
+    """Which attacks tell ``members`` from ``non_members`` (files of texts with labels) of the trained ``model``.
+
+    ``rows``: the ``rows.json`` that a training left, which names the rows of ``members`` that it trained on; those that it
+    held out are the others then, where ``non_members`` is None.
+    ``base``: the public model that training began with. ``defense``, ``recipe``: how the model was trained, which the
+    adversary imitates in ``own_models`` models, each on a random half of the candidates and of ``reference``, a file of
+    other texts. ``fprs``: false positive rates; empty for those of 1 % and .1 % that the number of texts allows.
+    ``epsilon``, ``delta``: a guarantee that the figures are held against. ``limit``: texts of each side.
+    """
+
+    model: str
+    members: str
+    non_members: str | None = None
+    rows: str | None = None
+    base: str = "minilm"
+    task: str = "classification"
+    attacks: tuple[str, ...] = tuple(MEMBERSHIP)
+    reference: str | None = None
+    defense: str = "none"
+    own_models: int = 8
+    fprs: tuple[float, ...] = ()
+    epsilon: float | None = None
+    delta: float = 0.0
+    limit: int | None = None
+    num_labels: int | None = None
+    truncate: bool = False
+    max_length: int | None = None
+    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=5))
+
+    def checked(self) -> MembershipPlan:
+        """This plan, or ``InputError`` for what is wrong with it."""
+        known("task", self.task, [t for t in get_args(Task) if t != "vision"])
+        parse_defense(self.defense)
+        if self.non_members is None and self.rows is None:
+            raise InputError("no texts that the model was not trained on; pass --non-members, or --rows of a training")
+        if not self.attacks:
+            raise InputError(f"no attack given; expected at least one of {', '.join(MEMBERSHIP)}")
+        for name in self.attacks:
+            known("membership attack", name, MEMBERSHIP)
+        if self.own_models < 2 or self.own_models % 2:
+            raise InputError(
+                f"own models: {self.own_models}; expected an even number of at least 2: each text is in half of them"
+            )
+        if self.limit is not None and self.limit < 2:
+            raise InputError(f"limit is {self.limit}; expected at least 2 texts of each side")
+        if self.recipe.epochs < 1:
+            raise InputError(f"epochs is {self.recipe.epochs}; expected at least 1 for the adversary's own models")
+        for fpr in self.fprs:
+            needed(fpr)
+        if self.epsilon is not None:
+            auc_bound(self.epsilon, self.delta)
+        elif self.delta:
+            raise InputError(f"delta is {self.delta} without an epsilon; pass --epsilon, too")
+        return self
+
+
+class MembershipAudit:
+    """A prepared attack on a trained model: files read and tokenized, so that what is wrong is said now. Iterate ``run``."""
+
+    def __init__(self, plan: MembershipPlan, folder: str | Path, *, device: str = "cpu") -> None:
+        self.plan = plan = plan.checked()
+        self.folder, self.device = Path(folder), device
+        sides = self._sides()
+        other = load_examples(plan.reference) if plan.reference else []
+        self._apart(sides, other)
+        if min(map(len, sides)) < 2:
+            raise InputError(f"{len(sides[0])} members and {len(sides[1])} others; expected at least 2 of each")
+        self.fprs = plan.fprs or tuple(f for f in FPRS if min(map(len, sides)) >= needed(f))
+        for fpr in self.fprs:  # refused now, not when the models are trained
+            tpr_at([0.0] * sum(map(len, sides)), [True] * len(sides[0]) + [False] * len(sides[1]), fpr)
+        everything = [*sides[0], *sides[1]]
+        # Members stand first in the files: shuffled, a candidate's place says nothing.
+        order = torch.randperm(len(everything), generator=generator(plan.recipe.seed, "candidates")).tolist()
+        self.examples = [everything[k] for k in order]
+        self.members = torch.tensor([k < len(sides[0]) for k in order])
+        task: Any = plan.task
+        labels = [e.label or 0 for e in [*everything, *other]]
+        count = plan.num_labels or _classes(plan.model) or max(2, 1 + max(labels))
+        self.victim = load(plan.model, task, num_labels=count, seed=plan.recipe.seed, device=device)
+        self.base = self._fresh(plan.recipe.seed)
+        if self.base.vocabulary.size != self.victim.vocabulary.size:
+            raise InputError(
+                f"{plan.base} has {self.base.vocabulary.size} tokens, {plan.model} {self.victim.vocabulary.size}; "
+                "expected the public model that its training began with: pass --base"
+            )
+        limits: Any = {"max_length": plan.max_length, "truncate": plan.truncate}
+        self.rows = tuple(encoded(self.victim, self.examples, **limits))
+        self.reference = tuple(encoded(self.victim, other, **limits))
+        self.data = data_hash(self.examples)
+        self.pad = self.victim.vocabulary.pad_id or 0
+        self.identity = {
+            **json.loads(json.dumps(asdict(plan))), "kind": "membership", "data_hash": self.data,
+            "n_members": len(sides[0]), "n_others": len(sides[1]), "n_reference": len(other),
+        }  # fmt: skip
+        self._known: dict[str, Answers] = {}
+        self._own: tuple[OwnModel, ...] | None = None
+
+    def _sides(self) -> list[list[Example]]:
+        """Members and others."""
+        plan = self.plan
+        others = None if plan.non_members is None else load_examples(plan.non_members, limit=plan.limit)
+        if plan.rows is None:
+            return [load_examples(plan.members, limit=plan.limit), others or []]
+        everything = load_examples(plan.members)
+        try:
+            told = json.loads(Path(plan.rows).read_text(encoding="utf-8"))
+            trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
+        except (OSError, ValueError, LookupError, TypeError):
+            raise InputError(
+                f"{plan.rows} does not name rows of {plan.members}; expected rows.json of its training"
+            ) from None
+        if others is None:  # a text that occurs twice may stand on both sides: it was trained on
+            inside = {(e.text.strip(), e.text_pair) for e in trained}
+            others = [e for e in held if (e.text.strip(), e.text_pair) not in inside]
+        return [trained[: plan.limit], others[: plan.limit]]
+
+    def _apart(self, sides: Sequence[Sequence[Example]], other: Sequence[Example]) -> None:
+        plan = self.plan
+        inside, outside, beside = ({(e.text.strip(), e.text_pair) for e in some} for some in (*sides, other))
+        for name, what, both in (
+            (plan.non_members, "members", outside & inside),
+            (plan.reference, "candidates", beside & (inside | outside)),
+        ):
+            if both:
+                raise InputError(f"{name} holds {len(both)} texts that are {what} as well; remove them from it")
+
+    def _fresh(self, seed: int) -> Victim:
+        task: Any = self.plan.task
+        return load(self.plan.base, task, num_labels=self.victim.num_labels or 2, seed=seed, device=self.device)
+
+    def ask(self, rows: Sequence[Batch]) -> Answers:
+        """What the audited model answers; candidates and reference texts are asked once."""
+        known = {id(self.rows): "candidates", id(self.reference): "reference"}.get(id(rows))
+        if known is None:
+            return answers(self.victim.model, rows, self.pad)
+        if known not in self._known:
+            self._known[known] = answers(self.victim.model, rows, self.pad)
+        return self._known[known]
+
+    def own(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[OwnModel, ...]:
+        """The adversary's own models: trained in pairs, one on a random half of all texts, one on the other half.
+
+        The answers of each are kept in the run's folder, where an interrupted run finds them; the weights are not.
+        """
+        if self._own is None:
+            found = []
+            pool = [*self.rows, *self.reference]
+            for number in range(self.plan.own_models):
+                if progress is not None:
+                    progress("own models", number, self.plan.own_models)
+                order = torch.randperm(len(pool), generator=generator(self.plan.recipe.seed, "own", number // 2))
+                half = order[: len(pool) // 2] if number % 2 == 0 else order[len(pool) // 2 :]
+                inside = torch.zeros(len(pool), dtype=torch.bool)
+                inside[half] = True
+                said = self._answers_of(number, [pool[k] for k in half.sort().values.tolist()], pool)
+                n = len(self.rows)
+                here, there = (Answers(said.losses[p], said.margins[p], said.logits[p]) for p in (slice(n), slice(n, None)))
+                found.append(OwnModel(here, inside[:n], there if self.reference else None))
+            self._own = tuple(found)
+        return self._own
+
+    def _answers_of(self, number: int, rows: Sequence[Batch], pool: Sequence[Batch]) -> Answers:
+        from safetensors.torch import load_file, save_file
+
+        place = self.folder / "own" / f"{number:03d}"
+        path = place / "answers.safetensors"
+        if not path.exists():
+            seed = self.plan.recipe.seed + 1 + number
+            victim, defense = self._fresh(seed), parse_defense(self.plan.defense)
+            behind = protected(rows, defense, victim.model, victim.vocabulary, place / "protected", seed)
+            # No text is held out: an own model ends where its recipe ends, or where nothing more is learned.
+            run = FineTuning(
+                victim.model, behind, defense, replace(self.plan.recipe, seed=seed), place, task=victim.task,
+                vocabulary=victim.vocabulary, evaluate=lambda model: {}, watched="train_loss", higher=False,
+            )  # fmt: skip
+            run.run()
+            said = answers(victim.model, pool, self.pad)
+            part = path.with_suffix(".part")
+            save_file({k: v.contiguous() for k, v in vars(said).items()}, str(part))
+            part.replace(path)
+            run.finish({"epochs": run.history.epoch, "train_loss": run.history.best})
+        return Answers(**load_file(str(path)))
+
+    def run(self, store: RunStore, progress: Callable[[str, int, int], None] | None = None) -> Iterator[Record]:
+        """Do the attacks that ``store`` lacks, storing and yielding each."""
+        beside: dict[str, Any] = {}
+        for number, name in enumerate(self.plan.attacks):
+            key = cell_key(kind="membership", attack=name, plan=self.identity)
+            if progress is not None:
+                progress(name, number, len(self.plan.attacks))
+            if key in store:
+                continue
+            beside = beside or self._beside()
+            record = self._one(name, key, beside, progress)
+            store.add(record)
+            yield record
+
+    def _beside(self) -> dict[str, Any]:
+        """What stands beside every figure: the blind attack, and how far words alone tell members from others."""
+        _, _, guess = self._attempt("blind", None)
+        assert guess is not None  # it asks nothing that could fail
+        texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
+        seed = self.plan.recipe.seed
+        members = self.members.tolist()
+        return {"auc": asdict(auc(guess.scores.tolist(), members)), "words": asdict(split_check(texts, members, seed))}
+
+    def _one(
+        self, name: str, key: str, beside: Mapping[str, Any], progress: Callable[[str, int, int], None] | None
+    ) -> Record:
+        plan = self.plan
+        wall, cpu = time.perf_counter(), time.process_time()
+        status, reason, guess = self._attempt(name, progress)
+        return Record(
+            key=key, attack=name, defense=plan.defense, threat=MODEL_USER.name, model=Path(plan.model).name, data=self.data,
+            batch_size=len(self.rows), seed=plan.recipe.seed, batch=0, status=status, update="model", reason=reason,
+            scores={} if guess is None else self.scores(guess), blind=beside,
+            details={} if guess is None else {**guess.details, "roc": self._curve(guess)},
+            n_tokens=sum(row.lengths[0] for row in self.rows), threat_plain=MODEL_USER.plain,
+            wall_seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu,
+            peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, device=self.device, versions=versions(),
+        )  # fmt: skip
+
+    def _attempt(self, name: str, progress: Callable[[str, int, int], None] | None) -> tuple[str, str, Membership | None]:
+        attack, v = membership_attack(name), self.victim
+        seen = observe_model(
+            MODEL_USER, v.task, ask=self.ask, candidates=self.rows, reference=self.reference,
+            base=(adversary_copy(self.base.model), v.vocabulary), own=lambda: self.own(progress),
+            mechanism=tuple(p.mechanism for p in parse_defense(self.plan.defense)),
+        )  # fmt: skip
+        missing = sorted(g.name for g in attack.needs if g not in seen)
+        if missing:
+            return "not_applicable", f"{MODEL_USER.name} does not grant {', '.join(missing)}", None
+        try:
+            return "ok", "", attack(seen, rng=generator(self.plan.recipe.seed, "membership", name))
+        except NotApplicable as error:
+            return "not_applicable", str(error), None
+        except AttackFailed as error:
+            return "failed", str(error), None
+
+    def scores(self, guess: Membership) -> dict[str, Any]:
+        """AUC, true positives at each asked rate of false ones, and privacy leakage, with their intervals."""
+        values, members = guess.scores.tolist(), self.members.tolist()
+        found = {"auc": auc(values, members)} | {f"tpr@{fpr:g}": tpr_at(values, members, fpr) for fpr in self.fprs}
+        most, chance = leakage(values, members)
+        return {
+            **{name: {**asdict(rate), "unit": "share", "higher_is": "worse"} for name, rate in found.items()},
+            "leakage": {"mean": most, "chance": chance, "n": len(values), "unit": "share", "higher_is": "worse"},
+        }
+
+    def _curve(self, guess: Membership) -> list[tuple[float, float]]:
+        false, true = roc(guess.scores.tolist(), self.members.tolist())
+        last = np.flatnonzero(np.append(np.diff(false) > 0, True))  # the highest point over each false positive rate
+        some = np.unique(np.geomspace(1, len(last), POINTS).round().astype(int)) - 1
+        return [(round(float(false[k]), 6), round(float(true[k]), 6)) for k in last[some]]
+
+
+def _classes(model: str) -> int | None:
+    """How many classes a folder's classifier has; None where the folder does not say."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    labels = found.get("id2label")
+    return len(labels) if labels else None
+
+
+def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[dict[str, Any]]:
+    """Attack a trained model as ``plan`` says into the folder ``out``; returns the records.
+
+    ``infer_membership(MembershipPlan("my-model", "train.jsonl", "other.jsonl"), out="runs/membership")``. What ``out`` holds
+    is not redone. ``rasura.write_report(out)`` makes the page.
+    """
+    prepared = MembershipAudit(plan, out, device=device)
+    store = RunStore(out, prepared.identity)
+    try:
+        list(prepared.run(store))
+        return list(store)
+    finally:
+        store.close()

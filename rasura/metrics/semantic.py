@@ -1,0 +1,35 @@
+"""How near the meaning of what came back is to the private text: the cosine of two sentence embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from rasura.metrics.matching import assign, read_texts
+from rasura.values import Reconstruction, Transcript
+
+
+@dataclass(frozen=True)
+class SentenceCosine:
+    """The cosine of the embeddings of private and recovered text, in [-1, 1]; recovered texts are assigned one to one.
+
+    ``encode``: texts to embeddings of norm 1, ``(texts, size)``. The calibration paper takes the Universal Sentence Encoder,
+    here it is an encoder that the user names: figures of two encoders do not compare. Texts that have nothing to do with
+    each other are above 0 as well: look at the blind level. A text that nothing answers has 0.
+    """
+
+    encode: Callable[[Sequence[str]], np.ndarray]
+    name: str = "sentence_cosine"
+    unit: str = "cosine"
+    higher_is: Literal["worse", "better"] = "worse"
+
+    def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
+        sent, read = truth.text_batch.seen, read_texts(guess, truth)
+        there = [k for k, text in enumerate(read) if text.strip()]  # an empty text has no meaning to compare
+        if not there:
+            return [0.0] * len(sent)
+        table = self.encode(sent) @ self.encode([read[k] for k in there]).T
+        return [float(table[row, place]) if place >= 0 else 0.0 for row, place in enumerate(assign(table))]

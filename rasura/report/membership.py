@@ -1,0 +1,149 @@
+"""What attacks on a trained model found, in words, as a table and as a page with their ROC curves. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rasura.metrics.membership import auc_bound
+
+LEAST_RATE = 1e-3
+"""Where the logarithmic axes of the plot begin, unless there are texts for less."""
+
+COLOURS = ("#542d87", "#b5482a", "#2f7d5b", "#2a6fb5", "#a17c1a", "#8c3b6e")
+"""Of the curves in the plot, in the order of the attacks."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The page's content: sentences first, a row an attack, and what the figures must be held against."""
+
+    sentences: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    checks: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def _share(value: float) -> str:
+    return f"{100 * value:.1f} %"
+
+
+def _rate(score: Mapping[str, Any]) -> str:
+    return f"{_share(score['mean'])} ({100 * score['low']:.1f} to {100 * score['high']:.1f})"
+
+
+def _auc(score: Mapping[str, Any]) -> str:
+    return f"{score['mean']:.3f} ({score['low']:.3f} to {score['high']:.3f})"
+
+
+def _name(fpr: str) -> str:
+    return f"found at {100 * float(fpr.removeprefix('tpr@')):g} % false alarms"
+
+
+def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Found:
+    """From the records of one run to what a person needs to know; intervals are of 95 %."""
+    order = {name: k for k, name in enumerate(plan["attacks"])}
+    done = sorted((r for r in records if r["status"] == "ok"), key=lambda r: order[r["attack"]])
+    rates = sorted({m for r in done for m in r["scores"] if m.startswith("tpr@")}, key=lambda m: -float(m[4:]))
+    rows = [
+        (r["attack"], _auc(s["auc"]), *(_rate(s[m]) for m in rates), f"{s['leakage']['mean']:.3f}")
+        for r in done
+        for s in (r["scores"],)
+    ]
+    reasons = [f"{r['attack']}: {r['reason']}" for r in records if r["status"] != "ok"]
+    columns = ("attack", "AUC", *map(_name, rates), "leakage")
+    return Found(tuple(_sentences(done, rates, plan)), columns, tuple(rows), tuple(_checks(done, plan)), tuple(reasons))
+
+
+def _sentences(done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any]) -> list[str]:
+    real = [r for r in done if r["attack"] != "blind"]
+    if not real:
+        return ["No attack on the model gave a figure."]
+    asked = f"{plan['n_members']} texts that the model was trained on and {plan['n_others']} that it was not"
+    if not rates:
+        best = max(real, key=lambda r: r["scores"]["auc"]["mean"])
+        return [
+            f"Asked about {asked}, {best['attack']} ranks a member above another text with a chance of "
+            f"{_auc(best['scores']['auc'])}; guessing is .5.",
+            "There are too few texts to say how many members are found at few false alarms: 1 % needs 100 of each.",
+        ]
+    best = max(real, key=lambda r: r["scores"][rates[0]]["mean"])
+    score, fpr = best["scores"][rates[0]], float(rates[0][4:])
+    says = f"Asked about {asked}, the best attack ({best['attack']}) finds {_rate(score)} of the members"
+    out = [f"{says} while it takes {100 * fpr:g} % of the others for members; guessing finds {100 * fpr:g} %."]
+    if score["low"] > fpr and best["scores"]["auc"]["low"] > 0.5:
+        out.append("The model gives away who it was trained on.")
+    else:
+        out.append("That is within what guessing gives: these attacks do not tell, which is not proof that none can.")
+    return out
+
+
+def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+    if not done:
+        return []
+    out = []
+    beside = done[0]["blind"]
+    blind, by_words = beside["auc"], beside["words"]
+    off = [s for s in (blind, by_words) if s["low"] > 0.5 or s["high"] < 0.5]
+    out.append(
+        f"Without the model, members are told from others by length with AUC {_auc(blind)}, by words {_auc(by_words)}."
+    )
+    if off:
+        out.append(
+            "That is not .5: members and others differ as texts, and every figure here measures that difference as well. "
+            "Draw both from the same source at random."
+        )
+    chance = done[0]["scores"]["leakage"]["chance"]
+    out.append(f"Leakage is the greatest difference of true and false positive rate; guessing stays below {chance:.3f}.")
+    if plan.get("epsilon") is not None:
+        bound = auc_bound(plan["epsilon"], plan.get("delta", 0.0))
+        above = [r["attack"] for r in done if max(r["scores"]["auc"]["low"], 1 - r["scores"]["auc"]["high"]) > bound]
+        delta = f", delta {plan['delta']:g}" if plan.get("delta") else ""
+        says = f"Epsilon {plan['epsilon']:g}{delta} permits an AUC of at most {bound:.3f}"
+        if above:
+            out.append(f"{says}, and {', '.join(above)} is above it: the guarantee does not hold, or the texts differ.")
+        else:
+            out.append(f"{says}; no attack is above it beyond its interval.")
+    if len([r for r in done if r["attack"] != "blind"]) > 1:
+        out.append("The best of several attacks was picked after the fact; its interval does not know that.")
+    return out
+
+
+def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> str:
+    """The page as a string."""
+    from jinja2 import Environment, PackageLoader
+
+    environment = Environment(
+        loader=PackageLoader("rasura", "report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    first = records[0] if records else {}
+    return environment.get_template("membership.html").render(
+        f=membership_findings(records, plan), plan=plan, plot=_plot(records, plan), first=first,
+        seconds=sum(r["wall_seconds"] for r in records),
+    )  # fmt: skip
+
+
+def _plot(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """ROC curves on logarithmic axes, where few false alarms can be seen: pixels in a box of 340 x 300."""
+    least = min(LEAST_RATE, 1.0 / max(1, plan["n_others"]), 1.0 / max(1, plan["n_members"]))
+    decades = math.ceil(-math.log10(least) - 1e-9)
+
+    def place(rate: float) -> float:
+        return max(0.0, 1 + math.log10(max(rate, 1e-12)) / decades)
+
+    def point(false: float, true: float) -> str:
+        return f"{60 + 340 * place(false):.1f},{310 - 300 * place(true):.1f}"
+
+    order = {name: k for k, name in enumerate(plan["attacks"])}
+    curves: list[dict[str, Any]] = []
+    for r in sorted((r for r in records if r["status"] == "ok"), key=lambda r: order[r["attack"]]):
+        points = " ".join(point(a, b) for a, b in r["details"]["roc"])
+        colour = "var(--faint)" if r["attack"] == "blind" else COLOURS[len(curves) % len(COLOURS)]
+        curves.append({"name": r["attack"], "points": points, "colour": colour, "y": 24 + 18 * len(curves)})
+    steps = [10.0**-k for k in range(decades + 1)]
+    guess = " ".join(point(10 ** (-decades * (1 - k / 40)), 10 ** (-decades * (1 - k / 40))) for k in range(41))
+    ticks = [{"label": f"{100 * s:g} %", "x": 60 + 340 * place(s), "y": 310 - 300 * place(s)} for s in steps]
+    return {"curves": curves, "ticks": ticks, "guess": guess}
