@@ -278,6 +278,17 @@ def _difference(found: Gradients, expected: Gradients, tolerance: float) -> str 
     return None
 
 
+def as_one(update: Gradients) -> PerExample:
+    """``update`` as a batch of one text: what is aggregated protects all that went into it together."""
+
+    def weighted(weigh: Weigh) -> Gradients:
+        norm = torch.stack([g.double().square().sum() for g in update.values()]).sum().sqrt()
+        weight = float(weigh(norm.reshape(1)))
+        return {n: weight * g for n, g in update.items()}
+
+    return PerExample(lambda: update, lambda: iter([update]), 1, weighted)
+
+
 def per_example(
     model: nn.Module,
     inputs: Mapping[str, Tensor],

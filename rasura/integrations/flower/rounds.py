@@ -21,7 +21,8 @@ from rasura.integrations.flower.agreement import Agreement, check_sums, next_sca
 from rasura.interfaces import InputError
 from rasura.recipes import sealing_modules
 from rasura.rng import secret_generator
-from rasura.values import Message, Parameter, PerExample, Stage
+from rasura.values import Message, Parameter, Stage
+from rasura.victims.per_example import as_one
 from rasura.wire import from_bytes, to_bytes
 
 
@@ -117,8 +118,7 @@ def protected(
         # No model or inputs: masks are agreed, and what else acts on messages needs neither.
         state = part.init((None, {}))
         if part.stage is Stage.AGGREGATE:
-            examples_of_one = PerExample(lambda: update, lambda: iter([update]), 1)
-            message = replace(message, gradients=part.apply(examples_of_one, state, rng)[0])
+            message = replace(message, gradients=part.apply(as_one(update), state, rng)[0])
             continue
         if part.mechanism.name == "sealing":
             moved = {
