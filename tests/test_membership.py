@@ -24,6 +24,7 @@ from rasura.interfaces import InputError, MembershipAttack
 from rasura.membership import MembershipAudit, MembershipPlan, infer_membership
 from rasura.metrics.membership import auc, auc_bound, clopper_pearson, leakage, needed, roc, split_check, tpr_at
 from rasura.records import RunStore
+from rasura.report.membership import membership_findings
 from rasura.report.page import write_report
 from rasura.rng import generator
 from rasura.threat import MODEL_USER, observe_model
@@ -325,6 +326,35 @@ def test_a_split_that_words_tell_is_seen_and_a_random_one_is_not() -> None:
     plain = split_check(words, members)
     assert plain.low < 0.5 < plain.high
     assert split_check([w + " page one" if m else w for w, m in zip(words, members)], members).mean > 0.95
+
+
+def found_with(low: float, high: float, **plan: Any) -> str:
+    """What the page checks when an attack's AUC lies between ``low`` and ``high``."""
+    middle = {"mean": 0.5, "low": 0.45, "high": 0.55, "n": 400}
+    scores = {"auc": {"mean": (low + high) / 2, "low": low, "high": high, "n": 400}, "leakage": {"mean": 0.3, "chance": 0.1}}
+    record = {"attack": "rmia", "status": "ok", "scores": scores, "blind": {"auc": middle, "words": middle}}
+    known = {"attacks": ["rmia"], "n_members": 200, "n_others": 200, **plan}
+    return " ".join(membership_findings([record], known).checks)
+
+
+def test_an_attack_beyond_what_epsilon_permits_is_named_and_one_within_is_not() -> None:
+    assert "permits an AUC of at most 0.731; no attack is above it" in found_with(0.70, 0.90, epsilon=1.0)
+    assert "and rmia is above it" in found_with(0.75, 0.90, epsilon=1.0)
+    assert "and rmia is above it" in found_with(0.10, 0.25, epsilon=1.0)  # turned around, it tells as much
+    assert "permits" not in found_with(0.75, 0.90)
+
+
+@pytest.mark.parametrize("name", recipes.MEMBERSHIP)
+def test_a_model_that_saw_nothing_stays_below_the_bound_of_epsilon_zero(name: str) -> None:
+    """Its answers do not depend on who is a member: epsilon is 0, and the interval holds one half."""
+    within = 0
+    for seed in range(10):
+        seen, _ = imagined(seed=seed)
+        anybody = torch.zeros(N, dtype=torch.bool)
+        anybody[torch.randperm(N, generator=generator(seed, "anybody"))[: N // 2]] = True
+        found = auc(guess(name, seen).scores.tolist(), anybody.tolist())
+        within += found.low <= auc_bound(0.0) <= found.high
+    assert within >= 8
 
 
 # --- the run
