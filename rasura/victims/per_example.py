@@ -232,7 +232,7 @@ class Together:
                 back = back.reshape(1, -1, back.shape[-1])
             for p, g in _gradients(one, taken, back).items():
                 if p.requires_grad:
-                    g = g.sum(0)
+                    g = g[0] if len(g) == 1 else g.sum(0)
                     out[p] = out[p] + g if p in out else g
         return self._named(out)
 
