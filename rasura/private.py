@@ -145,7 +145,9 @@ def protect_training(
         raise InputError("the model is protected already; load it anew to protect it otherwise")
     own = {id(p) for p in model.parameters()}
     if optimizer is not None and any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise InputError("the optimizer trains parameters that the model does not have; their gradients would be unprotected")
+        raise InputError(
+            "the optimizer trains parameters that the model does not have; their gradients would be unprotected"
+        )
     rng = secret_generator() if seed is None else generator(seed, "protect")
     mechanisms = [p.mechanism for p in parts]
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1

@@ -146,7 +146,9 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
             if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
                 raise NoRule(f"layer {name} ({type(module).__name__}) takes or gives other than one tensor; freeze it")
             if arguments[0].shape[0] != size or output.shape[0] != size:
-                raise NoRule(f"layer {name} ({type(module).__name__}) sees {output.shape[0]} rows for {size} texts; freeze it")
+                raise NoRule(
+                    f"layer {name} ({type(module).__name__}) sees {output.shape[0]} rows for {size} texts; freeze it"
+                )
             if not output.requires_grad:
                 raise NoRule(f"layer {name} ran without autograd; switch gradient checkpointing off")
             seen.append((name, module, arguments[0].detach().contiguous(), output, output._version))
