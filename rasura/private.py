@@ -55,7 +55,7 @@ def poisson_loader(loader: Any, rng: torch.Generator) -> Any:
     return DataLoader(
         data, batch_sampler=PoissonBatches(len(data), size, rng), collate_fn=collated, num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
-    )  # type: ignore[arg-type]  # fmt: skip  # any iterable of row numbers is a batch sampler
+    )  # fmt: skip
 
 
 def _emptied(batch: Any) -> Any:

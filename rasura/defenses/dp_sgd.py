@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
 from rasura.rng import normal, uniform
-from rasura.values import Gradients, Mechanism, PerExample, Stage
+from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
 
 NOISES = ("gaussian", "laplace")
 
@@ -88,7 +88,7 @@ def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transfor
             total = _clipped_absolutely(examples.each(), clip)
         return _released(total, examples, width, noise, rng), None
 
-    known = {"sigma": float(sigma), "clip": float(clip), "noise": noise}
+    known: dict[str, Parameter] = {"sigma": float(sigma), "clip": float(clip), "noise": noise}
     return Transform(Stage.AGGREGATE, Mechanism("dp-sgd", Stage.AGGREGATE, known), stateless, apply)
 
 
@@ -104,7 +104,7 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
         total = examples.weighted(lambda norms: torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0))
         return _released(total, examples, width, "gaussian", rng), None
 
-    known = {"sigma": float(sigma), "clip": 1.0, "noise": "gaussian"}
+    known: dict[str, Parameter] = {"sigma": float(sigma), "clip": 1.0, "noise": "gaussian"}
     return Transform(Stage.AGGREGATE, Mechanism("normalised", Stage.AGGREGATE, known), stateless, apply)
 
 

@@ -217,7 +217,7 @@ class Together:
                     total += squares
         if shared:
             # The parts of a shared weight are not orthogonal, so their sum is needed.
-            total += torch.stack([sum(g.double().square().sum() for g in self.row(k, shared).values())
+            total += torch.stack([torch.stack([g.double().square().sum() for g in self.row(k, shared).values()]).sum()
                                   for k in range(self.size)])  # fmt: skip
         return total.sqrt()
 
