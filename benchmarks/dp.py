@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,22 +102,24 @@ def one(way: str, model: Any, inputs: dict[str, Tensor]) -> Callable[[], Any]:
 
 def measured(way: str, texts: str, batch: int, repeats: int) -> dict[str, float]:
     """CPU seconds of a call (the least of several) and the most memory of this process beyond the loaded model, in MB."""
-    import os
-
     warnings.simplefilter("ignore")
     model, inputs = model_and_inputs(texts, batch)
     changed(model, {k: v[:1] for k, v in inputs.items()}, ["classifier.bias"])
     call = one(way, model, inputs)
-    with open(f"/proc/{os.getpid()}/clear_refs", "w") as reset:
-        reset.write("5")
-    before = int(next(line for line in open("/proc/self/status") if line.startswith("VmRSS")).split()[1])
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
     seconds = []
     for _ in range(repeats):
         start = time.process_time()
         call()
         seconds.append(time.process_time() - start)
-    peak = int(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
-    return {"cpu": min(seconds), "mb": (peak - before) / 1024}
+    return {"cpu": min(seconds), "mb": (status("VmHWM") - before) / 1024}
+
+
+def status(name: str) -> int:
+    """A figure of this process in kB, as Linux tells it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
 def gradients(texts: str, batch: int, repeats: int) -> None:

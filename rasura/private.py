@@ -1,4 +1,4 @@
-"""A protected training loop in one line: the model gives private gradients, the loader draws texts as the guarantee assumes."""
+"""A protected training loop in one line: the model gives private gradients, the loader draws texts as accounting assumes."""
 
 from __future__ import annotations
 
@@ -128,11 +128,11 @@ def protect_training(
     poisson: bool = True,
     seed: int | None = None,
 ) -> Private:
-    """Protect a training loop of one's own: ``model, optimizer, loader, told = protect(model, optimizer, loader, "dp-sgd:1")``.
+    """Protect a training loop: ``model, optimizer, loader, told = protect(model, optimizer, loader, "dp-sgd:1.0")``.
 
     From then on ``model(**batch).loss.backward()`` in training mode, labels in the batch, leaves protected gradients in
-    ``.grad``; every optimizer and schedule works behind it. The returned loader draws texts as the guarantee assumes (Poisson
-    sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch. ``poisson=False`` keeps the
+    ``.grad``; every optimizer and schedule works behind it. The returned loader draws texts as the guarantee assumes
+    (Poisson sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch. ``poisson=False`` keeps the
     given loader, and the guarantee says what that costs. Noise comes from the operating system unless ``seed`` is given,
     which is for experiments. Not covered: the loss that is returned, and whatever else is told of the texts.
 

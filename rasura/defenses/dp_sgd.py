@@ -1,8 +1,8 @@
 """DP-SGD (Abadi et al. 2016) and its sibling that scales instead of clipping: every text's gradient by itself, then noise.
 
 The guarantee is in ``rasura.accounting``. It holds for texts that join a batch by chance (Poisson sampling), for noise that
-nobody can repeat (``rasura.rng.secret_generator()``), and for all that is trained: what a frozen layer does not send needs no
-noise.
+nobody can repeat (``rasura.rng.secret_generator()``), and for all that is trained: a frozen layer sends nothing and needs
+no noise.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transfor
 def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
     """Scale every text's gradient to norm 1, sum, add Gaussian noise of ``sigma`` to every entry, divide by the size.
 
-    What DirDP-SGD without partitions comes close to; the fair baseline beside it. Hides the norms, which clipping shows where
-    they are below the clip. A gradient of zero stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
+    What DirDP-SGD without partitions comes close to; the fair baseline beside it. Hides the norms, which clipping shows
+    where they are below the clip. A gradient of zero stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
     """
     width = positive("normalised", "sigma", sigma)
 

@@ -54,7 +54,8 @@ def unit(vector: Tensor, rng: Generator) -> Tensor:
     if not float(norm) > 0:
         vector = normal(vector.shape, rng, vector.dtype)
         norm = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    return (vector / norm).to(vector.dtype)
+    direction: Tensor = (vector / norm).to(vector.dtype)
+    return direction
 
 
 def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Generator) -> Tensor | None:
@@ -77,8 +78,8 @@ def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Generator) -> Te
 def summed(units: Tensor, kappa: float, rng: Generator) -> Tensor:
     """The same sum for the rows of ``units`` ``(batch, dimension)``, with one Gaussian vector for ``TOGETHER`` rows (ours).
 
-    It has the law of ``summed_by_draws`` to the last moment. Beside its mean direction each draw has a Gaussian direction. In
-    the span of all mean directions these are a few numbers; off the span B Gaussian vectors are, by Bartlett's
+    It has the law of ``summed_by_draws`` to the last moment. Beside its mean direction each draw has a Gaussian direction.
+    In the span of all mean directions these are a few numbers; off the span B Gaussian vectors are, by Bartlett's
     decomposition, a random triangle of B x B numbers on random orthonormal axes, and a sum of them points into one random
     direction, at a length that the triangle gives.
     """

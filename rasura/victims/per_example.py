@@ -92,7 +92,7 @@ def _squares(passed: Passed) -> dict[Any, Tensor]:
 
 
 def _checked(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers with parameters of their own to train. Raises ``NoRule``, or ``InputError`` where texts have no gradient."""
+    """The layers with parameters of their own to train. Raises ``NoRule``; ``InputError`` where texts have no gradient."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise InputError(f"layer {name} (batch norm) mixes the texts of a batch: none has a gradient of its own; "
@@ -244,7 +244,7 @@ class Together:
 
 
 def fault(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> str | None:
-    """Why the texts of such a batch must go one by one, in a line that names the layer and the remedy; None if they need not.
+    """Why the texts of such a batch must go one by one, naming the layer and the remedy; None where they need not.
 
     Found once for each set of trained parameters, on the first two texts, with dropout off.
     """
@@ -289,7 +289,7 @@ def per_example(
     told: Callable[[float], None],
     expected: float | None = None,
 ) -> PerExample:
-    """The gradients of a batch of ``size`` texts: together where the rules hold, else one by one. ``told`` takes the losses."""
+    """The gradients of a batch of ``size`` texts: together where the rules hold, else one by one; losses to ``told``."""
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     ready: list[Together] = []
 
