@@ -358,7 +358,9 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
         return Guarantee(f"{NONE}: sigma {sigma:.3g} is too small for any", warnings=tuple(notes))
     head = ""
     if run.sampling != "poisson":
-        head = NONE + " for this run, whose loader shuffles; with Poisson sampling, which the accountant assumes, it would be "
+        head = (
+            NONE + " for this run, whose loader shuffles; with Poisson sampling, which the accountant assumes, it would be "
+        )
         notes.append("the loader shuffles where the accountant assumes Poisson sampling: epsilon is not proven for this run")
     return Guarantee(
         f"{head}({spent:.4g}, {run.fails:.3g})-differential privacy for each text, after {run.epochs} epochs",
@@ -370,7 +372,9 @@ def _directional(known: Mapping[str, Any], run: Run, sizes: Sequence[int], notes
     kappa = float(known["kappa"])
     releases = run.epochs if run.sampling == "shuffled" else run.steps
     if run.sampling != "shuffled":
-        notes.append("batches overlap within an epoch, so that every step counts; a loader that shuffles needs the epochs only")
+        notes.append(
+            "batches overlap within an epoch, so that every step counts; a loader that shuffles needs the epochs only"
+        )
     pure = 2 * kappa * releases
     spent, delta = pure, 0.0
     if sizes:

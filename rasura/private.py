@@ -1,4 +1,4 @@
-"""A protected training loop in one line: the model gives private gradients, the loader draws texts as the guarantee assumes."""
+"""A protected training loop in one line: the model gives private gradients, the loader draws texts as accounting assumes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def poisson_loader(loader: Any, rng: torch.Generator) -> Any:
     return DataLoader(
         data, batch_sampler=PoissonBatches(len(data), size, rng), collate_fn=collated, num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
-    )  # type: ignore[arg-type]  # fmt: skip  # any iterable of row numbers is a batch sampler
+    )  # fmt: skip
 
 
 def _emptied(batch: Any) -> Any:
@@ -128,11 +128,11 @@ def protect_training(
     poisson: bool = True,
     seed: int | None = None,
 ) -> Private:
-    """Protect a training loop of one's own: ``model, optimizer, loader, told = protect(model, optimizer, loader, "dp-sgd:1")``.
+    """Protect a training loop: ``model, optimizer, loader, told = protect(model, optimizer, loader, "dp-sgd:1.0")``.
 
     From then on ``model(**batch).loss.backward()`` in training mode, labels in the batch, leaves protected gradients in
-    ``.grad``; every optimizer and schedule works behind it. The returned loader draws texts as the guarantee assumes (Poisson
-    sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch. ``poisson=False`` keeps the
+    ``.grad``; every optimizer and schedule works behind it. The returned loader draws texts as the guarantee assumes
+    (Poisson sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch. ``poisson=False`` keeps the
     given loader, and the guarantee says what that costs. Noise comes from the operating system unless ``seed`` is given,
     which is for experiments. Not covered: the loss that is returned, and whatever else is told of the texts.
 
@@ -145,7 +145,9 @@ def protect_training(
         raise InputError("the model is protected already; load it anew to protect it otherwise")
     own = {id(p) for p in model.parameters()}
     if optimizer is not None and any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise InputError("the optimizer trains parameters that the model does not have; their gradients would be unprotected")
+        raise InputError(
+            "the optimizer trains parameters that the model does not have; their gradients would be unprotected"
+        )
     rng = secret_generator() if seed is None else generator(seed, "protect")
     mechanisms = [p.mechanism for p in parts]
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1

@@ -116,7 +116,9 @@ DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[
         "every text clipped to norm 1, noise SIGMA on the sum: dp-sgd:1.0, dp-sgd:1.0/clip=0.5/noise=laplace",
     ),
     "normalised": (
-        _lazy("rasura.defenses.dp_sgd", "normalised_gaussian"), float, "every text scaled to norm 1, noise SIGMA on the sum"
+        _lazy("rasura.defenses.dp_sgd", "normalised_gaussian"),
+        float,
+        "every text scaled to norm 1, noise SIGMA on the sum",
     ),
     "directional": (
         _lazy("rasura.defenses.directional", "described"),

@@ -48,7 +48,7 @@ def child(rng: torch.Generator) -> int:
 
 
 def uniform(shape: Sequence[int], rng: torch.Generator) -> Tensor:
-    """Numbers between 0 and 1, both left out, in float64; from the operating system where ``rng`` is a ``SecretGenerator``."""
+    """Numbers between 0 and 1, both left out, float64; from the operating system where ``rng`` is a ``SecretGenerator``."""
     if isinstance(rng, SecretGenerator):
         return torch.from_numpy(_secret(math.prod(shape))).reshape(tuple(shape))
     # 52 bits and half a step fit a float64: never 0, never 1.
@@ -79,7 +79,7 @@ def _secret(count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 
 
 def gamma(shape: Tensor, rng: torch.Generator) -> Tensor:
-    """A draw of the gamma distribution for each entry of ``shape``, ``(count,)`` float64, at scale 1 (Marsaglia, Tsang 2000)."""
+    """A draw of the gamma distribution at scale 1 for each entry of ``shape``, float64 (Marsaglia, Tsang 2000)."""
     # Below 1 their method starts from shape + 1.
     small = shape < 1
     boost = torch.where(small, uniform(shape.shape, rng) ** (1 / shape), 1.0) if bool(small.any()) else 1.0

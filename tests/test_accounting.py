@@ -10,7 +10,14 @@ import torch
 from test_cli import rasura_command, refused
 
 from rasura.accounting import (
-    Run, directional_epsilon, epsilon, formal, guarantee, log_normaliser, renyi_divergence, sigma_for,
+    Run,
+    directional_epsilon,
+    epsilon,
+    formal,
+    guarantee,
+    log_normaliser,
+    renyi_divergence,
+    sigma_for,
 )  # fmt: skip
 from rasura.interfaces import InputError
 from rasura.recipes import DEFENSES, parse_defense

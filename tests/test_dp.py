@@ -58,7 +58,7 @@ def test_draws_have_their_distribution_whether_seeded_or_secret() -> None:
     for rng in (generator(0), secret_generator()):
         assert stats.kstest(normal((20_000,), rng).numpy(), "norm").pvalue > 1e-4
         found = uniform((20_000,), rng)
-        assert stats.kstest(found.numpy(), "uniform").pvalue > 1e-4 and 0 < float(found.min()) and float(found.max()) < 1
+        assert stats.kstest(found.numpy(), "uniform").pvalue > 1e-4 and float(found.min()) > 0 and float(found.max()) < 1
         for shape in (0.5, 1.0, 7.0, 3e5):
             draws = gamma(torch.full((5000,), shape, dtype=torch.float64), rng)
             assert stats.kstest(draws.numpy(), "gamma", (shape,)).pvalue > 1e-4
@@ -286,9 +286,7 @@ def test_its_gradients_are_those_of_the_step() -> None:
     assert "seeded" in told.warnings[0]
     model, _, _, told = loop("dp-sgd:1e-9/clip=1e3", poisson=False, seed=0)
     assert told.epsilon is None and "too small" in told.statement
-    model.eval()  # no dropout
-    for module in model.modules():
-        module.training = not isinstance(module, torch.nn.Dropout)
+    model.eval().training = True  # in training, without dropout
     (2 * model(**collate(DATA[:4])).loss).backward()
     plain = tiny("bert", "classification", num_labels=2)
     plain(**collate(DATA[:4])).loss.backward()

@@ -163,7 +163,7 @@ def test_what_no_rule_covers_is_named_and_goes_one_by_one(use: Any, words: str) 
 
 def test_batch_norm_in_training_is_refused_by_name() -> None:
     model = Head(lambda m, x: m.norm(m.first(x))).train()
-    with pytest.raises(InputError, match="norm .*mixes the texts"):
+    with pytest.raises(InputError, match=r"norm .*mixes the texts"):
         fault(model, batch_for("classification", 4).inputs(), 4)
     assert "norm (BatchNorm1d)" in str(fault(model.eval(), batch_for("classification", 4).inputs(), 4))
 

@@ -91,7 +91,9 @@ def _print(rows: list[dict[str, Any]], accountants: tuple[str, ...]) -> None:
     if by_sigma:
         table = Table("sigma", "target", *(names[a] for a in accountants))
         for r in by_sigma:
-            table.add_row(f"{r['sigma']:.4g}", f"{r['target']:.4g}" if "target" in r else "", *(f"{r[a]:.4g}" for a in accountants))
+            table.add_row(
+                f"{r['sigma']:.4g}", f"{r['target']:.4g}" if "target" in r else "", *(f"{r[a]:.4g}" for a in accountants)
+            )
         out.print(table)
     if by_kappa:
         table = Table("kappa", "epsilon", "pure epsilon", "metric: epsilon x distance")

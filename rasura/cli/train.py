@@ -136,8 +136,8 @@ def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[st
         start = f"{r['before'][names[0]]:.3f}"
         table.add_row(r["defense"], str(r["seed"]), *(f"{r['after'][n]:.3f}" for n in names), start, str(r["epochs"]))
     out.print(table)
-    for name, told in {r["defense"]: r["privacy"] for r in results}.items():
-        for line in (told["statement"], *told.get("warnings", ())) if told.get("epsilon") else ():
+    for name, promised in {r["defense"]: r["privacy"] for r in results}.items():
+        for line in (promised["statement"], *promised.get("warnings", ())) if len(promised) > 1 else ():
             out.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"judged on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}",

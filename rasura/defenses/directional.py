@@ -12,7 +12,7 @@ from rasura.defenses.compose import stateless
 from rasura.defenses.dp_sgd import options, positive
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws, unit
 from rasura.interfaces import InputError, Transform
-from rasura.values import Gradients, Mechanism, PerExample, Stage
+from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
 
 BLOCKS = ("whole", "parameters")
 
@@ -57,9 +57,9 @@ def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gr
         kappas = [concentration * size / sum(sizes) for size in sizes]
         if sum(sizes) * examples.size <= HELD:
             held = [torch.empty((examples.size, size), dtype=part.dtype) for size, part in zip(sizes, head)]
-            for k, parts in enumerate(_again(head, rows)):
+            for row, parts in enumerate(_again(head, rows)):
                 for matrix, part in zip(held, parts):
-                    matrix[k] = part
+                    matrix[row] = part
             totals = [summed(matrix, k, rng) for matrix, k in zip(held, kappas)]
         else:
             totals = [torch.zeros(size, dtype=part.dtype) for size, part in zip(sizes, head)]
@@ -68,10 +68,10 @@ def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gr
                     drawn = summed_by_draws([part], k, rng)
                     total += 0 if drawn is None else drawn
         joined = torch.cat([t * math.sqrt(size / sum(sizes)) for t, size in zip(totals, sizes)]) / examples.size
-        cut = joined.split([shape.numel() for shape in first.values()])
+        cut = torch.split(joined, [shape.numel() for shape in first.values()])
         return {n: part.reshape(shape).to(like[0]) for (n, shape), part in zip(first.items(), cut)}, None
 
-    known = {"kappa": concentration, "blocks": blocks}
+    known: dict[str, Parameter] = {"kappa": concentration, "blocks": blocks}
     return Transform(Stage.AGGREGATE, Mechanism("directional", Stage.AGGREGATE, known), stateless, apply)
 
 

@@ -1,8 +1,8 @@
 """DP-SGD (Abadi et al. 2016) and its sibling that scales instead of clipping: every text's gradient by itself, then noise.
 
 The guarantee is in ``rasura.accounting``. It holds for texts that join a batch by chance (Poisson sampling), for noise that
-nobody can repeat (``rasura.rng.secret_generator()``), and for all that is trained: what a frozen layer does not send needs no
-noise.
+nobody can repeat (``rasura.rng.secret_generator()``), and for all that is trained: a frozen layer sends nothing and needs
+no noise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
 from rasura.rng import normal, uniform
-from rasura.values import Gradients, Mechanism, PerExample, Stage
+from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
 
 NOISES = ("gaussian", "laplace")
 
@@ -88,15 +88,15 @@ def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transfor
             total = _clipped_absolutely(examples.each(), clip)
         return _released(total, examples, width, noise, rng), None
 
-    known = {"sigma": float(sigma), "clip": float(clip), "noise": noise}
+    known: dict[str, Parameter] = {"sigma": float(sigma), "clip": float(clip), "noise": noise}
     return Transform(Stage.AGGREGATE, Mechanism("dp-sgd", Stage.AGGREGATE, known), stateless, apply)
 
 
 def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
     """Scale every text's gradient to norm 1, sum, add Gaussian noise of ``sigma`` to every entry, divide by the size.
 
-    What DirDP-SGD without partitions comes close to; the fair baseline beside it. Hides the norms, which clipping shows where
-    they are below the clip. A gradient of zero stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
+    What DirDP-SGD without partitions comes close to; the fair baseline beside it. Hides the norms, which clipping shows
+    where they are below the clip. A gradient of zero stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
     """
     width = positive("normalised", "sigma", sigma)
 
@@ -104,7 +104,7 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
         total = examples.weighted(lambda norms: torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0))
         return _released(total, examples, width, "gaussian", rng), None
 
-    known = {"sigma": float(sigma), "clip": 1.0, "noise": "gaussian"}
+    known: dict[str, Parameter] = {"sigma": float(sigma), "clip": 1.0, "noise": "gaussian"}
     return Transform(Stage.AGGREGATE, Mechanism("normalised", Stage.AGGREGATE, known), stateless, apply)
 
 

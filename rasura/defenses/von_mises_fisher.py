@@ -15,7 +15,6 @@ from torch import Generator, Tensor
 
 from rasura.rng import gamma, normal, uniform
 
-
 TOGETHER = 32
 """Rows of one Gaussian vector: more of them cost more in products of the rows with each other than they save in draws."""
 
@@ -31,7 +30,8 @@ def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Generator) -
     any dimension. On the line (dimension 1) x is mu or -mu.
     """
     if dimension == 1:
-        return 2.0 * (uniform((count,), rng) * (1 + math.exp(-2 * kappa)) > 1)
+        away: Tensor = uniform((count,), rng) * (1 + math.exp(-2 * kappa)) > 1
+        return 2 * away.double()
     m = dimension - 1.0
     b = m / (2 * kappa + math.hypot(2 * kappa, m))
     mode = 2 * b / (1 + b)
@@ -54,7 +54,8 @@ def unit(vector: Tensor, rng: Generator) -> Tensor:
     if not float(norm) > 0:
         vector = normal(vector.shape, rng, vector.dtype)
         norm = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    return (vector / norm).to(vector.dtype)
+    direction: Tensor = (vector / norm).to(vector.dtype)
+    return direction
 
 
 def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Generator) -> Tensor | None:
@@ -77,13 +78,14 @@ def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Generator) -> Te
 def summed(units: Tensor, kappa: float, rng: Generator) -> Tensor:
     """The same sum for the rows of ``units`` ``(batch, dimension)``, with one Gaussian vector for ``TOGETHER`` rows (ours).
 
-    It has the law of ``summed_by_draws`` to the last moment. Beside its mean direction each draw has a Gaussian direction. In
-    the span of all mean directions these are a few numbers; off the span B Gaussian vectors are, by Bartlett's
+    It has the law of ``summed_by_draws`` to the last moment. Beside its mean direction each draw has a Gaussian direction.
+    In the span of all mean directions these are a few numbers; off the span B Gaussian vectors are, by Bartlett's
     decomposition, a random triangle of B x B numbers on random orthonormal axes, and a sum of them points into one random
     direction, at a length that the triangle gives.
     """
     total = torch.zeros(units.shape[1], dtype=units.dtype)
-    for some in units.split(TOGETHER):
+    for start in range(0, len(units), TOGETHER):
+        some = units[start : start + TOGETHER]
         if len(some) < 2 or units.shape[1] < 2 * len(some) + 1:
             drawn = summed_by_draws(some, kappa, rng)
             total += 0 if drawn is None else drawn

@@ -13,7 +13,7 @@ from rasura.interfaces import Defense, InputError
 from rasura.private import protect_training
 
 
-class PrivateTrainer(transformers.Trainer):
+class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
     """A ``Trainer`` whose steps are protected by ``defense``; ``guarantee`` says what holds once training has begun.
 
     ``delta``, ``poisson`` and ``seed`` as in ``rasura.protect``. Raises ``InputError`` for settings that a guarantee cannot

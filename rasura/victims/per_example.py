@@ -92,7 +92,7 @@ def _squares(passed: Passed) -> dict[Any, Tensor]:
 
 
 def _checked(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers with parameters of their own to train. Raises ``NoRule``, or ``InputError`` where texts have no gradient."""
+    """The layers with parameters of their own to train. Raises ``NoRule``; ``InputError`` where texts have no gradient."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             raise InputError(f"layer {name} (batch norm) mixes the texts of a batch: none has a gradient of its own; "
@@ -146,7 +146,9 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
             if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
                 raise NoRule(f"layer {name} ({type(module).__name__}) takes or gives other than one tensor; freeze it")
             if arguments[0].shape[0] != size or output.shape[0] != size:
-                raise NoRule(f"layer {name} ({type(module).__name__}) sees {output.shape[0]} rows for {size} texts; freeze it")
+                raise NoRule(
+                    f"layer {name} ({type(module).__name__}) sees {output.shape[0]} rows for {size} texts; freeze it"
+                )
             if not output.requires_grad:
                 raise NoRule(f"layer {name} ran without autograd; switch gradient checkpointing off")
             seen.append((name, module, arguments[0].detach().contiguous(), output, output._version))
@@ -215,7 +217,7 @@ class Together:
                     total += squares
         if shared:
             # The parts of a shared weight are not orthogonal, so their sum is needed.
-            total += torch.stack([sum(g.double().square().sum() for g in self.row(k, shared).values())
+            total += torch.stack([torch.stack([g.double().square().sum() for g in self.row(k, shared).values()]).sum()
                                   for k in range(self.size)])  # fmt: skip
         return total.sqrt()
 
@@ -232,7 +234,7 @@ class Together:
                 back = back.reshape(1, -1, back.shape[-1])
             for p, g in _gradients(one, taken, back).items():
                 if p.requires_grad:
-                    g = g.sum(0)
+                    g = g[0] if len(g) == 1 else g.sum(0)
                     out[p] = out[p] + g if p in out else g
         return self._named(out)
 
@@ -242,7 +244,7 @@ class Together:
 
 
 def fault(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> str | None:
-    """Why the texts of such a batch must go one by one, in a line that names the layer and the remedy; None if they need not.
+    """Why the texts of such a batch must go one by one, naming the layer and the remedy; None where they need not.
 
     Found once for each set of trained parameters, on the first two texts, with dropout off.
     """
@@ -298,7 +300,7 @@ def per_example(
     told: Callable[[float], None],
     expected: float | None = None,
 ) -> PerExample:
-    """The gradients of a batch of ``size`` texts: together where the rules hold, else one by one. ``told`` takes the losses."""
+    """The gradients of a batch of ``size`` texts: together where the rules hold, else one by one; losses to ``told``."""
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     ready: list[Together] = []
 

@@ -159,8 +159,8 @@ class FineTuning:
     """One fine-tuning run of ``model`` on ``rows`` (one text each) behind ``defense``, kept in ``folder``.
 
     ``evaluate`` gives the figures of the held-out texts, of which ``watched`` is the one that early stopping looks at, the
-    higher the better where ``higher``. The weights of the best epoch are the model's in the end. ``poisson``: every text joins
-    a batch by chance; ``secret``: randomness of the training comes from the operating system.
+    higher the better where ``higher``. The weights of the best epoch are the model's in the end. ``poisson``: texts join a
+    batch by chance; ``secret``: randomness of the training comes from the operating system.
     """
 
     def __init__(

@@ -1,0 +1,186 @@
+"""What per-example gradients and directional noise cost, as ratios within one run.
+
+python benchmarks/dp.py gradients TEXTS.parquet
+python benchmarks/dp.py sum
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rasura.data.text import encode, load_examples
+from rasura.defenses.von_mises_fisher import summed, summed_by_draws
+from rasura.rng import generator
+from rasura.updates import changed
+from rasura.victims.loading import load
+from rasura.victims.per_example import Together
+
+WAYS = ("plain", "loop", "opacus", "opacus-ghost", "each", "weighted")
+
+
+def model_and_inputs(texts: str, batch: int) -> tuple[Any, dict[str, Tensor]]:
+    """MiniLM with a fresh head, all parameters trained, and the first texts of a file."""
+    victim = load("minilm", "classification")
+    found = encode(
+        load_examples(texts)[:batch], victim.tokenizer, "classification", max_length=64, num_labels=2, truncate=True
+    )
+    return victim.model, found.inputs()
+
+
+def opacus_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What Opacus needs beside the default call."""
+    ids = inputs["input_ids"]
+    positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
+    return {"token_type_ids": torch.zeros_like(ids), **inputs, "position_ids": positions}
+
+
+def one(way: str, model: Any, inputs: dict[str, Tensor]) -> Callable[[], Any]:
+    """A call that comes to the gradients, or to the sum of those of norm 1, in the given way."""
+    size = len(inputs["labels"])
+    names = [n for n, _ in model.named_parameters()]
+    if way == "plain":
+        return lambda: changed(model, inputs, names)
+    if way == "loop":
+
+        def loop() -> None:
+            for k in range(size):
+                changed(model, {n: v[k : k + 1] for n, v in inputs.items()}, names)
+
+        return loop
+    if way == "each":
+
+        def each() -> None:
+            for _ in Together(model, inputs, size).each():
+                pass
+
+        return each
+    if way == "weighted":
+        return lambda: Together(model, inputs, size).weighted(lambda norms: (1 / norms).clamp(max=1))
+    from opacus.grad_sample import GradSampleModule
+    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
+
+    for module in model.modules():
+        module.training = not isinstance(module, torch.nn.Dropout) and not list(module.children())
+    full = opacus_inputs(inputs)
+    if way == "opacus":
+        wrapped = GradSampleModule(model, loss_reduction="mean")
+
+        def hooks() -> Any:
+            for p in model.parameters():
+                p.grad = p.grad_sample = None
+            wrapped(**full).loss.backward()
+            return [p.grad_sample for p in model.parameters()]
+
+        return hooks
+    ghost = GradSampleModuleFastGradientClipping(model, loss_reduction="mean", max_grad_norm=1.0)
+
+    def clipped() -> Any:
+        for p in model.parameters():
+            p.grad = None
+        losses = torch.nn.functional.cross_entropy(ghost(**full).logits, full["labels"], reduction="none")
+        losses.mean().backward(retain_graph=True)
+        ghost.disable_hooks()
+        for p in model.parameters():
+            p.grad = None
+        (ghost.get_clipping_coef() * losses).sum().backward()
+        ghost.enable_hooks()
+        return [p.grad for p in model.parameters()]
+
+    return clipped
+
+
+def measured(way: str, texts: str, batch: int, repeats: int) -> dict[str, float]:
+    """CPU seconds of a call (the least of several) and the most memory of this process beyond the loaded model, in MB."""
+    warnings.simplefilter("ignore")
+    model, inputs = model_and_inputs(texts, batch)
+    changed(model, {k: v[:1] for k, v in inputs.items()}, ["classifier.bias"])
+    call = one(way, model, inputs)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        call()
+        seconds.append(time.process_time() - start)
+    return {"cpu": min(seconds), "mb": (status("VmHWM") - before) / 1024}
+
+
+def status(name: str) -> int:
+    """A figure of this process in kB, as Linux tells it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def gradients(texts: str, batch: int, repeats: int) -> None:
+    """Every way in a process of its own, and the error against the loop."""
+    found = {}
+    for way in WAYS:
+        command = [sys.executable, __file__, "one", texts, "--way", way, "--batch", str(batch), "--repeats", str(repeats)]
+        found[way] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+        ratio = found[way]["cpu"] / found["plain"]["cpu"]
+        print(f"{way}: {found[way]['cpu']:.2f} s CPU ({ratio:.1f} x plain), {found[way]['mb']:.0f} MB", flush=True)
+    model, inputs = model_and_inputs(texts, batch)
+    names = [n for n, _ in model.named_parameters()]
+    together = Together(model, inputs, batch)
+    errors, total, weights = [], None, []
+    for k, got in enumerate(together.each()):
+        wanted, _ = changed(model, {n: v[k : k + 1] for n, v in inputs.items()}, names)
+        flat, true = (torch.cat([g[n].reshape(-1) for n in wanted]).double() for g in (got, wanted))
+        errors.append(float((flat - true).norm() / true.norm()))
+        weights.append(min(1.0, 1 / float(true.norm())))
+        total = weights[-1] * true if total is None else total + weights[-1] * true
+    summed_up = together.weighted(lambda norms: (1 / norms).clamp(max=1))
+    assert total is not None
+    error = float((torch.cat([summed_up[n].reshape(-1) for n in wanted]).double() - total).norm() / total.norm())
+    print(f"relative error: largest of {batch} gradients {max(errors):.1e}, clipped sum {error:.1e}")
+
+
+def sums(batch: int, dimension: int, repeats: int) -> None:
+    """The sum of a batch of draws in few Gaussian vectors against draw by draw."""
+    rows = torch.randn((batch, dimension), generator=generator(0))
+    rows /= rows.norm(dim=1, keepdim=True)
+    for kappa in (1e3, 1e5):
+        least = []
+        for draw in (summed, summed_by_draws):
+            seconds = []
+            for k in range(repeats):
+                start = time.process_time()
+                draw(rows, kappa, generator(k))  # type: ignore[operator]  # rows of a matrix are vectors
+                seconds.append(time.process_time() - start)
+            least.append(min(seconds))
+        print(f"B = {batch}, d = {dimension}, kappa {kappa:.0e}: {least[0]:.3f} s CPU, draws {least[1]:.3f} s: "
+              f"{least[1] / least[0]:.1f} x", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    """Run one of the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=("gradients", "sum", "one"))
+    parser.add_argument("texts", nargs="?", default="")
+    parser.add_argument("--way", choices=WAYS, default="plain", help="for one way in this process")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dimension", type=int, default=592_130, help="entries: BERT-base's head and pooler")
+    parser.add_argument("--repeats", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.what == "sum":
+        sums(128, options.dimension, options.repeats)
+    elif options.what == "one":
+        print(json.dumps(measured(options.way, options.texts, options.batch, options.repeats)))
+    else:
+        gradients(options.texts, options.batch, options.repeats)
+
+
+if __name__ == "__main__":
+    main()
