@@ -131,7 +131,7 @@ def strategy(
 
     figures: dict[int, dict[str, float]] = {}
 
-    class Protected(strategies.FedAvg):  # type: ignore[name-defined]  # imported here alone
+    class Protected(strategies.FedAvg):  # type: ignore[misc, name-defined]  # imported here alone
         def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
             return super().start(grid, _record(agreement.start) if initial_arrays is None else initial_arrays, **rest)
 
