@@ -32,7 +32,7 @@ from rasura.data.text import load_examples
 from rasura.integrations.flower.new_app import new_app
 
 DEFENSES = ("none", "sealing:param=0.1/scheme=bfv", "sealing:all/scheme=bfv")
-FLAGS = ("--insecure", "--disable-runtime-dependency-installation", "--host", "127.0.0.1")
+FLAGS = ("--insecure", "--host", "127.0.0.1")
 
 
 def free_port() -> int:
@@ -89,7 +89,8 @@ def federation(where: str, clients: int, home: Path) -> Iterator[None]:
     lines = ("[superlink]", 'default = "bench"', "[superlink.bench]", f'address = "127.0.0.1:{port}"', "insecure = true")
     (home / "config.toml").write_text("\n".join(lines) + "\n")
     with ExitStack() as stack:
-        link = ["flower-superlink", *FLAGS, "--port", str(port)] + (["--simulation"] if where == "simulation" else [])
+        link = ["flower-superlink", *FLAGS, "--disable-runtime-dependency-installation", "--port", str(port)]
+        link += ["--simulation"] if where == "simulation" else []
         stack.enter_context(process(link, home, home / "superlink.log"))
         waited(port, home / "superlink.log")
         for k in range(clients if where == "loopback" else 0):
