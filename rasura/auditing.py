@@ -159,9 +159,7 @@ class Audit:
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, those that share a step together."""
-        return [
-            left for _, cells in groupby(self.cells, key=_shared) if (left := [c for c in cells if c.key not in store])
-        ]
+        return [left for _, cells in groupby(self.cells, key=_shared) if (left := [c for c in cells if c.key not in store])]
 
     def records(self, cells: Sequence[Cell], progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
         """The Records of ``cells`` that share a step, which is taken once."""
