@@ -125,6 +125,12 @@ def difference(one: Path, other: Path) -> float:
     return max(float((first[n] - second[n]).abs().max()) for n in first)
 
 
+def ended(*_: Any) -> None:
+    """An end from outside, too, ends what was started here; a second one must not interrupt that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> None:
     """Run the settings one after the other and print a table, and JSON with ``--json``."""
     parser = argparse.ArgumentParser()
@@ -143,8 +149,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--json")
     told = parser.parse_args()
-    # An end from outside, too, ends what was started here.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, ended)
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
