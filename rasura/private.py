@@ -132,7 +132,8 @@ def protect_training(
 
     From then on ``model(**batch).loss.backward()`` in training mode, labels in the batch, leaves protected gradients in
     ``.grad``; every optimizer and schedule works behind it. The returned loader draws texts as the guarantee assumes
-    (Poisson sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch. ``poisson=False`` keeps the
+    (Poisson sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch.
+    ``poisson=False`` keeps the
     given loader, and the guarantee says what that costs. Noise comes from the operating system unless ``seed`` is given,
     which is for experiments. Not covered: the loss that is returned, and whatever else is told of the texts.
 
