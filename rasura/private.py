@@ -104,7 +104,7 @@ class _Forward:
             raise InputError(f"{', '.join(other)}: expected tensors with a row for each of the {len(labels)} texts")
         self.inside = True
         try:
-            message, loss, _ = message_for(
+            message, loss = message_for(
                 self.model, inputs, len(labels), self.defense, self.rng, expected=self.expected
             )  # fmt: skip
         finally:
@@ -132,9 +132,10 @@ def protect_training(
 
     From then on ``model(**batch).loss.backward()`` in training mode, labels in the batch, leaves protected gradients in
     ``.grad``; every optimizer and schedule works behind it. The returned loader draws texts as the guarantee assumes
-    (Poisson sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch. ``poisson=False``
-    keeps the given loader, and the guarantee says what that costs. Noise comes from the operating system unless ``seed`` is
-    given, which is for experiments. Not covered: the loss that is returned, and whatever else is told of the texts.
+    (Poisson sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch.
+    ``poisson=False`` keeps the
+    given loader, and the guarantee says what that costs. Noise comes from the operating system unless ``seed`` is given,
+    which is for experiments. Not covered: the loss that is returned, and whatever else is told of the texts.
 
     Raises ``InputError`` for a defense of the data, and for an optimizer of parameters that the model does not have.
     """
