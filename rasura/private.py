@@ -104,7 +104,7 @@ class _Forward:
             raise InputError(f"{', '.join(other)}: expected tensors with a row for each of the {len(labels)} texts")
         self.inside = True
         try:
-            message, loss = message_for(
+            message, loss, _ = message_for(
                 self.model, inputs, len(labels), self.defense, self.rng, expected=self.expected
             )  # fmt: skip
         finally:
