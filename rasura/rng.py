@@ -55,6 +55,21 @@ def uniform(shape: Sequence[int], rng: torch.Generator) -> Tensor:
     return (torch.randint(0, 1 << 52, tuple(shape), generator=rng).double() + 0.5) * 2.0**-52
 
 
+def laplace(count: int, rng: torch.Generator) -> Tensor:
+    """``count`` draws from the Laplace distribution of scale 1, float64; randomness as in ``uniform``."""
+    centred = uniform((count,), rng) - 0.5
+    return -centred.sign() * torch.log1p(-2 * centred.abs())
+
+
+def permutation(count: int, rng: torch.Generator) -> Tensor:
+    """A random order of ``0 .. count - 1``, int64; from the operating system where ``rng`` is a ``SecretGenerator``."""
+    if not isinstance(rng, SecretGenerator):
+        return torch.randperm(count, generator=rng)
+    order = list(range(count))
+    secrets.SystemRandom().shuffle(order)
+    return torch.tensor(order, dtype=torch.int64)
+
+
 def normal(shape: Sequence[int], rng: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
     """Standard normal numbers; from the operating system, by Box and Muller, where ``rng`` is a ``SecretGenerator``.
 

@@ -672,5 +672,6 @@ def test_flwr_run_trains_the_app(where: str, folder: Path) -> None:
     found = json.loads((folder / "found.json").read_text())
     for one in found.values():
         assert one["clients_agree"] and [r["server"]["counted"] for r in one["rounds"].values()] == [2, 2]
-    # A step of the first round's scale, and what float32 rounds.
-    assert max(found["sealing:all/scheme=bfv"]["difference"].values()) < 1e-6
+    # A step of the first round's scale, and what float32 rounds; in the next AdamW has trained on from there.
+    first, second = found["sealing:all/scheme=bfv"]["difference"].values()
+    assert first < 1e-6 and second < 1e-4

@@ -214,6 +214,12 @@ def test_a_table_that_is_not_hidden_in_part_has_no_positions(defense: str) -> No
         attempt("mask-positions", defense)
 
 
+@pytest.mark.parametrize("name", ["dlg", "lamp-cos", "grab", "span", "span-matching", "pursuit", "embedding-rows"])
+def test_nothing_is_attempted_where_everything_is_sealed(name: str) -> None:
+    with pytest.raises(NotApplicable):
+        attempt(name, "sealing:all")
+
+
 def test_the_published_span_test_ends_where_entries_are_hidden_and_the_adaptive_one_does_not() -> None:
     assert attempt("dager", "frozen-embeddings").tokens == (TEXT.ids(0),)
     hidden = "frozen-embeddings+sealing:grad=0.3"

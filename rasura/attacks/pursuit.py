@@ -148,9 +148,9 @@ class Pursuit:
 def _rows(seen: Observation) -> tuple[Tensor, Tensor | None]:
     """Block 0's query, key and value gradients ``(outputs, inputs)``, zero where hidden; and what is shown, None for all."""
     layers = [lin for lin in parts(seen.model).blocks[0].qkv if lin.weight in seen.gradients]
-    if not layers:
+    rows, shown = (torch.cat(x) for x in masked_gradients(seen, layers)) if layers else (torch.empty(0), torch.empty(0))
+    if not bool(shown.any()):
         raise NotApplicable("no query, key or value gradient of block 0 is visible")
-    rows, shown = (torch.cat(x) for x in masked_gradients(seen, layers))
     if bool(shown.all()):
         return rows.float(), None
     some = shown.any(1)

@@ -107,7 +107,8 @@ class GradientMatching:
             raise NotApplicable(
                 "fused attention cannot be differentiated twice; load the model with attn_implementation='eager'"
             )
-        factoriser = Factoriser(seen.model, list(seen.gradients))
+        shown = [n for n in seen.gradients if n not in seen.visible or bool(seen.visible[n].any())]
+        factoriser = Factoriser(seen.model, shown)
         if not factoriser.layers:
             raise NotApplicable("no gradient of a linear or LayerNorm layer is visible")
         observed = factoriser.observed(seen.gradients)
