@@ -40,16 +40,18 @@ def obfuscate(
     settings: ObfuscationSettings,
     fixed: Collection[int],
     rng: torch.Generator | None = None,
+    *,
+    in_place: bool = False,
 ) -> Obfuscated:
     """A copy of ``model`` whose tokens have other ids, and rows mixed with those of their cluster.
 
     The ids ``fixed`` (special tokens, and ids that no text can have) keep their place and their row: a server needs to know
     which id pads and which ends a text, and neither is private. The clusters are formed in the permuted order, since the order
     decides which row begins one. A head shares the permutation and the weights, its bias too; a tied one stays tied. Classifier
-    heads are as they were. Randomness from the operating system unless ``rng`` is given, which is for experiments. Raises
+    heads are as they were. ``in_place`` changes ``model`` itself, for large ones. Randomness from the operating system unless ``rng`` is given, which is for experiments. Raises
     ``InputError`` for settings that the model's size does not allow.
     """
-    made = copy.deepcopy(model)
+    made = model if in_place else copy.deepcopy(model)
     known = parts(made)
     table = made.get_submodule(known.word_embedding.rsplit(".", 1)[0]).weight
     assert isinstance(table, Tensor)
