@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rasura.values import Batch, Grant, Observation, Transcript, Vocabulary
+from rasura.values import Batch, Grant, Observation, ServiceObservation, ServiceTranscript, Transcript, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -85,3 +85,11 @@ def observe(
         sources[Grant.LANGUAGE_MODEL] = lambda: language_model
     granted = {g: sources[g]() for g in Grant if g in threat.grants and g in sources}
     return Observation(truth.message, truth.task, granted)
+
+
+def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...] = ()) -> ServiceObservation:
+    """What the operator of a model service sees, to whom ``reference_text`` of the same kind is public. The one door there."""
+    sent = tuple(tuple(truth.tokens[list(text)].tolist()) for text in truth.ids)
+    return ServiceObservation(
+        adversary_copy(truth.public), adversary_copy(truth.served), sent, truth.vocabulary, truth.mechanism, reference_text
+    )
