@@ -1,8 +1,8 @@
 """ObfusLM: what obfuscating a table costs beside the plain reading of the algorithms, and what attacks read of a service.
 
-    python benchmarks/obfuslm.py cost
-    python benchmarks/obfuslm.py plan
-    python benchmarks/obfuslm.py attacks --reference DATA/sst2.train.parquet --data DATA/sst2.validation.parquet
+python benchmarks/obfuslm.py cost
+python benchmarks/obfuslm.py plan
+python benchmarks/obfuslm.py attacks --reference DATA/sst2.train.parquet --data DATA/sst2.validation.parquet
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rasura import recipes
 from rasura.data.text import load_examples
 from rasura.interfaces import Budget, NotApplicable
-from rasura.metrics.intervals import bootstrap_interval
+from rasura.metrics.intervals import bootstrap
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.obfuscation.clusters import BLOCK_BYTES, Clusters, _Search, embed_cluster
 from rasura.obfuscation.model import obfuscate
@@ -75,7 +75,8 @@ def cost(k: int, beta: float) -> None:
     timed("new rows", lambda: weights.apply(table))
     plain, slow = timed("plain reading of the clusters", lambda: plain_clusters(table, k, beta))
     same = sum(ours[n].tolist() == group for n, group in enumerate(plain)) if len(plain) == len(ours) else 0
-    print(f"{len(ours)} clusters ({len(merged)} after {merged.merged} tokens were merged, the largest {int(merged.sizes.max())})")
+    largest = int(merged.sizes.max())
+    print(f"{len(ours)} clusters ({len(merged)} after {merged.merged} tokens were merged, the largest {largest})")
     print(f"identical to the plain reading: {same} of {len(plain)}; {slow / fast:.1f} x less CPU")
 
 
@@ -91,7 +92,8 @@ def plan(tokens: int, hidden: int, k: int, share: int, pivots: float) -> None:
     _, synth = timed("weights and new rows", lambda: weight_synth(rows, clusters, 1.0, generator(0)).apply(rows))
     print(f"for {tokens} rows: {synth * share:.0f} s CPU")
     table = tokens * hidden * 4 / 2**30
-    print(f"memory: table, its unit rows and the new one {3 * table:.1f} GiB (float32), blocks {4 * BLOCK_BYTES / 2**30:.2f} GiB")
+    blocks = 4 * BLOCK_BYTES / 2**30
+    print(f"memory: table, its unit rows and the new one {3 * table:.1f} GiB (float32), blocks {blocks:.2f} GiB")
 
 
 def attacks(options: argparse.Namespace) -> None:
@@ -104,7 +106,7 @@ def attacks(options: argparse.Namespace) -> None:
     words, fixed = victim.vocabulary, fixed_ids(victim.tokenizer, victim.vocabulary.size)
     ids = tuple((*words.prefix, *words.encode(t), *words.suffix)[: victim.max_length] for t in chosen)
     metrics = (TopTokens(1), TopTokens(3), RougeL(), BagF1())
-    print("| k | epsilon | attack | top-1 | top-3 | ROUGE-L | bag F1 | s CPU |\n|---|---|---|---|---|---|---|---|", flush=True)
+    print("| k | epsilon | attack | top-1 | top-3 | ROUGE-L | bag F1 | s CPU |\n" + "|---" * 8 + "|", flush=True)
     for k in options.k:
         for epsilon in options.epsilon:
             settings = ObfuscationSettings(k, epsilon, options.beta, options.plus)
@@ -113,9 +115,9 @@ def attacks(options: argparse.Namespace) -> None:
             truth = ServiceTranscript(victim.model, made.model, made.tokens, ids, words, told)
             seen = observe_service(truth, reference_text=reference)
             for name in options.attack or recipes.SERVICE_ATTACKS:
-                start = time.process_time()
+                start, attack = time.process_time(), recipes.SERVICE_ATTACKS[name]()
                 try:
-                    guess = recipes.SERVICE_ATTACKS[name]()(seen, rng=generator(options.seed, name), budget=Budget(options.budget))
+                    guess = attack(seen, rng=generator(options.seed, name), budget=Budget(options.budget))
                 except NotApplicable:
                     continue
                 took = time.process_time() - start
@@ -127,8 +129,8 @@ def figure(values: Sequence[float] | None) -> str:
     """A mean in percent with its 95 % interval over texts."""
     if values is None:
         return ""
-    low, high = bootstrap_interval(values)
-    return f"{100 * sum(values) / len(values):.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+    mean, low, high = bootstrap(values)
+    return f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def main() -> None:

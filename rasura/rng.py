@@ -34,7 +34,7 @@ def child(rng: torch.Generator) -> int:
 
 
 def uniform(count: int, rng: torch.Generator | None) -> Tensor:
-    """``count`` draws from the open interval (0, 1), float64: from ``rng``, or from the operating system where it is None."""
+    """``count`` draws from the open interval (0, 1), float64: from ``rng``, or from the operating system if it is None."""
     if rng is not None:
         bits = torch.randint(0, 1 << 53, (count,), generator=rng)
     else:

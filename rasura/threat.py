@@ -88,7 +88,7 @@ def observe(
 
 
 def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...] = ()) -> ServiceObservation:
-    """What the operator of a model service sees, to whom ``reference_text`` of the same kind is public. The one door there."""
+    """What the operator of a model service sees; ``reference_text`` of the same kind is public. The one door there."""
     sent = tuple(tuple(truth.tokens[list(text)].tolist()) for text in truth.ids)
     return ServiceObservation(
         adversary_copy(truth.public), adversary_copy(truth.served), sent, truth.vocabulary, truth.mechanism, reference_text

@@ -341,10 +341,10 @@ class Membership:
 
 @dataclass(frozen=True)
 class ServiceTranscript:
-    """The truth of a model service that is sent token ids, secrets inside. Only ``threat.observe_service`` and metrics read it.
+    """The truth of a model service that is sent token ids, secrets inside. Only ``observe_service`` and metrics read it.
 
-    ``public`` is the model as published, ``served`` the obfuscated one, ``tokens`` ``(vocabulary,)`` int64 the secret: the id
-    that each token has there. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
+    ``public`` is the model as published, ``served`` the obfuscated one, ``tokens`` ``(vocabulary,)`` int64 the secret: the
+    id that each token has there. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
     """
 
     public: torch.nn.Module
@@ -359,7 +359,7 @@ class ServiceTranscript:
 class ServiceObservation:
     """What the operator of that service sees: the model that was uploaded and every id that clients send, as ``ids``.
 
-    Public besides: the base model, its ``vocabulary``, the mechanism, and text of the same kind. Special tokens keep their ids.
+    Public besides: the base model, its ``vocabulary``, the mechanism, text of the same kind. Special tokens keep their ids.
     """
 
     public: torch.nn.Module

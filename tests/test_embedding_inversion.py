@@ -1,4 +1,4 @@
-"""What the operator of a service reads of an obfuscated model: the one door, the laws of the attacks, and their plain readings."""
+"""What the operator of a service reads of an obfuscated model: the one door, the attacks' laws and plain readings."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from rasura.threat import observe_service
 from rasura.values import Mechanism, ServiceTranscript, Stage, TokenReading
 from tests.tiny import CLS, SEP, VOCABULARY, WORDS, tiny
 
-TEXTS = tuple(
-    " ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30)
-)
+TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
 
 
 def service(settings: ObfuscationSettings, family: str = "bert", texts: int = 6) -> ServiceTranscript:

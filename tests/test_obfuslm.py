@@ -1,4 +1,4 @@
-"""ObfusLM: the algorithms against their plain reading, the laws of an obfuscated model, the key, and the client's tokenizer."""
+"""ObfusLM: the algorithms against their plain reading, the laws of an obfuscated model, the key, the tokenizer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from tests.tiny import FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokeni
 
 SPECIAL = VOCABULARY.special_ids
 PERMUTED = ObfuscationSettings(k=1)
+PERMUTED_PLUS = ObfuscationSettings(k=1, plus=True, hidden_k=1, hidden_epsilon=1e9)
 PAIRS = [(f, "classification") for f in FAMILIES] + [("gpt2", "causal"), ("llama", "causal")]
 
 
@@ -111,7 +112,7 @@ def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> float:
         return float(model(**inputs).loss)
 
 
-@pytest.mark.parametrize("settings", [PERMUTED, ObfuscationSettings(k=1, plus=True, hidden_k=1, hidden_epsilon=1e9)], ids=["", "+"])
+@pytest.mark.parametrize("settings", [PERMUTED, PERMUTED_PLUS], ids=["", "+"])
 @pytest.mark.parametrize(("family", "task"), PAIRS)
 def test_a_permuted_model_has_the_loss_of_the_plain_one(family: str, task: str, settings: ObfuscationSettings) -> None:
     model, batch = precise(tiny(family, task)), batch_for(task, 4).inputs()
@@ -122,7 +123,7 @@ def test_a_permuted_model_has_the_loss_of_the_plain_one(family: str, task: str, 
     assert loss_of(made.model, hidden) == pytest.approx(loss_of(model, batch), abs=1e-9)
     assert all(int(made.tokens[i]) == i for i in SPECIAL) and sorted(made.tokens.tolist()) == list(range(WORDS))
     for name, parameter in made.model.named_parameters():
-        if name.endswith("query.weight") or name.endswith("q_proj.weight"):
+        if name.endswith(("query.weight", "q_proj.weight")):
             assert torch.equal(parameter, model.get_parameter(name)) is not settings.plus
 
 
@@ -171,12 +172,13 @@ def test_a_served_folder_generates_what_the_plain_model_does(public: Path, tmp_p
     served = transformers.AutoModelForCausalLM.from_pretrained(made.folder)
     plain = transformers.AutoModelForCausalLM.from_pretrained(public)
     client, own = rasura.ObfuscatedTokenizer(made.key, model=made.folder), transformers.AutoTokenizer.from_pretrained(public)
-    coded, known = client([TEXT, "w30 w31"], padding=True, return_tensors="pt"), own([TEXT, "w30 w31"], padding=True, return_tensors="pt")
+    coded, known = (t([TEXT, "w30 w31"], padding=True, return_tensors="pt") for t in (client, own))
     assert not torch.equal(coded["input_ids"], known["input_ids"]) and client.pad_token_id == own.pad_token_id
     assert torch.equal(coded["attention_mask"], known["attention_mask"])
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    answers = served.generate(**client(TEXT, return_tensors="pt"), **options), plain.generate(**own(TEXT, return_tensors="pt"), **options)
-    assert client.batch_decode(answers[0]) == own.batch_decode(answers[1])
+    answers = served.generate(**client(TEXT, return_tensors="pt"), **options)
+    expected = plain.generate(**own(TEXT, return_tensors="pt"), **options)
+    assert client.batch_decode(answers) == own.batch_decode(expected)
 
 
 def test_the_tokenizer_goes_there_and_back_and_writes_nothing(public: Path, tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_the_tokenizer_goes_there_and_back_and_writes_nothing(public: Path, tmp_
 def test_the_tokenizer_drops_into_a_trainer(public: Path, tmp_path: Path) -> None:
     made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", ObfuscationSettings(k=3))
     client = rasura.ObfuscatedTokenizer(made.key)
-    rows = [{k: v for k, v in client(t).items()} for t in (TEXT, "w40 w41 w42", "w50 of w51", "the w60")]
+    rows = [dict(client(t)) for t in (TEXT, "w40 w41 w42", "w50 of w51", "the w60")]
     arguments = transformers.TrainingArguments(
         str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
     )
@@ -220,7 +222,7 @@ def test_a_key_is_its_owners_alone_and_tells_nothing_when_printed(public: Path, 
         os.umask(before)
     assert stat.S_IMODE(made.key.stat().st_mode) == 0o600
     key = Key.load(made.key)
-    assert "tensor" not in repr(key) and str(int(key.tokens[50])) not in repr(rasura.ObfuscatedTokenizer(key)).split("vocab_size")[0]
+    assert "tensor" not in repr(key) and "w42" not in repr(key) + repr(rasura.ObfuscatedTokenizer(key))
     served = b"".join(p.read_bytes() for p in made.folder.iterdir())
     assert b"w42" not in served and str(public).encode() not in served
     made.key.chmod(0o640)
@@ -232,7 +234,8 @@ def test_a_passphrase_seals_the_key(public: Path, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
     made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", PERMUTED, passphrase="open sesame")
     assert b"w42" not in made.key.read_bytes()
-    assert rasura.ObfuscatedTokenizer(made.key, "open sesame").decode(Key.load(made.key, "open sesame").tokens[[20]]) == "w20"
+    known = Key.load(made.key, "open sesame")
+    assert rasura.ObfuscatedTokenizer(made.key, "open sesame").decode(known.tokens[[20]]) == "w20"
     for wrong, told in ((None, "has a passphrase"), ("open", "is wrong")):
         with pytest.raises(InputError, match=told):
             Key.load(made.key, wrong)

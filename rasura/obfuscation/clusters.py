@@ -1,7 +1,7 @@
 """EmbedCluster: rows that lie near each other, put into clusters (ObfusLM, appendix B, Algorithm 1).
 
-Where this departs from the paper, each an option of ``embed_cluster``: rows that have a cluster are skipped (the printed line
-13 takes them again, against "each embedding will only be assigned to one cluster"), and clusters that stay smaller than
+Where this departs from the paper, each an option of ``embed_cluster``: rows that have a cluster are skipped (the printed
+line 13 takes them again, against "each embedding will only be assigned to one cluster"), and clusters that stay smaller than
 ``k``, which the definition of (k, epsilon)-anonymity does not allow, are merged into the nearest of full size.
 """
 
@@ -56,13 +56,19 @@ def threshold_ratio(count: int, k: int, beta: float) -> float:
 
 
 def embed_cluster(
-    table: Tensor, k: int, beta: float, *, disjoint: bool = True, merge_leftovers: bool = True, block_bytes: int = BLOCK_BYTES
+    table: Tensor,
+    k: int,
+    beta: float,
+    *,
+    disjoint: bool = True,
+    merge_leftovers: bool = True,
+    block_bytes: int = BLOCK_BYTES,
 ) -> Clusters:
     """Clusters of ``k`` rows of ``table`` ``(rows, width)`` by cosine, begun row after row.
 
     A row that has no cluster takes the most similar others, most similar first, as long as their similarity reaches the
-    quantile ``beta`` of its similarities to all rows (lowered where fewer than ``k`` would reach it). Only the rows that begin
-    a cluster are compared with the others, block by block, and a quantile is formed only where a count does not settle it.
+    quantile ``beta`` of its similarities to all rows (lowered where fewer than ``k`` would reach it). Only the rows that
+    begin a cluster are compared with others, block by block, and a quantile is formed only where a count settles nothing.
     With ``disjoint=False`` rows that have a cluster may be taken again, as printed. Raises ``InputError`` for a ``k`` or
     ``beta`` that cannot be.
     """

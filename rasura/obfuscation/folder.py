@@ -48,9 +48,9 @@ def obfuscate_model(
     """Write an obfuscated ``model`` for a server into ``folder``, and its key, which stays with the owner, into ``key``.
 
     ``folder`` is an ordinary Hugging Face folder (safetensors, config) without a tokenizer. ``task``: by the model's
-    architecture if None; a classifier's head that the model lacks is drawn fresh with ``num_labels`` classes. Randomness from
-    the operating system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for a folder or key that
-    exists, a key inside the folder, and all that ``load`` and ``obfuscate`` refuse.
+    architecture if None; a classifier's head that the model lacks is drawn fresh with ``num_labels`` classes. Randomness
+    from the operating system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for a folder or key
+    that exists, a key inside the folder, and all that ``load`` and ``obfuscate`` refuse.
     """
     target, secret = Path(folder), Path(key)
     for path in (target, secret):

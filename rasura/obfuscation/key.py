@@ -64,7 +64,8 @@ class Key:
         from safetensors.torch import save
 
         about = {
-            "schema": 1, "options": dict(self.options), "pair": self.pair, "base": self.base, "settings": dict(self.settings),
+            "schema": 1, "options": dict(self.options), "pair": self.pair, "base": self.base,
+            "settings": dict(self.settings),
         }  # fmt: skip
         text = torch.from_numpy(np.frombuffer(self.tokenizer.encode(), dtype=np.uint8).copy())
         data: bytes = save({"tokens": self.tokens, "tokenizer": text}, metadata={"rasura": json.dumps(about)})

@@ -20,7 +20,7 @@ from rasura.victims.models import parts
 
 @dataclass(frozen=True)
 class Obfuscated:
-    """``model`` is for the server. ``tokens`` ``(vocabulary,)`` int64 is secret: the row, and the id, that each token has there.
+    """``model`` is for the server. ``tokens`` ``(vocabulary,)`` int64 is secret: each token's row, hence id, there.
 
     ``clusters``, ``merged``: how many clusters there are, and how many rows stood in ones that were too small.
     """
@@ -46,10 +46,11 @@ def obfuscate(
     """A copy of ``model`` whose tokens have other ids, and rows mixed with those of their cluster.
 
     The ids ``fixed`` (special tokens, and ids that no text can have) keep their place and their row: a server needs to know
-    which id pads and which ends a text, and neither is private. The clusters are formed in the permuted order, since the order
-    decides which row begins one. A head shares the permutation and the weights, its bias too; a tied one stays tied. Classifier
-    heads are as they were. ``in_place`` changes ``model`` itself, for large ones. Randomness from the operating system unless ``rng`` is given, which is for experiments. Raises
-    ``InputError`` for settings that the model's size does not allow.
+    which id pads and which ends a text, and neither is private. The clusters are formed in the permuted order, since the
+    order decides which row begins one. A head shares the permutation and the weights, its bias too; a tied one stays tied.
+    Classifier heads are as they were. ``in_place`` changes ``model`` itself, for large ones. Randomness from the operating
+    system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for settings that the model's size does
+    not allow.
     """
     made = model if in_place else copy.deepcopy(model)
     known = parts(made)
@@ -59,7 +60,7 @@ def obfuscate(
     kept[[i for i in fixed if 0 <= i < len(table)]] = True
     movable = (~kept).nonzero().flatten()
     if settings.k > len(movable):
-        raise InputError(f"clusters of {settings.k} tokens: the vocabulary has {len(movable)} that can be hidden; pass a smaller k")
+        raise InputError(f"clusters of {settings.k} tokens: the vocabulary has {len(movable)} to hide; pass a smaller k")
     tokens = torch.arange(len(table))
     tokens[movable] = movable[permutation(len(movable), rng)]
     source = tokens.argsort()
@@ -84,7 +85,7 @@ def obfuscate(
 def _hide_dimensions(model: nn.Module, table: Tensor, settings: ObfuscationSettings, rng: torch.Generator | None) -> None:
     columns = table.detach().T
     if settings.hidden_k > len(columns):
-        raise InputError(f"clusters of {settings.hidden_k} dimensions: the model has {len(columns)}; pass a smaller hidden_k")
+        raise InputError(f"clusters of {settings.hidden_k} dimensions: the model has {len(columns)}; pass a lower hidden_k")
     clusters: Clusters = embed_cluster(columns, settings.hidden_k, settings.beta)
     weights = weight_synth(columns, clusters, settings.hidden_epsilon, rng) if settings.hidden_k > 1 else None
     order = permutation(len(columns), rng)

@@ -1,8 +1,8 @@
 """Which weights of a model touch the residual stream, and ObfusLM+ on all of them (ObfusLM, sec. 4.4, equation 2).
 
-The new hidden dimension i is the mean, by row i of W*, of the dimensions of its cluster. The paper writes the product with W*
-on the right, which would weigh by columns that do not sum to one; here every weight that reads or writes the stream has its
-hidden axis multiplied by the rows of W*, then permuted. With ``hidden_k = 1`` that is an exact permutation.
+The new hidden dimension i is the mean, by row i of W*, of the dimensions of its cluster. The paper writes the product with
+W* on the right, which would weigh by columns that do not sum to one; here every weight that reads or writes the stream has
+its hidden axis multiplied by the rows of W*, then permuted. With ``hidden_k = 1`` that is an exact permutation.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ def stream_axes(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
         elif _named(lin.module, WRITES):
             yield from linear(lin, False)
         else:
-            raise InputError(f"{type(model).__name__}: does {lin.module} read the residual stream or write it? --plus knows not")
-    if known.tied or model_head(model) is not None:
-        if len(outside) > 1:
-            raise InputError(
-                f"{type(model).__name__}: its head has more layers than one ({outside[0].module}); --plus takes BERT, RoBERTa, "
-                "DistilBERT classifiers, GPT-2 and Llama kinds"
-            )
+            raise InputError(f"{type(model).__name__}: --plus knows not if {lin.module} reads the stream")
+    if model_head(model) is not None and len(outside) > 1:
+        raise InputError(
+            f"{type(model).__name__}: its head has more layers than one ({outside[0].module}); --plus takes classifiers, and "
+            "causal models of GPT-2's and Llama's kind"
+        )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.embedding_dim == known.hidden:
             yield from once(module.weight, 1)

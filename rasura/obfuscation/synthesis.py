@@ -21,7 +21,7 @@ BLOCK_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of all clusters, row by row, one cluster behind the other: ``flat`` ``(sum of squared sizes,)`` float64."""
+    """The weights of all clusters, row by row, one cluster after the other: ``flat`` ``(sum of squared sizes,)`` float64."""
 
     clusters: Clusters
     flat: Tensor
@@ -52,8 +52,8 @@ class Weights:
 def weight_synth(table: Tensor, clusters: Clusters, epsilon: float, rng: torch.Generator | None = None) -> Weights:
     """Weights that make each row of ``table`` ``(rows, width)`` a noisy mean of its cluster.
 
-    Of a row: u = log softmax(epsilon * cosine / 2) over its cluster, Laplace noise of scale (max u - min u) / epsilon on each
-    entry, and softmax again. That scale is half the spread of the cosines, whatever ``epsilon`` is, which only scales the
+    Of a row: u = log softmax(epsilon * cosine / 2) over its cluster, Laplace noise of scale (max u - min u) / epsilon on
+    each entry, and softmax again. That scale is half the spread of the cosines, whatever ``epsilon`` is, which only scales the
     signal; and it depends on the data. Noise from ``rng``, for experiments, or from the operating system.
     """
     flat = laplace(int(clusters.sizes.square().sum()), rng)

@@ -39,7 +39,7 @@ class ObfuscatedTokenizer(PreTrainedTokenizerFast):
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         wrong = next((int(i) for i in ids if not 0 <= int(i) < self._rows), None)
         if wrong is not None:
-            raise InputError(f"id {wrong} is outside the vocabulary of {self._rows}; replace what marks no loss (-100) first")
+            raise InputError(f"id {wrong} is outside the vocabulary of {self._rows}; replace -100, if there is any")
         return str(super()._decode(token_ids, *args, **kwargs))
 
     def save_pretrained(self, *_: Any, **__: Any) -> tuple[str, ...]:
@@ -104,4 +104,5 @@ def check_pair(key: Key, model: str | Path | nn.Module) -> None:
     else:
         found = str(model)
     if found != key.pair:
-        raise InputError(f"the key is for the obfuscated model {key.pair}, this one is {found or 'not obfuscated'}; pass its own key")
+        other = found or "not obfuscated"
+        raise InputError(f"the key is for the obfuscated model {key.pair}, this one is {other}; pass its own key")

@@ -37,7 +37,7 @@ SECOND = 6.0
 
 
 def mixtures(rows: Tensor, parts: Tensor) -> Tensor:
-    """Non-negative weights ``(n, m)`` with which ``parts`` ``(n, m, hidden)`` make ``rows`` ``(n, hidden)``, least squares."""
+    """Non-negative weights ``(n, m)`` with which ``parts`` ``(n, m, hidden)`` make ``rows`` ``(n, hidden)`` best."""
     gram = parts @ parts.mT
     wanted = (parts @ rows[:, :, None])[:, :, 0]
     slope = torch.linalg.matrix_norm(gram, ord=2).clamp_min(1e-12)[:, None]
@@ -65,7 +65,7 @@ def own_likelihood(weights: Tensor, members: Tensor, table: Tensor, epsilon: flo
 
 
 def matched(scores: list[dict[int, float]]) -> list[int]:
-    """For each id the token, each token once, with the greatest sum of ``scores`` (one dictionary an id: token, log chance)."""
+    """For each id its token, each token once, with the greatest sum of ``scores`` (of each id: token, log chance)."""
     columns = {token: n for n, token in enumerate(dict.fromkeys(t for s in scores for t in s))}
     # Behind the tokens a column for every id: it is read by its own best score where the others leave it nothing.
     table = np.full((len(scores), len(columns) + len(scores)), 1e6)
@@ -106,7 +106,7 @@ def ranking(first: list[int], scores: list[dict[int, float]]) -> Tensor:
 
 
 def announced(seen: ServiceObservation) -> float:
-    """The privacy parameter that the mechanism tells. Raises ``NotApplicable`` where the hidden dimension is mixed as well."""
+    """The privacy parameter that the mechanism tells. Raises ``NotApplicable`` where hidden dimensions are mixed too."""
     if seen.mechanism.name != "obfuslm":
         raise NotApplicable("no protection by obfuslm was announced")
     if seen.mechanism.parameters.get("plus"):
@@ -146,7 +146,8 @@ class Decipherment:
         told: list[dict[int, float]] = []
         for (_, count), some in zip(tables.counts.items(), scores):
             # Poisson: a frequent token would have been sent more often, a rare one less.
-            told.append({t: s + count * math.log(max(float(usual[t]), 1e-12)) - total * float(usual[t]) for t, s in some.items()})
+            rates = {t: total * max(float(usual[t]), 1e-12) for t in some}
+            told.append({t: s + count * math.log(rates[t]) - rates[t] for t, s in some.items()})
         read = dict(zip(tables.counts, matched(told)))
         try:
             prior: Prior = trigrams(seen.vocabulary, seen.reference_text)
@@ -158,7 +159,8 @@ class Decipherment:
             fits = swept(tables, scores, read, prior, lambda t: total * float(usual[t]))
             if read == before:
                 break
-        return tables.reading(ranking([read[i] for i in tables.counts], [fits[i] for i in tables.counts]), language="trigrams")
+        guesses = ranking([read[i] for i in tables.counts], [fits[i] for i in tables.counts])
+        return tables.reading(guesses, language="trigrams")
 
 
 def swept(
@@ -172,7 +174,7 @@ def swept(
         for place, i in enumerate(text):
             places[i].append((n, place))
     holders: dict[int, int] = {}
-    for i, token in read.items():
+    for token in read.values():
         holders[token] = holders.get(token, 0) + 1
     fits = {}
     for i, some in zip(tables.counts, scores):

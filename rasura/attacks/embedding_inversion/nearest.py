@@ -30,7 +30,7 @@ class Knn:
 
 @dataclass(frozen=True)
 class Ednn:
-    """Element-wise differential nearest neighbour: the least sum of absolute differences once each table's mean is taken off.
+    """Element-wise differential nearest neighbour: the least sum of absolute differences, each table's mean taken off.
 
     ObfusLM names it (Lin et al. 2024) without a formula; read so, it undoes what is added alike to all rows.
     """
@@ -55,9 +55,7 @@ class TokenFrequency:
         tables = Tables(seen)
         usual = frequencies(seen).probabilities[tables.usable]
         counts = torch.tensor(list(tables.counts.values()), dtype=torch.float64)
-        found = [
-            (usual - share).abs().topk(KEPT, largest=False).indices for share in counts / counts.sum()
-        ]
+        found = [(usual - share).abs().topk(KEPT, largest=False).indices for share in counts / counts.sum()]
         return tables.reading(tables.usable[torch.stack(found)])
 
 
@@ -76,7 +74,7 @@ class BlindTokens:
 class EmbeddingReplacement:
     """ERA: the public head reads the served model's last states, so each state names the token that follows it.
 
-    ObfusLM, sec. 5.2 and app. E. The ids hold what was generated too, since the server sends it. The first token is not read.
+    ObfusLM, sec. 5.2 and app. E. The ids hold what was generated too, since the server sends it; the first is not read.
     """
 
     name: str = "era"

@@ -46,7 +46,8 @@ class InvBert:
         wanted = torch.cat([torch.tensor(t) for t in ids])
         inputs = torch.cat([s for batch in states for s in batch])
         private = torch.isin(wanted, named)
-        inverter = _fitted(inputs[private], torch.searchsorted(named, wanted[private]), word_table(seen.public)[named], epochs, rng)
+        names, targets = word_table(seen.public)[named], torch.searchsorted(named, wanted[private])
+        inverter = _fitted(inputs[private], targets, names, epochs, rng)
         ranked = []
         for text in seen.ids:
             (own,) = _states(seen.served, [text])
@@ -99,9 +100,7 @@ class MultiLabel:
         return TokenReading(tuple(ranked), ordered=False, details={"reference_texts": len(ids)})
 
 
-def own_service(
-    seen: ServiceObservation, count: int, seed: int
-) -> tuple[nn.Module, list[list[int]], list[list[int]]]:
+def own_service(seen: ServiceObservation, count: int, seed: int) -> tuple[nn.Module, list[list[int]], list[list[int]]]:
     """The adversary's own obfuscated model, with reference texts in public ids and in its own."""
     if seen.mechanism.name != "obfuslm":
         raise NotApplicable("no protection by obfuslm was announced")
