@@ -58,8 +58,8 @@ def stream_axes(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
             raise InputError(f"{type(model).__name__}: --plus knows not if {lin.module} reads the stream")
     if model_head(model) is not None and len(outside) > 1:
         raise InputError(
-            f"{type(model).__name__}: its head has more layers than one ({outside[0].module}); --plus takes classifiers, and "
-            "causal models of GPT-2's and Llama's kind"
+            f"{type(model).__name__}: its head has more layers than one ({outside[0].module}); --plus takes "
+            "classifiers, and causal models of GPT-2's and Llama's kind"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.embedding_dim == known.hidden:

@@ -53,8 +53,8 @@ def weight_synth(table: Tensor, clusters: Clusters, epsilon: float, rng: torch.G
     """Weights that make each row of ``table`` ``(rows, width)`` a noisy mean of its cluster.
 
     Of a row: u = log softmax(epsilon * cosine / 2) over its cluster, Laplace noise of scale (max u - min u) / epsilon on
-    each entry, and softmax again. That scale is half the spread of the cosines, whatever ``epsilon`` is, which only scales the
-    signal; and it depends on the data. Noise from ``rng``, for experiments, or from the operating system.
+    each entry, and softmax again. That scale is half the spread of the cosines, whatever ``epsilon`` is, which only scales
+    the signal; and it depends on the data. Noise from ``rng``, for experiments, or from the operating system.
     """
     flat = laplace(int(clusters.sizes.square().sum()), rng)
     for members, places in _alike(clusters, table.shape[1] * 4):
