@@ -77,7 +77,7 @@ def _starts(clusters: Clusters) -> Tensor:
 def _alike(clusters: Clusters, row_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Blocks of clusters of one size: their members ``(clusters, size)`` and where their weights begin."""
     sizes, starts = clusters.sizes, _starts(clusters)
-    for size in sizes.unique().tolist():
+    for size in sorted(set(sizes.tolist())):
         those = (sizes == size).nonzero().flatten()
-        for some in those.split(max(1, BLOCK_BYTES // (size * row_bytes))):
+        for some in torch.split(those, max(1, BLOCK_BYTES // (size * row_bytes))):
             yield clusters.members[clusters.offsets[some][:, None] + torch.arange(size)], starts[some]

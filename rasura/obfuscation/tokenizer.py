@@ -18,7 +18,7 @@ SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls
 OPTIONS = ("model_max_length", "padding_side", "truncation_side", "model_input_names", "chat_template")
 
 
-class ObfuscatedTokenizer(PreTrainedTokenizerFast):
+class ObfuscatedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # transformers is read as untyped
     """Encodes text to the ids of an obfuscated model, and decodes what it answers: ``ObfuscatedTokenizer("my.key")``.
 
     It is a fast tokenizer of Hugging Face, hence goes wherever one goes: ``generate``, ``Trainer``, chat templates. Give it

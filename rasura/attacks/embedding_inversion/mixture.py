@@ -82,7 +82,7 @@ def candidates(tables: Tables, epsilon: float | None) -> list[dict[int, float]]:
     """For each id that was sent its tokens with their log chances: by likelihood at ``epsilon``, by weight if None."""
     near, _ = nearest(tables, NEAR)
     out: list[dict[int, float]] = []
-    for some, ids in zip(near.split(256), tables.ids.split(256)):
+    for some, ids in zip(torch.split(near, 256), torch.split(tables.ids, 256)):
         for row, members in zip(mixtures(tables.served[ids], tables.public[some]), some):
             kept = row > LEAST * row.sum()
             if not bool(kept.any()):

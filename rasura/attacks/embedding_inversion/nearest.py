@@ -41,7 +41,7 @@ class Ednn:
         tables = Tables(seen)
         public = tables.public[tables.usable] - tables.public[tables.usable].mean(0)
         rows = tables.served[tables.ids] - tables.served[tables.usable].mean(0)
-        found = [torch.cdist(some, public, p=1).topk(KEPT, dim=1, largest=False).indices for some in rows.split(BLOCK)]
+        found = [torch.cdist(some, public, p=1).topk(KEPT, dim=1, largest=False).indices for some in torch.split(rows, BLOCK)]
         return tables.reading(tables.usable[torch.cat(found)])
 
 

@@ -15,6 +15,7 @@ from rasura.attacks.embedding_inversion.trained import LONGEST
 from rasura.interfaces import Budget, NotApplicable
 from rasura.rng import child, generator
 from rasura.values import ServiceObservation, TokenReading, Vocabulary
+from rasura.victims.models import parts
 
 BATCH = 32
 KEPT_JUDGES = 2
@@ -55,7 +56,7 @@ class Judge(nn.Module):
     def __init__(self, model: nn.Module, pad: int) -> None:
         super().__init__()
         self.base: Any = copy.deepcopy(getattr(model, "base_model", model)).requires_grad_(True)
-        self.score = nn.Linear(int(self.base.config.hidden_size), 1)
+        self.score = nn.Linear(parts(model).hidden, 1)
         self.pad = pad
 
     def forward(self, texts: Sequence[Sequence[int]]) -> Tensor:
@@ -96,7 +97,7 @@ def _trained(
         judge = Judge(model, words.pad_id or 0).eval()
         optimizer = torch.optim.AdamW(judge.parameters(), lr=1e-4)
         for _ in range(epochs):
-            for some in torch.randperm(len(texts), generator=rng).split(BATCH // 2):
+            for some in torch.split(torch.randperm(len(texts), generator=rng), BATCH // 2):
                 good = [texts[n] for n in some.tolist()]
                 draws = torch.randint(0, tried, (sum(map(len, good)),), generator=rng).tolist()
                 bad = [[near[i][draws.pop()] for i in t] for t in good]
@@ -111,8 +112,8 @@ def _trained(
 
 def _near(tables: Tables, used: Tensor, tried: int) -> Tensor:
     public = tables.public[tables.usable]
-    parts = [cosines(tables.public[some], public).topk(tried, dim=1).indices for some in used.split(256)]
-    return torch.cat(parts)
+    found = [cosines(tables.public[some], public).topk(tried, dim=1).indices for some in torch.split(used, 256)]
+    return torch.cat(found)
 
 
 @torch.no_grad()

@@ -40,9 +40,8 @@ class InvBert:
         count, epochs = self.work[budget.level]
         model, ids, sent = own_service(seen, count, child(rng))
         states = [_states(model, some) for some in _batches(sent)]
-        named = torch.cat([torch.tensor(t) for t in ids]).unique()
         special = torch.tensor(sorted(seen.vocabulary.special_ids))
-        named = named[~torch.isin(named, special)]
+        named = _named(ids, seen.vocabulary.special_ids)
         wanted = torch.cat([torch.tensor(t) for t in ids])
         inputs = torch.cat([s for batch in states for s in batch])
         private = torch.isin(wanted, named)
@@ -72,8 +71,7 @@ class MultiLabel:
         count, epochs = self.work[budget.level]
         model, ids, sent = own_service(seen, count, child(rng))
         special = torch.tensor(sorted(seen.vocabulary.special_ids))
-        named = torch.cat([torch.tensor(t) for t in ids]).unique()
-        named = named[~torch.isin(named, special)]
+        named = _named(ids, seen.vocabulary.special_ids)
         whole = torch.stack([s.mean(0) for some in _batches(sent) for s in _states(model, some, last=True)])
         target = torch.stack([torch.isin(named, torch.tensor(t)).float() for t in ids])
         centre, spread = whole.mean(0), whole.std(0).clamp_min(1e-6)
@@ -82,7 +80,7 @@ class MultiLabel:
             layer = nn.Linear(whole.shape[1], len(named))
             optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
             for _ in range(epochs):
-                for some in torch.randperm(len(whole)).split(BATCH):
+                for some in torch.split(torch.randperm(len(whole)), BATCH):
                     scores = layer((whole[some] - centre) / spread)
                     loss = nn.functional.binary_cross_entropy_with_logits(scores, target[some])
                     optimizer.zero_grad()
@@ -114,6 +112,11 @@ def own_service(seen: ServiceObservation, count: int, seed: int) -> tuple[nn.Mod
     return made.model.eval(), ids, [made.tokens[t].tolist() for t in ids]
 
 
+def _named(texts: Sequence[Sequence[int]], special: frozenset[int]) -> Tensor:
+    """The tokens of ``texts``, each once, in rising order, special ones left out."""
+    return torch.tensor(sorted({i for text in texts for i in text} - special))
+
+
 def _batches(texts: Sequence[Sequence[int]]) -> list[Sequence[Sequence[int]]]:
     return [texts[n : n + BATCH] for n in range(0, len(texts), BATCH)]
 
@@ -132,6 +135,8 @@ def _states(model: Any, texts: Sequence[Sequence[int]], *, last: bool = False) -
 
 class Inverter(nn.Module):
     """States ``(n, hidden)`` to scores of tokens, whose public rows are the output layer."""
+
+    names: Tensor
 
     def __init__(self, names: Tensor) -> None:
         super().__init__()
@@ -155,7 +160,7 @@ def _fitted(states: Tensor, wanted: Tensor, names: Tensor, epochs: int, rng: tor
         inverter = Inverter(names)
         optimizer = torch.optim.AdamW(inverter.parameters(), lr=1e-3)
         for _ in range(epochs):
-            for some in torch.randperm(len(states)).split(256):
+            for some in torch.split(torch.randperm(len(states)), 256):
                 loss = nn.functional.cross_entropy(inverter(states[some]), wanted[some])
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
