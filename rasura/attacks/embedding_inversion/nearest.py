@@ -41,8 +41,9 @@ class Ednn:
         tables = Tables(seen)
         public = tables.public[tables.usable] - tables.public[tables.usable].mean(0)
         rows = tables.served[tables.ids] - tables.served[tables.usable].mean(0)
-        found = [torch.cdist(some, public, p=1).topk(KEPT, dim=1, largest=False).indices for some in torch.split(rows, BLOCK)]
-        return tables.reading(tables.usable[torch.cat(found)])
+        away = (torch.cdist(some, public, p=1) for some in torch.split(rows, BLOCK))
+        found = torch.cat([some.topk(KEPT, dim=1, largest=False).indices for some in away])
+        return tables.reading(tables.usable[found])
 
 
 @dataclass(frozen=True)
