@@ -9,11 +9,22 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 from torch import Generator
 
 from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
-from rasura.values import Grant, Mechanism, Membership, ModelObservation, Observation, Stage, Transcript
+from rasura.values import (
+    Grant,
+    Mechanism,
+    Membership,
+    ModelObservation,
+    Observation,
+    ServiceObservation,
+    ServiceTranscript,
+    Stage,
+    TokenReading,
+    Transcript,
+)
 
 __all__ = [
     "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric", "MissingExtra",
-    "NotApplicable", "NotSent", "Prior", "Transform", "Unavailable",
+    "NotApplicable", "NotSent", "Prior", "ServiceAttack", "ServiceMetric", "Transform", "Unavailable",
 ]  # fmt: skip
 
 G_co = TypeVar("G_co", covariant=True)
@@ -101,6 +112,24 @@ class Metric(Protocol[G_contra]):
     @property
     def higher_is(self) -> Literal["worse", "better"]: ...
     def __call__(self, guess: G_contra, truth: Transcript) -> Sequence[float]: ...
+
+
+@runtime_checkable
+class ServiceAttack(Protocol):
+    """A guess at what clients sent to a service. Raises as an ``Attack`` does."""
+
+    @property
+    def name(self) -> str: ...
+    def __call__(self, seen: ServiceObservation, *, rng: Generator, budget: Budget) -> TokenReading: ...
+
+
+@runtime_checkable
+class ServiceMetric(Protocol):
+    """Judges it: a value in ``[0, 1]`` for every text, or None where it cannot be judged so (the order of a bag)."""
+
+    @property
+    def name(self) -> str: ...
+    def __call__(self, guess: TokenReading, truth: ServiceTranscript) -> Sequence[float] | None: ...
 
 
 class Prior(Protocol):

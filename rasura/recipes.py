@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any
 
-from rasura.interfaces import Attack, Defense, InputError, MembershipAttack, Metric, Transform
+from rasura.interfaces import Attack, Defense, InputError, MembershipAttack, Metric, ServiceAttack, Transform
 from rasura.updates import RATES, Local
 from rasura.values import Reconstruction, Stage
 
@@ -126,6 +126,20 @@ DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[
         "every text's direction drawn anew around it: directional:KAPPA, directional:KAPPA/blocks=parameters",
     ),
 }
+
+SERVICE_ATTACKS: Mapping[str, Callable[[], ServiceAttack]] = {
+    "blind": _lazy("rasura.attacks.embedding_inversion.nearest", "BlindTokens"),
+    "knn": _lazy("rasura.attacks.embedding_inversion.nearest", "Knn"),
+    "ednn": _lazy("rasura.attacks.embedding_inversion.nearest", "Ednn"),
+    "invbert": _lazy("rasura.attacks.embedding_inversion.trained", "InvBert"),
+    "mlc": _lazy("rasura.attacks.embedding_inversion.trained", "MultiLabel"),
+    "tfa": _lazy("rasura.attacks.embedding_inversion.nearest", "TokenFrequency"),
+    "sda": _lazy("rasura.attacks.embedding_inversion.substitution", "SubstitutionDecipherment"),
+    "era": _lazy("rasura.attacks.embedding_inversion.nearest", "EmbeddingReplacement"),
+    "row-mixture": _lazy("rasura.attacks.embedding_inversion.mixture", "RowMixture"),
+    "decipherment": _lazy("rasura.attacks.embedding_inversion.mixture", "Decipherment"),
+}
+"""Attacks of a service's operator on an obfuscated model and the ids that clients send."""
 
 UPDATES: Mapping[str, str] = {
     "fedsgd": "one gradient",

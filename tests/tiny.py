@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 import transformers
 from torch import Tensor, nn
@@ -90,3 +92,23 @@ def batch_for(task: Task | str, rows: int = 2) -> Batch:
         [CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP], [CLS, 70, 9, SEP],
     ]  # fmt: skip
     return batch_of(texts[:rows], task, [1, 0, 2, 1][:rows])
+
+
+def tokenizer_folder(model: nn.Module, folder: Path) -> Path:
+    """A Hugging Face folder of ``model`` with a fast tokenizer whose words are those of ``VOCABULARY``."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from tokenizers.processors import TemplateProcessing
+
+    words = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, **_IDS}
+    backend = Tokenizer(WordLevel(words, unk_token="[PAD]"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+    )
+    special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "eos_token": "[SEP]"}
+    options = {"model_max_length": 60, "model_input_names": ["input_ids", "attention_mask"]}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options).save_pretrained(folder)
+    model.save_pretrained(folder)  # type: ignore[operator]  # a Hugging Face model
+    return folder

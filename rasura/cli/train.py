@@ -1,4 +1,4 @@
-"""``rasura protect``, ``train`` and ``study``: protections put on, and what they cost."""
+"""``rasura protect ghost``, ``train`` and ``study``: protections put on, and what they cost."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import typer
 from rich.table import Table
 
 from rasura.cli.audit import run_audit
-from rasura.cli.shared import app, device_named, err, numbers, out, split
+from rasura.cli.shared import app, device_named, err, numbers, out, protect, split
 
 
-@app.command()
-def protect(
-    method: Annotated[str, typer.Argument(help="ghost: tokens give way to near ones of other meaning")],
+@protect.command()
+def ghost(
     source: Annotated[str, typer.Argument(help="JSONL, CSV, Parquet or data set id")],
     target: Annotated[Path, typer.Argument(help="the file to write: .jsonl, .csv or .parquet")],
     model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
@@ -32,7 +31,9 @@ def protect(
     seed: Annotated[int, typer.Option(help="seed of the first choice")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
 ) -> None:
-    """Obfuscate a data set before training; an interrupted run goes on where it stopped.
+    """Obfuscate a data set before training: tokens give way to near ones of other meaning.
+
+    An interrupted run goes on where it stopped.
 
     Example: rasura protect ghost notes.jsonl hidden.jsonl --model minilm
     """
@@ -41,10 +42,8 @@ def protect(
     from rich.progress import Progress
 
     from rasura.protection import protect_file
-    from rasura.recipes import known
     from rasura.shadows.table import ShadowSettings
 
-    known("protection", method, ("ghost",))
     settings = ShadowSettings(
         k, overlap, most=max(k, ShadowSettings.most), language=None if language == "none" else language, group=group,
         keep_punctuation=keep_punctuation, keep_numbers=keep_numbers, round_trip=round_trip,

@@ -19,7 +19,7 @@ def language(seen: Observation) -> Prior:
     if Grant.LANGUAGE_MODEL in seen:
         return CausalPrior(*seen.language_model, seen.vocabulary)
     if Grant.REFERENCE_TEXT in seen and seen.reference_text:
-        return _trigrams(seen.vocabulary, seen.reference_text)
+        return trigrams(seen.vocabulary, seen.reference_text)
     return _words(seen.vocabulary, ())
 
 
@@ -30,7 +30,8 @@ def words(seen: Observation) -> Unigram:
 
 # Kept, since every cell of an audit asks for the same: 67,000 texts take five seconds to tokenize.
 @lru_cache(maxsize=2)
-def _trigrams(vocabulary: Vocabulary, texts: tuple[str, ...]) -> Trigram:
+def trigrams(vocabulary: Vocabulary, texts: tuple[str, ...]) -> Trigram:
+    """Trigrams of ``texts``. Raises ``InputError`` where they hold no token of the vocabulary."""
     return Trigram(vocabulary, texts)
 
 

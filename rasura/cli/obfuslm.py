@@ -1,0 +1,56 @@
+"""``rasura protect obfuslm``: a model for a service that is not to see text."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rasura.cli.shared import err, out, protect
+
+
+@protect.command()
+def obfuslm(
+    model: Annotated[str, typer.Argument(help="the public model: folder or hub id")],
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="the folder to write, for the server")],
+    key: Annotated[Path, typer.Option(help="the file to write, for the owner alone")],
+    k: Annotated[int, typer.Option(help="tokens a cluster; 1: only permute the vocabulary")] = 10,
+    epsilon: Annotated[float, typer.Option(help="privacy parameter of the mixing: smaller hides more")] = 1.0,
+    beta: Annotated[float, typer.Option(help="quantile of a token's similarities that a cluster's must reach")] = 0.99,
+    plus: Annotated[bool, typer.Option("--plus", help="ObfusLM+: the hidden dimension of all weights, too")] = False,
+    hidden_k: Annotated[int, typer.Option(help="dimensions a cluster, with --plus")] = 10,
+    hidden_epsilon: Annotated[float, typer.Option(help="their privacy parameter")] = 3.0,
+    task: Annotated[str, typer.Option(help="classification, causal, or by the model: auto")] = "auto",
+    num_labels: Annotated[int, typer.Option(help="classes of a head that the model lacks")] = 2,
+    passphrase: Annotated[bool, typer.Option("--passphrase", help="ask for one; or set RASURA_PASSPHRASE")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print what was made as JSON")] = False,
+) -> None:
+    """Obfuscate a model: a folder that any server can train and run on token ids, and a key that names the tokens.
+
+    Example: rasura protect obfuslm minilm served --key my.key
+    """
+    from rasura.obfuscation.folder import obfuscate_model
+    from rasura.obfuscation.settings import ObfuscationSettings
+    from rasura.recipes import known
+
+    settings = ObfuscationSettings(k, epsilon, beta, plus, hidden_k, hidden_epsilon)
+    kind: Any = known("task", task, ("auto", "classification", "causal"))
+    secret = os.environ.get("RASURA_PASSPHRASE")
+    if passphrase and secret is None:
+        secret = typer.prompt("passphrase", hide_input=True, confirmation_prompt=True, err=True)
+    with err.status("loading and obfuscating the model"):
+        made = obfuscate_model(
+            model, folder, key, settings, passphrase=secret, task=None if kind == "auto" else kind, num_labels=num_labels
+        )
+    if as_json:
+        told = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(made).items()}
+        sys.stdout.write(json.dumps(told) + "\n")
+        return
+    out.print(f"{made.tokens} tokens in {made.clusters} clusters; {made.merged} stood in ones too small, which were merged")
+    out.print(f"server: {made.folder}", markup=False, highlight=False, soft_wrap=True)
+    out.print(f"owner:  {made.key} (whoever holds it reads every text)", markup=False, highlight=False, soft_wrap=True)

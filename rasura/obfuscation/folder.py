@@ -1,0 +1,95 @@
+"""From a public model to a folder for a server and a key for its owner."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rasura.interfaces import InputError
+from rasura.obfuscation.key import PAIR, Key
+from rasura.obfuscation.model import obfuscate
+from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.obfuscation.tokenizer import describe, fixed_ids
+from rasura.values import Task
+from rasura.victims.loading import EMBEDDED, embedded_model_path, load
+from rasura.victims.models import parts
+
+
+@dataclass(frozen=True)
+class Served:
+    """What was made: the ``folder`` for the server, the ``key`` file for its owner, the ``pair`` that both state; tokens
+    hidden, their clusters, and how many tokens stood in clusters that were too small and were merged."""
+
+    folder: Path
+    key: Path
+    pair: str
+    tokens: int
+    clusters: int
+    merged: int
+
+
+def obfuscate_model(
+    model: str | Path,
+    folder: str | Path,
+    key: str | Path,
+    settings: ObfuscationSettings,
+    *,
+    passphrase: str | None = None,
+    task: Task | None = None,
+    num_labels: int = 2,
+    rng: torch.Generator | None = None,
+) -> Served:
+    """Write an obfuscated ``model`` for a server into ``folder``, and its key, which stays with the owner, into ``key``.
+
+    ``folder`` is an ordinary Hugging Face folder (safetensors, config) without a tokenizer. ``task``: by the model's
+    architecture if None; a classifier's head that the model lacks is drawn fresh with ``num_labels`` classes. Randomness
+    from the operating system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for a folder or key
+    that exists, a key inside the folder, and all that ``load`` and ``obfuscate`` refuse.
+    """
+    target, secret = Path(folder), Path(key)
+    for path in (target, secret):
+        if path.exists():
+            raise InputError(f"{path} exists already; remove it or choose another name")
+    if target.resolve() in secret.resolve().parents:
+        raise InputError(f"the key {secret} would lie in the server's folder {target}; choose another place for it")
+    if not secret.resolve().parent.is_dir():
+        raise InputError(f"the folder of the key {secret} does not exist; make it first")
+    victim = load(model, task or task_of(model), num_labels=num_labels)
+    name = parts(victim.model).word_embedding
+    digest = _digest(victim.model.get_parameter(name))
+    fixed = fixed_ids(victim.tokenizer, victim.vocabulary.size)
+    tokenizer, options = describe(victim.tokenizer)
+    made = obfuscate(victim.model, settings, fixed, rng, in_place=True)
+    pair = secrets.token_hex(8)
+    served: Any = made.model
+    setattr(served.config, PAIR, pair)
+    served.config._name_or_path = ""
+    part = target.with_name(target.name + ".part")
+    try:
+        served.save_pretrained(part)
+    except OSError as error:
+        raise InputError(f"{part} cannot be written ({error.strerror})") from None
+    Key(made.tokens, tokenizer, options, pair, digest, settings.told()).save(secret, passphrase)
+    part.rename(target)
+    return Served(target, secret, pair, victim.vocabulary.size - len(fixed), made.clusters, made.merged)
+
+
+def task_of(model: str | Path) -> Task:
+    """``causal`` where the folder's config names a causal language model, else ``classification``."""
+    path = embedded_model_path() if str(model) == EMBEDDED else Path(model)
+    try:
+        kinds = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    except (OSError, ValueError):
+        return "classification"
+    return "causal" if any("CausalLM" in kind or "LMHead" in kind for kind in kinds) else "classification"
+
+
+def _digest(table: torch.Tensor) -> str:
+    data = table.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(data.tobytes()).hexdigest()[:16]

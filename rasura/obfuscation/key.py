@@ -1,0 +1,135 @@
+"""The key of an obfuscated model: what its owner keeps, and how it lies in a file.
+
+Layout: safetensors, the permutation and the tokenizer as tensors, the rest as JSON in its header; no pickle, no code. With a
+passphrase those bytes are sealed by AES-256-GCM under a key that scrypt derives, behind a magic, a salt and a nonce.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rasura.interfaces import InputError, MissingExtra
+
+PAIR = "obfuslm_pair"
+"""The entry of the served model's ``config.json`` that says which key it goes with: sixteen random hex digits."""
+
+MAGIC = b"RASURA-OBFUSLM\x00\x01"
+"""Begins a file with a passphrase; ends in the schema's version."""
+
+SALT, NONCE = 16, 12
+LIMIT = 1 << 28
+"""Bytes of a key file, at most: 256 MiB."""
+
+
+@dataclass(frozen=True, repr=False)
+class Key:
+    """``tokens`` ``(vocabulary,)`` int64: the obfuscated id of each token. ``tokenizer``: the original one, as JSON, with
+    ``options``. ``pair``: which obfuscated model it is for. ``base``: digest of the original word embedding."""
+
+    tokens: Tensor
+    tokenizer: str
+    options: Mapping[str, Any]
+    pair: str
+    base: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Key(for the obfuscated model {self.pair}, {len(self.tokens)} tokens)"
+
+    def save(self, path: str | Path, passphrase: str | None = None) -> None:
+        """Write the key; its owner alone can read it, from its first byte on. Raises ``InputError`` where one exists."""
+        file = Path(path)
+        if file.exists():
+            raise InputError(f"{file} exists already; keys are not overwritten, remove it or choose another name")
+        data = self._bytes()
+        if passphrase is not None:
+            data = _sealed(data, passphrase)
+        try:
+            number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise InputError(f"{file} cannot be written ({error.strerror}); choose another place for the key") from None
+        with os.fdopen(number, "wb") as out:
+            out.write(data)
+
+    def _bytes(self) -> bytes:
+        from safetensors.torch import save
+
+        about = {
+            "schema": 1, "options": dict(self.options), "pair": self.pair, "base": self.base,
+            "settings": dict(self.settings),
+        }  # fmt: skip
+        text = torch.from_numpy(np.frombuffer(self.tokenizer.encode(), dtype=np.uint8).copy())
+        data: bytes = save({"tokens": self.tokens, "tokenizer": text}, metadata={"rasura": json.dumps(about)})
+        return data
+
+    @classmethod
+    def load(cls, path: str | Path, passphrase: str | None = None) -> Key:
+        """Read a file of ``save``. Raises ``InputError`` for another file, one that others can read, a wrong passphrase."""
+        file = Path(path)
+        try:
+            about = file.stat()
+            data = file.read_bytes() if about.st_size <= LIMIT else b""
+        except OSError as error:
+            raise InputError(f"the key {file} cannot be read ({error.strerror})") from None
+        if about.st_mode & 0o077:
+            raise InputError(f"the key {file} can be read by others; chmod 600 it")
+        if data.startswith(MAGIC):
+            if passphrase is None:
+                raise InputError(f"the key {file} has a passphrase; pass it")
+            data = _opened(data, passphrase, file)
+        return cls._read(data, file)
+
+    @classmethod
+    def _read(cls, data: bytes, file: Path) -> Key:
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            found = load(data)
+            size = int.from_bytes(data[:8], "little")
+            head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["rasura"])
+            tokens, text = found["tokens"], bytes(found["tokenizer"].numpy())
+            if head["schema"] != 1 or not torch.equal(tokens.sort().values, torch.arange(len(tokens))):
+                raise ValueError
+            return cls(tokens, text.decode(), head["options"], str(head["pair"]), str(head["base"]), head["settings"])
+        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
+            raise InputError(f"{file} holds no key of an obfuscated model; make one with rasura protect obfuslm") from None
+
+
+def _cipher(passphrase: str, salt: bytes) -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
+    except ImportError:
+        raise MissingExtra("a passphrase needs the library cryptography; run: pip install 'rasura[service]'") from None
+    # 32 MiB and a tenth of a second a guess; fixed, so that a file cannot ask for more.
+    return AESGCM(Scrypt(salt=salt, length=32, n=1 << 15, r=8, p=1).derive(passphrase.encode()))
+
+
+def _sealed(data: bytes, passphrase: str) -> bytes:
+    if not passphrase:
+        raise InputError("the passphrase is empty; pass one, or none at all")
+    salt, nonce = os.urandom(SALT), os.urandom(NONCE)
+    sealed: bytes = _cipher(passphrase, salt).encrypt(nonce, data, MAGIC)
+    return MAGIC + salt + nonce + sealed
+
+
+def _opened(data: bytes, passphrase: str, file: Path) -> bytes:
+    rest = data[len(MAGIC) :]
+    cipher = _cipher(passphrase, rest[:SALT])
+    from cryptography.exceptions import InvalidTag
+
+    try:
+        opened: bytes = cipher.decrypt(rest[SALT : SALT + NONCE], rest[SALT + NONCE :], MAGIC)
+    except (InvalidTag, ValueError):
+        raise InputError(f"the passphrase of the key {file} is wrong, or the file was changed") from None
+    return opened

@@ -1,0 +1,94 @@
+"""An obfuscated copy of a model, and the secrets that go with it (ObfusLM, sec. 4.2 and 4.4)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import InputError
+from rasura.obfuscation.clusters import Clusters, embed_cluster
+from rasura.obfuscation.residual import change_stream, model_head
+from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.obfuscation.synthesis import weight_synth
+from rasura.rng import permutation, secret_generator
+from rasura.victims.models import parts
+
+
+@dataclass(frozen=True)
+class Obfuscated:
+    """``model`` is for the server. ``tokens`` ``(vocabulary,)`` int64 is secret: each token's row, hence id, there.
+
+    ``clusters``, ``merged``: how many clusters there are, and how many rows stood in ones that were too small.
+    """
+
+    model: nn.Module
+    tokens: Tensor
+    clusters: int
+    merged: int
+
+    def __repr__(self) -> str:
+        return f"Obfuscated({type(self.model).__name__}, {self.clusters} clusters)"
+
+
+@torch.no_grad()
+def obfuscate(
+    model: nn.Module,
+    settings: ObfuscationSettings,
+    fixed: Collection[int],
+    rng: torch.Generator | None = None,
+    *,
+    in_place: bool = False,
+) -> Obfuscated:
+    """A copy of ``model`` whose tokens have other ids, and rows mixed with those of their cluster.
+
+    The ids ``fixed`` (special tokens, and ids that no text can have) keep their place and their row: a server needs to know
+    which id pads and which ends a text, and neither is private. The clusters are formed in the permuted order, since the
+    order decides which row begins one. A head shares the permutation and the weights, its bias too; a tied one stays tied.
+    Classifier heads are as they were. ``in_place`` changes ``model`` itself, for large ones. Randomness from the operating
+    system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for settings that the model's size does
+    not allow.
+    """
+    made = model if in_place else copy.deepcopy(model)
+    known = parts(made)
+    table = made.get_submodule(known.word_embedding.rsplit(".", 1)[0]).weight
+    assert isinstance(table, Tensor)
+    kept = torch.zeros(len(table), dtype=torch.bool)
+    kept[[i for i in fixed if 0 <= i < len(table)]] = True
+    movable = (~kept).nonzero().flatten()
+    if settings.k > len(movable):
+        raise InputError(f"clusters of {settings.k} tokens: the vocabulary has {len(movable)} to hide; pass a smaller k")
+    tokens = torch.arange(len(table))
+    rng = rng or secret_generator()
+    tokens[movable] = movable[permutation(len(movable), rng)]
+    source = tokens.argsort()
+    stated = [table]
+    head = model_head(made)
+    if head is not None:
+        stated += [p for p in head.parameters() if p is not table and len(p) == len(table)]
+    for parameter in stated:
+        parameter.copy_(parameter[source.to(parameter.device)])
+    clusters = embed_cluster(
+        table[movable], settings.k, settings.beta, disjoint=settings.disjoint, merge_leftovers=settings.merge_leftovers
+    )
+    if settings.k > 1:
+        weights = weight_synth(table[movable], clusters, settings.epsilon, rng)
+        for parameter in stated:
+            parameter[movable] = weights.apply(parameter[movable])
+    if settings.plus:
+        _hide_dimensions(made, table, settings, rng)
+    return Obfuscated(made, tokens, len(clusters), clusters.merged)
+
+
+def _hide_dimensions(model: nn.Module, table: Tensor, settings: ObfuscationSettings, rng: torch.Generator) -> None:
+    columns = table.detach().T
+    if settings.hidden_k > len(columns):
+        raise InputError(f"clusters of {settings.hidden_k} dimensions: the model has {len(columns)}; pass a lower hidden_k")
+    clusters: Clusters = embed_cluster(columns, settings.hidden_k, settings.beta)
+    weights = weight_synth(columns, clusters, settings.hidden_epsilon, rng) if settings.hidden_k > 1 else None
+    order = permutation(len(columns), rng)
+    # The table itself is among the weights that change: the mixing is settled before the first of them does.
+    change_stream(model, lambda x: (weights.apply(x) if weights is not None else x)[order])

@@ -1,0 +1,90 @@
+"""Which weights of a model touch the residual stream, and ObfusLM+ on all of them (ObfusLM, sec. 4.4, equation 2).
+
+The new hidden dimension i is the mean, by row i of W*, of the dimensions of its cluster. The paper writes the product with
+W* on the right, which would weigh by columns that do not sum to one; here every weight that reads or writes the stream has
+its hidden axis multiplied by the rows of W*, then permuted. With ``hidden_k = 1`` that is an exact permutation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import InputError
+from rasura.victims.models import QKV_NAMES, Linear, parts
+
+READS = QKV_NAMES | {"gate_proj", "up_proj", "c_fc", "lin1", "intermediate.dense", "fc1"}
+WRITES = frozenset({"o_proj", "down_proj", "out_lin", "lin2", "output.dense", "c_proj", "fc2"})
+"""What the families call the layers of a block that read the stream, and those whose outputs are added to it."""
+
+
+def _named(module: str, names: frozenset[str]) -> bool:
+    *_, before, last = ("", *module.split("."))
+    return last in names or f"{before}.{last}" in names
+
+
+def stream_axes(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
+    """Every parameter that touches the residual stream, once, with its axis of that dimension.
+
+    Raises ``InputError`` that names a layer of which it is not known whether it reads or writes the stream.
+    """
+    known = parts(model)
+    seen: set[int] = set()
+
+    def once(parameter: object, axis: int) -> Iterator[tuple[Tensor, int]]:
+        if isinstance(parameter, Tensor) and id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield parameter, axis
+
+    def linear(lin: Linear, reads: bool) -> Iterator[tuple[Tensor, int]]:
+        module = model.get_submodule(lin.module)
+        # nn.Linear keeps (outputs, inputs), GPT-2's Conv1D (inputs, outputs).
+        yield from once(module.weight, int(reads) if not lin.transposed else int(not reads))
+        if not reads:
+            yield from once(module.bias, 0)
+
+    inside = tuple(block.module + "." for block in known.blocks)
+    outside = []
+    for lin in known.linears:
+        if not lin.module.startswith(inside):
+            outside.append(lin)
+        elif _named(lin.module, READS):
+            yield from linear(lin, True)
+        elif _named(lin.module, WRITES):
+            yield from linear(lin, False)
+        else:
+            raise InputError(f"{type(model).__name__}: --plus knows not if {lin.module} reads the stream")
+    if model_head(model) is not None and len(outside) > 1:
+        raise InputError(
+            f"{type(model).__name__}: its head has more layers than one ({outside[0].module}); --plus takes "
+            "classifiers, and causal models of GPT-2's and Llama's kind"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.embedding_dim == known.hidden:
+            yield from once(module.weight, 1)
+        elif _is_norm(module) and not name.endswith(("q_norm", "k_norm")) and len(module.weight) == known.hidden:
+            yield from once(module.weight, 0)
+            yield from once(getattr(module, "bias", None), 0)
+    # The first layer behind the blocks reads the stream; what follows has dimensions of its own.
+    for lin in outside[:1]:
+        yield from linear(lin, True)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Norm") and isinstance(getattr(module, "weight", None), Tensor)
+
+
+def model_head(model: nn.Module) -> nn.Module | None:
+    """The layer that turns hidden states into scores of tokens; None for a classifier."""
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    return head if isinstance(head, nn.Module) else None
+
+
+@torch.no_grad()
+def change_stream(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Apply ``change``, ``(hidden, ...) -> (hidden, ...)``, to the hidden axis of all weights on the stream, in place."""
+    for parameter, axis in list(stream_axes(model)):
+        parameter.copy_(change(parameter.movedim(axis, 0)).movedim(0, axis))

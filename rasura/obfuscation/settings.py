@@ -1,0 +1,40 @@
+"""The settings of an obfuscation, which are no secret."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from rasura.interfaces import InputError
+
+
+@dataclass(frozen=True)
+class ObfuscationSettings:
+    """Rows a cluster ``k``, privacy parameter ``epsilon``, threshold ratio ``beta``; ``k=1`` only permutes the vocabulary.
+
+    ``plus``: ObfusLM+, the hidden dimension too, with ``hidden_k`` and ``hidden_epsilon`` (the paper's 10 and 3).
+    ``disjoint=False`` and ``merge_leftovers=False`` are the algorithms as printed. Raises ``InputError`` for what cannot be.
+    """
+
+    k: int = 10
+    epsilon: float = 1.0
+    beta: float = 0.99
+    plus: bool = False
+    hidden_k: int = 10
+    hidden_epsilon: float = 3.0
+    disjoint: bool = True
+    merge_leftovers: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("k", "hidden_k"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; expected a number of rows of at least 1")
+        for name in ("epsilon", "hidden_epsilon"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name} is {getattr(self, name)}; expected a number above 0")
+        if not 0 <= self.beta <= 1:
+            raise InputError(f"beta is {self.beta}; expected a share between 0 and 1")
+
+    def told(self) -> Mapping[str, float | int | bool]:
+        """The settings by name, as plain figures."""
+        return asdict(self)

@@ -1,0 +1,117 @@
+"""What the operator of a service reads of an obfuscated model: the one door, the attacks' laws and plain readings."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import nnls
+
+from rasura import recipes
+from rasura.attacks.embedding_inversion.mixture import matched, mixtures
+from rasura.interfaces import Budget, NotApplicable
+from rasura.metrics.service import BagF1, RougeL, TopTokens
+from rasura.obfuscation.model import obfuscate
+from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.rng import generator
+from rasura.threat import observe_service
+from rasura.values import Mechanism, ServiceTranscript, Stage, TokenReading
+from tests.tiny import CLS, SEP, VOCABULARY, WORDS, tiny
+
+TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
+
+
+def service(settings: ObfuscationSettings, family: str = "bert", texts: int = 6) -> ServiceTranscript:
+    model = tiny(family, "causal" if family == "llama" else "classification")
+    made = obfuscate(model, settings, VOCABULARY.special_ids, generator(7))
+    ids = tuple((CLS, *VOCABULARY.encode(t), SEP) for t in TEXTS[:texts])
+    told = Mechanism("obfuslm", Stage.MODEL, settings.told())
+    return ServiceTranscript(model, made.model, made.tokens, ids, VOCABULARY, told)
+
+
+def read(name: str, truth: ServiceTranscript, reference: tuple[str, ...] = TEXTS[6:]) -> TokenReading:
+    seen = observe_service(truth, reference_text=reference)
+    return recipes.SERVICE_ATTACKS[name]()(seen, rng=generator(0, name), budget=Budget("quick"))
+
+
+def top1(name: str, truth: ServiceTranscript) -> float:
+    return float(np.mean(TopTokens(1)(read(name, truth), truth) or [0.0]))
+
+
+def test_the_operator_sees_ids_of_the_key_and_never_the_key() -> None:
+    truth = service(ObfuscationSettings(k=4))
+    seen = observe_service(truth)
+    assert seen.ids[0] == tuple(truth.tokens[list(truth.ids[0])].tolist()) != truth.ids[0]
+    assert seen.ids[0][0] == CLS and seen.ids[0][-1] == SEP
+    assert not [v for v in vars(seen).values() if v is truth.tokens or v is truth.ids]
+
+
+@pytest.mark.parametrize("name", ["knn", "ednn", "row-mixture", "decipherment"])
+def test_a_permutation_alone_hides_nothing_from_who_has_the_public_table(name: str) -> None:
+    truth = service(ObfuscationSettings(k=1))
+    guess = read(name, truth)
+    for metric in (TopTokens(1), TopTokens(3), RougeL(), BagF1()):
+        assert metric(guess, truth) == pytest.approx([1.0] * 6), metric.name
+
+
+@pytest.mark.parametrize("name", [n for n in recipes.SERVICE_ATTACKS if n != "era"])
+def test_every_attack_guesses_each_place_the_same_way_twice(name: str) -> None:
+    truth = service(ObfuscationSettings(k=4, epsilon=0.5))
+    first, second = read(name, truth), read(name, truth)
+    for text, a, b in zip(truth.ids, first.ranked, second.ranked, strict=True):
+        assert torch.equal(a, b) and int(a.max()) < WORDS
+        assert len(a) == (len(text) if first.ordered else len(text) - 2)
+        if first.ordered:
+            assert int(a[0, 0]) == CLS and int(a[-1, 0]) == SEP
+    assert (TopTokens(1)(first, truth) is None) is not first.ordered
+
+
+def test_mixing_stops_the_nearest_row_and_the_mechanism_gives_it_back() -> None:
+    truth = service(ObfuscationSettings(k=4, epsilon=3.0), texts=24)
+    knn, ours, blind = top1("knn", truth), top1("decipherment", truth), top1("blind", truth)
+    assert ours > knn > 0 and ours > blind
+
+
+def test_a_trained_inverter_reads_a_plain_permutation() -> None:
+    truth = service(ObfuscationSettings(k=1))
+    seen = observe_service(truth, reference_text=TEXTS * 20)
+    guess = recipes.SERVICE_ATTACKS["invbert"]()(seen, rng=generator(0), budget=Budget("default"))
+    assert np.mean(TopTokens(1)(guess, truth) or [0.0]) > 0.9
+
+
+def test_the_public_head_names_what_a_permuted_model_says_next() -> None:
+    truth = service(ObfuscationSettings(k=1), family="llama", texts=1)
+    prompt = torch.tensor([truth.ids[0][:-1]])
+    with torch.no_grad():
+        said = truth.public.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+    own = replace(truth, ids=(tuple(said[0].tolist()),))
+    found = read("era", own).ranked[0][:, 0].tolist()
+    told = [(a, b) for a, b in zip(found, own.ids[0]) if b not in VOCABULARY.special_ids]
+    assert [a for a, _ in told[-4:]] == [b for _, b in told[-4:]]
+    with pytest.raises(NotApplicable, match="generates no text"):
+        read("era", service(ObfuscationSettings(k=1)))
+
+
+def test_mixtures_are_those_of_scipy() -> None:
+    rng = generator(3)
+    parts = torch.randn(5, 12, 20, generator=rng, dtype=torch.float64)
+    weights = torch.rand(5, 12, generator=rng, dtype=torch.float64) * (torch.rand(5, 12, generator=rng) < 0.4)
+    rows = (weights[:, :, None] * parts).sum(1) + 0.01 * torch.randn(5, 20, generator=rng, dtype=torch.float64)
+    expected = np.stack([nnls(p.T.numpy(), r.numpy())[0] for p, r in zip(parts, rows)])
+    assert np.allclose(mixtures(rows, parts).numpy(), expected, atol=1e-3)
+
+
+def test_a_matching_gives_each_token_to_one_id() -> None:
+    assert matched([{1: -0.1, 2: -0.2}, {1: -0.1, 3: -5.0}, {1: -0.5}]) in ([2, 3, 1],)
+    assert matched([{1: -0.1}, {1: -0.2}]) == [1, 1]
+
+
+def test_what_cannot_be_tried_is_said() -> None:
+    for name in ("row-mixture", "decipherment"):
+        with pytest.raises(NotApplicable, match="hidden dimension"):
+            read(name, service(ObfuscationSettings(k=4, plus=True)))
+    for name in ("invbert", "mlc", "sda"):
+        with pytest.raises(NotApplicable, match="no reference text"):
+            read(name, service(ObfuscationSettings(k=4)), ())

@@ -1,0 +1,279 @@
+"""ObfusLM: the algorithms against their plain reading, the laws of an obfuscated model, the key, the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import rasura
+from rasura.interfaces import InputError
+from rasura.obfuscation.clusters import embed_cluster
+from rasura.obfuscation.folder import obfuscate_model
+from rasura.obfuscation.key import Key
+from rasura.obfuscation.model import obfuscate
+from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.obfuscation.synthesis import weight_synth
+from rasura.rng import generator, laplace
+from tests.tiny import FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
+
+SPECIAL = VOCABULARY.special_ids
+PERMUTED = ObfuscationSettings(k=1)
+PERMUTED_PLUS = ObfuscationSettings(k=1, plus=True, hidden_k=1, hidden_epsilon=1e9)
+PAIRS = [(f, "classification") for f in FAMILIES] + [("gpt2", "causal"), ("llama", "causal")]
+
+
+def plain_clusters(table: Tensor, k: int, beta: float, disjoint: bool) -> list[list[int]]:
+    """Algorithm 1, line by line; ``beta`` lowered where fewer than ``k`` rows would reach the threshold."""
+    rows = nn.functional.normalize(table, dim=1)
+    cosines = rows @ rows.T
+    taken, out = [False] * len(rows), []
+    for i in range(len(rows)):
+        if taken[i]:
+            continue
+        group = [i]
+        gamma = torch.quantile(cosines[i], min(beta, 1 - k / len(rows)))
+        for j in cosines[i].argsort(descending=True).tolist():
+            if len(group) == k or cosines[i, j] < gamma:
+                break
+            if j != i and not (disjoint and taken[j]):
+                group.append(j)
+        for j in group:
+            taken[j] = True
+        out.append(group)
+    return out
+
+
+def merged(groups: list[list[int]], table: Tensor, k: int) -> list[list[int]]:
+    rows = nn.functional.normalize(table, dim=1)
+    full = [g for g in groups if len(g) >= k]
+    out = [list(g) for g in full]
+    for small in (g for g in groups if len(g) < k):
+        near = [float(nn.functional.cosine_similarity(rows[g].mean(0), rows[small].mean(0), dim=0)) for g in full]
+        out[near.index(max(near))] += small
+    return out
+
+
+@pytest.mark.parametrize("disjoint", [True, False], ids=["disjoint", "as-printed"])
+@pytest.mark.parametrize(("count", "k", "beta"), [(400, 10, 0.9), (400, 10, 0.99), (150, 4, 0.95), (37, 5, 0.5)])
+def test_clusters_are_those_of_the_plain_reading(count: int, k: int, beta: float, disjoint: bool) -> None:
+    table = torch.randn(count, 12, generator=generator(count, "rows"), dtype=torch.float64)
+    expected = plain_clusters(table, k, beta, disjoint)
+    for size in (1 << 12, 1 << 20):
+        found = embed_cluster(table, k, beta, disjoint=disjoint, merge_leftovers=False, block_bytes=size)
+        assert [found[n].tolist() for n in range(len(found))] == expected
+    if disjoint:
+        found = embed_cluster(table, k, beta)
+        assert [found[n].tolist() for n in range(len(found))] == merged(expected, table, k)
+        assert sorted(found.members.tolist()) == list(range(count)) and int(found.sizes.min()) >= k
+        assert found.merged == sum(len(g) for g in expected if len(g) < k)
+
+
+@pytest.mark.parametrize("disjoint", [True, False], ids=["disjoint", "as-printed"])
+def test_weights_are_those_of_the_plain_reading(disjoint: bool) -> None:
+    table = torch.randn(120, 8, generator=generator(1, "rows"), dtype=torch.float64)
+    clusters = embed_cluster(table, 6, 0.9, disjoint=disjoint)
+    weights = weight_synth(table, clusters, 0.7, generator(2, "noise"))
+    noise = laplace(int(clusters.sizes.square().sum()), generator(2, "noise"))
+    dense, start = torch.zeros(120, 120, dtype=torch.float64), 0
+    for n in range(len(clusters)):
+        rows = clusters[n].tolist()
+        for i in rows:
+            cosines = torch.stack([nn.functional.cosine_similarity(table[i], table[j], dim=0) for j in rows])
+            u = ((0.7 * cosines / 2).exp() / (0.7 * cosines / 2).exp().sum()).log()
+            u = u + (u.max() - u.min()) / 0.7 * noise[start : start + len(rows)]
+            start += len(rows)
+            dense[i, rows] += u.exp() / u.exp().sum()
+    assert torch.allclose(weights.apply(table), dense @ table, atol=1e-12)
+    assert torch.allclose(torch.cat([weights.matrix(n).sum(1) for n in range(len(clusters))]), torch.ones(1).double())
+
+
+def precise(model: nn.Module) -> nn.Module:
+    """``model`` in float64, its RMS norms too, which Llama computes in float32 whatever the weights are."""
+    for name, module in list(model.double().named_modules()):
+        if type(module).__name__ == "LlamaRMSNorm":
+            norm = nn.RMSNorm(len(module.weight), eps=module.variance_epsilon, dtype=torch.float64)
+            norm.weight = module.weight
+            model.set_submodule(name, norm)
+    return model
+
+
+def loss_of(model: nn.Module, inputs: dict[str, Tensor]) -> float:
+    with torch.no_grad():
+        return float(model(**inputs).loss)
+
+
+@pytest.mark.parametrize("settings", [PERMUTED, PERMUTED_PLUS], ids=["", "+"])
+@pytest.mark.parametrize(("family", "task"), PAIRS)
+def test_a_permuted_model_has_the_loss_of_the_plain_one(family: str, task: str, settings: ObfuscationSettings) -> None:
+    model, batch = precise(tiny(family, task)), batch_for(task, 4).inputs()
+    made = obfuscate(model, settings, SPECIAL, generator(3))
+    hidden = {**batch, "input_ids": made.tokens[batch["input_ids"]]}
+    if task == "causal":
+        hidden["labels"] = torch.where(batch["labels"] < 0, batch["labels"], made.tokens[batch["labels"].clamp_min(0)])
+    assert loss_of(made.model, hidden) == pytest.approx(loss_of(model, batch), abs=1e-9)
+    assert all(int(made.tokens[i]) == i for i in SPECIAL) and sorted(made.tokens.tolist()) == list(range(WORDS))
+    for name, parameter in made.model.named_parameters():
+        if name.endswith(("query.weight", "q_proj.weight")):
+            assert torch.equal(parameter, model.get_parameter(name)) is not settings.plus
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_stays_tied_and_another_is_mixed_alike(tied: bool) -> None:
+    model = tiny("llama", "causal", tied=tied)
+    made = obfuscate(model, ObfuscationSettings(k=5, plus=True), SPECIAL, generator(4))
+    table, head = made.model.get_input_embeddings().weight, made.model.get_output_embeddings().weight  # type: ignore[operator]
+    assert (table is head) is tied
+    if not tied:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.copy_(model.get_input_embeddings().weight)  # type: ignore[operator]
+        same = obfuscate(model, ObfuscationSettings(k=5, plus=True), SPECIAL, generator(4)).model
+        assert torch.equal(same.get_input_embeddings().weight, same.get_output_embeddings().weight)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("family", "task"), PAIRS)
+def test_an_obfuscated_model_still_runs_and_no_row_is_left(family: str, task: str) -> None:
+    model, batch = tiny(family, task), batch_for(task).inputs()
+    made = obfuscate(model, ObfuscationSettings(k=6, plus=True, hidden_k=4), SPECIAL, generator(5))
+    assert loss_of(made.model, batch) == pytest.approx(loss_of(made.model, batch)) and loss_of(made.model, batch) < 1e3
+    whole, own = (m.get_input_embeddings().weight.detach() for m in (model, made.model))  # type: ignore[operator]
+    assert float(torch.cdist(own[3:], whole[3:]).min()) > 1e-3
+
+
+def test_the_same_seed_gives_the_same_model_and_none_gives_another() -> None:
+    model, settings = tiny("bert", "classification"), ObfuscationSettings(k=4)
+    first, second = (obfuscate(model, settings, SPECIAL, generator(1)) for _ in range(2))
+    assert torch.equal(first.tokens, second.tokens)
+    assert torch.equal(*(m.model.get_input_embeddings().weight for m in (first, second)))  # type: ignore[operator]
+    assert not torch.equal(*(obfuscate(model, settings, SPECIAL).tokens for _ in range(2)))
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> Path:
+    return tokenizer_folder(tiny("llama", "causal"), tmp_path / "public")
+
+
+TEXT = "the w20 of w21 and w22 to w23 ."
+
+
+def test_a_served_folder_generates_what_the_plain_model_does(public: Path, tmp_path: Path) -> None:
+    made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", PERMUTED)
+    assert made.tokens == WORDS - len(SPECIAL)
+    assert {p.name for p in made.folder.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
+    served = transformers.AutoModelForCausalLM.from_pretrained(made.folder)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(public)
+    client, own = rasura.ObfuscatedTokenizer(made.key, model=made.folder), transformers.AutoTokenizer.from_pretrained(public)
+    coded, known = (t([TEXT, "w30 w31"], padding=True, return_tensors="pt") for t in (client, own))
+    assert not torch.equal(coded["input_ids"], known["input_ids"]) and client.pad_token_id == own.pad_token_id
+    assert torch.equal(coded["attention_mask"], known["attention_mask"])
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+    answers = served.generate(**client(TEXT, return_tensors="pt"), **options)
+    expected = plain.generate(**own(TEXT, return_tensors="pt"), **options)
+    assert client.batch_decode(answers) == own.batch_decode(expected)
+
+
+def test_the_tokenizer_goes_there_and_back_and_writes_nothing(public: Path, tmp_path: Path) -> None:
+    made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", ObfuscationSettings(k=3))
+    client = rasura.ObfuscatedTokenizer(made.key)
+    key = Key.load(made.key)
+    ids = client(TEXT)["input_ids"]
+    plain = [*VOCABULARY.prefix, *VOCABULARY.encode(TEXT), *VOCABULARY.suffix]
+    assert ids == key.tokens[plain].tolist() and client.decode(ids, skip_special_tokens=True) == TEXT
+    assert client.convert_tokens_to_ids("w20") == int(key.tokens[VOCABULARY.encode("w20")[0]])
+    assert client.save_pretrained(tmp_path / "model") == () and not (tmp_path / "model").exists()
+    padded = transformers.DataCollatorWithPadding(client)([client(TEXT), client("w40")])
+    assert padded["input_ids"].shape == (2, len(ids)) and int(padded["input_ids"][1, -1]) == PAD
+    for wrong in ([WORDS], [-100]):
+        with pytest.raises(InputError, match="outside the vocabulary"):
+            client.decode(wrong)
+
+
+def test_the_tokenizer_drops_into_a_trainer(public: Path, tmp_path: Path) -> None:
+    made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", ObfuscationSettings(k=3))
+    client = rasura.ObfuscatedTokenizer(made.key)
+    rows = [dict(client(t)) for t in (TEXT, "w40 w41 w42", "w50 of w51", "the w60")]
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "run"), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = transformers.Trainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(made.folder), args=arguments, train_dataset=rows,
+        processing_class=client, data_collator=transformers.DataCollatorForLanguageModeling(client, mlm=False),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trained"))
+    assert json.loads((tmp_path / "trained" / "config.json").read_text())["obfuslm_pair"] == made.pair
+    assert not [p for p in (tmp_path / "trained").iterdir() if "token" in p.name]
+
+
+def test_a_key_is_its_owners_alone_and_tells_nothing_when_printed(public: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", PERMUTED)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.key.stat().st_mode) == 0o600
+    key = Key.load(made.key)
+    assert "tensor" not in repr(key) and "w42" not in repr(key) + repr(rasura.ObfuscatedTokenizer(key))
+    served = b"".join(p.read_bytes() for p in made.folder.iterdir())
+    assert b"w42" not in served and str(public).encode() not in served
+    made.key.chmod(0o640)
+    with pytest.raises(InputError, match="chmod 600"):
+        Key.load(made.key)
+
+
+def test_a_passphrase_seals_the_key(public: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", PERMUTED, passphrase="open sesame")
+    assert b"w42" not in made.key.read_bytes()
+    known = Key.load(made.key, "open sesame")
+    assert rasura.ObfuscatedTokenizer(made.key, "open sesame").decode(known.tokens[[20]]) == "w20"
+    for wrong, told in ((None, "has a passphrase"), ("open", "is wrong")):
+        with pytest.raises(InputError, match=told):
+            Key.load(made.key, wrong)
+
+
+def test_what_cannot_be_is_told_in_one_line(public: Path, tmp_path: Path) -> None:
+    made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", PERMUTED)
+    other = obfuscate_model(public, tmp_path / "other", tmp_path / "other.key", PERMUTED)
+    cases = [
+        (lambda: rasura.ObfuscatedTokenizer(made.key, model=other.folder), "the key is for the obfuscated model"),
+        (lambda: rasura.ObfuscatedTokenizer(made.key, model=public), "not obfuscated"),
+        (lambda: rasura.ObfuscatedTokenizer(tmp_path / "none.key"), "cannot be read"),
+        (lambda: obfuscate_model(public, tmp_path / "served", tmp_path / "new.key", PERMUTED), "exists already"),
+        (lambda: obfuscate_model(public, tmp_path / "new", made.key, PERMUTED), "exists already"),
+        (lambda: obfuscate_model(public, tmp_path / "new", tmp_path / "new" / "my.key", PERMUTED), "server's folder"),
+        (lambda: obfuscate_model(public, tmp_path / "new", tmp_path / "n.key", ObfuscationSettings(k=WORDS)), "smaller k"),
+        (lambda: ObfuscationSettings(k=0), "k is 0"),
+        (lambda: ObfuscationSettings(epsilon=0.0), "epsilon is 0"),
+        (lambda: ObfuscationSettings(beta=1.5), "beta is 1.5"),
+    ]
+    for call, told in cases:
+        with pytest.raises(InputError, match=told) as found:
+            call()
+        assert "\n" not in str(found.value)
+    junk = tmp_path / "junk.key"
+    junk.touch(0o600)
+    junk.write_bytes(b"\x80\x04 not a key")
+    with pytest.raises(InputError, match="holds no key"):
+        Key.load(junk)
+    assert not (tmp_path / "new").exists() and not (tmp_path / "new.key").exists()
+
+
+def test_the_command_writes_folder_and_key(public: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rasura", "protect", "obfuslm", str(public), str(tmp_path / "served"), "--key"]
+    command += [str(tmp_path / "my.key"), "--k", "5", "--plus", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["tokens"] == WORDS - len(SPECIAL) and Key.load(told["key"]).settings["plus"] is True
+    again = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert again.returncode == 2 and again.stderr.startswith("rasura: ") and again.stderr.count("\n") == 1
