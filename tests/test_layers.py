@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,15 +15,16 @@ OPTIONAL = {"opacus", "tenseal", "flwr", "ray", "gradio", "mlflow", "fastapi", "
 OPTIONAL |= {"PIL", "lpips", "simplemma", "dp_accounting", "cryptography"}
 
 
-def imports(module: str) -> set[str]:
-    found = set()
+@cache
+def imports(module: str) -> frozenset[str]:
+    found: set[str] = set()
     for node in ast.walk(ast.parse((ROOT / module).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{module}: relative import"
             found.add(node.module)
-    return found
+    return frozenset(found)
 
 
 def ours(module: str) -> set[str]:
