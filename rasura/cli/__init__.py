@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from rasura.cli import about, account, audit, keys, membership, new, train
+from rasura.cli import about, account, audit, calibrate, keys, membership, new, train
 from rasura.cli.shared import app, err
 from rasura.errors import InputError
 
-__all__ = ["about", "account", "app", "audit", "keys", "main", "membership", "new", "train"]
+__all__ = ["about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "train"]
 
 _ORDER = (
-    "audit", "read", "report", "protect", "train", "membership", "account", "keys", "new", "study", "list", "doctor",
+    "audit", "read", "report", "calibrate", "protect", "train", "membership", "account", "keys", "new", "study", "list",
+    "doctor",
 )  # fmt: skip
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
 
