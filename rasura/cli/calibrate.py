@@ -66,8 +66,8 @@ def calibrate(
     attacks = split(attack) or (IMAGE_ATTACKS if images else ("embedding-rows", "span"))
     plan = Plan(
         model or Plan.model, task, file, tuple(text or ()), reference, language_model, attacks, split(defense) or (),
-        (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds, seed=seed, budget=budget,
-        truncate=truncate, num_labels=num_labels, max_memory=max_memory, entries=entries,
+        (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds, seed=seed,
+        budget=budget, truncate=truncate, num_labels=num_labels, max_memory=max_memory, entries=entries,
     )  # fmt: skip
     recipe = Recipe(epochs, train_batch_size, learning_rate, patience=epochs, seed=seed)
     wanted = CalibrationPlan(
