@@ -231,7 +231,7 @@ class Calibration:
             if points[t]["setting"] in [f["setting"] for f in failures]:
                 continue
             (again,) = self._measure([points[t]["setting"]], self.fresh, progress)
-            worst = max(again["levels"], key=lambda level: level["mean"], default=None)
+            worst = max(again["levels"], key=lambda level: level["mean"]) if again["risk"] else None
             if worst is not None and worst["mean"] <= w.at_most:
                 found |= {"status": "found" if math.isfinite(t) else "no need", "setting": points[t]["setting"]}
                 found |= {"chosen": points[t], "guarantee": self._guarantee(points[t]["setting"])}
@@ -303,6 +303,11 @@ class Calibration:
             for protection, (kind, attack) in ADAPTIVE.items():
                 if protection in parts and not any(a.startswith(kind) for a in names):
                     out.append(f"{one.text}: no attack knows how {protection} works; add --attack {attack}.")
+        for f in found:
+            tried = {level["attack"] for level in f["chosen"]["levels"]} if f["setting"] else set(names)
+            for name in (n for n in names if n not in tried):
+                why = next((r for r in f["chosen"]["reasons"] if r.startswith(f"{name}: ")), name)
+                out.append(f"{f['setting']}: an attack could not be tried there; {why}.")
         if not any(y["well_behaved"] for f in found for y in f["yardsticks"]):
             out.append("No attack is a well-behaved yardstick of any of these protections; see why below.")
         return out

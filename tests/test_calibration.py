@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from test_auditing import TEXTS, model_folder
-from test_cli import rasura_command
+from typer.testing import CliRunner
 
 from rasura.auditing import Audit
 from rasura.calibration import UNPROTECTED, Calibration, CalibrationPlan, calibrate, least
+from rasura.cli import app
 from rasura.interfaces import InputError
 from rasura.knobs import KNOBS, family
 from rasura.plan import Plan
@@ -37,10 +38,9 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wanted(folder: Path, notes: Path, **more: Any) -> CalibrationPlan:
     plan = Plan(
-        str(folder), data=str(notes), limit=3, attacks=("embedding-rows", "span"), budget="quick",
-        defenses=("gaussian", "frozen-embeddings+pruning"),
-    )  # fmt: skip
-    fields: dict[str, Any] = {"plan": plan, "risk": "token_recall", "at_most": 0.4, "steps": 2}
+        str(folder), data=str(notes), limit=3, attacks=("embedding-rows",), budget="quick", defenses=("gaussian", "pruning")
+    )
+    fields: dict[str, Any] = {"plan": plan, "risk": "token_recall", "at_most": 0.5, "steps": 2}
     return CalibrationPlan(**{**fields, **more})
 
 
@@ -95,9 +95,10 @@ def test_options_of_a_protection_stay() -> None:
 
 def record(attack: str, values: list[float], *, seed: int = 0, status: str = "ok", guess: float = 0.2) -> dict[str, Any]:
     scored = {"rougeL": {"per_record": values}} if status == "ok" else {}
+    guesses = {"rougeL": {"per_record": [guess] * len(values)}}
     return {
         "attack": attack, "status": status, "reason": "" if status == "ok" else "too much noise", "seed": seed, "batch": 0,
-        "scores": scored, "blind": {"rougeL": {"per_record": [guess] * len(values)}}, "sent_bytes": 8, "defense_seconds": 0.0,
+        "scores": scored, "blind": guesses, "sent_bytes": 8, "defense_seconds": 0.0,
     }  # fmt: skip
 
 
@@ -111,6 +112,8 @@ def test_failures_and_guessing_count_and_seeds_add_no_texts() -> None:
     worse = point("gaussian:1", [record("span", [0.0])], ["span"], "rougeL")["risk"]
     assert (worse["attack"], worse["high"]) == ("blind", 0.2), "nobody does worse than guessing"
     assert point("accumulate:9", [], ["span"], "rougeL")["risk"] is None
+    nobody = point("pruning:0.9", [record("span", [0.0], status="not_applicable")], ["span"], "rougeL")
+    assert nobody["risk"] is None and len(nobody["levels"]) == 1, "that no attack could be tried says nothing"
 
 
 def at(means: list[float], guess: float = 0.1) -> list[dict[str, Any]]:
@@ -127,6 +130,7 @@ def test_yardsticks() -> None:
     flat = yardstick("span", at([0.1, 0.1, 0.1]))
     assert not flat["well_behaved"] and flat["why"] == "never above guessing" and flat["spearman"] is None
     assert "no lower at the strongest" in yardstick("span", at([0.9, 0.92, 0.9]))["why"]
+    assert yardstick("span", at([0.9, 0.0, 0.1]))["well_behaved"], "from below guessing to guessing is no rise"
     assert not yardstick("pursuit", at([0.9, 0.1]))["well_behaved"], "it was not run"
 
 
@@ -145,15 +149,15 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(done: tuple
     for f in result["families"]:
         settings = [p["setting"] for p in f["points"]]
         place = settings.index(f["setting"])
-        assert all(p["risk"]["high"] <= 0.4 for p in f["points"][place:])
+        assert all(p["risk"]["high"] <= 0.5 for p in f["points"][place:])
         if not f["not_verified"]:
-            assert f["points"][place - 1]["risk"]["high"] > 0.4
-        assert f["verification"]["risk"]["mean"] <= 0.4
+            assert f["points"][place - 1]["risk"]["high"] > 0.5
+        assert f["verification"]["risk"]["mean"] <= 0.5
         assert f["verification"]["on"] == "other texts, other seeds" and f["verification"]["seed"] == 1
-        assert f["points"][0]["setting"] in ("none", "frozen-embeddings") and f["points"][0]["risk"]["mean"] == 1.0
+        assert f["points"][0]["setting"] == "none" and f["points"][0]["risk"]["mean"] == 1.0
         assert f["guarantee"]["statement"].startswith("no formal guarantee") and f["guarantee"]["examples"] == len(NOTES)
     assert any(y["well_behaved"] for f in result["families"] for y in f["yardsticks"])
-    assert any("it takes 8 to do so" in line for line in result["checks"])
+    assert any("it takes 6 to do so" in line for line in result["checks"])
 
 
 def test_resumed_it_is_the_same_and_another_target_measures_little(
@@ -185,7 +189,8 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
     out_of_reach = calibrate(wanted(model_folder, notes, at_most=0.01), out=folder)
     assert keys() == before, "what the first target measured is enough to refuse the second"
     assert {f["status"] for f in out_of_reach["families"]} == {"unreached"}
-    assert re.search(r"gaussian:\S+ reached [\d.]+ % \([\d.]+ to [\d.]+\), n = 3 by guessing", out_of_reach["recommendation"])
+    told = out_of_reach["recommendation"]
+    assert re.search(r"gaussian:\S+ reached [\d.]+ % \([\d.]+ to [\d.]+\), n = 3 by guessing alone", told)
     calibrate(plan, out=folder)
     with pytest.raises(InputError, match="another plan"):
         calibrate(replace(plan, plan=replace(plan.plan, limit=2)), out=folder)
@@ -243,12 +248,12 @@ def test_bad_input_is_refused_before_anything_runs(
 
 
 def test_the_command_refuses_a_target_that_nothing_reaches(model_folder: Path, notes: Path, tmp_path: Path) -> None:
-    common = ["calibrate", notes, "--model", model_folder, "--limit", "2", "--attack", "span", "--risk", "token_recall"]
-    common += ["--defense", "gaussian", "--steps", "0", "--budget", "quick", "--out", tmp_path / "run"]
-    refused = rasura_command(*common, "--at-most", "0.01")
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert "no setting of gaussian keeps the upper bound" in " ".join(refused.stderr.split())
-    found = rasura_command(*common, "--at-most", "0.5", "--json")
-    assert found.returncode == 0, found.stderr
-    told = json.loads(found.stdout)
-    assert told["families"][0]["status"] == "found" and Path(told["report"]).is_file()
+    common = ["calibrate", str(notes), "--model", str(model_folder), "--limit", "2", "--attack", "embedding-rows"]
+    common += ["--risk", "token_recall", "--steps", "0", "--budget", "quick", "--out", str(tmp_path / "run")]
+    refused = CliRunner().invoke(app, [*common, "--at-most", "0.01"])
+    assert isinstance(refused.exception, InputError), "which main turns into one line and exit code 2"
+    assert "no setting of gaussian keeps the upper bound" in str(refused.exception)
+    assert (tmp_path / "run" / "report.html").is_file()
+    found = CliRunner().invoke(app, [*common, "--at-most", "0.6"])
+    assert found.exit_code == 0, found.output
+    assert "is the least that holds" in " ".join(found.output.split())

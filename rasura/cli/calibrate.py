@@ -105,23 +105,25 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> No
     else:
         _print(result, path)
     if not any(f["status"] in REACHED for f in result["families"]):
-        raise InputError(result["recommendation"])
+        raise InputError(f"{result['recommendation']} Report: {path}")
 
 
 def _print(result: dict[str, Any], path: Path) -> None:
-    from rasura.report.calibration import cost, rows
+    from rasura.report.calibration import REACHED, cost, rows
 
-    out.print(result["recommendation"], markup=False, highlight=False, style="bold")
+    if any(f["status"] in REACHED for f in result["families"]):
+        out.print(result["recommendation"], markup=False, highlight=False, style="bold")
     table = Table("protection", "setting", "risk (95 %), n", "afresh (95 %), n", "MB sent", "s", "cost")
     for row, part in zip(rows(result), result["families"]):
         table.add_row(
             row["family"], row["setting"], row["risk"], row["again"], row["mb"], row["seconds"], cost(part, short=True)
         )
     out.print(table)
-    for row in rows(result):
-        out.print(f"{row['family']}: {row['says']}", markup=False, highlight=False)
-        for line in row["yardsticks"]:
-            out.print(f"  {line}", markup=False, highlight=False)
+    for row, part in zip(rows(result), result["families"]):
+        if part["status"] not in REACHED:
+            out.print(row["says"], markup=False, highlight=False)
+        for line in (*row["yardsticks"], row["promise"] if part["status"] in REACHED else ""):
+            out.print(f"{row['family']}: {line}" if line else "", markup=False, highlight=False)
     for line in result["checks"]:
         out.print(line, markup=False, highlight=False)
     out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -57,10 +57,14 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         return f"{name}: nothing could be measured ({'; '.join(reasons[:2]) or 'no attack applies'})."
     best = min(measured, key=lambda p: p["risk"]["high"])
     by = "guessing alone" if best["risk"]["attack"] == "blind" else best["risk"]["attack"]
-    return (
+    says = (
         f"no setting of {name} keeps the upper bound of {result['risk']} at or below {target}: {best['setting']} reached "
         f"{share(best['risk'])} by {by}."
     )
+    beyond = part["points"][-1]
+    if beyond["risk"] is None:
+        says += f" At {beyond['setting']} no attack could be tried ({'; '.join(beyond['reasons'][:1])}): nothing is known."
+    return says
 
 
 def recommendation(result: Mapping[str, Any]) -> str:
