@@ -149,7 +149,7 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(done: tuple
     for f in result["families"]:
         settings = [p["setting"] for p in f["points"]]
         place = settings.index(f["setting"])
-        assert all(p["risk"]["high"] <= 0.5 for p in f["points"][place:])
+        assert all(p["risk"] is None or p["risk"]["high"] <= 0.5 for p in f["points"][place:])
         if not f["not_verified"]:
             assert f["points"][place - 1]["risk"]["high"] > 0.5
         assert f["verification"]["risk"]["mean"] <= 0.5
@@ -158,6 +158,16 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(done: tuple
         assert f["guarantee"]["statement"].startswith("no formal guarantee") and f["guarantee"]["examples"] == len(NOTES)
     assert any(y["well_behaved"] for f in result["families"] for y in f["yardsticks"])
     assert any("it takes 6 to do so" in line for line in result["checks"])
+
+
+def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = done
+    html = write_report(folder).read_text()
+    for f in result["families"]:
+        assert f"<strong>{f['setting']}</strong>" in html
+    assert html.count('class="ring"') == 2 and "stroke-dasharray" in html and "no formal guarantee" in html
+    assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html) and "<script" not in html
+    assert not any(n in html.lower() for n in ("bravo", "carol")), "it shows no text"
 
 
 def test_resumed_it_is_the_same_and_another_target_measures_little(
@@ -191,19 +201,8 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
     assert {f["status"] for f in out_of_reach["families"]} == {"unreached"}
     told = out_of_reach["recommendation"]
     assert re.search(r"gaussian:\S+ reached [\d.]+ % \([\d.]+ to [\d.]+\), n = 3 by guessing alone", told)
-    calibrate(plan, out=folder)
     with pytest.raises(InputError, match="another plan"):
         calibrate(replace(plan, plan=replace(plan.plan, limit=2)), out=folder)
-
-
-def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]]) -> None:
-    folder, result = done
-    html = write_report(folder).read_text()
-    for f in result["families"]:
-        assert f"<strong>{f['setting']}</strong>" in html
-    assert html.count('class="ring"') == 2 and "stroke-dasharray" in html and "no formal guarantee" in html
-    assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html) and "<script" not in html
-    assert not any(n in html.lower() for n in ("bravo", "carol")), "it shows no text"
 
 
 def test_utility_and_what_noise_guarantees(model_folder: Path, notes: Path, tmp_path: Path) -> None:
