@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "audit": "rasura.auditing",
+    "calibrate": "rasura.calibration",
+    "CalibrationPlan": "rasura.calibration",
     "capture": "rasura.victims.step",
     "chain": "rasura.defenses.compose",
     "load": "rasura.victims.loading",

@@ -14,7 +14,7 @@ from typing import Any
 
 from rasura.accumulation import gathered, least_tokens, tokens_in
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
-from rasura.data.text import Example, data_hash, demo_examples, encode, groups, load_examples
+from rasura.data.text import E, Example, data_hash, demo_examples, encode, groups, load_examples
 from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import bootstrap
@@ -89,7 +89,8 @@ class Audit:
 
     def _images(self) -> list[ImageExample]:
         plan = self.plan
-        return demo_images()[: plan.limit] if plan.data is None else load_images(plan.data, limit=plan.limit)
+        found = demo_images() if plan.data is None else load_images(plan.data, limit=plan.skip + plan.limit)
+        return self._wanted(found)
 
     def _examples(self) -> list[Example]:
         plan = self.plan
@@ -98,8 +99,14 @@ class Audit:
                 raise InputError("--text is empty; expected a text")
             found = [Example(t, None, k % 2) for k, t in enumerate(plan.texts)]
         else:
-            found = demo_examples() if plan.data is None else load_examples(plan.data, limit=plan.limit)
-        return found[: plan.limit]
+            found = demo_examples() if plan.data is None else load_examples(plan.data, limit=plan.skip + plan.limit)
+        return self._wanted(found)
+
+    def _wanted(self, found: list[E]) -> list[E]:
+        plan = self.plan
+        if plan.skip and len(found) <= plan.skip:
+            raise InputError(f"skip is {plan.skip}, and there are {len(found)} texts or images; expected less")
+        return found[plan.skip : plan.skip + plan.limit]
 
     def _reference(self) -> tuple[str, ...] | None:
         if self.plan.reference is None:

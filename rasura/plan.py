@@ -29,9 +29,9 @@ class Plan:
     """One audit: every attack x update x defense x threat x batch size x seed, over the texts of ``data``.
 
     ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, ``language_model``: folder or
-    hub id of a causal model; both are granted to the adversary. ``limit``: texts used. ``num_labels``: size of a fresh head;
-    None takes what the labels need. ``max_memory``: MiB that an attack may hold at once. ``entries``: share of the entries
-    that matching attacks form where they need them one by one.
+    hub id of a causal model; both are granted to the adversary. ``limit``: texts used, after the first ``skip``.
+    ``num_labels``: size of a fresh head; None takes what the labels need. ``max_memory``: MiB that an attack may hold at
+    once. ``entries``: share of the entries that matching attacks form where they need them one by one.
     """
 
     model: str = "minilm"
@@ -55,6 +55,7 @@ class Plan:
     show_text: bool = False
     max_memory: int = Budget.memory_mb
     entries: float | None = None
+    skip: int = 0
 
     def checked(self) -> Plan:
         """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it."""
@@ -87,6 +88,8 @@ class Plan:
         for name, value in (*sizes, *(("batch size", b) for b in self.batch_sizes)):
             if value < 1:
                 raise InputError(f"{name} is {value}; expected at least 1")
+        if self.skip < 0:
+            raise InputError(f"skip is {self.skip}; expected a number of texts, 0 for none")
         if self.entries is not None and not 0 < self.entries <= 1:
             raise InputError(f"entries is {self.entries}; expected a share above 0 and up to 1")
         images = {n for n in self.attacks if n in IMAGE_ATTACKS}
@@ -116,7 +119,7 @@ class Plan:
         """What the results depend on, as plain JSON values: the identity of a run's folder."""
         found = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         del found["max_memory"]
-        for name in ("updates", "language_model", "entries"):
+        for name in ("updates", "language_model", "entries", "skip"):
             if getattr(self, name) == getattr(Plan, name):
                 del found[name]
         return found

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.records import RunStore, write_whole
+from rasura.report.calibration import finished, render_calibration
 from rasura.report.findings import Findings, Level, findings, summarise
 from rasura.report.membership import membership_findings, render_membership
 
@@ -23,13 +24,16 @@ def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
     ``show_text`` reveals texts only where the run stored them (an audit with ``--show-text``); else they stay masked.
     """
     store = RunStore(run_dir)
+    path = Path(run_dir) / "report.html"
     try:
         records, plan = list(store), store.plan
+        if plan.get("kind") == "calibration":
+            write_whole(path, render_calibration(finished(run_dir)))
+            return path
         trained = plan.get("kind") == "membership"
         store.export(asdict(membership_findings(records, plan)) if trained else summarise(records, plan))
     finally:
         store.close()
-    path = Path(run_dir) / "report.html"
     write_whole(path, render_membership(records, plan) if trained else render(records, plan, show_text=show_text))
     return path
 

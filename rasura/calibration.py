@@ -1,0 +1,327 @@
+"""The least protection whose risk's upper bound meets a target, found and verified by audits (calibration paper, sec. III).
+
+For each protection with one open figure: audits from weak to strong, then between the weakest setting that holds and the
+next that does not. A setting holds where the 95 % interval of the risk ends at or below the target, for every attack and for
+guessing, and so do all stronger ones that were tried. What is found must pass a fresh audit with other seeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rasura.accounting import Run, assumes_poisson, guarantee
+from rasura.auditing import Audit, Cell
+from rasura.data.text import load_examples
+from rasura.errors import MissingExtra
+from rasura.interfaces import InputError
+from rasura.knobs import Family, family
+from rasura.metrics.utility import HIGHER_IS_BETTER
+from rasura.plan import Plan
+from rasura.recipes import METRICS, USUAL_METRICS, known, parse_defense
+from rasura.records import RunStore
+from rasura.report.calibration import recommendation
+from rasura.report.findings import ADAPTIVE
+from rasura.report.levels import point, yardstick
+from rasura.training import Training, TrainPlan
+from rasura.victims.step import defended
+from rasura.victims.train import Recipe
+
+UNPROTECTED = -math.inf
+"""The position of a protection without its open part."""
+
+NOISE = ("gaussian", "laplace", "dp-sgd", "normalised", "directional")
+EXACT = ("span", "dager", "embedding-rows")
+"""Attacks that any noise silences, long before it hides the text from others."""
+
+Measured = Sequence[float | None]
+Progress = Callable[[Cell], None]
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What is to be found: for each of ``plan.defenses``, which have one open figure each (``gaussian``,
+    ``frozen-embeddings+pruning``), the least that keeps ``risk`` at or below ``at_most`` under the attacks of ``plan``.
+
+    ``risk``: a metric of texts, or ``ssim`` of images. ``steps``: settings tried between the last that fails and the first
+    that holds. ``utility``: a figure of ``rasura train``, measured behind what was found, on ``train`` (None: the data of
+    ``plan``) and ``test``, with at most ``train_limit`` texts; ``recipe`` is also what a formal guarantee is counted for.
+    """
+
+    plan: Plan
+    risk: str = "rougeL"
+    at_most: float = 0.1
+    steps: int = 3
+    utility: str | None = None
+    train: str | None = None
+    test: str | None = None
+    train_limit: int | None = None
+    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=3))
+
+    def checked(self) -> CalibrationPlan:
+        """This plan with the metrics it needs, or ``InputError`` for what is wrong with it."""
+        images = self.plan.task == "vision"
+        bare = known("risk", self.risk, ("ssim",) if images else tuple(METRICS))
+        if not 0 < self.at_most < 1:
+            raise InputError(f"at-most is {self.at_most}; expected a share above 0 and below 1")
+        if self.steps < 0:
+            raise InputError(f"steps is {self.steps}; expected 0 or more")
+        for name, found in (
+            ("threat", self.plan.threats), ("batch size", self.plan.batch_sizes), ("update", self.plan.updates)
+        ):  # fmt: skip
+            if len(found) != 1:
+                raise InputError(f"calibrate takes one {name}, found {len(found)}; give each its own --out")
+        if self.utility is not None:
+            figures = {"classification": ("accuracy", "f1", "mcc", "loss"), "causal": ("loss", "perplexity")}
+            if self.plan.task not in figures:
+                raise InputError(f"--utility is for language models; the task is {self.plan.task}")
+            known(f"utility for the task {self.plan.task}", self.utility, figures[self.plan.task])
+            if (self.train or self.plan.data) is None:
+                raise InputError("--utility needs texts to train on; pass FILE or --train")
+        metrics = self.plan.metrics if images or bare in USUAL_METRICS else (*USUAL_METRICS, bare)
+        for text in self.plan.defenses:
+            family(text)
+        if len(set(self.plan.defenses)) < len(self.plan.defenses) or not self.plan.defenses:
+            raise InputError("no protection was given, or one twice; expected each one once")
+        attacks = tuple(a for a in self.plan.attacks if a != "blind")
+        if not attacks:
+            raise InputError("only the attack blind was given, which is always counted; expected one that reads the update")
+        plan = replace(self.plan, metrics=metrics, attacks=attacks)
+        unprotected = replace(plan, defenses=("none",)).checked()
+        return replace(self, plan=replace(unprotected, defenses=plan.defenses))
+
+    def identity(self) -> dict[str, Any]:
+        """What names the folder: the model and the texts. Targets, protections, attacks and seeds may change in it."""
+        found = self.plan.canonical()
+        for name in ("attacks", "defenses", "seeds", "seed", "show_text"):
+            del found[name]
+        return {**found, "kind": "calibration", "attacks": [], "defenses": []}
+
+
+def least(
+    measure: Callable[[Sequence[float]], Measured], ladder: Sequence[float], at_most: float, steps: int
+) -> float | None:
+    """The weakest position whose bound is at most ``at_most``, as are those of all stronger ones on ``ladder``.
+
+    ``measure`` gives the upper bound of the risk at each position, None where nothing could be measured: such a position
+    neither holds nor fails. ``ladder`` goes from weak to strong; between two of its finite positions ``steps`` halvings
+    follow, in which what was not measured does not hold. None: no position holds.
+    """
+    bounds = [(t, high) for t, high in zip(ladder, measure(ladder)) if high is not None]
+    chosen, weaker = None, UNPROTECTED
+    for position, high in reversed(bounds):
+        if high > at_most:
+            weaker = position
+            break
+        chosen = position
+    if chosen is None:
+        return None
+    for _ in range(steps if math.isfinite(weaker) else 0):
+        middle = (weaker + chosen) / 2
+        (found,) = measure([middle])
+        if found is not None and found <= at_most:
+            chosen = middle
+        else:
+            weaker = middle
+    return chosen
+
+
+class Calibration:
+    """A prepared calibration: inputs checked, model loaded. ``run`` does what the folder does not hold yet."""
+
+    def __init__(self, wanted: CalibrationPlan, folder: str | Path, *, device: str = "cpu") -> None:
+        self.wanted = wanted = wanted.checked()
+        self.plan, self.folder, self.device = wanted.plan, Path(folder), device
+        first = Audit(replace(self.plan, defenses=("none",)), device=device)
+        self.victim, self.n_texts = first.victim, len(first.examples or first.images)
+        (self.model,) = first.models.values()
+        entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        self.families = [family(text, entries) for text in self.plan.defenses]
+        for one in self.families:
+            for position in one.knob.positions():
+                parse_defense(one.setting(position))
+        self.fresh, self.which = self._fresh()
+        self.lora = next(iter(first.updates.values()))[0].lora
+        self.training: Training | None = None
+        if wanted.utility is not None:
+            self.training = self._training(tuple(dict.fromkeys(one.rest for one in self.families)))
+        self.store = RunStore(folder, wanted.identity())
+
+    def _fresh(self) -> tuple[Plan, str]:
+        """The plan of the audit that verifies, and which texts it takes: others where there are as many."""
+        other = replace(self.plan, seed=self.plan.seed + self.plan.seeds)
+        try:
+            found = Audit(replace(other, skip=self.plan.skip + self.plan.limit, defenses=("none",)), victim=self.victim)
+        except InputError as reason:
+            return other, f"the same texts, other seeds ({reason})"
+        if len(found.examples or found.images) < self.n_texts:
+            return other, f"the same texts, other seeds: there are no {self.n_texts} others"
+        return replace(other, skip=found.plan.skip), "other texts, other seeds"
+
+    def _training(self, defenses: tuple[str, ...]) -> Training:
+        w, p = self.wanted, self.plan
+        return Training(
+            TrainPlan(
+                str(w.train or p.data), w.test, p.model, p.task, defenses, w.train_limit, num_labels=self.victim.num_labels
+                if p.task == "classification" else None, lora=self.lora, truncate=p.truncate, recipe=w.recipe,
+            ), self.folder / "utility", device=self.device,
+        )  # fmt: skip
+
+    def estimate(self) -> float:
+        """Rough CPU seconds for a small model, training not counted."""
+        each = Audit(replace(self.plan, defenses=("none",)), victim=self.victim).estimate()
+        return each * sum(one.knob.points + self.wanted.steps + 2 for one in self.families)
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+    def run(self, progress: Progress | None = None) -> dict[str, Any]:
+        """Find, verify and price a setting for every protection; the result is also ``summary.json`` of the folder."""
+        w, p = self.wanted, self.plan
+        found = [self._family(one, progress) for one in self.families]
+        if w.utility is not None:
+            self._utility(found)
+        first = next(iter(self.store), {})
+        result: dict[str, Any] = {
+            "risk": w.risk, "at_most": w.at_most, "attacks": list(p.attacks), "texts": self.n_texts, "seeds": p.seeds,
+            "seed": p.seed, "batch_size": p.batch_sizes[0], "update": p.updates[0], "task": p.task,
+            "model": first.get("model", p.model), "data": first.get("data", ""), "threat": p.threats[0],
+            "threat_plain": first.get("threat_plain", ""), "budget": p.budget, "utility": w.utility,
+            "versions": first.get("versions", {}), "families": found, "checks": self._checks(found),
+        }  # fmt: skip
+        result["recommendation"] = recommendation(result)
+        self.store.export(result)
+        return result
+
+    def _measure(self, settings: Sequence[str], plan: Plan, progress: Progress | None) -> list[dict[str, Any]]:
+        audit = Audit(replace(plan, defenses=tuple(settings)), device=self.device, victim=self.victim)
+        for _ in audit.run(self.store, progress):
+            pass
+        keys = {c.key for c in audit.cells}
+        rows = [r for r in self.store if r["key"] in keys]
+        return [point(s, [r for r in rows if r["defense"] == s], plan.attacks, self.wanted.risk) for s in settings]
+
+    def _family(self, one: Family, progress: Progress | None) -> dict[str, Any]:
+        w = self.wanted
+        points: dict[float, dict[str, Any]] = {}
+
+        def setting(position: float) -> str:
+            return one.setting(position) if math.isfinite(position) else one.rest
+
+        def measure(positions: Sequence[float]) -> Measured:
+            # Two positions may be one setting, as 2 and 2 of a whole number.
+            for t, measured in zip(positions, self._measure([setting(t) for t in positions], self.plan, progress)):
+                value = one.knob.value(t, one.entries) if math.isfinite(t) else None
+                points[t] = {**measured, "position": t if math.isfinite(t) else None, "value": value}
+            return [points[t]["risk"]["high"] if points[t]["risk"] else None for t in positions]
+
+        chosen = least(measure, (UNPROTECTED, *one.knob.positions()), w.at_most, w.steps)
+        tried = {points[t]["setting"]: points[t] for t in sorted(points)}
+        found: dict[str, Any] = {
+            "family": one.text, "knob": one.knob.name, "status": "unreached", "setting": None,
+            "points": list(tried.values()), "yardsticks": [yardstick(a, tried.values()) for a in self.plan.attacks],
+        }  # fmt: skip
+        failures: list[dict[str, Any]] = []
+        # What holds here and not afresh gives way to the next stronger one, which has to pass as well.
+        for t in [] if chosen is None else [t for t in sorted(points) if t >= chosen and points[t]["risk"] is not None]:
+            if points[t]["setting"] in [f["setting"] for f in failures]:
+                continue
+            (again,) = self._measure([points[t]["setting"]], self.fresh, progress)
+            worst = max(again["levels"], key=lambda level: level["mean"]) if again["risk"] else None
+            if worst is not None and worst["mean"] <= w.at_most:
+                found |= {"status": "found" if math.isfinite(t) else "no need", "setting": points[t]["setting"]}
+                found |= {"chosen": points[t], "guarantee": self._guarantee(points[t]["setting"])}
+                found["verification"] = {**again, "risk": worst, "on": self.which, "seed": self.fresh.seed}
+                break
+            failures.append({"setting": points[t]["setting"], "risk": worst, "reasons": again["reasons"]})
+        found["not_verified"] = failures
+        if failures and found["setting"] is None:
+            found["status"] = "not verified"
+        return found
+
+    def _guarantee(self, setting: str) -> dict[str, Any]:
+        """What the setting guarantees to the texts of a training run with the plan's recipe and secure noise."""
+        parts = parse_defense(setting)
+        mechanisms, recipe = [p.mechanism for p in parts], self.wanted.recipe
+        source = self.wanted.train or self.plan.data
+        if self.training is not None:
+            examples = len(self.training.rows)
+        else:
+            examples = self.n_texts if source is None or self.plan.task == "vision" else len(load_examples(source))
+        sampling: Any = "poisson" if assumes_poisson(mechanisms) else "shuffled"
+        run = Run(examples, recipe.batch_size, recipe.epochs, sampling=sampling)
+        with defended(self.model, parts):
+            sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
+        about = {"examples": examples, "batch_size": recipe.batch_size, "epochs": recipe.epochs}
+        try:
+            return {**guarantee(mechanisms, run, sizes=sizes).told(), **about}
+        except MissingExtra as missing:
+            return {"statement": f"not computed: {missing}", **about}
+
+    def _utility(self, found: Sequence[dict[str, Any]]) -> None:
+        """Train behind each setting that was found, and without its open part, and add what it costs."""
+        name = str(self.wanted.utility)
+        rests = {one.text: one.rest for one in self.families}
+        for part in found:
+            if part["setting"] is None:
+                continue
+            try:
+                training = self._training(tuple(dict.fromkeys((rests[part["family"]], part["setting"]))))
+                results = {r["defense"]: r for r in training.run()}
+            except InputError as reason:
+                part["utility"] = {"metric": name, "reason": str(reason)}
+                continue
+            without, behind = (results[d]["after"][name] for d in (rests[part["family"]], part["setting"]))
+            last = results[part["setting"]]
+            part["utility"] = {
+                "metric": name, "without": without, "behind": behind, "reference": rests[part["family"]],
+                "cost": without - behind if HIGHER_IS_BETTER[name] else behind - without, "n": last["n_test"],
+                "n_train": last["n_train"], "epochs": last["epochs"], "tested_on": last["tested_on"],
+                "untrained": last["before"][name],
+            }  # fmt: skip
+
+    def _checks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What the figures must be held against."""
+        out, names, at_most = [], self.plan.attacks, self.wanted.at_most
+        need = math.ceil(math.log(0.025) / math.log1p(-at_most))
+        if self.n_texts < need:
+            out.append(
+                f"{self.n_texts} texts: even if none is read, that does not rule out that one text in {1 / at_most:.0f} is "
+                f"read in full; it takes {need} to do so."
+            )
+        for one in self.families:
+            parts = {p.partition(":")[0].partition("/")[0] for p in one.form.split("+")}
+            if parts & set(NOISE) and set(names) <= set(EXACT):
+                out.append(
+                    f"{one.text}: {', '.join(names)} look for what is exact, and the least noise silences span attacks; add "
+                    "--attack pursuit before you rely on so little."
+                )
+            for protection, (kind, attack) in ADAPTIVE.items():
+                if protection in parts and not any(a.startswith(kind) for a in names):
+                    out.append(f"{one.text}: no attack knows how {protection} works; add --attack {attack}.")
+        for f in found:
+            tried = {level["attack"] for level in f["chosen"]["levels"]} if f["setting"] else set(names)
+            for name in (n for n in names if n not in tried):
+                why = next((r for r in f["chosen"]["reasons"] if r.startswith(f"{name}: ")), name)
+                out.append(f"{f['setting']}: an attack could not be tried there; {why}.")
+        if not any(y["well_behaved"] for f in found for y in f["yardsticks"]):
+            out.append("No attack is a well-behaved yardstick of any of these protections; see why below.")
+        return out
+
+
+def calibrate(wanted: CalibrationPlan, *, out: str | Path, device: str = "cpu") -> dict[str, Any]:
+    """Find the least protection that meets a target, for each protection of ``wanted.plan``, into the folder ``out``.
+
+    ``calibrate(CalibrationPlan(Plan(data="notes.jsonl", defenses=("gaussian",)), at_most=0.2), out="runs/calibrate")``.
+    Interrupted, the same call goes on; another target reuses what was measured. The result says for each protection whether
+    a setting was ``found``, there is ``no need``, the target is ``unreached``, or what held was ``not verified``.
+    """
+    prepared = Calibration(wanted, out, device=device)
+    try:
+        return prepared.run()
+    finally:
+        prepared.close()

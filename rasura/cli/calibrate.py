@@ -1,0 +1,129 @@
+"""``rasura calibrate``: how much protection is enough."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from rasura.cli.shared import app, device_named, err, out, split
+from rasura.errors import InputError
+
+
+@app.command()
+def calibrate(
+    file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; or images")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="a text to attack (repeatable), instead of FILE")] = None,
+    defense: Annotated[str, typer.Option(help="protections without their figure: gaussian,pruning")] = "gaussian",
+    attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
+    risk: Annotated[str | None, typer.Option(help="metric of what is read back (default rougeL; ssim of images)")] = None,
+    at_most: Annotated[float, typer.Option(help="the share that the risk's upper 95 % bound may reach")] = 0.1,
+    steps: Annotated[int, typer.Option(help="settings tried between the last that fails and the first that holds")] = 3,
+    utility: Annotated[str | None, typer.Option(help="accuracy, f1, mcc, loss or perplexity behind what was found")] = None,
+    train: Annotated[str | None, typer.Option(help="texts to train on for --utility; default FILE")] = None,
+    test: Annotated[str | None, typer.Option(help="texts that the trained model is judged on")] = None,
+    train_limit: Annotated[int | None, typer.Option(help="texts trained on")] = None,
+    epochs: Annotated[int, typer.Option(help="of the training, and of the formal guarantee")] = 3,
+    train_batch_size: Annotated[int, typer.Option(help="texts a step of the training, and of the guarantee")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="of the training")] = 1e-4,
+    reference: Annotated[str | None, typer.Option(help="a file of other such texts, which the adversary has")] = None,
+    language_model: Annotated[str | None, typer.Option(help="a causal model that the adversary knows language by")] = None,
+    model: Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); lenet, cnn")] = None,
+    task: Annotated[str, typer.Option(help="classification, causal or vision")] = "classification",
+    update: Annotated[str, typer.Option(help="what is sent; see: rasura list updates")] = "fedsgd",
+    threat: Annotated[str, typer.Option(help="the threat model")] = "honest-server",
+    batch_size: Annotated[int, typer.Option(help="texts in one update")] = 1,
+    limit: Annotated[int | None, typer.Option(help="texts attacked, and as many others to verify (default 8)")] = None,
+    seeds: Annotated[int, typer.Option(help="repetitions")] = 1,
+    seed: Annotated[int, typer.Option(help="first seed")] = 0,
+    budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
+    max_memory: Annotated[int, typer.Option(help="MiB that an attack may hold at once")] = 4096,
+    entries: Annotated[float | None, typer.Option(help="share of entries that matching attacks form one by one")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts or images that are too large")] = False,
+    folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path(
+        "runs/calibrate"
+    ),
+    device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+) -> None:
+    """Find the least protection that keeps what attacks read below a share, and what it costs.
+
+    Example: rasura calibrate notes.jsonl --defense gaussian,pruning --attack span --risk rougeL --at-most 0.1
+    """
+    from rasura.calibration import CalibrationPlan
+    from rasura.plan import Plan
+    from rasura.recipes import IMAGE_ATTACKS
+    from rasura.victims.train import Recipe
+
+    if file and text:
+        raise InputError("FILE and --text were both given; pass one of them")
+    images = task == "vision"
+    attacks = split(attack) or (IMAGE_ATTACKS if images else ("embedding-rows", "span"))
+    plan = Plan(
+        model or Plan.model, task, file, tuple(text or ()), reference, language_model, attacks, split(defense) or (),
+        (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds, seed=seed,
+        budget=budget, truncate=truncate, num_labels=num_labels, max_memory=max_memory, entries=entries,
+    )  # fmt: skip
+    recipe = Recipe(epochs, train_batch_size, learning_rate, patience=epochs, seed=seed)
+    wanted = CalibrationPlan(
+        plan, risk or ("ssim" if images else "rougeL"), at_most, steps, utility, train, test, train_limit, recipe
+    )
+    run_calibration(wanted, folder, device_named(device), as_json)
+
+
+def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> None:
+    from rich.progress import Progress
+
+    from rasura.calibration import Calibration
+    from rasura.report.calibration import REACHED
+    from rasura.report.page import write_report
+
+    with err.status("loading the model and the texts"):
+        prepared = Calibration(wanted, folder, device=device)
+    minutes = prepared.estimate() / 60
+    err.print(
+        f"{prepared.n_texts} texts or images, verified on {prepared.which}; roughly {max(0.1, minutes):.1f} CPU minutes "
+        "for a small model if nothing is done yet", markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    try:
+        with Progress(console=err, transient=True) as bar:
+            line = bar.add_task("", total=None)
+            result = prepared.run(lambda c: bar.update(line, description=f"{c.attack} / {c.defense}"))
+    except KeyboardInterrupt:
+        err.print("interrupted; finished cells are kept, the same command resumes")
+        raise typer.Exit(130) from None
+    finally:
+        prepared.close()
+    path = write_report(folder)
+    if as_json:
+        sys.stdout.write(json.dumps({**result, "report": str(path)}, ensure_ascii=False) + "\n")
+    else:
+        _print(result, path)
+    if not any(f["status"] in REACHED for f in result["families"]):
+        raise InputError(f"{result['recommendation']} Report: {path}")
+
+
+def _print(result: dict[str, Any], path: Path) -> None:
+    from rasura.report.calibration import REACHED, cost, rows
+
+    if any(f["status"] in REACHED for f in result["families"]):
+        out.print(result["recommendation"], markup=False, highlight=False, style="bold")
+    table = Table("protection", "setting", "risk (95 %), n", "afresh (95 %), n", "MB sent", "s", "cost")
+    for row, part in zip(rows(result), result["families"]):
+        table.add_row(
+            row["family"], row["setting"], row["risk"], row["again"], row["mb"], row["seconds"], cost(part, short=True)
+        )
+    out.print(table)
+    for row, part in zip(rows(result), result["families"]):
+        if part["status"] not in REACHED:
+            out.print(row["says"], markup=False, highlight=False)
+        for line in (*row["yardsticks"], row["promise"] if part["status"] in REACHED else ""):
+            out.print(f"{row['family']}: {line}" if line else "", markup=False, highlight=False)
+    for line in result["checks"]:
+        out.print(line, markup=False, highlight=False)
+    out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
