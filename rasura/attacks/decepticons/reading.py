@@ -1,0 +1,211 @@
+"""Decepticons, the reader's part: tokens from the measuring layer's gradient, texts from tokens.
+
+Rows of one direction switch on in order, so the difference of two neighbours' gradients holds the tokens between their
+levels: mostly none or one. A token that is read is taken out of the other directions' steps, which leaves others alone there
+(the peeling of invertible Bloom lookup tables, Goodrich and Mitzenmacher 2011).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rasura.attacks.decepticons.crafting import DIRECTIONS, Layout, first_place, matrix, value
+from rasura.values import UNKNOWN
+
+IMPURE = 0.1
+"""Share of a step's energy that may lie beside the one token that is read from it."""
+
+CHANCE = 0.02
+"""Expected number of tokens that noise alone makes up in a whole update."""
+
+FAINT = 1e-7
+"""Steps below this share of the strongest step's energy hold rounding."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token that was read. ``place`` counts from 0; ``code`` is in units of the word's code; ``energy`` its strength."""
+
+    word: int
+    place: int
+    code: Tensor
+    energy: float
+
+
+def steps_of(gradient: Tensor, model: nn.Module, where: Layout) -> Tensor:
+    """What each step adds to the measuring layer's gradient ``(rows, width)``: ``(directions, steps, width)``, float64."""
+    weight = matrix(model, where.second)[-1, : DIRECTIONS * where.steps].double()
+    rows = gradient[: len(weight)].double() / weight[:, None]
+    cumulative = rows.reshape(DIRECTIONS, where.steps, -1)
+    return cumulative - torch.cat([cumulative[:, 1:], torch.zeros_like(cumulative[:, :1])], 1)
+
+
+class _Codebook:
+    """The codes of all words and places, and what a token with given codes is in the measured layer's input."""
+
+    def __init__(self, model: nn.Module, where: Layout) -> None:
+        found = where.found
+        assert found.position_embedding is not None
+        self.where = where
+        self.start = first_place(model)
+        self.words = model.get_parameter(found.word_embedding).float()
+        self.places = model.get_parameter(found.position_embedding)[self.start :].float()
+        self.scale = float(model.get_parameter(f"{where.norm}.weight")[where.word].mean())
+        self.first = matrix(model, where.first).double()
+        assert where.first.bias is not None
+        self.bias = model.get_parameter(where.first.bias).double()
+
+    def nearest(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Word and place nearest to each step ``(n, width)``, and which sign of it they are nearest to."""
+        where, found = self.where, []
+        for part in steps.float().split(256):
+            best = []
+            for table, at in ((self.words, where.word), (self.places, where.place)):
+                mine = part[:, at] - part[:, at].mean(1, keepdim=True)
+                fits = mine @ table[:, at].T
+                best += [fits.max(1), (-fits).max(1)]
+            plus = best[0].values + best[2].values >= best[1].values + best[3].values
+            word = torch.where(plus, best[0].indices, best[1].indices)
+            found.append((word, torch.where(plus, best[2].indices, best[3].indices), plus.float() * 2 - 1))
+        word, place, sign = (torch.cat(parts) for parts in zip(*found))
+        return word, place, sign.double()
+
+    def fit(self, steps: Tensor, word: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The token of given word and place that each step is most like.
+
+        Returns its code, its input to the measuring layer, what it is multiplied with in the step, and their cosine outside
+        the code.
+        """
+        where = self.where
+        own = slice(where.code.stop, -1)
+        ideal = torch.zeros_like(steps)
+        ideal[:, where.word] = self.words[word][:, where.word].double()
+        ideal[:, where.place] = self.places[place][:, where.place].double()
+        rest = steps - steps[:, own].mean(1, keepdim=True)
+        factor = (rest[:, own] * ideal[:, own]).sum(1) / ideal[:, own].square().sum(1)
+        cosine = factor * ideal[:, own].norm(dim=1) / rest[:, own].norm(dim=1).clamp_min(1e-300)
+        code = steps[:, where.code] / factor[:, None]
+        ideal[:, where.code] = code - code.mean(1, keepdim=True)
+        ideal[:, -1] = self.words[word][:, -1].double()
+        inputs = self.scale * torch.nn.functional.layer_norm(ideal, ideal.shape[1:])
+        inputs[:, -1] = 0
+        many = (steps[:, :-1] * inputs[:, :-1]).sum(1) / inputs.square().sum(1)
+        return ideal[:, where.code], inputs, many, cosine
+
+    def step(self, inputs: Tensor) -> Tensor:
+        """The step of each input ``(n, width)`` in each direction: ``(n, directions)``."""
+        measured = inputs @ self.first.T + self.bias
+        on = measured[:, : DIRECTIONS * self.where.steps].reshape(len(inputs), DIRECTIONS, -1) > 0
+        return (on.sum(2) - 1).clamp_min(0)
+
+
+def read_tokens(gradient: Tensor, model: nn.Module, where: Layout) -> tuple[list[Token], float]:
+    """The tokens of the batch, as far as their steps can be told apart, and the share of the energy that is left over."""
+    steps = steps_of(gradient, model, where)
+    book = _Codebook(model, where)
+    energy = steps[..., :-1].square().sum(2)
+    total = float(energy.sum())
+    width = where.found.hidden - 1
+    own = width - where.code.stop
+    # Most steps are empty, so the weakest tell how much noise there is.
+    noise = float(energy.flatten().quantile(0.1)) / width
+    least = max(noise * width * (1 + 5 * math.sqrt(2 / width)), FAINT * float(energy.max()))
+    tried = len(book.words) * len(book.places) * energy.numel()
+    chance = math.sqrt(2 * math.log(tried / CHANCE) / own)
+    found: list[Token] = []
+    dirty = energy > least
+    while bool(dirty.any()):
+        k, at = dirty.nonzero(as_tuple=True)
+        mine = steps[k, at]
+        word, place, sign = book.nearest(mine)
+        code, inputs, many, cosine = book.fit(mine, word, place)
+        beside = (mine[:, where.code.stop : -1] - many[:, None] * inputs[:, where.code.stop : -1]).square().sum(1)
+        sound = (cosine * sign > chance) & (beside < IMPURE * energy[k, at] + 1.5 * noise * own) & (many * sign > 0)
+        places = book.step(inputs)
+        dirty[:] = False
+        for i in (cosine * sign).argsort(descending=True).tolist():
+            if not sound[i]:
+                break
+            if dirty[k[i], at[i]]:
+                continue
+            found.append(Token(int(word[i]), int(place[i]), code[i], float(energy[k[i], at[i]])))
+            for direction, there in enumerate(places[i].tolist()):
+                # Where it was read it is taken out, whatever rounding says of the step's edge.
+                there = int(at[i]) if direction == int(k[i]) else there
+                steps[direction, there] -= many[i] * inputs[i]
+                dirty[direction, there] = True
+        energy = steps[..., :-1].square().sum(2)
+        dirty &= energy > least
+        if len(found) > energy.numel():
+            break
+    return found, float(energy.sum()) / max(total, 1e-300)
+
+
+def into_texts(tokens: Sequence[Token], size: int | None) -> list[tuple[int, ...]]:
+    """Texts of a model whose tokens see their whole text: the tokens of one have one code. ``size``: texts, if known."""
+    from sklearn.cluster import AgglomerativeClustering
+
+    if size == 1 or len(tokens) < 2:
+        return [_placed(tokens)]
+    codes = torch.stack([t.code for t in tokens])
+    typical = float(codes.norm(dim=1).median())
+    known = {"n_clusters": min(size, len(tokens))} if size else {"n_clusters": None, "distance_threshold": 0.2 * typical}
+    labels = AgglomerativeClustering(linkage="average", **known).fit_predict(codes.numpy())
+    texts = [[t for t, label in zip(tokens, labels) if label == k] for k in sorted(set(labels.tolist()))]
+    return [_placed(text) for text in texts]
+
+
+def _placed(tokens: Sequence[Token]) -> tuple[int, ...]:
+    """Tokens at their places, the strongest where several claim one, ``UNKNOWN`` where none does."""
+    out = [UNKNOWN] * (1 + max(t.place for t in tokens))
+    for t in sorted(tokens, key=lambda t: t.energy):
+        out[t.place] = t.word
+    return tuple(out)
+
+
+def along_prefixes(tokens: Sequence[Token], model: nn.Module, where: Layout) -> list[tuple[int, ...]]:
+    """Texts of a causal model: a token's code is the mean over its prefix, so it tells the code of the token before it.
+
+    Texts are followed back from tokens that nothing follows. A prefix that several texts share is read once for all of them.
+    """
+    found = where.found
+    assert found.position_embedding is not None
+    start, seen = first_place(model), value(model, where).double()
+    words, places = model.get_parameter(found.word_embedding), model.get_parameter(found.position_embedding)[start:]
+    best: dict[tuple[int, int, int], Token] = {}
+    by_place: dict[int, list[Token]] = {}
+    for t in sorted(tokens, key=lambda t: -t.energy):
+        near = [o for o in by_place.get(t.place, []) if o.word == t.word and _same(o.code, t.code)]
+        if not near:
+            by_place.setdefault(t.place, []).append(t)
+    del best
+    children: set[int] = set()
+    parent: dict[int, Token] = {}
+    for place, here in by_place.items():
+        before = by_place.get(place - 1, [])
+        if not before:
+            continue
+        codes = torch.stack([o.code for o in before])
+        for t in here:
+            own = (words[t.word] + places[t.place]).double()
+            wrote = seen @ torch.nn.functional.layer_norm(own, own.shape)
+            wanted = ((place + 1) * t.code - (wrote - wrote.mean())) / place
+            nearest = before[int((codes - wanted).norm(dim=1).argmin())]
+            parent[id(t)] = nearest
+            children.add(id(nearest))
+    texts = []
+    for t in (t for here in by_place.values() for t in here if id(t) not in children):
+        chain = [t]
+        while id(chain[-1]) in parent:
+            chain.append(parent[id(chain[-1])])
+        texts.append(_placed(chain))
+    return texts
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return float((one - other).norm()) < 0.1 * float(one.norm() + other.norm()) / 2
