@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from rasura.attacks.decepticons.crafting import DIRECTIONS, Layout, first_place, matrix, value
@@ -29,12 +30,14 @@ FAINT = 1e-7
 
 @dataclass(frozen=True)
 class Token:
-    """One token that was read. ``place`` counts from 0; ``code`` is in units of the word's code; ``energy`` its strength."""
+    """One token that was read. ``place`` counts from 0; ``code`` is in units of the word's code; ``energy`` its strength in the
+    direction where it was read."""
 
     word: int
     place: int
     code: Tensor
     energy: float
+    direction: int = 0
 
 
 def steps_of(gradient: Tensor, model: nn.Module, where: Layout) -> Tensor:
@@ -109,55 +112,122 @@ def read_tokens(gradient: Tensor, model: nn.Module, where: Layout) -> tuple[list
     steps = steps_of(gradient, model, where)
     book = _Codebook(model, where)
     energy = steps[..., :-1].square().sum(2)
-    total = float(energy.sum())
-    width = where.found.hidden - 1
-    own = width - where.code.stop
+    total, width = float(energy.sum()), where.found.hidden - 1
     # Most steps are empty, so the weakest tell how much noise there is.
     noise = float(energy.flatten().quantile(0.1)) / width
-    least = max(noise * width * (1 + 5 * math.sqrt(2 / width)), FAINT * float(energy.max()))
-    tried = len(book.words) * len(book.places) * energy.numel()
-    chance = math.sqrt(2 * math.log(tried / CHANCE) / own)
-    found: list[Token] = []
-    dirty = energy > least
-    while bool(dirty.any()):
-        k, at = dirty.nonzero(as_tuple=True)
-        mine = steps[k, at]
-        word, place, sign = book.nearest(mine)
-        code, inputs, many, cosine = book.fit(mine, word, place)
-        beside = (mine[:, where.code.stop : -1] - many[:, None] * inputs[:, where.code.stop : -1]).square().sum(1)
+    if noise * width <= FAINT * float(energy.max()):
+        found = _read_at(steps, book, noise, 1, FAINT * float(energy.max()), peel=True)
+    else:
+        # A step is between rows, so more rows on both sides of it show it better, as far as no other step is among them.
+        scales = [1 << k for k in range(7) if 1 << k <= where.steps // 4]
+        found = _merged([t for scale in scales for t in _read_at(steps, book, noise, scale, 0.0, peel=False)])
+    return found, float(steps[..., :-1].square().sum()) / max(total, 1e-300)
+
+
+def _seen_wider(steps: Tensor, scale: int) -> Tensor:
+    """The difference of the means of ``scale`` rows on both sides of each step; ``steps`` itself at scale 1."""
+    if scale == 1:
+        return steps
+    rows = steps.flip(1).cumsum(1).flip(1)
+    before, behind = rows[:, :1].expand(-1, scale - 1, -1), torch.zeros_like(rows[:, :1]).expand(-1, scale, -1)
+    mean = torch.cat([before, rows, behind], 1).cumsum(1)
+    mean = torch.cat([torch.zeros_like(mean[:, :1]), mean], 1)
+    mean = (mean[:, scale:] - mean[:, :-scale]) / scale
+    return mean[:, : steps.shape[1]] - mean[:, scale : scale + steps.shape[1]]
+
+
+def _read_at(steps: Tensor, book: _Codebook, noise: float, scale: int, faint: float, *, peel: bool) -> list[Token]:
+    """Tokens read at one scale, strongest fits first; ``steps`` is left with what is not read.
+
+    ``peel``: take a token out of every direction, not only where it was read; its code must be exact for that.
+    """
+    where, found = book.where, list[Token]()
+    width = where.found.hidden - 1
+    own = width - where.code.stop
+    noise = noise / scale
+    least = max(noise * width * (1 + 4 * math.sqrt(2 / width)), faint)
+    chance = math.sqrt(2 * math.log(len(book.words) * len(book.places) * steps[..., 0].numel() / CHANCE) / own)
+    touched = torch.ones_like(steps[..., 0], dtype=torch.bool)
+    for _ in range(where.steps):
+        seen = _seen_wider(steps, scale)
+        energy = seen[..., :-1].square().sum(2)
+        k, at = (touched & (energy > least)).nonzero(as_tuple=True)
+        touched[:] = False
+        if not len(k):
+            break
+        word, place, sign = book.nearest(seen[k, at])
+        code, inputs, many, cosine = book.fit(seen[k, at], word, place)
+        beside = (seen[k, at] - many[:, None] * inputs)[:, where.code.stop : -1].square().sum(1)
         sound = (cosine * sign > chance) & (beside < IMPURE * energy[k, at] + 1.5 * noise * own) & (many * sign > 0)
-        places = book.step(inputs)
-        dirty[:] = False
+        homes = book.step(inputs)
         for i in (cosine * sign).argsort(descending=True).tolist():
+            direction, step = int(k[i]), int(at[i])
             if not sound[i]:
                 break
-            if dirty[k[i], at[i]]:
+            if touched[direction, step]:
                 continue
-            found.append(Token(int(word[i]), int(place[i]), code[i], float(energy[k[i], at[i]])))
-            for direction, there in enumerate(places[i].tolist()):
-                # Where it was read it is taken out, whatever rounding says of the step's edge.
-                there = int(at[i]) if direction == int(k[i]) else there
-                steps[direction, there] -= many[i] * inputs[i]
-                dirty[direction, there] = True
-        energy = steps[..., :-1].square().sum(2)
-        dirty &= energy > least
-        if len(found) > energy.numel():
-            break
-    return found, float(energy.sum()) / max(total, 1e-300)
+            found.append(Token(int(word[i]), int(place[i]), code[i], float(energy[k[i], at[i]]), direction))
+            # Where it was read it is taken out, whatever rounding says of the step's edge.
+            there = [(d, h) for d, h in enumerate(homes[i].tolist()) if peel and d != direction]
+            for d, h in [(direction, step), *there]:
+                steps[d, h] -= many[i] * inputs[i]
+                touched[d, max(0, h - scale + 1) : h + scale] = True
+    return found
+
+
+def _merged(tokens: Sequence[Token]) -> list[Token]:
+    """Tokens read in noise, where each direction reads the same ones: as many copies of one as the most of a direction."""
+    same: dict[tuple[int, int], list[Token]] = {}
+    for t in sorted(tokens, key=lambda t: -t.energy):
+        same.setdefault((t.word, t.place), []).append(t)
+    out = []
+    for group in same.values():
+        copies = max(sum(t.direction == d for t in group) for d in range(DIRECTIONS))
+        code = torch.stack([t.code for t in group]).mean(0)
+        out += [replace(group[0], code=code)] if copies == 1 else group[:copies]
+    return out
 
 
 def into_texts(tokens: Sequence[Token], size: int | None) -> list[tuple[int, ...]]:
     """Texts of a model whose tokens see their whole text: the tokens of one have one code. ``size``: texts, if known."""
-    from sklearn.cluster import AgglomerativeClustering
-
     if size == 1 or len(tokens) < 2:
         return [_placed(tokens)]
+    if size is not None:
+        return _assigned(tokens, size)
+    from sklearn.cluster import AgglomerativeClustering
+
     codes = torch.stack([t.code for t in tokens])
-    typical = float(codes.norm(dim=1).median())
-    known = {"n_clusters": min(size, len(tokens))} if size else {"n_clusters": None, "distance_threshold": 0.2 * typical}
-    labels = AgglomerativeClustering(linkage="average", **known).fit_predict(codes.numpy())
-    texts = [[t for t, label in zip(tokens, labels) if label == k] for k in sorted(set(labels.tolist()))]
-    return [_placed(text) for text in texts]
+    cut = 0.2 * float(codes.norm(dim=1).median())
+    labels = AgglomerativeClustering(n_clusters=None, distance_threshold=cut, linkage="average").fit_predict(codes.numpy())
+    return [_placed([t for t, label in zip(tokens, labels) if label == k]) for k in sorted(set(labels.tolist()))]
+
+
+def _assigned(tokens: Sequence[Token], size: int) -> list[tuple[int, ...]]:
+    """``size`` texts, each with one token a place at most: at every place the tokens go to the texts whose codes they fit."""
+    by_place: dict[int, list[Token]] = {}
+    for t in sorted(tokens, key=lambda t: -t.energy):
+        if len(by_place.setdefault(t.place, [])) < size:
+            by_place[t.place].append(t)
+    every = [t for here in by_place.values() for t in here]
+    seeds = list(max(by_place.values(), key=lambda here: (len(here), sum(t.energy for t in here))))
+    while len(seeds) < min(size, len(every)):
+        seeds.append(max(every, key=lambda t: min(float((t.code - s.code).norm()) for s in seeds)))
+    centres = torch.stack([s.code for s in seeds])
+    texts: list[list[Token]] = []
+    for _ in range(20):
+        texts = [[] for _ in centres]
+        for here in by_place.values():
+            distance = torch.cdist(torch.stack([t.code for t in here]), centres).square()
+            for i, k in zip(*linear_sum_assignment(distance.numpy())):
+                texts[k].append(here[i])
+        # A token's code is as exact as the token is strong.
+        centres = torch.stack([_centre(text) if text else centre for text, centre in zip(texts, centres)])
+    return [_placed(text) for text in texts if text]
+
+
+def _centre(text: Sequence[Token]) -> Tensor:
+    weight = torch.tensor([t.energy for t in text], dtype=torch.float64)
+    return (weight[:, None] * torch.stack([t.code for t in text])).sum(0) / weight.sum()
 
 
 def _placed(tokens: Sequence[Token]) -> tuple[int, ...]:
@@ -177,13 +247,10 @@ def along_prefixes(tokens: Sequence[Token], model: nn.Module, where: Layout) -> 
     assert found.position_embedding is not None
     start, seen = first_place(model), value(model, where).double()
     words, places = model.get_parameter(found.word_embedding), model.get_parameter(found.position_embedding)[start:]
-    best: dict[tuple[int, int, int], Token] = {}
     by_place: dict[int, list[Token]] = {}
     for t in sorted(tokens, key=lambda t: -t.energy):
-        near = [o for o in by_place.get(t.place, []) if o.word == t.word and _same(o.code, t.code)]
-        if not near:
+        if not any(o.word == t.word and _same(o.code, t.code) for o in by_place.get(t.place, [])):
             by_place.setdefault(t.place, []).append(t)
-    del best
     children: set[int] = set()
     parent: dict[int, Token] = {}
     for place, here in by_place.items():
