@@ -21,10 +21,10 @@ from rasura.victims.models import Linear, Parts, layer_inputs, parts, position_i
 DIRECTIONS = 3
 """Directions in which every token is measured; a token that shares its step in one of them mostly has it alone in another."""
 
-SHARPNESS = 1e5
+SHARPNESS = 1e6
 """How fast a step rises, in standard deviations of what is measured: a smooth activation becomes a step."""
 
-AMPLIFIED = {False: 1e6, True: 1e10}
+AMPLIFIED = {False: 1e7, True: 1e14}
 """Scale of what is measured, where norms follow and where they come first: the larger, the more of the gradient's norm is in
 the measuring layer; a norm that follows would lose the loss beside a larger one."""
 

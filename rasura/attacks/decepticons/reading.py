@@ -116,7 +116,7 @@ def read_tokens(gradient: Tensor, model: nn.Module, where: Layout) -> tuple[list
     # Most steps are empty, so the weakest tell how much noise there is.
     noise = float(energy.flatten().quantile(0.1)) / width
     if noise * width <= FAINT * float(energy.max()):
-        found = _read_at(steps, book, noise, 1, FAINT * float(energy.max()), peel=True)
+        found = _distinct(_read_at(steps, book, noise, 1, FAINT * float(energy.max()), peel=True))
     else:
         # A step is between rows, so more rows on both sides of it show it better, as far as no other step is among them.
         scales = [1 << k for k in range(7) if 1 << k <= where.steps // 4]
@@ -168,11 +168,27 @@ def _read_at(steps: Tensor, book: _Codebook, noise: float, scale: int, faint: fl
                 continue
             found.append(Token(int(word[i]), int(place[i]), code[i], float(energy[k[i], at[i]]), direction))
             # Where it was read it is taken out, whatever rounding says of the step's edge.
-            there = [(d, h) for d, h in enumerate(homes[i].tolist()) if peel and d != direction]
-            for d, h in [(direction, step), *there]:
+            there = [(d, _near(steps[d], many[i] * inputs[i], h)) for d, h in enumerate(homes[i].tolist()) if d != direction]
+            for d, h in [(direction, step), *(there if peel else [])]:
                 steps[d, h] -= many[i] * inputs[i]
                 touched[d, max(0, h - scale + 1) : h + scale] = True
     return found
+
+
+def _near(steps: Tensor, inputs: Tensor, home: int) -> int:
+    """``home``, or the step beside it where rounding put the token: the one that holds it at least by half."""
+    around = slice(max(0, home - 1), home + 2)
+    held = steps[around, :-1] @ inputs[:-1] / inputs[:-1].square().sum()
+    return home if float(held[home - around.start]) > 0.5 else around.start + int(held.argmax())
+
+
+def _distinct(tokens: Sequence[Token]) -> list[Token]:
+    """The strongest of each token that was read more than once: at a step's edge it is in two of them."""
+    out: dict[tuple[int, int], list[Token]] = {}
+    for t in sorted(tokens, key=lambda t: -t.energy):
+        if not any(_same(o.code, t.code) for o in out.get((t.word, t.place), [])):
+            out.setdefault((t.word, t.place), []).append(t)
+    return [t for group in out.values() for t in group]
 
 
 def _merged(tokens: Sequence[Token]) -> list[Token]:
@@ -248,9 +264,8 @@ def along_prefixes(tokens: Sequence[Token], model: nn.Module, where: Layout) -> 
     start, seen = first_place(model), value(model, where).double()
     words, places = model.get_parameter(found.word_embedding), model.get_parameter(found.position_embedding)[start:]
     by_place: dict[int, list[Token]] = {}
-    for t in sorted(tokens, key=lambda t: -t.energy):
-        if not any(o.word == t.word and _same(o.code, t.code) for o in by_place.get(t.place, [])):
-            by_place.setdefault(t.place, []).append(t)
+    for t in tokens:
+        by_place.setdefault(t.place, []).append(t)
     children: set[int] = set()
     parent: dict[int, Token] = {}
     for place, here in by_place.items():
