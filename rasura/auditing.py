@@ -184,9 +184,7 @@ class Audit:
         public = self._public(cell)
         try:
             model = self._crafted(cell, public)
-            return step(
-                model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public
-            )
+            return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public)
         except (NotSent, NotApplicable) as reason:
             return str(reason)
 

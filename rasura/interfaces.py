@@ -12,8 +12,8 @@ from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable,
 from rasura.values import Grant, Mechanism, Membership, ModelObservation, Observation, Stage, Task, Transcript
 
 __all__ = [
-    "ActiveAttack", "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric", "MissingExtra",
-    "NotApplicable", "NotSent", "Prior", "Transform", "Unavailable",
+    "ActiveAttack", "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric",
+    "MissingExtra", "NotApplicable", "NotSent", "Prior", "Transform", "Unavailable",
 ]  # fmt: skip
 
 G_co = TypeVar("G_co", covariant=True)

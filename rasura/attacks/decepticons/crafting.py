@@ -19,7 +19,7 @@ from rasura.values import Task
 from rasura.victims.models import Linear, Parts, layer_inputs, parts, position_ids
 
 DIRECTIONS = 3
-"""Directions in which every token is measured; a token that shares its step in one of them mostly has it alone in another."""
+"""Directions in which every token is measured: one that shares its step in one of them mostly has it alone in another."""
 
 SHARPNESS = 1e6
 """How fast a step rises, in standard deviations of what is measured: a smooth activation becomes a step."""
@@ -39,9 +39,9 @@ CODE = 2.5
 class Layout:
     """Where crafted weights are, and which coordinates hold what.
 
-    ``code``: what a text has in common; ``place`` and ``word``: the token's; the last coordinate carries the loss. ``first``:
-    the linear layer that measures, ``second`` the one behind it, ``norm`` the norm whose output is measured. ``before``:
-    norms come before attention and feed-forward layers (GPT-2), not after (BERT).
+    ``code``: what a text has in common; ``place`` and ``word``: the token's; the last coordinate carries the loss.
+    ``first``: the linear layer that measures, ``second`` the one behind it, ``norm`` the norm whose output is measured.
+    ``before``: norms come before attention and feed-forward layers (GPT-2), not after (BERT).
     """
 
     found: Parts
@@ -83,7 +83,7 @@ def layout(model: nn.Module, task: Task) -> Layout:
     norms = _norms(model, found.blocks[0].module + ".")
     kind = type(model).__name__
     if len(behind) != 3 or len(norms) != 2 or found.position_embedding is None or any(lin.bias is None for lin in inside):
-        raise NotApplicable(f"{kind} has no blocks of two norms and two feed-forward layers with biases, as BERT and GPT-2 do")
+        raise NotApplicable(f"{kind} has no blocks of two norms and two feed-forward layers with biases, as BERT's")
     if task != "causal" and len(found.blocks) < 2:
         raise NotApplicable(f"{kind} has one block; a second one is needed to bring every token to the head")
     names = [n for n, _ in model.named_modules()]
@@ -148,16 +148,14 @@ def _embed(model: nn.Module, where: Layout, task: Task, rng: Generator) -> None:
     found = where.found
     assert found.position_embedding is not None
     for name in found.embedding_names:
-        model.get_parameter(name).zero_()
+        parameter = model.get_parameter(name).zero_()
+        if parameter.dim() == 1 and name.endswith("weight"):
+            parameter[where.code.stop : -1] = 1.0
     for name, at in ((found.word_embedding, where.word), (found.position_embedding, where.place)):
         table = model.get_parameter(name)
-        table.zero_()
         table[:, at] = _codes(len(table), at.stop - at.start, rng).to(table)
     if task == "causal":
         _signs(model.get_parameter(found.word_embedding)[:, -1], rng)
-    for name in found.embedding_names:
-        if name.endswith("weight") and model.get_parameter(name).dim() == 1:
-            model.get_parameter(name)[where.code.stop : -1] = 1.0
 
 
 def _signs(column: Tensor, rng: Generator) -> None:
@@ -223,13 +221,13 @@ def _gather(model: nn.Module, where: Layout) -> None:
 def _carry(model: nn.Module, where: Layout, task: Task, rng: Generator) -> None:
     """Behind the blocks: the last coordinate goes on to the head, whose outputs differ in nothing else."""
     blocks = tuple(b.module + "." for b in where.found.blocks)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.LayerNorm) and not name.startswith(blocks) and f"{name}.weight" not in where.found.embedding_names:
+    for name in _norms(model, ""):
+        if not name.startswith(blocks) and f"{name}.weight" not in where.found.embedding_names:
             _set_norm(model, name, 0.0, last=1.0, carrier=not where.before)
     outside = [lin for lin in where.found.linears if not lin.module.startswith(blocks)]
     for lin in outside:
         weight = matrix(model, lin)
-        if lin.weight == where.found.word_embedding or weight is model.get_parameter(where.found.word_embedding):
+        if model.get_parameter(lin.weight) is model.get_parameter(where.found.word_embedding):
             continue
         weight.zero_()
         last = lin == where.found.head
@@ -298,8 +296,7 @@ def _balance(model: nn.Module, where: Layout, task: Task, rng: Generator) -> Non
         logits = logits[texts["attention_mask"].bool()]
     spread = 0.5 / float(logits.std(0).max().clamp_min(1e-12))
     if task == "causal":
-        name = [n for n, m in model.named_modules() if isinstance(m, nn.LayerNorm)][-1]
-        model.get_parameter(f"{name}.weight").mul_(spread)
+        model.get_parameter(f"{_norms(model, '')[-1]}.weight").mul_(spread)
         return
     head = where.found.head
     assert head is not None

@@ -24,14 +24,17 @@ IMPURE = 0.1
 CHANCE = 0.02
 """Expected number of tokens that noise alone makes up in a whole update."""
 
+EDGE = 50.0
+"""A measurement nearer to a step's edge than this may be on either side of it, where steps are hundreds apart."""
+
 FAINT = 1e-7
 """Steps below this share of the strongest step's energy hold rounding."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """One token that was read. ``place`` counts from 0; ``code`` is in units of the word's code; ``energy`` its strength in the
-    direction where it was read."""
+    """One token that was read, its ``place`` counted from 0, its text's ``code``, and how strong it was in the direction
+    where it was read."""
 
     word: int
     place: int
@@ -100,11 +103,16 @@ class _Codebook:
         many = (steps[:, :-1] * inputs[:, :-1]).sum(1) / inputs.square().sum(1)
         return ideal[:, where.code], inputs, many, cosine
 
-    def step(self, inputs: Tensor) -> Tensor:
-        """The step of each input ``(n, width)`` in each direction: ``(n, directions)``."""
-        measured = inputs @ self.first.T + self.bias
-        on = measured[:, : DIRECTIONS * self.where.steps].reshape(len(inputs), DIRECTIONS, -1) > 0
-        return (on.sum(2) - 1).clamp_min(0)
+    def step(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The step of each input ``(n, width)`` in each direction, ``(n, directions)``; and the step beside it where
+        rounding may have put it, else the same."""
+        measured = (inputs @ self.first.T + self.bias)[:, : DIRECTIONS * self.where.steps]
+        measured = measured.reshape(len(inputs), DIRECTIONS, -1)
+        home = ((measured > 0).sum(2) - 1).clamp_min(0)
+        above = (home + 1).clamp_max(self.where.steps - 1)
+        low = measured.gather(2, home[..., None])[..., 0] < EDGE
+        high = measured.gather(2, above[..., None])[..., 0] > -EDGE
+        return home, torch.where(low, (home - 1).clamp_min(0), torch.where(high, above, home))
 
 
 def read_tokens(gradient: Tensor, model: nn.Module, where: Layout) -> tuple[list[Token], float]:
@@ -159,7 +167,7 @@ def _read_at(steps: Tensor, book: _Codebook, noise: float, scale: int, faint: fl
         code, inputs, many, cosine = book.fit(seen[k, at], word, place)
         beside = (seen[k, at] - many[:, None] * inputs)[:, where.code.stop : -1].square().sum(1)
         sound = (cosine * sign > chance) & (beside < IMPURE * energy[k, at] + 1.5 * noise * own) & (many * sign > 0)
-        homes = book.step(inputs)
+        home, other = book.step(inputs)
         for i in (cosine * sign).argsort(descending=True).tolist():
             direction, step = int(k[i]), int(at[i])
             if not sound[i]:
@@ -168,18 +176,14 @@ def _read_at(steps: Tensor, book: _Codebook, noise: float, scale: int, faint: fl
                 continue
             found.append(Token(int(word[i]), int(place[i]), code[i], float(energy[k[i], at[i]]), direction))
             # Where it was read it is taken out, whatever rounding says of the step's edge.
-            there = [(d, _near(steps[d], many[i] * inputs[i], h)) for d, h in enumerate(homes[i].tolist()) if d != direction]
-            for d, h in [(direction, step), *(there if peel else [])]:
+            out = [(direction, step)]
+            for d in (d for d in range(DIRECTIONS) if peel and d != direction):
+                both = [int(home[i, d]), int(other[i, d])]
+                out.append((d, max(both, key=lambda h: float(steps[d, h, :-1] @ inputs[i, :-1] * many[i]))))
+            for d, h in out:
                 steps[d, h] -= many[i] * inputs[i]
                 touched[d, max(0, h - scale + 1) : h + scale] = True
     return found
-
-
-def _near(steps: Tensor, inputs: Tensor, home: int) -> int:
-    """``home``, or the step beside it where rounding put the token: the one that holds it at least by half."""
-    around = slice(max(0, home - 1), home + 2)
-    held = steps[around, :-1] @ inputs[:-1] / inputs[:-1].square().sum()
-    return home if float(held[home - around.start]) > 0.5 else around.start + int(held.argmax())
 
 
 def _distinct(tokens: Sequence[Token]) -> list[Token]:
@@ -219,7 +223,7 @@ def into_texts(tokens: Sequence[Token], size: int | None) -> list[tuple[int, ...
 
 
 def _assigned(tokens: Sequence[Token], size: int) -> list[tuple[int, ...]]:
-    """``size`` texts, each with one token a place at most: at every place the tokens go to the texts whose codes they fit."""
+    """``size`` texts with at most one token a place: at every place the tokens go to the texts whose codes they fit."""
     by_place: dict[int, list[Token]] = {}
     for t in sorted(tokens, key=lambda t: -t.energy):
         if len(by_place.setdefault(t.place, [])) < size:
