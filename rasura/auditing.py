@@ -12,10 +12,12 @@ from itertools import groupby, product
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from rasura.accumulation import gathered, least_tokens, tokens_in
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
 from rasura.data.text import E, Example, data_hash, demo_examples, encode, groups, load_examples
-from rasura.interfaces import Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
+from rasura.interfaces import ActiveAttack, Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import bootstrap
 from rasura.metrics.matching import paired, read_texts
@@ -38,7 +40,7 @@ SECONDS = {
     "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "mask-positions": 0.1, "span": 4.0, "dager": 4.0,
     "span-matching": 45.0, "dlg": 40.0, "tag": 40.0,
     "lamp-cos": 70.0, "lamp-l1l2": 120.0, "grab": 240.0, "pursuit": 60.0,
-    "inverting-gradients": 20.0, "feature-matching": 20.0,
+    "inverting-gradients": 20.0, "feature-matching": 20.0, "decepticons": 5.0,
 }  # fmt: skip
 """Rough CPU seconds of one attack on one short text on MiniLM, or one image, for the estimate before the start."""
 
@@ -81,6 +83,7 @@ class Audit:
         ranks = {local.lora for local, _ in self.updates.values()}
         self.models = {rank: with_fresh_adapter(self.victim, rank, plan.seed) for rank in sorted(ranks)}
         self.adversaries = {rank: adversary_copy(model) for rank, model in self.models.items()}
+        self.crafted: dict[tuple[str, int, int], nn.Module] = {}
         self.unavailable: dict[str, str] = {}
         # Everything is tokenized once before the first cell, so that a bad text is refused now.
         batches = {size: [self._encode(g) for g in groups(private, size)] for size in plan.batch_sizes}
@@ -185,17 +188,32 @@ class Audit:
         v = self.victim
         local, wire = self.updates[cell.update]
         defense = (*self.defenses[cell.defense], *wire)
-        model = self.models[local.lora]
+        public = self._public(cell)
         try:
-            return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local)
-        except NotSent as reason:
+            model = self._crafted(cell, public)
+            return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public)
+        except (NotSent, NotApplicable) as reason:
             return str(reason)
+
+    def _crafted(self, cell: Cell, public: nn.Module) -> nn.Module:
+        """The model that is trained on: ``public``, or what the server sends instead under an active threat model."""
+        attack, task = self.attacks[cell.attack], self.victim.task
+        if not (THREATS[cell.threat].active and isinstance(attack, ActiveAttack)):
+            return public
+        key = cell.attack, self.updates[cell.update][0].lora, cell.seed
+        if key not in self.crafted:
+            # One at a time: each is as large as the model.
+            self.crafted = {key: attack.craft(public, task, rng=generator(cell.seed, "craft", cell.attack))}
+        return self.crafted[key]
 
     def _cell(self, cell: Cell, truth: Transcript | str) -> Record:
         wall, cpu = time.perf_counter(), time.process_time()
         threat = THREATS[cell.threat]
         if isinstance(truth, str):
             return self._record(cell, threat, "not_applicable", truth)
+        if isinstance(self.attacks[cell.attack], ActiveAttack) and not threat.active:
+            reason = f"it crafts the weights that are trained on, and {cell.threat} sends the model as it is"
+            return self._record(cell, threat, "not_applicable", f"{reason}; pass --threat malicious-server")
         status, reason, guess = self._attempt(self.attacks[cell.attack], cell, truth, threat)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         _, _, floor = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
@@ -213,6 +231,7 @@ class Audit:
             n_tokens=0 if self.images else sum(truth.text_batch.lengths),
             sent_bytes=_sent_bytes(truth.message),
             defense_seconds=truth.seconds,
+            crafted=truth.model is not self._public(cell),
             wall_seconds=wall,
             cpu_seconds=cpu,
         )
@@ -238,10 +257,15 @@ class Audit:
             **found,
         )
 
+    def _public(self, cell: Cell) -> nn.Module:
+        """The model that an honest server sends."""
+        return self.models[self.updates[cell.update][0].lora]
+
     def _attempt(
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
     ) -> tuple[str, str, Reconstruction | None]:
-        adversary = self.adversaries[self.updates[cell.update][0].lora]
+        sent, public = truth.model, self._public(cell)
+        adversary = self.adversaries[self.updates[cell.update][0].lora] if sent is public else adversary_copy(sent)
         seen = observe(
             truth, threat, adversary_model=adversary, reference_text=self.reference, language_model=self.language_model
         )
@@ -274,7 +298,9 @@ class Audit:
 
 def _shared(cell: Cell) -> tuple[Any, ...]:
     """What the cells of one step share."""
-    return cell.update, cell.defense, cell.batch_size, cell.seed, cell.batch
+    # An active adversary has the step taken on weights of its own.
+    own = cell.attack if THREATS[cell.threat].active else ""
+    return cell.update, cell.defense, cell.batch_size, cell.seed, cell.batch, own
 
 
 def _sent_bytes(message: Message) -> int:

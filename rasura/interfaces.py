@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from torch import Generator
+from torch import Generator, nn
 
 from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
 from rasura.values import (
@@ -18,13 +18,14 @@ from rasura.values import (
     ServiceObservation,
     ServiceTranscript,
     Stage,
+    Task,
     TokenReading,
     Transcript,
 )
 
 __all__ = [
-    "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric", "MissingExtra",
-    "NotApplicable", "NotSent", "Prior", "ServiceAttack", "ServiceMetric", "Transform", "Unavailable",
+    "ActiveAttack", "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric",
+    "MissingExtra", "NotApplicable", "NotSent", "Prior", "ServiceAttack", "ServiceMetric", "Transform", "Unavailable",
 ]  # fmt: skip
 
 G_co = TypeVar("G_co", covariant=True)
@@ -62,6 +63,17 @@ class Attack(Protocol[G_co]):
     @property
     def uses(self) -> frozenset[Grant]: ...
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> G_co: ...
+
+
+@runtime_checkable
+class ActiveAttack(Attack[G_co], Protocol[G_co]):
+    """An attack whose adversary first sends weights of its own making, then reads the update to them as any attack does.
+
+    ``craft`` returns a new model with the parameters' names and shapes of ``model``, which is left as it is. What it needs
+    later it reads from the model that it is granted then. Raises ``NotApplicable`` for models that it cannot craft.
+    """
+
+    def craft(self, model: nn.Module, task: Task, *, rng: Generator) -> nn.Module: ...
 
 
 @runtime_checkable

@@ -42,6 +42,7 @@ ATTACKS: Mapping[str, Callable[[], Attack[Reconstruction]]] = {
     "ghost-generation": _lazy("rasura.attacks.shadow_generation", "ShadowGeneration"),
     "inverting-gradients": _lazy("rasura.attacks.inverting_gradients", "inverting_gradients"),
     "feature-matching": _lazy("rasura.attacks.inverting_gradients", "feature_matching"),
+    "decepticons": _lazy("rasura.attacks.decepticons", "Decepticons"),
 }
 ABOUT_ATTACKS: Mapping[str, str] = {
     "blind": "guesses from the language alone, without looking at the update",
@@ -66,6 +67,7 @@ ABOUT_ATTACKS: Mapping[str, str] = {
     "ghost-generation": "behind ghost: a model trained on reference texts names the originals",
     "inverting-gradients": "images: cosine distance, signed steps, total variation (Geiping et al.)",
     "feature-matching": "images: the same, from what linear layers give away of a single image, and with L-BFGS",
+    "decepticons": "sends crafted weights, then reads every token from the update (needs --threat malicious-server)",
 }
 
 MEMBERSHIP: Mapping[str, tuple[Callable[[], MembershipAttack], str]] = {

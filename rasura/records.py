@@ -23,7 +23,7 @@ class Record:
     ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is. ``status``: ok, failed or
     not_applicable, with ``reason``; scores are empty unless ok. ``recovered`` is masked unless asked for. ``sent_bytes``: of
     the message on the wire where something is sealed, else of its entries; ``defense_seconds``: wall, of the protections on
-    data and message.
+    data and message. ``crafted``: the server sent weights of its own making.
     """
 
     key: str
@@ -47,6 +47,7 @@ class Record:
     sent_bytes: int = 0
     defense_seconds: float = 0.0
     threat_plain: str = ""
+    crafted: bool = False
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
     peak_mb: float = 0.0

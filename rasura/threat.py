@@ -57,7 +57,17 @@ WITH_LENGTHS = ThreatModel(
 )
 WITH_LABELS = ThreatModel("with-labels", _PUBLIC | {Grant.LABELS}, "the same operator, who also knows every text's label")
 
-THREATS: Mapping[str, ThreatModel] = {t.name: t for t in (HONEST_SERVER, WITH_LABELS, WITH_LENGTHS, WITH_LABELS_AND_LENGTHS)}
+MALICIOUS_SERVER = ThreatModel(
+    "malicious-server",
+    _PUBLIC,
+    "a server operator who may send weights of its own making instead of the model (an active attack), and knows which "
+    "protection is used and how many texts are in an update",
+    active=True,
+)
+
+THREATS: Mapping[str, ThreatModel] = {
+    t.name: t for t in (HONEST_SERVER, WITH_LABELS, WITH_LENGTHS, WITH_LABELS_AND_LENGTHS, MALICIOUS_SERVER)
+}
 
 MODEL_USER = ThreatModel(
     "model-user",

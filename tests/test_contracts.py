@@ -62,11 +62,13 @@ NEUTRAL: dict[str, Callable[[], Defense]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A setting in which an attack is at home: model family and task, and whether it reads the text in full there."""
+    """A setting in which an attack is at home: model family and task, whether it reads the text in full there with
+    certainty, and the attack that crafts the weights, if any."""
 
     family: str = "bert"
     task: str = "classification"
     reads: bool = True
+    crafts: str = ""
 
 
 ATTACKS: dict[str, Case] = {
@@ -84,6 +86,7 @@ ATTACKS: dict[str, Case] = {
     "tag": Case(reads=False),
     "grab": Case(reads=False),
     "best": Case(),
+    "decepticons": Case(reads=False, crafts="decepticons"),
     **{f"ghost-{name}": Case(reads=False) for name in ("lattice", "sampling", "maximum", "median", "mean", "generation")},
 }
 
@@ -201,6 +204,8 @@ def truth(case: Case, defense: Defense = (), rows: int = 1) -> Transcript:
     batch: Batch = batch_of([TEXT, [CLS, 50, 3, 51, SEP]][:rows], case.task, [1, 0][:rows])
     vocabulary = CAUSAL_VOCABULARY if case.task == "causal" else VOCABULARY
     model = tiny(case.family, case.task, num_labels=2)
+    if case.crafts:
+        model = recipes.ATTACKS[case.crafts]().craft(model, case.task, rng=generator(0, "craft"))
     return step(model, batch, defense, task=case.task, vocabulary=vocabulary, rng=generator(0, "step"))
 
 

@@ -12,10 +12,13 @@ from rasura.report.calibration import finished, render_calibration
 from rasura.report.findings import Findings, Level, findings, summarise
 from rasura.report.membership import membership_findings, render_membership
 
-NOT_TESTED = (
-    "a server that sends a crafted model (active attacks)",
-    "membership inference and what the trained model itself remembers (`rasura membership`)",
-)
+ACTIVE = "a server that sends a crafted model (active attacks)"
+REMEMBERED = "membership inference and what the trained model itself remembers (`rasura membership`)"
+
+
+def not_tested(records: list[dict[str, Any]]) -> list[str]:
+    """What the run behind ``records`` says nothing about."""
+    return [REMEMBERED] if any(r.get("crafted") for r in records) else [ACTIVE, REMEMBERED]
 
 
 def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
@@ -50,7 +53,7 @@ def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text:
         f=f,
         evidence=evidence,
         plan=plan,
-        not_tested=NOT_TESTED,
+        not_tested=not_tested(records),
         shown=show_text and bool(plan.get("show_text")),
         versions=records[0]["versions"] if records else {},
         data=records[0]["data"] if records else "",

@@ -92,19 +92,21 @@ def step(
     rng: torch.Generator,
     local: Local = FEDSGD,
     expected: float | None = None,
+    public: nn.Module | None = None,
 ) -> Transcript:
     """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
 
     MODEL transforms are applied for the duration of the step. Without an AGGREGATE transform the message holds the gradient
     of the mean loss, or what ``local`` training sends. Active dropout draws from ``rng``: the same generator state gives the
     same masks. ``expected``: the mean size of a batch where texts join it by chance; None for batches of a fixed size.
+    ``public``: the model that the client knew before, where a server sent ``model``; protections of the data ask it.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
     original = batch
     start = time.perf_counter()
     for part in (p for p in defense if p.stage is Stage.DATA):
-        batch, _ = part.apply(batch, part.init((model, vocabulary)), rng)
+        batch, _ = part.apply(batch, part.init((public or model, vocabulary)), rng)
     before = time.perf_counter() - start
     # Tensors may sit on another device than the caller's batch.
     inputs = batch.to(next(model.parameters()).device).inputs()
