@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rasura.cli import about, audit, keys, obfuslm, train
+from rasura.cli import about, audit, keys, obfuslm, service, train
 from rasura.cli.shared import app, err
 from rasura.errors import InputError
 
-__all__ = ["about", "app", "audit", "keys", "main", "obfuslm", "train"]
+__all__ = ["about", "app", "audit", "keys", "main", "obfuslm", "service", "train"]
 
-_ORDER = ("audit", "read", "report", "train", "keys", "study", "list", "doctor")
+_ORDER = ("audit", "read", "report", "train", "keys", "study", "serve", "list", "doctor")
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
 
 
