@@ -126,7 +126,8 @@ def train_remotely(
 
 def _told(job: dict[str, Any]) -> str:
     last = " ".join(f"{k} {v:.3f}" for k, v in (job["epochs"] or [{}])[-1].items())
-    return f"job {job['id']}: {job['model']} -> {job['output']}, {job['state']} {job['reason']}, epoch {job['epoch']} {last}".rstrip()
+    state = f"{job['state']} {job['reason']}".rstrip()
+    return f"job {job['id']}: {job['model']} -> {job['output']}, {state}, epoch {job['epoch']} {last}".rstrip()
 
 
 @client.command()

@@ -65,7 +65,9 @@ class Client:
         for file in (CONFIG, WEIGHTS):
             if not (place / file).is_file():
                 raise InputError(f"{place} holds no {file}; expected a folder of rasura protect obfuslm")
-        if "obfuslm_pair" not in json.loads((place / CONFIG).read_text(encoding="utf-8")):
+        from rasura.obfuscation.key import PAIR
+
+        if PAIR not in json.loads((place / CONFIG).read_text(encoding="utf-8")):
             raise InputError(f"{place} is not obfuscated: a server would read every id; make it with rasura protect obfuslm")
         return self._send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
 

@@ -1,4 +1,4 @@
-"""Runs models for many clients: requests that come within a few milliseconds, or while the model is busy, go as one batch."""
+"""Runs models for many clients: requests that come within milliseconds, or while it is busy, go as one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the queued jobs one after another, each in a child process, so that neither it nor the server takes the other down."""
+"""Runs the queued jobs one after another, each in a child process, so that neither takes the other down."""
 
 from __future__ import annotations
 

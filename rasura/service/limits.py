@@ -72,7 +72,7 @@ class Tenants:
             name, _, token = (part.strip() for part in line.partition(":"))
             if not NAME.fullmatch(name) or len(token) < SHORTEST_TOKEN or not token.isascii():
                 raise InputError(
-                    f"{path}, line {number}: expected name:token, the token of {SHORTEST_TOKEN} characters or more"
+                    f"{path}, line {number}: expected name:token, at least {SHORTEST_TOKEN} characters of token"
                 )
             if name in found or token in found.values():
                 raise InputError(f"{path}, line {number}: this name or token stands there twice")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rasura.obfuscation.key import PAIR
 from rasura.service.container import CONFIG, WEIGHTS, tensor_shapes
 from rasura.service.limits import Refused
 
@@ -25,7 +26,6 @@ LARGEST, DEEPEST = 1 << 22, 256
 MOST_POSITIONS = 8192
 """Rows of a table of positions, at most."""
 
-PAIR = "obfuslm_pair"
 DTYPES = frozenset({"F32", "F16", "BF16"})
 
 

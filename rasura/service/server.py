@@ -225,7 +225,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
 def _page(told: dict[str, Any]) -> str:
     """The interface's description as one plain page."""
     rows = "".join(
-        f"<tr><td><code>{method.upper()} {html.escape(path)}</code></td><td>{html.escape(what.get('description', ''))}</td></tr>"
+        f"<tr><td><code>{method.upper()} {html.escape(path)}</code><td>{html.escape(what.get('description', ''))}"
         for path, methods in told["paths"].items()
         for method, what in methods.items()
     )
@@ -255,7 +255,8 @@ def serve(
         store.sweep()
         app = application(store, tenants, limits or Limits(), device)
         config = uvicorn.Config(
-            app, host=host, port=port, access_log=False, log_level="warning", server_header=False, timeout_graceful_shutdown=5,
+            app, host=host, port=port, access_log=False, log_level="warning", server_header=False,
+            timeout_graceful_shutdown=5,
         )  # fmt: skip
         server = uvicorn.Server(config)
         try:

@@ -120,7 +120,7 @@ class Store:
             shutil.rmtree(place, ignore_errors=True)
 
     def sweep(self) -> None:
-        """At a server's start: remove what no row names, and put jobs that a killed server left running back in the queue."""
+        """At a server's start: remove what no row names, and queue the jobs that a killed server left running."""
         with self._transaction() as db:
             db.execute("UPDATE jobs SET state = 'queued' WHERE state = 'running'")
         kept = {row[0] for row in self._rows("SELECT id FROM models UNION SELECT id FROM jobs WHERE state = 'queued'")}
@@ -203,7 +203,7 @@ class Store:
     # jobs
 
     def add_job(self, model: Model, output: str, settings: Mapping[str, Any], place: Path, most: int) -> Job:
-        """Queue a job whose data lie in ``place``. Raises ``Refused`` beyond ``most`` open jobs, or for a taken ``output``."""
+        """Queue a job whose data lie in ``place``. Raises ``Refused`` beyond ``most`` open jobs, and for a taken name."""
         job = Job(secrets.token_hex(8), model.tenant, model.id, model.name, output, settings, "queued", "", [], 0)
         target = self.folder / "jobs" / job.id
         try:
@@ -213,10 +213,8 @@ class Store:
                 count = self._rows("SELECT COUNT(*) FROM jobs WHERE tenant = ? AND state IN (?, ?)", model.tenant, *OPEN)
                 if count[0][0] >= most:
                     raise Refused(429, f"there are {most} jobs that are not finished; wait for one")
-                row = (
-                    job.id, job.tenant, job.model, job.name, output, json.dumps(settings), "queued", "", "[]", 0, time.time(),
-                )  # fmt: skip
-                db.execute(f"INSERT INTO jobs VALUES ({', '.join('?' * len(row))})", row)
+                row = (job.id, job.tenant, job.model, job.name, output, json.dumps(settings), time.time())
+                db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, 'queued', '', '[]', 0, ?)", row)
                 os.replace(place, target)
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
@@ -271,7 +269,8 @@ def _model(row: Any) -> Model:
 
 
 def _job(row: Any) -> Job:
-    return Job(*row[:5], json.loads(row[5]), row[6], row[7], json.loads(row[8]), row[9])
+    number, tenant, model, name, output, settings, state, reason, epochs, starts = row
+    return Job(number, tenant, model, name, output, json.loads(settings), state, reason, json.loads(epochs), starts)
 
 
 @contextmanager

@@ -243,17 +243,14 @@ def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, se
             from peft import LoraConfig, get_peft_model
         except ImportError:
             raise MissingExtra("training by adapters needs PEFT; run: pip install 'rasura[lora]'") from None
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=_is_transposed(model, targets[0]))
+        transposed = not isinstance(model.get_submodule(targets[0]), nn.Linear)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             out = get_peft_model(model, config)  # type: ignore[arg-type]  # a Hugging Face model
     for parameter in kept:
         parameter.requires_grad_(True)
     return out.eval()
-
-
-def _is_transposed(model: nn.Module, module: str) -> bool:
-    return not isinstance(model.get_submodule(module), nn.Linear)
 
 
 def _first_line(error: Exception) -> str:
