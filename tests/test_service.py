@@ -258,13 +258,12 @@ def ask(setting: Setting, method: str, path: str, token: str = ALICE, **options:
     return httpx.request(method, setting.server.url + path, headers=headers, trust_env=False, **options)
 
 
-@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong-0123456789abcdef", f"Basic {ALICE}", f"Bearer {ALICE} "])
+@pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong-0123456789abcdef", f"Basic {ALICE}"])
 def test_a_missing_or_wrong_token(setting: Setting, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
     for path in ("/v1/models", "/v1/models/notes", "/nowhere", "/v1/jobs"):
         answer = httpx.get(setting.server.url + path, headers=headers, trust_env=False)
-        # The library strips the last one's space: it is the right token then.
-        assert answer.status_code == 401 if header != f"Bearer {ALICE} " else answer.status_code != 401
+        assert answer.status_code == 401
     if header is None:
         assert answer.headers["www-authenticate"] == "Bearer"
         assert httpx.get(setting.server.url + "/openapi.json", trust_env=False).json()["paths"]

@@ -125,7 +125,7 @@ def train_remotely(
 
 
 def _told(job: dict[str, Any]) -> str:
-    last = " ".join(f"{k} {v:.3f}" for k, v in (job["epochs"] or [{}])[-1].items())
+    last = " ".join(f"{k} {v:.3f}" for k, v in (job["epochs"] or [{}])[-1].items() if v is not None)
     state = f"{job['state']} {job['reason']}".rstrip()
     return f"job {job['id']}: {job['model']} -> {job['output']}, {state}, epoch {job['epoch']} {last}".rstrip()
 

@@ -69,6 +69,7 @@ class Client:
 
         if PAIR not in json.loads((place / CONFIG).read_text(encoding="utf-8")):
             raise InputError(f"{place} is not obfuscated: a server would read every id; make it with rasura protect obfuslm")
+        self._known.pop(name, None)
         return self._send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
 
     def models(self) -> list[dict[str, Any]]:

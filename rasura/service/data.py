@@ -97,6 +97,11 @@ def check(folder: Path, about: Mapping[str, Any], limits: Limits) -> int:
     from safetensors.numpy import load_file
 
     shapes = tensor_shapes(folder / DATA)
+    count = next(iter(shapes.get("lengths", ("", ()))[1]), 0)
+    if count < 2:
+        raise Refused(422, f"the data set holds {count} texts; expected at least 2, one of them for early stopping")
+    if count > limits.texts:
+        raise Refused(413, f"the data set holds more than the {limits.texts} texts that this server takes")
     labelled = about["kind"] == "classification"
     required = {"ids", "lengths"} | ({"labels"} if labelled else set())
     if not required <= set(shapes) <= required | {"types"}:
@@ -105,10 +110,6 @@ def check(folder: Path, about: Mapping[str, Any], limits: Limits) -> int:
         raise Refused(422, f"{DATA}: the tensors must have one dimension, types of uint8, the others of int32")
     found = load_file(str(folder / DATA))
     ids, lengths = found["ids"], found["lengths"]
-    if len(lengths) < 2:
-        raise Refused(422, f"the data set holds {len(lengths)} texts; expected at least 2, one of them for early stopping")
-    if len(lengths) > limits.texts:
-        raise Refused(413, f"the data set holds more than the {limits.texts} texts that this server takes")
     if int(lengths.min()) < 1 or int(lengths.max()) > about["max_length"] or int(lengths.sum(dtype=np.int64)) != len(ids):
         raise Refused(422, f"the texts must have 1 to {about['max_length']} tokens, and lengths that add up to ids")
     if int(ids.min()) < 0 or int(ids.max()) >= about["vocabulary"]:
@@ -119,7 +120,7 @@ def check(folder: Path, about: Mapping[str, Any], limits: Limits) -> int:
             raise Refused(422, f"there must be one label for each text, from 0 to {about['labels'] - 1}")
     if "types" in found and (len(found["types"]) != len(ids) or int(found["types"].max()) > 1):
         raise Refused(422, "types must be 0 or 1, one for each id")
-    return len(lengths)
+    return count
 
 
 def read(folder: Path, causal: bool) -> list[Batch]:

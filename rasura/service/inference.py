@@ -109,7 +109,7 @@ class Engine:
 
     async def forget(self, model: Model) -> None:
         """Drop a deleted model from memory."""
-        await self._run(lambda: self._models.pop(model.id, None))
+        await self.run(lambda: self._models.pop(model.id, None))
 
     async def classify(self, model: Model, rows: list[Batch]) -> Tensor:
         """The logits ``(rows, labels)``."""
@@ -158,7 +158,8 @@ class Engine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, what: Callable[[], T]) -> T:
+    async def run(self, what: Callable[[], T]) -> T:
+        """Do something in the thread that computes: what touches a library's global settings, for instance."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, what)
 
     def _model(self, model: Model) -> nn.Module:
@@ -184,7 +185,7 @@ class Engine:
             return predictions(self._model(model), rows, model.about["pad"])
 
         try:
-            logits = await self._run(work)
+            logits = await self.run(work)
         except Exception as error:
             for _, future in taken:
                 if not future.done():
@@ -210,10 +211,10 @@ class Engine:
         loop = asyncio.get_running_loop()
         ends, made, finished = set(model.about["ends"]), 0, set[int]()
         try:
-            decoding = await self._run(begin)
+            decoding = await self.run(begin)
             while len(finished) < len(live):
                 # One step at a time, so that other models and requests get their turn in between.
-                ids = await self._run(decoding.step)
+                ids = await self.run(decoding.step)
                 made += 1
                 for k, (prompt, token) in enumerate(zip(live, ids)):
                     if k in finished:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import threading
 
 from rasura.service.store import Job, Store
+
+log = logging.getLogger("rasura.service")
 
 STARTS = 3
 """Times a job is started that ends without a word (killed for memory, for instance), before it has failed."""
@@ -50,12 +53,15 @@ class Supervisor:
 
     def _loop(self) -> None:
         while not self._stopping:
-            job = self.store.next_job()
-            if job is None:
-                self._wake.wait(1.0)
-                self._wake.clear()
-                continue
-            self._run(job)
+            try:
+                job = self.store.next_job()
+                if job is not None:
+                    self._run(job)
+                    continue
+            except Exception as error:  # a full disk, for instance: jobs wait, the thread lives
+                log.error("jobs cannot be run: %s", type(error).__name__)
+            self._wake.wait(1.0)
+            self._wake.clear()
 
     def _run(self, job: Job) -> None:
         command = [sys.executable, "-m", "rasura.service.worker", str(self.store.folder), job.id, self.device]

@@ -117,7 +117,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
             with store.incoming() as place:
                 files = {CONFIG: limits.body_bytes, WEIGHTS: limits.model_bytes}
                 head = await received(request, place, files, check)
-                about = await asyncio.to_thread(models.checked, place)
+                about = await engine.run(lambda: models.checked(place))
                 return store.add_model(tenant, head["name"], about, place).told()
         finally:
             arriving[tenant] -= size
@@ -196,7 +196,10 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
             data.as_row(torch.tensor(ids), 0, None if one is None else torch.tensor(one))
             for ids, one in zip(body.inputs, types)
         ]
-        return {"logits": (await engine.classify(model, rows)).tolist()}
+        logits = await engine.classify(model, rows)
+        if not bool(logits.isfinite().all()):
+            raise Refused(409, "the model's answer is no finite number; its weights or its training went wrong")
+        return {"logits": logits.tolist()}
 
     @app.post("/v1/models/{name}/generate", dependencies=bearer)
     async def generate(request: Request, name: str, body: Start) -> Any:

@@ -7,6 +7,7 @@ checkpoints, removed when the job ends); ``incoming/ID`` for what is not yet who
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -62,7 +63,7 @@ class Job:
     settings: Mapping[str, Any]
     state: str
     reason: str
-    epochs: list[dict[str, float]]
+    epochs: list[dict[str, float | None]]
     starts: int
 
     def told(self) -> dict[str, Any]:
@@ -246,9 +247,10 @@ class Store:
         return self.job(rows[0][0])
 
     def progress(self, number: str, epochs: list[dict[str, float]]) -> None:
-        """Note the figures of the ``epochs`` so far."""
+        """Note the figures of the ``epochs`` so far; one that is not finite as None, for JSON."""
+        finite = [{name: value if math.isfinite(value) else None for name, value in one.items()} for one in epochs]
         with self._transaction() as db:
-            db.execute("UPDATE jobs SET epochs = ? WHERE id = ?", (json.dumps(epochs), number))
+            db.execute("UPDATE jobs SET epochs = ? WHERE id = ?", (json.dumps(finite), number))
 
     def end_job(self, number: str, state: str, reason: str = "") -> bool:
         """Move an open job to ``state``; False where it was at its end already. Its data go with its last state."""
