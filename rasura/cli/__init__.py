@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from rasura.cli import about, account, audit, calibrate, keys, membership, new, obfuslm, train
+from rasura.cli import about, account, audit, calibrate, keys, membership, new, obfuslm, service, train
 from rasura.cli.shared import app, err
 from rasura.errors import InputError
 
-__all__ = ["about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "obfuslm", "train"]
+__all__ = [
+    "about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "obfuslm", "service", "train",
+]  # fmt: skip
 
-_ORDER = ("audit", "read", "report", "calibrate", "train", "membership", "account", "keys", "new", "study", "list", "doctor")
+_ORDER = (
+    "audit", "read", "report", "calibrate", "train", "membership", "account", "keys", "new", "study", "serve", "list",
+    "doctor",
+)  # fmt: skip
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
 
 

@@ -221,5 +221,37 @@ def with_fresh_adapter(victim: Victim, rank: int, seed: int) -> nn.Module:
     return out.eval()
 
 
+def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, seed: int) -> nn.Module:
+    """``model`` with the first two blocks, the last one and a classifier's head trained whole, the other blocks by LoRA
+    adapters of ``rank`` and ``alpha`` on every linear layer (ObfusLM, appendix C.3); the embeddings are frozen.
+
+    Changes ``model`` itself; without a block for adapters there are none. Needs the extra ``rasura[lora]``.
+    """
+    known = parts(model)
+    modules = [block.module for block in known.blocks]
+    whole = {*modules[:2], modules[-1]}
+    inner = [m for m in modules if m not in whole]
+    targets = [lin.module for lin in known.linears if any(lin.module.startswith(f"{m}.") for m in inner)]
+    heads = [lin for lin in known.linears if task != "causal" and not any(lin.module.startswith(f"{m}.") for m in modules)]
+    trained = tuple(f"{m}." for m in [*whole, *(lin.module for lin in heads)])
+    names = [n for n, _ in model.named_parameters() if n.startswith(trained)]
+    kept = [model.get_parameter(n) for n in names]
+    model.requires_grad_(False)
+    out = model
+    if targets:
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError:
+            raise MissingExtra("training by adapters needs PEFT; run: pip install 'rasura[lora]'") from None
+        transposed = not isinstance(model.get_submodule(targets[0]), nn.Linear)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            out = get_peft_model(model, config)  # type: ignore[arg-type]  # a Hugging Face model
+    for parameter in kept:
+        parameter.requires_grad_(True)
+    return out.eval()
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -1,0 +1,1 @@
+"""A model service that sees token ids alone, and its client: ``rasura serve`` and ``rasura client``."""

@@ -1,0 +1,260 @@
+"""The client of a model service: texts and the key stay here, token ids go out. The one file that knows the HTTP library."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rasura.errors import InputError, MissingExtra
+from rasura.service.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, header_bytes
+
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A text's likeliest ``label``, and the ``probabilities`` of all."""
+
+    label: int
+    probabilities: tuple[float, ...]
+
+
+class Client:
+    """Talks to a model service: ``Client("http://127.0.0.1:8000", token, key="my.key")``.
+
+    ``key``, the file of ``rasura protect obfuslm``, is needed where texts are: ``train``, ``classify``, ``generate``. All
+    methods raise ``InputError`` with the server's reason where it refuses, and where it cannot be reached.
+    """
+
+    def __init__(
+        self, url: str, token: str, *, key: str | Path | None = None, passphrase: str | None = None, timeout: float = 120.0
+    ) -> None:
+        try:
+            import httpx
+        except ImportError:
+            raise MissingExtra("the client needs httpx; run: pip install 'rasura[service]'") from None
+        self.url, self._key, self._passphrase = url, key, passphrase
+        self._failed: type[Exception] = httpx.HTTPError
+        headers = {"Authorization": f"Bearer {token}"}
+        try:
+            # Proxies of the environment would see the token.
+            self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
+        except (httpx.InvalidURL, UnicodeEncodeError):
+            raise InputError(f"the address {url} or the token is none; expected http://HOST:PORT") from None
+        self._known: dict[str, Mapping[str, Any]] = {}
+        self._tokenizers: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def upload(self, folder: str | Path, name: str) -> dict[str, Any]:
+        """Upload an obfuscated model folder under ``name``; of its files, the config and the weights alone are sent."""
+        place = Path(folder)
+        for file in (CONFIG, WEIGHTS):
+            if not (place / file).is_file():
+                raise InputError(f"{place} holds no {file}; expected a folder of rasura protect obfuslm")
+        from rasura.obfuscation.key import PAIR
+
+        if PAIR not in json.loads((place / CONFIG).read_text(encoding="utf-8")):
+            raise InputError(f"{place} is not obfuscated: a server would read every id; make it with rasura protect obfuslm")
+        self._known.pop(name, None)
+        return self._send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
+
+    def models(self) -> list[dict[str, Any]]:
+        """The tenant's models."""
+        found: list[dict[str, Any]] = self._ask("GET", "/v1/models")
+        return found
+
+    def model(self, name: str) -> Mapping[str, Any]:
+        """What the server tells of a model: kind, vocabulary, max_length, labels, pair."""
+        if name not in self._known:
+            self._known[name] = self._ask("GET", f"/v1/models/{_quoted(name)}")
+        return self._known[name]
+
+    def delete(self, name: str) -> None:
+        """Delete a model."""
+        self._ask("DELETE", f"/v1/models/{_quoted(name)}")
+        self._known.pop(name, None)
+
+    def train(
+        self, name: str, examples: str | Path | Sequence[Any], output: str, *, truncate: bool = False, **settings: Any
+    ) -> dict[str, Any]:
+        """Fine-tune the model ``name`` on ``examples`` (a file, or ``rasura.data.text.Example``s) into ``output``.
+
+        ``settings`` as in ``rasura.service.data.JobSettings``. Returns the job; see ``status`` and ``wait``.
+        """
+        from rasura.data.text import load_examples
+        from rasura.service.data import write
+
+        chosen = load_examples(examples) if isinstance(examples, str | Path) else list(examples)
+        rows = self._rows(name, chosen, truncate)
+        with tempfile.TemporaryDirectory() as place:
+            write(rows, Path(place) / DATA)
+            about = {"output": output, "settings": settings}
+            return self._send(f"/v1/models/{_quoted(name)}/jobs", about, Path(place), (DATA,))
+
+    def jobs(self) -> list[dict[str, Any]]:
+        """The tenant's jobs."""
+        found: list[dict[str, Any]] = self._ask("GET", "/v1/jobs")
+        return found
+
+    def status(self, job: str) -> dict[str, Any]:
+        """Where a job stands: ``state`` (queued, running, done, failed, cancelled), ``reason``, ``epochs``."""
+        found: dict[str, Any] = self._ask("GET", f"/v1/jobs/{_quoted(job)}")
+        return found
+
+    def cancel(self, job: str) -> None:
+        """Cancel a job; its data are deleted on the server."""
+        self._ask("DELETE", f"/v1/jobs/{_quoted(job)}")
+
+    def wait(self, job: str, *, seconds: float = float("inf"), every: float = 1.0) -> dict[str, Any]:
+        """The job at its end. Raises ``InputError`` where it failed, or after ``seconds``."""
+        end = time.monotonic() + seconds
+        while (found := self.status(job))["state"] in ("queued", "running"):
+            if time.monotonic() > end:
+                raise InputError(f"the job {job} is still {found['state']} after {seconds:g} s")
+            time.sleep(every)
+        if found["state"] != "done":
+            raise InputError(f"the job {job} {found['state']}: {found['reason']}")
+        return found
+
+    def classify(
+        self, name: str, texts: Sequence[str], pairs: Sequence[str] | None = None, *, truncate: bool = False
+    ) -> list[Answer]:
+        """The label of every text (of every pair, with ``pairs``)."""
+        import torch
+
+        from rasura.data.text import Example
+
+        seconds = pairs or [None] * len(texts)
+        rows = self._rows(name, [Example(a, b, 0) for a, b in zip(texts, seconds, strict=True)], truncate)
+        out: list[Answer] = []
+        for start in range(0, len(rows), 256):
+            some = rows[start : start + 256]
+            body: dict[str, Any] = {"inputs": [row.input_ids[0].tolist() for row in some]}
+            types = [row.token_type_ids for row in some]
+            if all(t is not None for t in types):
+                body["types"] = [t[0].tolist() for t in types if t is not None]
+            logits = torch.tensor(self._ask("POST", f"/v1/models/{_quoted(name)}/classify", body)["logits"])
+            out += [Answer(int(p.argmax()), tuple(p.tolist())) for p in logits.double().softmax(1)]
+        return out
+
+    def generate(
+        self,
+        name: str,
+        prompt: str,
+        *,
+        new_tokens: int = 64,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        seed: int | None = None,
+    ) -> Iterator[str]:
+        """The text that continues ``prompt``, piece by piece as it comes."""
+        tokenizer = self._tokenizer(name)
+        ids = tokenizer(prompt)["input_ids"]
+        if len(ids) > 1 and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+            # Some tokenizers end every text; what is to go on has not ended.
+            ids = ids[:-1]
+        body = {"input": ids, "new_tokens": new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
+        new: list[int] = []
+        before, shown = tokenizer.decode(ids, skip_special_tokens=True), 0
+        for token in self._stream(f"/v1/models/{_quoted(name)}/generate", body):
+            new.append(token)
+            # Decoded with the prompt: a first piece alone would lose its space.
+            text = tokenizer.decode(ids + new, skip_special_tokens=True)[len(before) :]
+            if len(text) > shown and not text.endswith("\ufffd"):
+                yield text[shown:]
+                shown = len(text)
+
+    def _tokenizer(self, name: str) -> Any:
+        from rasura.obfuscation.tokenizer import ObfuscatedTokenizer
+
+        pair = self.model(name).get("pair")
+        if self._key is None:
+            raise InputError("texts need the model's key; pass key, the file of rasura protect obfuslm")
+        if not pair:
+            raise InputError(f"the model {name} is not obfuscated: the server would read every id")
+        if pair not in self._tokenizers:
+            self._tokenizers[pair] = ObfuscatedTokenizer(self._key, self._passphrase, model=pair)
+        return self._tokenizers[pair]
+
+    def _rows(self, name: str, examples: Sequence[Any], truncate: bool) -> list[Any]:
+        from rasura.data.text import encode
+        from rasura.victims.train import split
+
+        tokenizer, about = self._tokenizer(name), self.model(name)
+        longest = min(about["max_length"], int(tokenizer.model_max_length))
+        return [
+            row
+            for start in range(0, len(examples), 256)
+            for row in split(
+                encode(
+                    examples[start : start + 256], tokenizer, about["kind"], max_length=longest, num_labels=about["labels"],
+                    truncate=truncate,
+                )
+            )
+        ]  # fmt: skip
+
+    def _send(self, path: str, about: Mapping[str, Any], place: Path, names: Sequence[str]) -> dict[str, Any]:
+        sizes = {name: (place / name).stat().st_size for name in names}
+        head = header_bytes(about, sizes)
+
+        def parts() -> Iterator[bytes]:
+            yield head
+            for name in names:
+                with (place / name).open("rb") as file:
+                    while chunk := file.read(CHUNK):
+                        yield chunk
+
+        headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(head) + sum(sizes.values()))}
+        found: dict[str, Any] = self._ask("POST", path, content=parts(), headers=headers)
+        return found
+
+    def _ask(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        try:
+            answer = self._http.request(method, path, json=body, **options)
+        except self._failed as error:
+            raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
+        if answer.status_code >= 400:
+            raise InputError(_reason(answer.status_code, answer.content))
+        return answer.json() if answer.content else None
+
+    def _stream(self, path: str, body: Any) -> Iterator[int]:
+        try:
+            with self._http.stream("POST", path, json=body) as answer:
+                if answer.status_code >= 400:
+                    raise InputError(_reason(answer.status_code, answer.read()))
+                for line in answer.iter_lines():
+                    found = json.loads(line)
+                    if found.get("end"):
+                        return
+                    yield int(found["id"])
+        except self._failed as error:
+            raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
+        raise InputError("the server ended the text early; try again")
+
+
+def _quoted(name: str) -> str:
+    from urllib.parse import quote
+
+    return quote(name, safe="")
+
+
+def _reason(status: int, content: bytes) -> str:
+    try:
+        detail = str(json.loads(content)["detail"])
+    except (ValueError, KeyError, TypeError):
+        detail = "no reason given"
+    return f"the server refused ({status}): {detail}"

@@ -1,0 +1,118 @@
+"""How models and data sets travel: one body with a header and a few files, its sizes known before its first byte is kept.
+
+Layout: 8 bytes, little-endian, the length of the header; the header, JSON with ``files`` (name -> bytes) and what else the
+request says; the files, one behind the other in the header's order. No archive, no compression, no pickle.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rasura.service.limits import MIB, NAME, Refused
+
+CONTENT_TYPE = "application/vnd.rasura"
+HEADER = 64 << 10
+"""Bytes of a header, at most."""
+
+CONFIG, WEIGHTS, DATA = "config.json", "model.safetensors", "data.safetensors"
+TENSOR_HEADER = 16 * MIB
+"""Bytes of a safetensors header, at most."""
+
+
+def header_bytes(about: Mapping[str, Any], files: Mapping[str, int]) -> bytes:
+    """The length and the header of a body that holds ``files`` (name -> bytes)."""
+    head = json.dumps({**about, "files": dict(files)}).encode()
+    return len(head).to_bytes(8, "little") + head
+
+
+class Incoming:
+    """A body of ``length`` bytes from a ``stream``, read in order."""
+
+    def __init__(self, stream: AsyncIterator[bytes], length: int) -> None:
+        self._stream, self._length, self._buffer = stream, length, b""
+
+    async def header(self, required: frozenset[str], limits: Mapping[str, int]) -> dict[str, Any]:
+        """The header. Raises ``Refused`` for one that is no such header, names another file than ``required``, or sizes that
+        exceed ``limits`` (name -> bytes) or do not add up to the body's."""
+        size = int.from_bytes(await self._exactly(8), "little")
+        if not 2 <= size <= HEADER:
+            raise Refused(415, f"the body is no Rasura container: expected a header of at most {HEADER} bytes")
+        try:
+            head = json.loads(await self._exactly(size))
+            files = head["files"]
+            sizes = [n for n in files.values() if type(n) is int and n > 0]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise Refused(415, "the body is no Rasura container: its header is no JSON object with files") from None
+        if set(files) != required or len(sizes) != len(files):
+            raise Refused(422, f"the body's files must be {' and '.join(sorted(required))}, none empty")
+        for name in files:
+            if files[name] > limits[name]:
+                raise Refused(413, f"{name} is larger than the {limits[name]} bytes that this server takes")
+        if 8 + size + sum(sizes) != self._length:
+            raise Refused(422, "the sizes in the header do not add up to the body's")
+        found: dict[str, Any] = head
+        return found
+
+    async def save(self, files: Mapping[str, int], folder: Path) -> None:
+        """Write the ``files`` into ``folder``; what calls itself safetensors is looked at before it is kept."""
+        for name, size in files.items():
+            if name.endswith(".safetensors"):
+                self._buffer = await self._exactly(min(9, size)) + self._buffer
+                check_start(self._buffer[:9], size, name)
+            with (folder / name).open("wb") as out:
+                left = size
+                while left:
+                    if not self._buffer:
+                        self._buffer = await self._next()
+                    part, self._buffer = self._buffer[:left], self._buffer[left:]
+                    out.write(part)
+                    left -= len(part)
+
+    async def _next(self) -> bytes:
+        async for chunk in self._stream:
+            if chunk:
+                return chunk
+        raise Refused(422, "the body ended early")
+
+    async def _exactly(self, count: int) -> bytes:
+        parts = [self._buffer]
+        have = len(self._buffer)
+        while have < count:
+            parts.append(await self._next())
+            have += len(parts[-1])
+        whole = b"".join(parts)
+        self._buffer = whole[count:]
+        return whole[:count]
+
+
+def check_start(start: bytes, size: int, name: str) -> None:
+    """Raises ``Refused`` where the first 9 bytes of a file of ``size`` bytes cannot begin a safetensors file."""
+    head = int.from_bytes(start[:8], "little")
+    if len(start) < 9 or start[8:] != b"{" or not 2 <= head <= min(TENSOR_HEADER, size - 8):
+        raise Refused(415, f"{name} is no safetensors file; pickles and archives are not taken")
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of every tensor of a safetensors file; the library checks that its offsets fit its size.
+
+    Raises ``Refused`` for a file that is none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), framework="np") as file:
+            names = file.keys()
+            slices = {name: file.get_slice(name) for name in names}
+            return {name: (str(s.get_dtype()), tuple(s.get_shape())) for name, s in slices.items()}
+    except (SafetensorError, OSError):
+        raise Refused(415, f"{path.name} is no safetensors file") from None
+
+
+def checked_name(name: Any, what: str) -> str:
+    """``name`` if it may name a model. Raises ``Refused`` else."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise Refused(422, f"{what} must be 1 to 64 letters, digits, dots, dashes or underscores, a letter or digit first")
+    return name

@@ -1,0 +1,94 @@
+"""The door of the service: token, rate and size are looked at before anything of a body is read. Plain ASGI."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from rasura.service.limits import Limits, Rates, Refused, Tenants
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
+"""What needs no token; none of it tells of a tenant."""
+
+log = logging.getLogger("rasura.service")
+
+
+class Guard:
+    """Lets a request through to ``app`` with its tenant in ``scope["state"]``, or answers it: 401, 411, 413, 415, 429.
+
+    What goes wrong inside is answered by 500 and logged by the kind of the error alone: its message may quote a body.
+    """
+
+    def __init__(self, app: App, tenants: Tenants, limits: Limits) -> None:
+        self.app, self.tenants, self.limits = app, tenants, limits
+        self.rates = Rates(limits.rate, limits.burst)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        started = False
+
+        async def noted(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            scope.setdefault("state", {})["tenant"] = self._admit(scope)
+            await self.app(scope, receive, noted)
+        except Refused as refused:
+            if not started:
+                await _answer(send, refused.status, refused.detail)
+        except Exception as error:
+            log.error("a request failed: %s", type(error).__name__)
+            if not started:
+                await _answer(send, 500, "the server failed")
+
+    def _admit(self, scope: Message) -> str | None:
+        headers = dict(scope["headers"])
+        path: str = scope["path"]
+        if path in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+            tenant = None
+        else:
+            tenant = self.tenants.name(headers.get(b"authorization", b""))
+            if tenant is None:
+                raise Refused(401, "the token is missing or wrong; expected Authorization: Bearer TOKEN")
+            wait = self.rates.wait(tenant)
+            if wait:
+                raise Refused(429, f"too many requests; try again in {math.ceil(wait)} s")
+        if b"content-encoding" in headers:
+            raise Refused(415, "bodies are taken as they are, without a Content-Encoding")
+        length = headers.get(b"content-length")
+        if length is None:
+            if b"transfer-encoding" in headers or scope["method"] not in ("GET", "HEAD", "DELETE", "OPTIONS"):
+                raise Refused(411, "the size must be known; expected a Content-Length")
+        elif int(length) > self._most(scope["method"], path):
+            raise Refused(413, f"the body is larger than the {self._most(scope['method'], path)} bytes that are taken here")
+        return tenant
+
+    def _most(self, method: str, path: str) -> int:
+        if method == "POST" and path == "/v1/models":
+            return self.limits.model_bytes
+        if method == "POST" and path.startswith("/v1/models/") and path.endswith("/jobs"):
+            return self.limits.data_bytes
+        return self.limits.body_bytes
+
+
+async def _answer(send: Send, status: int, detail: str) -> None:
+    body = json.dumps({"detail": detail}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    if status == 429:
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

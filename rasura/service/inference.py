@@ -1,0 +1,228 @@
+"""Runs models for many clients: requests that come within milliseconds, or while it is busy, go as one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rasura.service.limits import Refused
+from rasura.service.models import opened
+from rasura.service.store import Model, Store
+from rasura.values import Batch
+from rasura.victims.train import predictions
+
+WINDOW = 0.004
+"""Seconds that the first of a batch waits for others."""
+
+TOGETHER = 32
+"""Texts that are generated side by side, at most."""
+
+T = TypeVar("T")
+
+
+@dataclass
+class Prompt:
+    """One generation: ``ids`` go in, at most ``new_tokens`` come out, the best ones at ``temperature`` 0, else drawn from
+    the ``top_k`` likeliest (0: all). ``closed``: nobody waits for it any more."""
+
+    ids: list[int]
+    new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    seed: int | None = None
+    out: asyncio.Queue[int | Exception | None] = field(default_factory=asyncio.Queue)
+    closed: bool = False
+
+
+class Decoding:
+    """Several prompts continued by ``model``, a token each at a ``step``; prompts are padded on the left."""
+
+    def __init__(self, model: nn.Module, prompts: Sequence[Prompt], pad: int) -> None:
+        self.model, self.prompts = model, prompts
+        self.device = next(model.parameters()).device
+        longest = max(len(p.ids) for p in prompts)
+        gaps = [longest - len(p.ids) for p in prompts]
+        self.next = torch.tensor([[pad] * gap + p.ids for p, gap in zip(prompts, gaps)], device=self.device)
+        self.mask = torch.tensor([[0] * gap + [1] * len(p.ids) for p, gap in zip(prompts, gaps)], device=self.device)
+        self.positions = (self.mask.cumsum(1) - 1).clamp_min(0)
+        self.cache: Any = None
+        self.generators = [torch.Generator() for _ in prompts]
+        for generator, prompt in zip(self.generators, prompts):
+            if prompt.seed is None:
+                generator.seed()
+            else:
+                generator.manual_seed(prompt.seed)
+
+    @torch.no_grad()
+    def step(self) -> list[int]:
+        """The next id of every prompt."""
+        found = self.model(
+            input_ids=self.next, attention_mask=self.mask, position_ids=self.positions, past_key_values=self.cache,
+            use_cache=True,
+        )  # fmt: skip
+        self.cache = found.past_key_values
+        logits = found.logits[:, -1].float().cpu()
+        chosen = [_chosen(row, p, g) for row, p, g in zip(logits, self.prompts, self.generators)]
+        self.next = torch.tensor(chosen, device=self.device)[:, None]
+        self.mask = torch.cat([self.mask, torch.ones_like(self.next)], 1)
+        self.positions = self.positions[:, -1:] + 1
+        return chosen
+
+
+def _chosen(logits: Tensor, prompt: Prompt, generator: torch.Generator) -> int:
+    if prompt.temperature == 0:
+        return int(logits.argmax())
+    if 0 < prompt.top_k < len(logits):
+        kept = logits.topk(prompt.top_k)
+        k = int(torch.multinomial((kept.values / prompt.temperature).softmax(0), 1, generator=generator))
+        return int(kept.indices[k])
+    return int(torch.multinomial((logits / prompt.temperature).softmax(0), 1, generator=generator))
+
+
+class Engine:
+    """Models of ``store`` on ``device``, the ``loaded`` last used of them in memory; one thread computes.
+
+    At most ``waiting`` requests wait; more are refused (429).
+    """
+
+    def __init__(self, store: Store, device: str, *, loaded: int, waiting: int) -> None:
+        self.store, self.device, self.loaded, self.most = store, device, loaded, waiting
+        self._models: OrderedDict[str, nn.Module] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._lock = threading.Lock()
+        self._texts: dict[str, list[tuple[list[Batch], asyncio.Future[Tensor]]]] = {}
+        self._prompts: dict[str, list[Prompt]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._count = 0
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def forget(self, model: Model) -> None:
+        """Drop a deleted model from memory."""
+        await self.run(lambda: self._models.pop(model.id, None))
+
+    async def classify(self, model: Model, rows: list[Batch]) -> Tensor:
+        """The logits ``(rows, labels)``."""
+        future: asyncio.Future[Tensor] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            waiting = self._texts.setdefault(model.id, [])
+            waiting.append((rows, future))
+            first = len(waiting) == 1
+        if first:
+            self._later(self._classify_all(model))
+        with self._counted():
+            return await future
+
+    async def generate(self, model: Model, prompt: Prompt) -> AsyncIterator[int]:
+        """The new ids, as they come; an id that ends a text is the last."""
+        with self._lock:
+            waiting = self._prompts.setdefault(model.id, [])
+            waiting.append(prompt)
+            first = len(waiting) == 1
+        if first:
+            self._later(self._generate_all(model))
+        try:
+            with self._counted():
+                while (found := await prompt.out.get()) is not None:
+                    if isinstance(found, Exception):
+                        raise found
+                    yield found
+        finally:
+            prompt.closed = True
+
+    def check_room(self) -> None:
+        """Raises ``Refused`` where too many requests wait already."""
+        if self._count >= self.most:
+            raise Refused(429, "too many requests wait for the models; try again")
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self._count += 1
+        try:
+            yield
+        finally:
+            self._count -= 1
+
+    def _later(self, what: Any) -> None:
+        task = asyncio.get_running_loop().create_task(what)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def run(self, what: Callable[[], T]) -> T:
+        """Do something in the thread that computes: what touches a library's global settings, for instance."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, what)
+
+    def _model(self, model: Model) -> nn.Module:
+        if model.id not in self._models:
+            try:
+                self._models[model.id] = opened(self.store.path(model), model.about["kind"], self.device)
+            except OSError:
+                raise Refused(404, "there is no such model") from None
+            while len(self._models) > self.loaded:
+                self._models.popitem(last=False)
+        self._models.move_to_end(model.id)
+        return self._models[model.id]
+
+    async def _classify_all(self, model: Model) -> None:
+        await asyncio.sleep(WINDOW)
+        taken: list[tuple[list[Batch], asyncio.Future[Tensor]]] = []
+
+        def work() -> Tensor:
+            # Whoever came while the thread was busy is taken along.
+            with self._lock:
+                taken.extend(self._texts.pop(model.id))
+            rows = [row for some, _ in taken for row in some]
+            return predictions(self._model(model), rows, model.about["pad"])
+
+        try:
+            logits = await self.run(work)
+        except Exception as error:
+            for _, future in taken:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), part in zip(taken, logits.split([len(some) for some, _ in taken])):
+            if not future.done():
+                future.set_result(part)
+
+    async def _generate_all(self, model: Model) -> None:
+        await asyncio.sleep(WINDOW)
+        live: list[Prompt] = []
+
+        def begin() -> Decoding:
+            with self._lock:
+                everyone = self._prompts.pop(model.id)
+                live.extend(everyone[:TOGETHER])
+                if everyone[TOGETHER:]:
+                    self._prompts[model.id] = everyone[TOGETHER:]
+                    loop.call_soon_threadsafe(lambda: self._later(self._generate_all(model)))
+            return Decoding(self._model(model), live, model.about["pad"])
+
+        loop = asyncio.get_running_loop()
+        ends, made, finished = set(model.about["ends"]), 0, set[int]()
+        try:
+            decoding = await self.run(begin)
+            while len(finished) < len(live):
+                # One step at a time, so that other models and requests get their turn in between.
+                ids = await self.run(decoding.step)
+                made += 1
+                for k, (prompt, token) in enumerate(zip(live, ids)):
+                    if k in finished:
+                        continue
+                    prompt.out.put_nowait(token)
+                    if prompt.closed or token in ends or made >= prompt.new_tokens:
+                        finished.add(k)
+                        prompt.out.put_nowait(None)
+        except Exception as error:
+            for prompt in live:
+                prompt.out.put_nowait(error)

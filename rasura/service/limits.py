@@ -1,0 +1,126 @@
+"""What the service allows: who may come in, how much, how often. No torch, no web framework."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rasura.errors import InputError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of models and tenants: they never become a path, and could not leave a folder if they did."""
+
+SHORTEST_TOKEN = 16
+MIB = 1 << 20
+
+
+class Refused(InputError):
+    """A request that is not served: the HTTP ``status`` and one line that says why, without anything of the body."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail)
+        self.status, self.detail = status, detail
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bytes of a model, of a data set, of a tenant's models together, and of any other body; requests a second and at once
+    (``burst``) of a tenant; jobs of a tenant that are not finished; texts of a data set; inputs of one request; new tokens
+    of one generation; requests that wait for the model; models kept in memory."""
+
+    model_bytes: int = 2048 * MIB
+    data_bytes: int = 256 * MIB
+    tenant_bytes: int = 20480 * MIB
+    body_bytes: int = MIB
+    rate: float = 50.0
+    burst: int = 100
+    jobs: int = 10
+    texts: int = 2_000_000
+    inputs: int = 256
+    new_tokens: int = 1024
+    waiting: int = 1024
+    loaded: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise InputError(f"the limit {name} is {value}; expected a number above 0")
+
+
+class Tenants:
+    """Who has which token. ``name`` compares in constant time with every token, hence does not tell how near a guess was."""
+
+    def __init__(self, tokens: Mapping[str, str]) -> None:
+        self._digests = {name: _digest(token.encode()) for name, token in tokens.items()}
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Tenants:
+        """From a file of lines ``name:token``, empty lines and ``#`` aside. Raises ``InputError`` for one that others can
+        read, that holds none, or that holds a short or repeated token."""
+        found: dict[str, str] = {}
+        for number, line in enumerate(private_text(path, "token file").splitlines(), 1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            name, _, token = (part.strip() for part in line.partition(":"))
+            if not NAME.fullmatch(name) or len(token) < SHORTEST_TOKEN or not token.isascii():
+                raise InputError(
+                    f"{path}, line {number}: expected name:token, at least {SHORTEST_TOKEN} characters of token"
+                )
+            if name in found or token in found.values():
+                raise InputError(f"{path}, line {number}: this name or token stands there twice")
+            found[name] = token
+        if not found:
+            raise InputError(f"{path} holds no token; expected lines name:token")
+        return cls(found)
+
+    def name(self, authorization: bytes) -> str | None:
+        """The tenant of the header ``Authorization: Bearer TOKEN``, or None."""
+        scheme, _, token = authorization.partition(b" ")
+        digest, found = _digest(token), None
+        for name, known in self._digests.items():
+            if hmac.compare_digest(digest, known):
+                found = name
+        return found if scheme.lower() == b"bearer" else None
+
+
+def private_text(path: str | Path, what: str) -> str:
+    """A small text file that its owner alone can read. Raises ``InputError`` else."""
+    file = Path(path)
+    try:
+        about = file.stat()
+        text = file.read_text(encoding="utf-8") if about.st_size <= MIB else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"the {what} {file} cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
+    if about.st_mode & 0o077:
+        raise InputError(f"the {what} {file} can be read by others; chmod 600 it")
+    if text is None:
+        raise InputError(f"the {what} {file} has {about.st_size} bytes; expected at most {MIB}")
+    return text
+
+
+def _digest(token: bytes) -> bytes:
+    return hashlib.sha256(token).digest()
+
+
+class Rates:
+    """A bucket of ``burst`` requests for each tenant, filled at ``rate`` a second."""
+
+    def __init__(self, rate: float, burst: int) -> None:
+        self.rate, self.burst = rate, float(burst)
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def wait(self, tenant: str, now: float | None = None) -> float:
+        """Take one request; 0, or the seconds until there is one."""
+        at = time.monotonic() if now is None else now
+        left, since = self._left.get(tenant, (self.burst, at))
+        left = min(self.burst, left + (at - since) * self.rate)
+        self._left[tenant] = (left - 1 if left >= 1 else left, at)
+        return 0.0 if left >= 1 else (1 - left) / self.rate

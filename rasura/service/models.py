@@ -1,0 +1,127 @@
+"""What the service makes of a model folder without a tokenizer: checked before it is kept, loaded to train or to run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rasura.obfuscation.key import PAIR
+from rasura.service.container import CONFIG, WEIGHTS, tensor_shapes
+from rasura.service.limits import Refused
+
+FAMILIES = frozenset({"bert", "roberta", "distilbert", "gpt2", "llama"})
+"""Model types that are taken: those whose obfuscation is tested."""
+
+CODE = ("auto_map", "quantization_config", "adapter_config", "base_model_name_or_path")
+"""Entries of a config.json by which a library would load something besides these two files."""
+
+LARGEST, DEEPEST = 1 << 22, 256
+"""A number in a config.json, at most; layers, at most: both before a model is built from it."""
+
+MOST_POSITIONS = 8192
+"""Rows of a table of positions, at most."""
+
+DTYPES = frozenset({"F32", "F16", "BF16"})
+
+
+def checked(folder: Path) -> dict[str, Any]:
+    """What there is to know of the model in ``folder``, without allocating it.
+
+    Returns ``kind`` (classification or causal), ``vocabulary``, ``max_length`` in tokens, ``labels``, ``pad``, ``ends`` (ids
+    that end a text), ``hidden``, ``blocks``, ``pair``. Raises ``Refused`` for a config that is none, of another family, or
+    whose model has other tensors than the file: what is allocated later is as large as what was sent.
+    """
+    config = _config(folder / CONFIG)
+    kinds = config.get("architectures")
+    name = str(kinds[0]) if isinstance(kinds, list) and kinds else ""
+    causal = name.endswith(("ForCausalLM", "LMHeadModel"))
+    if not causal and not name.endswith("ForSequenceClassification"):
+        raise Refused(422, f"{CONFIG}: architectures must name one classifier or one causal language model")
+    shapes = tensor_shapes(folder / WEIGHTS)
+    if any(dtype not in DTYPES for dtype, _ in shapes.values()):
+        raise Refused(422, f"{WEIGHTS}: the tensors must be of float32, float16 or bfloat16")
+    found = {tensor: shape for tensor, (_, shape) in shapes.items()}
+    try:
+        model, made = _skeleton(folder, causal)
+        # A table of positions is a constant; older files hold it.
+        wanted = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    except Exception:
+        raise Refused(422, f"{CONFIG}: no model can be made of it") from None
+    if any(found.get(tensor) != shape for tensor, shape in wanted.items()):
+        raise Refused(422, f"{WEIGHTS} does not hold the tensors that {CONFIG} describes")
+    text = made.get_text_config()
+    rows = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]  # a Hugging Face model
+    pad = int(text.pad_token_id) if isinstance(text.pad_token_id, int) else 0
+    end = text.eos_token_id
+    positions = int(getattr(text, "max_position_embeddings", 0) or getattr(text, "n_positions", 0) or 0)
+    longest = positions - (pad + 1 if text.model_type == "roberta" else 0)
+    # GPT-2 allocates a square of it.
+    if not 0 <= pad < rows or not 1 <= longest <= (LARGEST if text.model_type == "llama" else MOST_POSITIONS):
+        raise Refused(422, f"{CONFIG}: pad_token_id or the number of positions is wrong")
+    pair = config.get(PAIR)
+    return {
+        "kind": "causal" if causal else "classification",
+        "vocabulary": rows,
+        "max_length": longest,
+        "labels": 0 if causal else int(made.num_labels),
+        "pad": pad,
+        "ends": [i for i in (end if isinstance(end, list) else [end]) if isinstance(i, int)],
+        "hidden": int(text.hidden_size),
+        "blocks": int(text.num_hidden_layers),
+        "pair": pair if isinstance(pair, str) else None,
+    }
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        raise Refused(422, f"{CONFIG} is no JSON") from None
+    if not isinstance(found, dict) or found.get("model_type") not in FAMILIES:
+        raise Refused(422, f"{CONFIG}: model_type must be one of {', '.join(sorted(FAMILIES))}")
+    if any(name in found for name in CODE):
+        raise Refused(422, f"{CONFIG} must not hold any of {', '.join(CODE)}")
+    numbers = {name: value for name, value in _leaves(found) if isinstance(value, int | float)}
+    deep = max((numbers.get(name, 0) for name in ("num_hidden_layers", "n_layer", "n_layers")), default=0)
+    if any(not -LARGEST <= value <= LARGEST for value in numbers.values()) or deep > DEEPEST:
+        raise Refused(422, f"{CONFIG} holds a number that is too large")
+    return found
+
+
+def _leaves(value: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Names and plain values, those inside of other objects too; names that come again count by the largest."""
+    out: dict[str, Any] = {}
+    for name, inner in value.items():
+        for key, leaf in _leaves(inner) if isinstance(inner, dict) else [(name, inner)]:
+            number = isinstance(leaf, int | float) and isinstance(out.get(key), int | float)
+            out[key] = max(leaf, out[key], key=abs) if number else leaf
+    return list(out.items())
+
+
+def _skeleton(folder: Path, causal: bool) -> tuple[nn.Module, Any]:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    kind = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
+    with torch.device("meta"):
+        model: nn.Module = kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
+    return model, config
+
+
+def opened(folder: Path, kind: str, device: str) -> nn.Module:
+    """The model in ``folder``, checked before, in eval mode and float32 on ``device``."""
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    maker = AutoModelForCausalLM if kind == "causal" else AutoModelForSequenceClassification
+    model: nn.Module = maker.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False, use_safetensors=True,
+        attn_implementation="eager", dtype=torch.float32,
+    )  # fmt: skip
+    return model.to(device).eval()

@@ -1,0 +1,98 @@
+"""One fine-tuning job in a process of its own: ``python -m rasura.service.worker STORE JOB DEVICE``.
+
+It ends with the server (its standard input closes then), and goes on from the last whole epoch when it is started again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+from torch import nn
+
+from rasura.errors import InputError
+from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
+from rasura.rng import generator
+from rasura.service import data, models
+from rasura.service.container import CONFIG, WEIGHTS
+from rasura.service.store import Job, Store, exclusive
+from rasura.values import Batch, Task
+from rasura.victims.loading import with_partial_adapter
+from rasura.victims.train import FineTuning, Recipe, nats, predictions
+
+
+def train(store: Store, job: Job, device: str) -> None:
+    """Train what ``job`` says and put the model in its place. Raises ``InputError`` for what its tenant can mend."""
+    import torch
+
+    source = store.model_by_id(job.model)
+    about, place = source.about, store.job_path(job.id)
+    settings = data.JobSettings(**job.settings)
+    task: Task = about["kind"]
+    rows = data.read(place, task == "causal")
+    order = torch.randperm(len(rows), generator=generator(settings.seed, "part")).tolist()
+    count = min(len(rows) - 1, max(1, round(settings.holdout * len(rows))))
+    held = [rows[k] for k in order[:count]]
+    model = models.opened(store.path(source), task, device)
+    if settings.method == "lora":
+        model = with_partial_adapter(model, task, settings.rank or 1, settings.alpha, settings.seed)
+
+    def figures(m: nn.Module) -> dict[str, float]:
+        return _figures(m, held, task, about["pad"])
+
+    watched = "loss" if task == "causal" else "accuracy"
+    recipe = Recipe(
+        settings.epochs, settings.batch_size or 1, settings.learning_rate or 1e-4, patience=settings.patience,
+        precision=settings.precision, seed=settings.seed,
+    )  # fmt: skip
+    run = FineTuning(
+        model, [rows[k] for k in order[count:]], (), recipe, place / "training", task=task,
+        vocabulary=data.vocabulary(about), evaluate=figures, watched=watched, higher=HIGHER_IS_BETTER[watched],
+    )  # fmt: skip
+    history = run.run(lambda *_: store.progress(job.id, run.history.epochs or []))
+    store.progress(job.id, history.epochs or [])
+    merge = getattr(model, "merge_and_unload", None)
+    whole = model if merge is None else merge()
+    with store.incoming() as part:
+        whole.save_pretrained(part, max_shard_size="1TB")
+        for file in part.iterdir():
+            if file.name not in (CONFIG, WEIGHTS):
+                file.unlink()
+        store.add_model(job.tenant, job.output, models.checked(part), part, by=job.id)
+
+
+def _figures(model: nn.Module, held: list[Batch], task: Task, pad: int) -> dict[str, float]:
+    if task == "causal":
+        return causal(*nats(model, held, pad))
+    return classification(predictions(model, held, pad), [int(row.labels[0]) for row in held])
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(3)
+
+
+def main(arguments: list[str]) -> int:
+    """Run one job; what goes wrong stands in the store, and nowhere else: messages of libraries may quote data."""
+    folder, number, device = arguments
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    store = Store(folder)
+    try:
+        # A killed server's job may take a moment to end.
+        with exclusive(Path(folder) / "jobs" / number / "lock.sqlite", 30.0, "the job"):
+            train(store, store.job(number), device)
+            state, reason = "done", ""
+    except InputError as error:
+        state, reason = "failed", str(error)
+    except MemoryError:
+        state, reason = "failed", "the server has too little memory for this job"
+    except Exception as error:
+        state, reason = "failed", f"the training failed ({type(error).__name__})"
+    store.end_job(number, state, reason)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
