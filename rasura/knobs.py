@@ -36,7 +36,7 @@ class Knob:
     def value(self, position: float, entries: int = 1) -> float:
         """The figure at ``position``, to two digits."""
         first, last = (1 - self.weakest, 1 - self.strongest) if self.dropped else (self.weakest, self.strongest)
-        at = first * (last / first) ** position * (entries if self.entries else 1)
+        at: float = first * (last / first) ** position * (entries if self.entries else 1)
         if self.whole:
             return round(at)
         rounded = float(f"{at:.2g}")
