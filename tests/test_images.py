@@ -400,7 +400,7 @@ def plan_for(**more: Any) -> Plan:
 
 
 def comparable(folder: Path) -> list[dict[str, Any]]:
-    moody = {"wall_seconds", "cpu_seconds", "peak_mb"}
+    moody = {"wall_seconds", "cpu_seconds", "peak_mb", "defense_seconds"}
     store = RunStore(folder)
     try:
         return [{k: v for k, v in r.items() if k not in moody} for r in store]

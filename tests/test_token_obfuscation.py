@@ -321,7 +321,8 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, model_folder: Path) ->
     source, common = notes(tmp_path, 2), ("--model", model_folder, *OPTIONS)
     assert "unknown file type" in refused("protect", "ghost", source, tmp_path / "x.txt", *common)
     assert "exists already" in refused("protect", "ghost", source, source, *common)
-    assert "unknown protection" in refused("protect", "ghosts", source, tmp_path / "x.csv", *common)
+    unknown = rasura_command("protect", "ghosts", source, tmp_path / "x.csv", *common)
+    assert unknown.returncode == 2 and "Did you mean 'ghost'" in unknown.stderr
     assert "0 < k" in refused("protect", "ghost", source, tmp_path / "x.csv", "--model", model_folder, "--k", "0")
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "alpha " * 3000}))
     assert "the model takes" in refused("protect", "ghost", tmp_path / "long.jsonl", tmp_path / "x.csv", *common)

@@ -38,10 +38,10 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     target, name = f"{100 * result['at_most']:.3g} %", part["family"]
     if part["status"] in REACHED:
         again = part["verification"]
-        head = "already holds without more" if part["status"] == "no need" else "is the least that holds"
+        head = "it holds without more" if part["status"] == "no need" else "the least that holds"
         says = (
-            f"{part['setting']} {head}: {share(part['chosen']['risk'])} by {part['chosen']['risk']['attack']}, the interval "
-            f"ends at or below {target}. Afresh ({again['on']}): {share(again['risk'])}."
+            f"Use {part['setting']}, {head}: {result['risk']} {share(part['chosen']['risk'])} by {_by(part['chosen'])}, the "
+            f"interval ends at or below {target}. Afresh ({again['on']}): {share(again['risk'])}."
         )
         if part["not_verified"]:
             weaker = ", ".join(f["setting"] for f in part["not_verified"])
@@ -56,10 +56,9 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         reasons = sorted({r for p in part["points"] for r in p["reasons"]})
         return f"{name}: nothing could be measured ({'; '.join(reasons[:2]) or 'no attack applies'})."
     best = min(measured, key=lambda p: p["risk"]["high"])
-    by = "guessing alone" if best["risk"]["attack"] == "blind" else best["risk"]["attack"]
     says = (
         f"no setting of {name} keeps the upper bound of {result['risk']} at or below {target}: {best['setting']} reached "
-        f"{share(best['risk'])} by {by}."
+        f"{share(best['risk'])} by {_by(best)}."
     )
     beyond = part["points"][-1]
     if beyond["risk"] is None:
@@ -67,12 +66,16 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     return says
 
 
+def _by(point: Mapping[str, Any]) -> str:
+    return "guessing alone" if point["risk"]["attack"] == "blind" else str(point["risk"]["attack"])
+
+
 def recommendation(result: Mapping[str, Any]) -> str:
     """One sentence for all protections together: what to use, or what was reached."""
     good = [f for f in result["families"] if f["status"] in REACHED]
     if not good:
         return "The target is not reached: " + " ".join(outcome(f, result) for f in result["families"])
-    says = " ".join(outcome(f, result)[:1].upper() + outcome(f, result)[1:] for f in good)
+    says = " ".join(outcome(f, result) for f in good)
     if len(good) > 1 and all((f.get("utility") or {}).get("cost") is not None for f in good):
         cheapest = min(good, key=lambda f: f["utility"]["cost"])
         says += f" Of these, {cheapest['setting']} costs least {cheapest['utility']['metric']}."

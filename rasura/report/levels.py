@@ -44,7 +44,8 @@ def _level(scored: Iterable[tuple[int, Mapping[str, Any]]], risk: str) -> Level 
         for place, value in enumerate(scores.get(risk, {}).get("per_record", [])):
             if value is not None and value == value:
                 texts[batch, place].append(value)
-    return pooled(sum(values) / len(values) for values in texts.values())
+    # In the order of the texts: a bootstrap with a seed depends on it, and two settings are compared.
+    return pooled(sum(values) / len(values) for _, values in sorted(texts.items()))
 
 
 def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
