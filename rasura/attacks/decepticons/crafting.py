@@ -28,7 +28,7 @@ AMPLIFIED = {False: 1e7, True: 1e14}
 """Scale of what is measured, where norms follow and where they come first: the larger, the more of the gradient's norm is in
 the measuring layer; a norm that follows would lose the loss beside a larger one."""
 
-CARRIED = 0.01
+CARRIED = 0.0025
 """How much the measurement moves the last coordinate, beside what a norm that follows has to hold."""
 
 CODE = 2.5
