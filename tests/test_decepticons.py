@@ -71,9 +71,9 @@ def test_a_causal_model_gives_all_but_the_last_token_and_prefixes_may_be_shared(
 
 
 def test_several_hundred_tokens_come_back_without_knowing_how_many_texts_there_are() -> None:
-    """Far more tokens than the model is wide, where row spaces tell nothing."""
+    """Nearly as many tokens as the model is wide, many of them in one step with another."""
     batch = many(12, 20)
-    seen = observed("bert", "classification", batch, hidden=128)
+    seen = observed("bert", "classification", batch, hidden=256)
     assert sum(batch.lengths) == 240
     unknown = Observation(seen.message, seen.task, {g: v for g, v in seen.granted.items() if g is not Grant.BATCH_SIZE})
     for one in (seen, unknown):

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from rasura.attacks.decepticons.crafting import DIRECTIONS, Layout, first_place, matrix, value
 from rasura.values import UNKNOWN
 
-IMPURE = 0.1
-"""Share of a step's energy that may lie beside the one token that is read from it."""
+PURE, IMPURE = 1e-5, 0.1
+"""Share of a step's energy that may lie beside the one token that is read from it: first, and when no such step is left."""
 
 CHANCE = 0.02
 """Expected number of tokens that noise alone makes up in a whole update."""
@@ -156,17 +156,21 @@ def _read_at(steps: Tensor, book: _Codebook, noise: float, scale: int, faint: fl
     least = max(noise * width * (1 + 4 * math.sqrt(2 / width)), faint)
     chance = math.sqrt(2 * math.log(len(book.words) * len(book.places) * steps[..., 0].numel() / CHANCE) / own)
     touched = torch.ones_like(steps[..., 0], dtype=torch.bool)
+    share = PURE if peel else IMPURE
     for _ in range(where.steps):
         seen = _seen_wider(steps, scale)
         energy = seen[..., :-1].square().sum(2)
         k, at = (touched & (energy > least)).nonzero(as_tuple=True)
         touched[:] = False
         if not len(k):
-            break
+            if share == IMPURE:
+                break
+            share, touched = IMPURE, torch.ones_like(touched)
+            continue
         word, place, sign = book.nearest(seen[k, at])
         code, inputs, many, cosine = book.fit(seen[k, at], word, place)
         beside = (seen[k, at] - many[:, None] * inputs)[:, where.code.stop : -1].square().sum(1)
-        sound = (cosine * sign > chance) & (beside < IMPURE * energy[k, at] + 1.5 * noise * own) & (many * sign > 0)
+        sound = (cosine * sign > chance) & (beside < share * energy[k, at] + 1.5 * noise * own) & (many * sign > 0)
         home, other = book.step(inputs)
         for i in (cosine * sign).argsort(descending=True).tolist():
             direction, step = int(k[i]), int(at[i])
