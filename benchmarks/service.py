@@ -71,7 +71,10 @@ def load(folder: Path, model: str | None, clients: int, seconds: float) -> dict[
     command = [sys.executable, "-m", "rasura", "serve", "--store", str(folder / "store"), "--port", str(port)]
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(
-            [*command, "--token-file", str(folder / "tokens"), "--rate", "100000"], stdout=log, stderr=log, env=dict(os.environ)
+            [*command, "--token-file", str(folder / "tokens"), "--rate", "100000"],
+            stdout=log,
+            stderr=log,
+            env=dict(os.environ),
         )
     url = f"http://127.0.0.1:{port}"
     try:
