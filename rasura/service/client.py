@@ -138,7 +138,7 @@ class Client:
 
         from rasura.data.text import Example
 
-        seconds = pairs or [None] * len(texts)
+        seconds: Sequence[str | None] = pairs or [None] * len(texts)
         rows = self._rows(name, [Example(a, b, 0) for a, b in zip(texts, seconds, strict=True)], truncate)
         out: list[Answer] = []
         for start in range(0, len(rows), 256):

@@ -191,7 +191,7 @@ class Engine:
                 if not future.done():
                     future.set_exception(error)
             return
-        for (_, future), part in zip(taken, logits.split([len(some) for some, _ in taken])):
+        for (_, future), part in zip(taken, torch.split(logits, [len(some) for some, _ in taken])):
             if not future.done():
                 future.set_result(part)
 

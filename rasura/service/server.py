@@ -5,7 +5,7 @@
 import asyncio
 import html
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -191,7 +191,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
         checked_ids(model, "classification", body.inputs, model.about["max_length"])
         if body.types is not None and [len(t) for t in body.types] != [len(i) for i in body.inputs]:
             raise Refused(422, "types must be as long as inputs")
-        types = body.types or [None] * len(body.inputs)
+        types: Sequence[list[int] | None] = body.types or [None] * len(body.inputs)
         rows = [
             data.as_row(torch.tensor(ids), 0, None if one is None else torch.tensor(one))
             for ids, one in zip(body.inputs, types)

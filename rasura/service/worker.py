@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -53,8 +54,8 @@ def train(store: Store, job: Job, device: str) -> None:
     )  # fmt: skip
     history = run.run(lambda *_: store.progress(job.id, run.history.epochs or []))
     store.progress(job.id, history.epochs or [])
-    merge = getattr(model, "merge_and_unload", None)
-    whole = model if merge is None else merge()
+    merge: Any = getattr(model, "merge_and_unload", None)
+    whole: Any = model if merge is None else merge()
     with store.incoming() as part:
         whole.save_pretrained(part, max_shard_size="1TB")
         for file in part.iterdir():
