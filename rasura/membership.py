@@ -80,8 +80,6 @@ class MembershipPlan:
             )
         if self.limit is not None and self.limit < 2:
             raise InputError(f"limit is {self.limit}; expected at least 2 texts of each side")
-        if self.recipe.epochs < 1:
-            raise InputError(f"epochs is {self.recipe.epochs}; expected at least 1 for the adversary's own models")
         for fpr in self.fprs:
             needed(fpr)
         if self.epsilon is not None:

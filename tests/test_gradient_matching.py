@@ -251,6 +251,7 @@ def through_dropout(texts: list[list[int]]) -> Observation:
     return observe(sent, THREATS["honest-server"])
 
 
+@pytest.mark.slow
 def test_grab_reads_words_through_dropout() -> None:
     text = [CLS, 40, 3, 41, 9, 50, SEP]
     attack = replace(grab(), levels={"quick": Work(32, 1, 150, orders=16, rounds=2, beam=2, sweeps=1)})

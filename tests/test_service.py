@@ -65,7 +65,7 @@ class Server:
             self.process = subprocess.Popen(
                 [*command, "--port", str(self.port), *self.options], stdout=out, stderr=out, env=dict(os.environ)
             )
-        for _ in range(600):
+        for _ in range(1800):
             try:
                 if httpx.get(f"{self.url}/health", trust_env=False).status_code == 200:
                     return

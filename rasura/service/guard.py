@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from typing import Any
 
-from rasura.service.limits import Limits, Rates, Refused, Tenants
+from rasura.service.limits import MIB, Limits, Rates, Refused, Tenants
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -17,6 +19,9 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 """What needs no token; none of it tells of a tenant."""
+
+DRAINED, DRAIN_SECONDS = 16 * MIB, 2.0
+"""Bytes and seconds that are still read of a refused body, at most."""
 
 log = logging.getLogger("rasura.service")
 
@@ -35,23 +40,17 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        started = False
-
-        async def noted(message: Message) -> None:
-            nonlocal started
-            started = started or message["type"] == "http.response.start"
-            await send(message)
-
+        exchange = _Exchange(receive, send, waited=any(name == b"expect" for name, _ in scope["headers"]))
         try:
             scope.setdefault("state", {})["tenant"] = self._admit(scope)
-            await self.app(scope, receive, noted)
+            await self.app(scope, exchange.receive, exchange.send)
         except Refused as refused:
-            if not started:
-                await _answer(send, refused.status, refused.detail)
+            if not exchange.status:
+                await _answer(exchange.send, refused.status, refused.detail)
         except Exception as error:
             log.error("a request failed: %s", type(error).__name__)
-            if not started:
-                await _answer(send, 500, "the server failed")
+            if not exchange.status:
+                await _answer(exchange.send, 500, "the server failed")
 
     def _admit(self, scope: Message) -> str | None:
         headers = dict(scope["headers"])
@@ -81,6 +80,36 @@ class Guard:
         if method == "POST" and path.startswith("/v1/models/") and path.endswith("/jobs"):
             return self.limits.data_bytes
         return self.limits.body_bytes
+
+
+class _Exchange:
+    """One request and its answer. A refusal is followed by reading a little more of the body, unseen: a connection that is
+    closed upon a client that still sends may lose it the answer."""
+
+    def __init__(self, receive: Receive, send: Send, *, waited: bool) -> None:
+        self._receive, self._send = receive, send
+        self.status = 0
+        # A client that waits for leave to send its body gets none.
+        self._more = not waited
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        self._more = message["type"] == "http.request" and message.get("more_body", False)
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        if message["type"] != "http.response.body" or message.get("more_body") or self.status < 400 or not self._more:
+            await self._send(message)
+            return
+        await self._send({**message, "more_body": True})
+        left = DRAINED
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_SECONDS):
+                while self._more and left > 0:
+                    left -= len((await self.receive()).get("body", b""))
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _answer(send: Send, status: int, detail: str) -> None:
