@@ -62,11 +62,7 @@ async def ask(url: str, token: str, size: int, until: float, seed: int, seconds:
 
 
 def load(folder: Path, model: str | None, clients: int, seconds: float) -> dict[str, Any]:
-<<<<<<< HEAD
-    """Serve an obfuscated ``model`` (None: a tiny one), let ``clients`` ask it for ``seconds``; figures in milliseconds."""
-=======
     """Serve an obfuscated ``model`` (None: a tiny one) and let ``clients`` ask it for ``seconds``; milliseconds."""
->>>>>>> service
     source = str(tiny_model(folder / "plain")) if model is None else model
     obfuscate_model(source, folder / "served", folder / "key", ObfuscationSettings(k=1), task="classification")
     token, port = secrets.token_hex(16), free_port()
@@ -75,16 +71,7 @@ def load(folder: Path, model: str | None, clients: int, seconds: float) -> dict[
     command = [sys.executable, "-m", "rasura", "serve", "--store", str(folder / "store"), "--port", str(port)]
     command += ["--token-file", str(folder / "tokens"), "--rate", "100000"]
     with (folder / "log").open("wb") as log:
-<<<<<<< HEAD
-        server = subprocess.Popen(
-            [*command, "--token-file", str(folder / "tokens"), "--rate", "100000"],
-            stdout=log,
-            stderr=log,
-            env=dict(os.environ),
-        )
-=======
         server = subprocess.Popen(command, stdout=log, stderr=log, env=dict(os.environ))
->>>>>>> service
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(1200):

@@ -446,7 +446,7 @@ def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_fo
         ({"delta": 0.1}, "without an epsilon"),
         ({"defense": "nothing"}, "unknown defense"),
         ({"limit": 1}, "at least 2"),
-            ({"non_members": "members.jsonl"}, "are members as well"),
+        ({"non_members": "members.jsonl"}, "are members as well"),
         ({"reference": "others.jsonl"}, "24 texts that are candidates as well"),
         ({"base": "minilm"}, "pass --base"),
     ],
