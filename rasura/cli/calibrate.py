@@ -113,7 +113,10 @@ def _print(result: dict[str, Any], path: Path) -> None:
 
     if any(f["status"] in REACHED for f in result["families"]):
         out.print(result["recommendation"], markup=False, highlight=False, style="bold")
-    table = Table("protection", "setting", "risk (95 %), n", "afresh (95 %), n", "MB sent", "s", "cost")
+    table = Table("protection")
+    table.add_column("setting", no_wrap=True)
+    for name in ("risk (95 %), n", "afresh (95 %), n", "MB sent", "s", "cost"):
+        table.add_column(name)
     for row, part in zip(rows(result), result["families"]):
         table.add_row(
             row["family"], row["setting"], row["risk"], row["again"], row["mb"], row["seconds"], cost(part, short=True)
