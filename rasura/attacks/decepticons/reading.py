@@ -69,7 +69,7 @@ class _Codebook:
     def nearest(self, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Word and place nearest to each step ``(n, width)``, and which sign of it they are nearest to."""
         where, found = self.where, []
-        for part in steps.float().split(256):
+        for part in torch.split(steps.float(), 256):
             best = []
             for table, at in ((self.words, where.word), (self.places, where.place)):
                 mine = part[:, at] - part[:, at].mean(1, keepdim=True)
@@ -233,7 +233,7 @@ def _assigned(tokens: Sequence[Token], size: int) -> list[tuple[int, ...]]:
         if len(by_place.setdefault(t.place, [])) < size:
             by_place[t.place].append(t)
     every = [t for here in by_place.values() for t in here]
-    seeds = list(max(by_place.values(), key=lambda here: (len(here), sum(t.energy for t in here))))
+    seeds = max(by_place.values(), key=lambda here: (len(here), sum(t.energy for t in here)))[:]
     while len(seeds) < min(size, len(every)):
         seeds.append(max(every, key=lambda t: min(float((t.code - s.code).norm()) for s in seeds)))
     centres = torch.stack([s.code for s in seeds])
