@@ -233,8 +233,7 @@ def _assigned(tokens: Sequence[Token], size: int) -> list[tuple[int, ...]]:
         if len(by_place.setdefault(t.place, [])) < size:
             by_place[t.place].append(t)
     every = [t for here in by_place.values() for t in here]
-    fullest = max(by_place.values(), key=lambda here: (len(here), sum(t.energy for t in here)))
-    seeds = list(fullest)
+    seeds = max(by_place.values(), key=lambda here: (len(here), sum(t.energy for t in here)))[:]
     while len(seeds) < min(size, len(every)):
         seeds.append(max(every, key=lambda t: min(float((t.code - s.code).norm()) for s in seeds)))
     centres = torch.stack([s.code for s in seeds])
