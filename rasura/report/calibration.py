@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.errors import InputError
-from rasura.report.membership import COLOURS
+from rasura.report.template import COLOURS, filled
 
 REACHED = ("found", "no need")
 """Outcomes of a protection whose setting meets the target."""
@@ -141,15 +141,8 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def render_calibration(result: Mapping[str, Any]) -> str:
     """The page as a string."""
-    from jinja2 import Environment, PackageLoader
-
-    environment = Environment(
-        loader=PackageLoader("rasura", "report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["share"] = share
-    return environment.get_template("calibration.html").render(
-        r=result, rows=rows(result), plots=[p for p in (_by_strength(result), _by_utility(result)) if p]
-    )
+    plots = [p for p in (_by_strength(result), _by_utility(result)) if p]
+    return filled("calibration.html", r=result, rows=rows(result), plots=plots)
 
 
 def _height(value: float) -> float:

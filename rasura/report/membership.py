@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from rasura.metrics.membership import auc_bound
+from rasura.report.template import COLOURS, filled
 
 LEAST_RATE = 1e-3
 """Where the logarithmic axes of the plot begin, unless there are texts for less."""
-
-COLOURS = ("#542d87", "#b5482a", "#2f7d5b", "#2a6fb5", "#a17c1a", "#8c3b6e")
-"""Of the curves in the plot, in the order of the attacks."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +112,9 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
 
 def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> str:
     """The page as a string."""
-    from jinja2 import Environment, PackageLoader
-
-    environment = Environment(
-        loader=PackageLoader("rasura", "report"), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
     first = records[0] if records else {}
-    return environment.get_template("membership.html").render(
-        f=membership_findings(records, plan), plan=plan, plot=_plot(records, plan), first=first,
+    return filled(
+        "membership.html", f=membership_findings(records, plan), plan=plan, plot=_plot(records, plan), first=first,
         seconds=sum(r["wall_seconds"] for r in records),
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from rasura.records import RunStore, write_whole
 from rasura.report.calibration import finished, render_calibration
 from rasura.report.findings import Findings, Level, findings, summarise
 from rasura.report.membership import membership_findings, render_membership
+from rasura.report.template import filled
 
 ACTIVE = "a server that sends a crafted model (active attacks)"
 REMEMBERED = "membership inference and what the trained model itself remembers (`rasura membership`)"
@@ -43,13 +44,10 @@ def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
 
 def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text: bool = False) -> str:
     """The page as a string."""
-    from jinja2 import Environment, PackageLoader
-
-    loader = PackageLoader("rasura", "report")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     f = findings(records, plan)
     evidence = [_evidence(e, show_text) for e in f.evidence]
-    return environment.get_template("page.html").render(
+    return filled(
+        "page.html",
         f=f,
         evidence=evidence,
         plan=plan,
