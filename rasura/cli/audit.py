@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import app, device_named, err, numbers, out, split
+from rasura.cli.shared import app, device_named, err, numbers, out, split, watched
 from rasura.errors import AttackFailed, InputError, NotApplicable
 
 
@@ -83,7 +83,7 @@ def run_audit(
     plan: Any, folder: Path, device: str, fail_above: float | None, as_json: bool, engine: str = "local",
     address: str | None = None, workers: int | None = None,
 ) -> None:  # fmt: skip
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     from rasura.auditing import Audit
     from rasura.records import RunStore
@@ -101,27 +101,21 @@ def run_audit(
         f"{'images' if prepared.images else 'texts'}; roughly {max(0.1, minutes):.1f} CPU minutes for a small model"
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    try:
-        with Progress(*columns, console=err, transient=True) as bar:
-            task = bar.add_task("", total=len(prepared.cells), completed=done)
+    with watched(*columns, close=store.close) as bar:
+        task = bar.add_task("", total=len(prepared.cells), completed=done)
 
-            def progress(c: Any) -> None:
-                bar.update(task, description=f"{c.attack} / {c.defense}")
+        def progress(c: Any) -> None:
+            bar.update(task, description=f"{c.attack} / {c.defense}")
 
-            if engine == "ray":
-                from rasura.integrations.ray_cluster import spread
+        if engine == "ray":
+            from rasura.integrations.ray_cluster import spread
 
-                records = spread(prepared, store, address=address, workers=workers, progress=progress)
-            else:
-                records = prepared.run(store, progress)
-            for _ in records:
-                bar.advance(task)
+            records = spread(prepared, store, address=address, workers=workers, progress=progress)
+        else:
+            records = prepared.run(store, progress)
+        for _ in records:
+            bar.advance(task)
         everything = list(store)
-    except KeyboardInterrupt:
-        err.print("interrupted; finished cells are kept, the same command resumes")
-        raise typer.Exit(130) from None
-    finally:
-        store.close()
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
     path = write_report(folder, show_text=plan.show_text)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import app, device_named, err, out, split
+from rasura.cli.shared import app, device_named, err, out, split, watched
 from rasura.errors import InputError
 
 
@@ -77,8 +77,6 @@ def calibrate(
 
 
 def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> None:
-    from rich.progress import Progress
-
     from rasura.calibration import Calibration
     from rasura.report.calibration import REACHED
     from rasura.report.page import write_report
@@ -90,15 +88,9 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> No
         f"{prepared.n_texts} texts or images, verified on {prepared.which}; roughly {max(0.1, minutes):.1f} CPU minutes "
         "for a small model if nothing is done yet", markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
-    try:
-        with Progress(console=err, transient=True) as bar:
-            line = bar.add_task("", total=None)
-            result = prepared.run(lambda c: bar.update(line, description=f"{c.attack} / {c.defense}"))
-    except KeyboardInterrupt:
-        err.print("interrupted; finished cells are kept, the same command resumes")
-        raise typer.Exit(130) from None
-    finally:
-        prepared.close()
+    with watched(close=prepared.close) as bar:
+        line = bar.add_task("", total=None)
+        result = prepared.run(lambda c: bar.update(line, description=f"{c.attack} / {c.defense}"))
     path = write_report(folder)
     if as_json:
         sys.stdout.write(json.dumps({**result, "report": str(path)}, ensure_ascii=False) + "\n")

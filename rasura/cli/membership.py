@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import app, device_named, err, out, split
+from rasura.cli.shared import app, device_named, err, out, split, watched
 from rasura.errors import InputError
 
 
@@ -66,8 +66,6 @@ def membership(
 
 
 def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
-    from rich.progress import Progress
-
     from rasura.membership import MembershipAudit
     from rasura.records import RunStore
     from rasura.report.membership import membership_findings
@@ -76,19 +74,13 @@ def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
     with err.status("loading the model and the texts"):
         prepared = MembershipAudit(plan, folder, device=device)
         store = RunStore(folder, prepared.identity)
-    try:
-        with Progress(console=err, transient=True) as bar:
-            line = bar.add_task("", total=None)
-            for _ in prepared.run(
-                store, lambda what, done, all_: bar.update(line, description=what, completed=done, total=all_)
-            ):
-                pass
+    with watched(close=store.close) as bar:
+        line = bar.add_task("", total=None)
+        for _ in prepared.run(
+            store, lambda what, done, all_: bar.update(line, description=what, completed=done, total=all_)
+        ):
+            pass
         records = list(store)
-    except KeyboardInterrupt:
-        err.print("interrupted; what is finished is kept, the same command resumes")
-        raise typer.Exit(130) from None
-    finally:
-        store.close()
     path = write_report(folder)
     if as_json:
         sys.stdout.write(json.dumps(records, ensure_ascii=False) + "\n")

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
 import typer
 from rich.console import Console
 
 from rasura.errors import InputError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -46,3 +53,18 @@ def device_named(name: str) -> str:
     if not there[name]:
         raise InputError(f"--device {name} is not available on this machine; pass --device cpu")
     return name
+
+
+@contextmanager
+def watched(*columns: ProgressColumn, close: Callable[[], None] = lambda: None) -> Iterator[Progress]:
+    """A progress bar around work that keeps what is finished: Ctrl-C says so and exits with 130; ``close`` is called."""
+    from rich.progress import Progress
+
+    try:
+        with Progress(*(columns or Progress.get_default_columns()), console=err, transient=True) as bar:
+            yield bar
+    except KeyboardInterrupt:
+        err.print("interrupted; what is finished is kept, the same command resumes")
+        raise typer.Exit(130) from None
+    finally:
+        close()

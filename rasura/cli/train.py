@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from rasura.cli.audit import run_audit
-from rasura.cli.shared import app, device_named, err, numbers, out, protect, split
+from rasura.cli.shared import app, device_named, err, numbers, out, protect, split, watched
 
 
 @protect.command()
@@ -39,8 +39,6 @@ def ghost(
     """
     from dataclasses import asdict
 
-    from rich.progress import Progress
-
     from rasura.protection import protect_file
     from rasura.shadows.table import ShadowSettings
 
@@ -48,7 +46,7 @@ def ghost(
         k, overlap, most=max(k, ShadowSettings.most), language=None if language == "none" else language, group=group,
         keep_punctuation=keep_punctuation, keep_numbers=keep_numbers, round_trip=round_trip,
     )  # fmt: skip
-    with Progress(console=err, transient=True) as bar:
+    with watched() as bar:
         task = bar.add_task("texts", total=None)
         found = protect_file(
             source, target, model=model, table=table, shadows=settings, beam=beam, seed=seed,
@@ -112,13 +110,11 @@ def train(
 
 
 def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[str, Any]]:
-    from rich.progress import Progress
-
     from rasura.training import Training
 
     with err.status("loading the model and the texts"):
         prepared = Training(plan, folder, device=device)
-    with Progress(console=err, transient=True) as bar:
+    with watched() as bar:
         line = bar.add_task("training", total=None)
 
         def told(what: str, done: int, total: int, figures: Any) -> None:
