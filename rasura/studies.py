@@ -206,6 +206,8 @@ def _given(study: Study, plan: Plan | TrainPlan) -> str:
     if isinstance(plan, Plan) and isinstance(study.plan, Plan):
         out += [f" --budget {plan.budget}"] if plan.budget != study.plan.budget else []
         out += [f" --attack {','.join(plan.attacks)}"] if plan.attacks != study.plan.attacks else []
+        sizes = ",".join(map(str, plan.batch_sizes))
+        out += [f" --batch-size {sizes}"] if plan.batch_sizes != study.plan.batch_sizes else []
     return "".join(out)
 
 

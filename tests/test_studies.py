@@ -100,10 +100,10 @@ def test_the_command_runs_a_study_and_writes_its_table(
     study_folder(tmp_path, BODY.replace("[plan]", f'[plan]\nmodel = "{model_folder}"\ndata = "missing.csv"'))
     (tmp_path / "notes.csv").write_text("text,label\nw40 the w41,0\nthe w50 w51,1\n", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    arguments = ["study", "one", "--data", "notes.csv", "--limit", "2", "--budget", "quick"]
+    arguments = ["study", "one", "--data", "notes.csv", "--limit", "2", "--budget", "quick", "--batch-size", "2"]
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     found = (tmp_path / "studies" / "RESULTS.md").read_text()
-    assert "## one: One" in found and "| span |" in found and "--limit 2 --budget quick" in found
+    assert "## one: One" in found and "| span |" in found and "--limit 2 --budget quick --batch-size 2`" in found
     shutil.rmtree(tmp_path / "runs")
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     again = (tmp_path / "studies" / "RESULTS.md").read_text()
