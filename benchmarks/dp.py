@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from opacus.grad_sample import GradSampleModule
+from opacus.grad_sample.functorch import ft_compute_per_sample_gradient  # noqa: F401  (loaded for every way alike)
+from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from torch import Tensor
 
 from rasura.data.text import encode, load_examples
@@ -67,9 +70,6 @@ def one(way: str, model: Any, inputs: dict[str, Tensor]) -> Callable[[], Any]:
         return each
     if way == "weighted":
         return lambda: Together(model, inputs, size).weighted(lambda norms: (1 / norms).clamp(max=1))
-    from opacus.grad_sample import GradSampleModule
-    from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
-
     for module in model.modules():
         module.training = not isinstance(module, torch.nn.Dropout) and not list(module.children())
     full = opacus_inputs(inputs)

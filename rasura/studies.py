@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.interfaces import InputError
+from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.plan import Plan, plan_of
 from rasura.recipes import known
 from rasura.records import write_whole
@@ -33,8 +34,9 @@ class Study:
     """One study file.
 
     ``source``: the paper and its table. ``differs``: what is not as in the paper. ``figures``: the paper's own, each with
-    those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text. ``plan``: an audit,
-    or a training where the file has a table ``train`` in place of ``plan``.
+    those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text. ``plan``: an audit
+    (table ``plan`` of the file), or a training (table ``train``). With both tables the study sets utility against risk:
+    ``train`` is then the training, whose defenses stand in the order of the audit's, each for the same protection.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Study:
     plan: Plan | TrainPlan
     metrics: tuple[str, ...]
     figures: tuple[Mapping[str, Any], ...]
+    train: TrainPlan | None = None
 
     def figure(self, row: Mapping[str, Any]) -> str:
         """What the paper has for a row, or a dash."""
@@ -69,14 +72,20 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     for figure in found.get("figures", []):
         for key in figure:
             known(f"key of a figure in {path}", key, (*CELL, "paper"))
+    training = _training(found["train"], str(path)) if "train" in found else None
+    both = training is not None and "plan" in found
+    plan = plan_of(found.get("plan", {}), str(path)) if both or training is None else training
+    if training is not None and len(training.defenses) != len(plan.defenses):
+        raise InputError(f"{path}: train has {len(training.defenses)} defenses, plan {len(plan.defenses)}; pair them")
     return Study(
         name,
         str(found.get("title", name)),
         str(found.get("source", "")),
         tuple(found.get("differs", ())),
-        _training(found["train"], str(path)) if "train" in found else plan_of(found.get("plan", {}), str(path)),
-        tuple(found.get("metrics", ("accuracy", "f1") if "train" in found else ("rouge1", "rouge2", "rougeL"))),
+        plan,
+        tuple(found.get("metrics", ("accuracy", "f1") if plan is training else ("rouge1", "rouge2", "rougeL"))),
         tuple(found.get("figures", ())),
+        training if both else None,
     )
 
 
@@ -96,17 +105,32 @@ def prepared(study: Study, **changes: Any) -> Plan | TrainPlan:
     """
     given = {k: v for k, v in changes.items() if v is not None}
     plan = study.plan
-    names = ("data", "reference", "test")
     if "data" in given and Path(given["data"]).is_dir():
-        folder = Path(given.pop("data"))
-        given |= {n: str(folder / str(value)) for n in names if (value := getattr(plan, n, None)) is not None}
+        given |= _files(plan, given.pop("data"))
     if isinstance(plan, TrainPlan):
         for key in given:
             known("option of a training study", key, [f.name for f in fields(TrainPlan)])
         return replace(plan, **given).checked()
     headline = "ssim" if plan.task == "vision" else "token_recall"
-    metrics = tuple(dict.fromkeys((*study.metrics, headline)))
+    metrics = tuple(dict.fromkeys((*(m for m in study.metrics if m not in HIGHER_IS_BETTER), headline)))
     return replace(plan, metrics=metrics, **given).checked()
+
+
+def prepared_training(study: Study, plan: Plan, data: str | None = None) -> TrainPlan:
+    """The training beside the audit ``plan`` of a study that has both: the same model and seeds, the defenses paired."""
+    assert study.train is not None
+    unknown = [d for d in plan.defenses if d not in study.plan.defenses]
+    if unknown:
+        raise InputError(f"{study.name} trains behind its own protections alone; {unknown[0]} is none of them")
+    pairs = dict(zip(study.plan.defenses, study.train.defenses))
+    given: dict[str, Any] = {} if data is None else _files(study.train, data)
+    given |= {"model": plan.model, "seeds": plan.seeds if plan.seeds > 1 else study.train.seeds}
+    return replace(study.train, defenses=tuple(pairs[d] for d in plan.defenses), **given).checked()
+
+
+def _files(plan: Plan | TrainPlan, folder: str) -> dict[str, Any]:
+    names = ("data", "reference", "test")
+    return {n: str(Path(folder) / str(value)) for n in names if (value := getattr(plan, n, None)) is not None}
 
 
 def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str:
@@ -155,6 +179,37 @@ def training_section(study: Study, plan: TrainPlan, results: Iterable[Mapping[st
         paper = study.figure({"defense": defense})
         lines.append(_row([defense, len(some), *ours, before, f"{epochs:.0f}", f"{seconds:.0f}", paper]))
     return "\n".join([*lines, ""])
+
+
+def tradeoff_section(
+    study: Study, plan: Plan, records: Sequence[Mapping[str, Any]], training: TrainPlan, results: Sequence[Mapping[str, Any]]
+) -> str:
+    """Utility against risk: one row a protection, the trained model's figures, then what each attack reads behind it."""
+    useful = [m for m in study.metrics if m in HIGHER_IS_BETTER]
+    risky = [m for m in study.metrics if m not in useful]
+    sizes = sorted({r["batch_size"] for r in records})
+    heads = [_NAMES.get(m, m) for m in useful]
+    risks = [(a, b, m) for a in plan.attacks for b in sizes for m in risky]
+    columns = ["trained behind", "audited behind", "seeds", *heads]
+    columns += [f"{a}{f', batch {b}' if len(sizes) > 1 else ''}: {_NAMES.get(m, m)} (n)" for a, b, m in risks]
+    first = results[0]
+    half = f", where 95 % of chance is ±{_half_width(results):.1f} of accuracy" if "accuracy" in useful else ""
+    about = (
+        f"trained on {first['n_train']} texts of {Path(training.data).name}, judged on {first['n_test']}{half}; audited on "
+        f"{Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
+    )
+    lines = _head(study, plan, about, columns)
+    for trained, audited in zip(training.defenses, plan.defenses):
+        some = [r for r in results if r["defense"] == trained]
+        row = [trained, audited, len(some), *(_spread([r["after"][m] for r in some], m) for m in useful)]
+        for attack, size, metric in risks:
+            cells = [r for r in records if (r["attack"], r["batch_size"], r["defense"]) == (attack, size, audited)]
+            values = _values(cells, metric, "scores")
+            row.append(f"{_level(values, metric)} ({len(values)})")
+        lines.append(_row(row))
+    told = {r["defense"]: r["privacy"] for r in results}
+    promises = [f"- {name}: {p['statement']}" for name, p in told.items() if len(p) > 1]
+    return "\n".join([*lines, "", *promises, ""])
 
 
 def _half_width(rows: Sequence[Mapping[str, Any]]) -> float:

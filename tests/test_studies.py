@@ -144,3 +144,53 @@ def test_a_training_study_ends_in_a_table_of_utility(
     assert str(tmp_path) not in text.split("Command")[1]
     wrong = CliRunner().invoke(app, ["study", "one", "--attack", "span"])
     assert isinstance(wrong.exception, InputError) and "option of a training study" in str(wrong.exception)
+
+
+TRADEOFF = """
+title = "Three"
+source = "A paper, Figure 4"
+differs = ["everything"]
+metrics = ["accuracy", "rougeL"]
+
+[plan]
+data = "notes.jsonl"
+attacks = ["embedding-rows"]
+defenses = ["none", "gaussian:1.0"]
+
+[train]
+data = "notes.jsonl"
+defenses = ["frozen-embeddings", "frozen-embeddings+gaussian:1.0"]
+epochs = 1
+batch_size = 4
+seeds = 2
+"""
+
+
+def test_utility_stands_beside_the_risk_of_the_same_protection(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, TRADEOFF.replace("[plan]", f'[plan]\nmodel = "{model_folder}"'))
+    monkeypatch.chdir(tmp_path)
+    rows = [f'{{"text": "{t}", "label": {k % 2}}}\n' for k, t in enumerate(3 * TEXTS)]
+    (tmp_path / "notes.jsonl").write_text("".join(rows))
+    results = tmp_path / "studies" / "RESULTS.md"
+    found = CliRunner().invoke(app, ["study", "one", "--limit", "2"], catch_exceptions=False)
+    assert found.exit_code == 0, found.output
+    table = [line.split(" | ") for line in results.read_text().splitlines() if line.startswith("| frozen-embeddings")]
+    assert [(r[0], r[1], r[2]) for r in table] == [
+        ("| frozen-embeddings", "none", "2"), ("| frozen-embeddings+gaussian:1.0", "gaussian:1.0", "2"),
+    ]  # fmt: skip
+    plain = float(table[0][4].split()[0])
+    assert "(2)" in table[0][4] and plain > 0
+    # One protection alone keeps its pair.
+    arguments = ["study", "one", "--limit", "2", "--defense", "gaussian:1.0", "--out", "again"]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert "| frozen-embeddings+gaussian:1.0 | gaussian:1.0 |" in results.read_text()
+    wrong = CliRunner().invoke(app, ["study", "one", "--limit", "2", "--defense", "none,sign", "--out", "other"])
+    assert isinstance(wrong.exception, InputError) and "none of them" in str(wrong.exception)
+
+
+def test_a_tradeoff_whose_protections_do_not_pair_is_refused(tmp_path: Path) -> None:
+    body = TRADEOFF.replace('["none", "gaussian:1.0"]', '["none"]')
+    with pytest.raises(InputError, match="pair them"):
+        load_study("one", study_folder(tmp_path, body))

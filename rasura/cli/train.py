@@ -161,24 +161,30 @@ def study(
 
     Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
     """
+    from rasura import studies
     from rasura.records import RunStore
-    from rasura.studies import load_study, prepared, section, training_section, write_section
     from rasura.training import TrainPlan
 
-    found = load_study(name)
-    plan = prepared(
+    found = studies.load_study(name)
+    plan = studies.prepared(
         found, data=data, limit=limit, budget=budget, attacks=split(attack), defenses=split(defense), seeds=seeds,
         model=model, batch_sizes=numbers(batch_size, "batch-size"),
     )  # fmt: skip
     out_folder = folder or Path("runs/studies") / name.replace("/", "-")
     if isinstance(plan, TrainPlan):
-        write_section(training_section(found, plan, trained(plan, out_folder, "cpu", as_json)), results)
-        err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
-        return
-    run_audit(plan, out_folder, "cpu", None, as_json)
-    store = RunStore(out_folder)
-    try:
-        write_section(section(found, plan, list(store)), results)
-    finally:
-        store.close()
+        text = studies.training_section(found, plan, trained(plan, out_folder, "cpu", as_json))
+    else:
+        run_audit(plan, out_folder, "cpu", None, as_json)
+        store = RunStore(out_folder)
+        try:
+            records = list(store)
+        finally:
+            store.close()
+        if found.train is None:
+            text = studies.section(found, plan, records)
+        else:
+            training = studies.prepared_training(found, plan, data)
+            worth = trained(training, out_folder / "training", "cpu", as_json)
+            text = studies.tradeoff_section(found, plan, records, training, worth)
+    studies.write_section(text, results)
     err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
