@@ -2,6 +2,7 @@
 
 python benchmarks/membership.py DATA/sst2.train.parquet
 python benchmarks/membership.py DATA/sst2.train.parquet --attack blind,loss,mia-n --models 2 --texts 500
+python benchmarks/membership.py DATA/sst2.train.parquet --sigma 1.0 --epochs 30
 
 A pooler and classifier on MiniLM's frozen features, trained until they know their texts by heart, half of the texts each.
 Every model is the audited one in turn; the others but its partner, which has the other half, are the adversary's own.
@@ -15,17 +16,21 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
+from rasura.accounting import epsilon
 from rasura.data.text import encode, load_examples
 from rasura.metrics.intervals import bootstrap
-from rasura.metrics.membership import auc, leakage, needed, split_check, tpr_at
+from rasura.metrics.membership import auc, auc_bound, leakage, needed, split_check, tpr_at
 from rasura.recipes import membership_attack
 from rasura.rng import derive, generator
 from rasura.threat import MODEL_USER, observe_model
 from rasura.values import Answers, Batch, OwnModel
 from rasura.victims.loading import Victim, load
 from rasura.victims.train import joined, split
+
+BATCH = 64
+"""Texts a step."""
 
 
 class Features:
@@ -49,16 +54,39 @@ class Features:
         return torch.stack([self.kept[row.ids(0)] for row in rows])
 
 
-def trained(features: Tensor, labels: Tensor, inside: Tensor, epochs: int, seed: int) -> nn.Module:
-    """A BERT head (pooler, tanh, classifier) trained on the texts ``inside``."""
+def private_gradient(head: nn.Sequential, features: Tensor, labels: Tensor, sigma: float, rng: Generator) -> None:
+    """The gradient of DP-SGD: every text's clipped to norm 1, their sum in noise, over the texts expected in a step."""
+    pooler, squash, classifier = head
+    inner = pooler(features)
+    outer = squash(inner)
+    logits = classifier(outer)
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+    # A linear layer's gradient of one text is an outer product: its norm is the product of two norms.
+    back = torch.autograd.grad(losses.sum(), [inner, logits], retain_graph=True)
+    squares = [(g.square().sum(1)) * (x.square().sum(1) + 1) for g, x in zip(back, (features, outer))]
+    weights = (1 / sum(squares).detach().sqrt()).clamp(max=1)
+    (weights * losses).sum().backward()
+    for p in head.parameters():
+        p.grad = (p.grad + sigma * torch.randn(p.shape, generator=rng)) / BATCH
+
+
+def trained(features: Tensor, labels: Tensor, inside: Tensor, epochs: int, seed: int, sigma: float = 0.0) -> nn.Module:
+    """A BERT head (pooler, tanh, classifier) trained on the texts ``inside``; with ``sigma`` by DP-SGD."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "head"))
         head = nn.Sequential(nn.Linear(features.shape[1], features.shape[1]), nn.Tanh(), nn.Linear(features.shape[1], 2))
     optimizer = torch.optim.AdamW(head.parameters(), lr=1e-3)
     rows = inside.nonzero()[:, 0]
-    for epoch in range(epochs):
+    rng = generator(seed, "noise")
+    steps = epochs * -(-len(rows) // BATCH)
+    for _ in range(steps if sigma else 0):
+        part = rows[torch.rand(len(rows), generator=rng) < BATCH / len(rows)]
+        optimizer.zero_grad()
+        private_gradient(head, features[part], labels[part], sigma, rng)
+        optimizer.step()
+    for epoch in range(0 if sigma else epochs):
         order = rows[torch.randperm(len(rows), generator=generator(seed, "order", epoch))]
-        for part in order.split(64):
+        for part in order.split(BATCH):
             optimizer.zero_grad()
             nn.functional.cross_entropy(head(features[part]), labels[part]).backward()
             optimizer.step()
@@ -85,6 +113,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument("--models", type=int, default=16)
     parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--sigma", type=float, default=0.0, help="noise multiplier of DP-SGD; 0: plain training")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--attack", default="blind,loss,mia,mia-r,lira,rmia", help="and mia-n")
     options = parser.parse_args()
@@ -103,7 +132,13 @@ def main() -> None:
         half = torch.zeros(len(rows), dtype=torch.bool)
         half[order[: len(rows) // 2] if number % 2 == 0 else order[len(rows) // 2 :]] = True
         inside.append(half)
-        heads.append(trained(known, labels, half, options.epochs, derive(options.seed, number)))
+        heads.append(trained(known, labels, half, options.epochs, derive(options.seed, number), options.sigma))
+    if options.sigma:
+        n = len(rows) // 2
+        delta = 0.1 / n
+        spent = epsilon(options.sigma, BATCH / n, options.epochs * -(-n // BATCH), delta)
+        bound = auc_bound(spent, delta)
+        print(f"DP-SGD, sigma {options.sigma:g}: epsilon {spent:.3g} at delta {delta:.2g}; AUC at most {bound:.3f}")
     said = [answers_of(head, known, labels) for head in heads]
     right = [(a.logits.argmax(1) == labels).double() for a in said]
     on = np.mean([float(r[i].mean()) for r, i in zip(right, inside)])

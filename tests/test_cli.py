@@ -125,3 +125,4 @@ def test_lists_and_doctor() -> None:
         assert name in json.loads(done.stdout)
     found = json.loads(rasura_command("doctor", "--json").stdout)
     assert found["torch"] and "WordNet (METEOR)" in found
+    assert rasura_command("--version").stdout == f"rasura {rasura.__version__}\n"

@@ -11,8 +11,22 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from rasura import __version__
 from rasura.cli.shared import app, out
 from rasura.errors import MissingExtra
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        out.print(f"rasura {__version__}", highlight=False)
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
+    """What can be read back from what a language model's training sends out."""
 
 
 @app.command("list")

@@ -19,7 +19,6 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    help="What can be read back from what a language model's training sends out.",
 )
 protect = typer.Typer(no_args_is_help=True, help="Put a protection on: ghost on texts, obfuslm on a model.")
 app.add_typer(protect, name="protect")
