@@ -151,7 +151,13 @@ def epsilon(
         return math.inf
     if by == "paper":
         return _by_orders(sigma, rate, steps, delta, PAPER_ORDERS)
-    return _by_library(sigma, rate, steps, delta, by, noise)
+    found = math.inf
+    for less in (0.0, 1e-4, 1e-3, 1e-2):
+        # The library's numbers overflow at single points. Less noise never has a smaller epsilon: a bound, too.
+        found = _by_library(sigma * (1 - less), rate, steps, delta, by, noise)
+        if math.isfinite(found):
+            return found
+    return found if noise == "laplace" else _by_orders(sigma, rate, steps, delta, ORDERS)
 
 
 def _by_library(
@@ -168,8 +174,12 @@ def _by_library(
 
         def by_loss(width: float) -> float:
             accountant = library.pld.PLDAccountant(value_discretization_interval=width)
-            accountant.compose(event)
-            return float(accountant.get_epsilon(delta))
+            try:
+                with np.errstate(all="ignore"):
+                    accountant.compose(event)
+                    return float(accountant.get_epsilon(delta))
+            except OverflowError:
+                return math.inf
 
         # The loss is rounded up to a grid: fine enough for four digits, not so fine that large losses fill the memory.
         if digits is not None:
