@@ -11,8 +11,10 @@ import pytest
 from test_cli import rasura_command, refused
 
 from rasura.defenses.homomorphic import (
+    CHOICES,
     HALF,
     Context,
+    Parameters,
     Scheme,
     added,
     make_keys,
@@ -159,3 +161,24 @@ def test_the_command_makes_both_files_and_never_prints_a_key(tmp_path: Path) -> 
     assert "fits 64 clients" in refused("keys", tmp_path / "other", "--clients", "100")
     plain = rasura_command("keys", tmp_path / "third")
     assert len(plain.stdout) < 500 and "clients.secret" in plain.stdout
+
+
+@pytest.mark.parametrize("parameters", CHOICES["bfv"], ids=lambda p: str(p.degree))
+def test_the_noise_budget_says_where_sums_break(parameters: Parameters) -> None:
+    tenseal = pytest.importorskip("tenseal")
+    assert 1 < parameters.noise_budget(parameters.most) < parameters.noise_budget(1)
+    context = tenseal.context(
+        tenseal.SCHEME_TYPE.BFV, parameters.degree, parameters.plain, coeff_mod_bit_sizes=list(parameters.moduli)
+    )
+    values = np.arange(parameters.degree)
+    total, copies = tenseal.bfv_vector(context, values.tolist()), 1
+    right = {}
+    while copies < 2**13:
+        # A ciphertext added to itself: its noise doubles, as that of four times as many clients would.
+        total, copies = total + total, 2 * copies
+        right[parameters.noise_budget(copies**2)] = bool(
+            (np.asarray(total.decrypt()) % parameters.plain == values * copies % parameters.plain).all()
+        )
+    assert all(good for budget, good in right.items() if budget >= 0)
+    assert not any(good for budget, good in right.items() if budget < -3)
+    assert min(right) < -3 and max(right) > 0

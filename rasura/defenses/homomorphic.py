@@ -14,6 +14,7 @@ Without torch, so that the processes which encrypt in parallel start fast.
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -62,6 +63,19 @@ class Parameters:
     def values(self) -> int:
         """Values of a ciphertext."""
         return self.degree * LANES if self.scheme == "bfv" else self.degree // 2
+
+    def noise_budget(self, clients: int) -> float | None:
+        """Bits that are left of BFV's noise budget in a sum of ``clients``; below zero the sum may be wrong. None for CKKS.
+
+        Computed, since TenSEAL does not tell it. SEAL encrypts under both moduli and divides by the last one: what is left
+        is the rounding of N coefficients times a ternary key, of variance ``(1 + 2 N / 3) / 12``. A coefficient is right
+        while it stays below ``q / (2 t)``; ten standard deviations are counted, beyond which no coefficient of an update is
+        expected. Held against sums that were doubled until they broke (``tests/test_homomorphic.py``).
+        """
+        if self.scheme != "bfv":
+            return None
+        spread = math.sqrt(clients * (1 + 2 * self.degree / 3) / 12)
+        return self.moduli[0] - 1 - math.log2(self.plain) - math.log2(10 * spread)
 
 
 # The plain moduli are the largest primes of 38 and 45 bits that are 1 modulo twice the degree, which packing needs.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor, nn
 
-from rasura.defenses.homomorphic import Context, Scheme, make_keys, seal
+from rasura.defenses.homomorphic import Context, Scheme, make_keys, parameters_for, seal
 from rasura.defenses.significance import NAMED, SCORED, named, scores
 from rasura.defenses.structure import embedding_parameters
 from rasura.interfaces import InputError, Transform
@@ -188,6 +188,9 @@ def sealing(
         "metric": settings.metric, "ratio": settings.ratio, "scope": settings.scope, "embeddings": settings.embeddings,
         "scheme": settings.scheme,
     }  # fmt: skip
+    if settings.scheme != "none":
+        budget = parameters_for(settings.clients, settings.scheme).noise_budget(settings.clients)
+        told |= {} if budget is None else {"noise_budget_bits": round(budget, 1)}
     return Transform(Stage.WIRE, Mechanism("sealing", Stage.WIRE, told), init, apply)
 
 
