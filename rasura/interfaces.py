@@ -49,12 +49,8 @@ class Budget:
     """Share of the visible entries that a matching attack forms for L1 and for masks, drawn at random; None: by level."""
 
 
-@runtime_checkable
-class Attack(Protocol[G_co]):
-    """A guess from an observation. ``needs`` must be granted; ``uses`` helps when granted. Nothing else may be read.
-
-    Raises ``NotApplicable`` (cannot be tried here) or ``AttackFailed`` (tried, found nothing).
-    """
+class Adversary(Protocol):
+    """What every attack says of itself: its name, the grants it cannot do without, and those that help."""
 
     @property
     def name(self) -> str: ...
@@ -62,6 +58,15 @@ class Attack(Protocol[G_co]):
     def needs(self) -> frozenset[Grant]: ...
     @property
     def uses(self) -> frozenset[Grant]: ...
+
+
+@runtime_checkable
+class Attack(Adversary, Protocol[G_co]):
+    """A guess from an observation. ``needs`` must be granted; ``uses`` helps when granted. Nothing else may be read.
+
+    Raises ``NotApplicable`` (cannot be tried here) or ``AttackFailed`` (tried, found nothing).
+    """
+
     def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> G_co: ...
 
 
@@ -77,15 +82,9 @@ class ActiveAttack(Attack[G_co], Protocol[G_co]):
 
 
 @runtime_checkable
-class MembershipAttack(Protocol):
+class MembershipAttack(Adversary, Protocol):
     """As ``Attack``, from a trained model instead of an update: one score a candidate, the higher the likelier a member."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def needs(self) -> frozenset[Grant]: ...
-    @property
-    def uses(self) -> frozenset[Grant]: ...
     def __call__(self, seen: ModelObservation, *, rng: Generator) -> Membership: ...
 
 
