@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -82,8 +83,11 @@ def waited(port: int, log: Path) -> None:
 
 
 @contextmanager
-def federation(where: str, clients: int, home: Path) -> Iterator[None]:
-    """A SuperLink with ``clients`` nodes, simulated or as SuperNodes, known to ``flwr run`` as ``bench``."""
+def federation(where: str, clients: int, home: Path, kill: bool = False) -> Iterator[None]:
+    """A SuperLink with ``clients`` nodes, simulated or as SuperNodes, known to ``flwr run`` as ``bench``.
+
+    ``kill``: the last SuperNode and all that it started is killed when it has the first message to train.
+    """
     home.mkdir(parents=True, exist_ok=True)
     port = free_port()
     lines = ("[superlink]", 'default = "bench"', "[superlink.bench]", f'address = "127.0.0.1:{port}"', "insecure = true")
@@ -93,11 +97,22 @@ def federation(where: str, clients: int, home: Path) -> Iterator[None]:
         link += ["--simulation"] if where == "simulation" else []
         stack.enter_context(process(link, home, home / "superlink.log"))
         waited(port, home / "superlink.log")
+        node = None
         for k in range(clients if where == "loopback" else 0):
-            node = ["flower-supernode", *FLAGS, "--port", str(free_port()), "--superlink", f"127.0.0.1:{port}"]
-            node += ["--node-config", f"partition-id={k} num-partitions={clients}"]
-            stack.enter_context(process(node, home, home / f"supernode-{k}.log"))
+            command = ["flower-supernode", *FLAGS, "--port", str(free_port()), "--superlink", f"127.0.0.1:{port}"]
+            command += ["--node-config", f"partition-id={k} num-partitions={clients}"]
+            node = stack.enter_context(process(command, home, home / f"supernode-{k}.log"))
+        if kill and node is not None:
+            threading.Thread(target=killed, args=(node, home / f"supernode-{clients - 1}.log"), daemon=True).start()
         yield
+
+
+def killed(node: subprocess.Popen[bytes], log: Path) -> None:
+    """Kill a SuperNode in the middle of a round: when it has a message to train, before it can answer."""
+    while "Receiving: train message" not in log.read_text(encoding="utf-8", errors="replace"):
+        time.sleep(0.05)
+    os.killpg(node.pid, signal.SIGKILL)
+    print("killed one SuperNode in the middle of a round", flush=True)
 
 
 def toml(config: dict[str, Any]) -> str:
@@ -147,15 +162,19 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--update", default="fedavg-adamw")
     parser.add_argument("--timeout", type=float, default=3600)
+    parser.add_argument("--kill", action="store_true", help="kill one of the SuperNodes in the middle of the first round")
     parser.add_argument("--json")
     told = parser.parse_args()
+    if told.kill and (told.where != "loopback" or told.clients < 2):
+        parser.error("--kill needs --where loopback and two clients or more")
     signal.signal(signal.SIGTERM, ended)
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         app = new_app(place / "app", told.clients)
         common: dict[str, Any] = {
-            "num-server-rounds": told.rounds, "least-clients": told.clients, "model": told.model, "limit": told.limit,
+            "num-server-rounds": told.rounds, "least-clients": told.clients - told.kill,
+            "model": told.model, "limit": told.limit,
             "data": str(Path(told.data).resolve()), "update": told.update, "local-steps": told.steps,
             "learning-rate": told.learning_rate, "results": str(place / "results.json"), "timeout": told.timeout,
         }  # fmt: skip
@@ -164,7 +183,7 @@ def main() -> None:
             lines = "".join(json.dumps({"text": e.text, "label": e.label}) + "\n" for e in rows)
             (place / "test.jsonl").write_text(lines, encoding="utf-8")
             common["test"] = str(place / "test.jsonl")
-        with federation(told.where, told.clients, place / "flwr"):
+        with federation(told.where, told.clients, place / "flwr", told.kill):
             for number, defense in enumerate(told.defense.split(",")):
                 kept = place / f"models-{number}"
                 config = {**common, "defense": defense, "save": str(kept / "{client}" / "{round}")}
@@ -185,7 +204,8 @@ def show(defense: str, one: dict[str, Any]) -> None:
         server, sent, judged = figures["server"], figures["train"], figures["evaluate"]
         up, down = server["bytes_up"] / server["counted"] / 1e6, server["bytes_down"] / 1e6
         print(
-            f"{defense} round {r}: accuracy {judged['accuracy']:.4f}, loss {judged['loss']:.4f}, "
+            f"{defense} round {r}: {server['counted']} counted, "
+            f"accuracy {judged['accuracy']:.4f}, loss {judged['loss']:.4f}, "
             f"{server['waited_seconds']:.1f} s waited, {server['adding_cpu_seconds']:.1f} s CPU adding, "
             f"{sent['rasura-cpu-seconds']:.1f} s CPU a client protecting, {up:.2f} MB up and {down:.2f} MB down a client, "
             f"{sent['rasura-beyond']:.0f} beyond, "

@@ -675,3 +675,27 @@ def test_flwr_run_trains_the_app(where: str, folder: Path) -> None:
     # A step of the first round's scale, and what float32 rounds; in the next AdamW has trained on from there.
     first, second = found["sealing:all/scheme=bfv"]["difference"].values()
     assert first < 1e-6 and second < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("flower")
+def test_a_supernode_killed_in_a_round_leaves_the_others_theirs(folder: Path) -> None:
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "federated.py"
+    command = [sys.executable, str(script), str(folder / "texts.jsonl"), "--model", str(folder / "model"), "--kill"]
+    command += [
+        "--where",
+        "loopback",
+        "--clients",
+        "3",
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+        "--json",
+        str(folder / "left.json"),
+    ]
+    done = subprocess.run([*command, "--defense", "sealing:all/scheme=bfv"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "killed one SuperNode" in done.stdout
+    (one,) = json.loads((folder / "left.json").read_text()).values()
+    assert [r["server"]["counted"] for r in one["rounds"].values()] == [2, 2]
