@@ -38,11 +38,14 @@ from rasura.wire import to_bytes
 
 SECONDS = {
     "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "mask-positions": 0.1, "span": 4.0, "dager": 4.0,
-    "span-matching": 45.0, "dlg": 40.0, "tag": 40.0,
+    "span-matching": 45.0, "dlg": 250.0, "tag": 250.0, "best": 60.0,
     "lamp-cos": 70.0, "lamp-l1l2": 120.0, "grab": 240.0, "pursuit": 60.0,
     "inverting-gradients": 20.0, "feature-matching": 20.0, "decepticons": 5.0,
 }  # fmt: skip
 """Rough CPU seconds of one attack on one short text on MiniLM, or one image, for the estimate before the start."""
+
+WORK = {"quick": 0.25, "default": 1.0, "paper": 30.0}
+"""What a budget makes of them."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ class Audit:
 
     def estimate(self) -> float:
         """Rough CPU seconds of the whole audit on a small model, for the user to decide before it starts."""
-        return sum(SECONDS.get(c.attack, 60.0) * c.batch_size for c in self.cells)
+        return WORK[self.plan.budget] * sum(SECONDS.get(c.attack, 60.0) * c.batch_size for c in self.cells)
 
     def run(self, store: RunStore, progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
         """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
