@@ -11,6 +11,7 @@ import torch
 
 from rasura import recipes
 from rasura.attacks.embedding_inversion.isometry import moved
+from rasura.attacks.embedding_inversion.preimage import in_context
 from rasura.attacks.embedding_inversion.trained import own_service
 from rasura.interfaces import Budget, InputError, NotApplicable
 from rasura.metrics.service import TopTokens
@@ -21,6 +22,7 @@ from rasura.obfuscation.services import Service
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
 from rasura.obfuscation.word_vectors import glove
+from rasura.priors import trigrams
 from rasura.rng import generator
 from rasura.threat import observe_service
 from rasura.values import UNKNOWN, TokenReading
@@ -52,7 +54,15 @@ def top1(name: str, made: Service) -> float:
 
 def replacements(epsilon: float = 2.0) -> list[Replacement]:
     words = Words.of(TABLE, VOCABULARY)
-    return [SanText(words, epsilon), CusText(words, epsilon), CusText(words, epsilon, size=7, stop=frozenset({3, 5}))]
+    known = words.known & (torch.arange(WORDS) % 3 > 0)  # as with a file that lacks words
+    some = Words(TABLE, known, words.order[known[words.order]], "file")
+    return [
+        SanText(some, epsilon),
+        CusText(some, epsilon),
+        SanText(words, epsilon),
+        CusText(words, epsilon),
+        CusText(words, epsilon, size=7, stop=frozenset({3, 5})),
+    ]
 
 
 @pytest.mark.parametrize("made", replacements())
@@ -108,6 +118,14 @@ def test_without_privacy_tokens_stay_and_with_it_they_are_drawn_anew(name: str, 
 def test_knowing_the_distribution_reads_no_less_than_taking_what_was_sent(name: str) -> None:
     made = service(name, epsilon=1.0)
     assert top1("preimage", made) >= top1("knn", made)
+
+
+def test_the_tokens_around_it_decide_between_preimages_that_are_alike() -> None:
+    language = trigrams(VOCABULARY, ("w20 w21 w22 w23",) * 5 + ("w30 w31",) * 9)
+    places = [{20: 0.0}, {31: -0.1, 21: -0.2, 40: -0.3}, {22: -1.0, 31: 0.0}]
+    read = in_context(places, language, 3)
+    assert [row[0] for row in read] == [20, 21, 22] and read[1] == [21, 31, 40]
+    assert in_context([], language, 2) == []
 
 
 def test_dp_forward_noise_is_the_least_for_its_budget() -> None:

@@ -110,6 +110,8 @@ class Cape(Change):
         """The adversary's loss; to the client it comes back with the other sign."""
         wanted = self.names[ids].masked_fill(mask == 0, -100)
         own = wanted != -100
+        if not bool(own.any()):
+            return changed.new_zeros(())
         read = self.adversary(_Reversed.apply(changed[own].float(), self.weight))  # type: ignore[no-untyped-call]
         scores = self.scale * nn.functional.normalize(read, dim=1) @ self.rows.T
         return nn.functional.cross_entropy(scores, wanted[own])
@@ -147,8 +149,10 @@ class Prototypes(Change):
         """Both losses, weighted."""
         wanted = self.clusters[ids].masked_fill(mask == 0, -1)
         own = wanted >= 0
-        near = nn.functional.mse_loss(states[own].float(), self.prototypes[wanted[own]])
-        return self.close * near - self.away * nn.functional.pdist(self.prototypes).mean()
+        near = (states[own].float() - self.prototypes[wanted[own]]).square().sum() / max(1, int(own.sum()) * states.shape[2])
+        apart = nn.functional.pdist(self.prototypes)
+        out: Tensor = self.close * near - self.away * apart.sum() / max(1, len(apart))
+        return out
 
 
 def prototypes(model: nn.Module, texts: list[list[int]], depth: int, count: int, seed: int) -> tuple[Tensor, Tensor]:
