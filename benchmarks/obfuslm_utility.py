@@ -91,7 +91,7 @@ def text_obfuscator(victim: Victim, ids: list[list[int]], options: argparse.Name
 
 PROTECTIONS: dict[str, Callable[[Victim, list[list[int]], argparse.Namespace], services.Service]] = {
     "none": none, "obfuslm": obfuslm, "santext+": santext, "custext+": custext, "dp-forward": dp_forward,
-    "sentinellms": sentinel, "sentinellms-published": published_sentinel, "textobfuscator": text_obfuscator, "cape": cape,
+    "sentinellms": sentinel, "sentinellms-ones": published_sentinel, "textobfuscator": text_obfuscator, "cape": cape,
 }  # fmt: skip
 
 
@@ -156,13 +156,15 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
         plain = [encoded(victim, some, max_length=options.max_length, truncate=True) for some in (train, held, test)]
         service = PROTECTIONS[name](victim, [list(r.ids(0)) for r in plain[0]], options)
         # What was uploaded is read before training. Where a client's half is trained, that is what sends.
-        if not isinstance(service.served, Split) and not files["attacks"].exists():
+        learned = isinstance(service.served, Split) and service.served.depth > 0
+        if not learned and not files["attacks"].exists():
             write_whole(files["attacks"], json.dumps(attacked(service, victim, options)))
-        if not files["result"].exists():
+        if not files["result"].exists() and not options.attacks_only:
             trained(name, service, victim, plain, place, options)
-        if not files["attacks"].exists():
+        if files["result"].exists() and not files["attacks"].exists():
             write_whole(files["attacks"], json.dumps(attacked(service, victim, options)))
-    found: dict[str, Any] = {what: json.loads(file.read_text(encoding="utf-8")) for what, file in files.items()}
+    there = {what: file for what, file in files.items() if file.exists()}
+    found: dict[str, Any] = {what: json.loads(file.read_text(encoding="utf-8")) for what, file in there.items()}
     return found
 
 
@@ -202,13 +204,16 @@ def trained(
 
 def line(name: str, found: dict[str, Any]) -> str:
     """One row of the table. KNN+ is the better of the two nearest neighbours, as in the paper."""
-    result, attacks = found["result"], found["attacks"]
+    result, attacks = found.get("result"), found.get("attacks")
+    if attacks is None:
+        return f"| {name} | not measured" + " |" * 13
     nearest = max(NEAREST, key=lambda a: float(np.mean(attacks[a]["top1"])))
     informed = next((a for a in attacks if a in INFORMED.values()), "invbert")
-    cells = [f"{100 * result['accuracy']:.1f} ± {100 * result['half_width']:.1f}"]
+    cells = [f"{100 * result['accuracy']:.1f} ± {100 * result['half_width']:.1f}" if result else "not measured"]
     for attack in (nearest, "invbert", informed):
         cells += [f"{100 * np.mean(attacks[attack][m]):.1f}" for m in ("top1", "top3", "rougeL")]
-    return "| " + " | ".join([name, *cells, informed, str(result["n_train"]), f"{result['cpu_seconds']:.0f}"]) + " |"
+    cost = [str(result["n_train"]), f"{result['cpu_seconds']:.0f}"] if result else ["", ""]
+    return "| " + " | ".join([name, *cells, informed, *cost]) + " |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -219,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True)
     parser.add_argument("--protection", nargs="+", default=list(PROTECTIONS))
     parser.add_argument("--tag", default="")
+    parser.add_argument("--attacks-only", action="store_true")
     parser.add_argument("--model", default="minilm")
     parser.add_argument("--train", type=int, default=8000)
     parser.add_argument("--holdout", type=int, default=400)
