@@ -3,6 +3,7 @@
 python benchmarks/obfuslm.py cost
 python benchmarks/obfuslm.py plan
 python benchmarks/obfuslm.py attacks --reference DATA/sst2.train.parquet --data DATA/sst2.validation.parquet
+python benchmarks/obfuslm.py utility --reference DATA/sst2.train.parquet --data DATA/sst2.validation.parquet --out FOLDER
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import argparse
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import obfuslm_utility
 import torch
 from torch import Tensor, nn
 
@@ -135,8 +138,11 @@ def figure(values: Sequence[float] | None) -> str:
 
 def main() -> None:
     """Run what the command line asks for."""
+    if sys.argv[1:2] == ["utility"]:
+        obfuslm_utility.main(sys.argv[2:])
+        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("what", choices=["cost", "plan", "attacks"])
+    parser.add_argument("what", choices=["cost", "plan", "attacks", "utility"])
     parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20])
     parser.add_argument("--epsilon", type=float, nargs="+", default=[0.1, 1.0, 3.0])
     parser.add_argument("--plus", action="store_true")

@@ -140,8 +140,22 @@ SERVICE_ATTACKS: Mapping[str, Callable[[], ServiceAttack]] = {
     "era": _lazy("rasura.attacks.embedding_inversion.nearest", "EmbeddingReplacement"),
     "row-mixture": _lazy("rasura.attacks.embedding_inversion.mixture", "RowMixture"),
     "decipherment": _lazy("rasura.attacks.embedding_inversion.mixture", "Decipherment"),
+    "preimage": _lazy("rasura.attacks.embedding_inversion.preimage", "Preimage"),
+    "isometry": _lazy("rasura.attacks.embedding_inversion.isometry", "Isometry"),
 }
-"""Attacks of a service's operator on an obfuscated model and the ids that clients send."""
+"""Attacks of a service's operator on an obfuscated model and the ids or states that clients send."""
+
+SERVICE_PROTECTIONS: Mapping[str, Callable[..., Any]] = {
+    "none": _lazy("rasura.obfuscation.services", "plain"),
+    "obfuslm": _lazy("rasura.obfuscation.services", "obfuslm"),
+    "santext+": _lazy("rasura.obfuscation.services", "santext"),
+    "custext+": _lazy("rasura.obfuscation.services", "custext"),
+    "dp-forward": _lazy("rasura.obfuscation.services", "dp_forward"),
+    "sentinellms": _lazy("rasura.obfuscation.services", "sentinel"),
+    "cape": _lazy("rasura.obfuscation.services", "cape"),
+    "textobfuscator": _lazy("rasura.obfuscation.services", "text_obfuscator"),
+}
+"""What these attacks are tried on: ObfusLM and what its Table 2 compares it to."""
 
 UPDATES: Mapping[str, str] = {
     "fedsgd": "one gradient",

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from rasura.values import (
+    UNKNOWN,
     Answers,
     Batch,
     Grant,
@@ -146,7 +147,11 @@ def observe_model(
 
 def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...] = ()) -> ServiceObservation:
     """What the operator of a model service sees; ``reference_text`` of the same kind is public. The one door there."""
-    sent = tuple(tuple(truth.tokens[list(text)].tolist()) for text in truth.ids)
+    sent = truth.sent or tuple(tuple(truth.tokens[list(text)].tolist()) for text in truth.ids)
+    if truth.vectors is not None:
+        special = truth.vocabulary.special_ids
+        sent = tuple(tuple(i if i in special else UNKNOWN for i in text) for text in truth.ids)
     return ServiceObservation(
-        adversary_copy(truth.public), adversary_copy(truth.served), sent, truth.vocabulary, truth.mechanism, reference_text
-    )
+        adversary_copy(truth.public), adversary_copy(truth.served), sent, truth.vocabulary, truth.mechanism, reference_text,
+        truth.vectors or (),
+    )  # fmt: skip

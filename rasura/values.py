@@ -424,6 +424,8 @@ class ServiceTranscript:
 
     ``public`` is the model as published, ``served`` the obfuscated one, ``tokens`` ``(vocabulary,)`` int64 the secret: the
     id that each token has there. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
+    ``sent``: the ids as sent, where a protection draws other ones in place of the private. ``vectors``: what was sent where
+    it is no ids but states, ``(length, hidden)`` a text; ``served`` is then a ``rasura.obfuscation.split.Split``.
     """
 
     public: torch.nn.Module
@@ -432,6 +434,8 @@ class ServiceTranscript:
     ids: tuple[tuple[int, ...], ...]
     vocabulary: Vocabulary
     mechanism: Mechanism
+    sent: tuple[tuple[int, ...], ...] | None = None
+    vectors: tuple[Tensor, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -439,6 +443,8 @@ class ServiceObservation:
     """What the operator of that service sees: the model that was uploaded and every id that clients send, as ``ids``.
 
     Public besides: the base model, its ``vocabulary``, the mechanism, text of the same kind. Special tokens keep their ids.
+    Where states are sent instead, ``vectors`` holds them, ``(length, hidden)`` a text, and ``ids`` are ``UNKNOWN`` but where
+    special tokens stand; the client's half of ``served`` is public, since every client has it.
     """
 
     public: torch.nn.Module
@@ -447,6 +453,7 @@ class ServiceObservation:
     vocabulary: Vocabulary
     mechanism: Mechanism
     reference_text: tuple[str, ...] = ()
+    vectors: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True)

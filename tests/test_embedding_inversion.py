@@ -56,7 +56,7 @@ def test_a_permutation_alone_hides_nothing_from_who_has_the_public_table(name: s
         assert metric(guess, truth) == pytest.approx([1.0] * 6), metric.name
 
 
-@pytest.mark.parametrize("name", [n for n in recipes.SERVICE_ATTACKS if n != "era"])
+@pytest.mark.parametrize("name", [n for n in recipes.SERVICE_ATTACKS if n not in ("era", "preimage", "isometry")])
 def test_every_attack_guesses_each_place_the_same_way_twice(name: str) -> None:
     truth = service(ObfuscationSettings(k=4, epsilon=0.5))
     first, second = read(name, truth), read(name, truth)

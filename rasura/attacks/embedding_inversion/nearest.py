@@ -40,7 +40,8 @@ class Ednn:
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         tables = Tables(seen)
         public = tables.public[tables.usable] - tables.public[tables.usable].mean(0)
-        rows = tables.served[tables.ids] - tables.served[tables.usable].mean(0)
+        # Of vectors the adversary knows no table that they come from: their own mean stands in for its mean.
+        rows = tables.rows - (tables.rows if seen.vectors else tables.served[tables.usable]).mean(0)
         away = (torch.cdist(some, public, p=1) for some in torch.split(rows, BLOCK))
         found = torch.cat([some.topk(KEPT, dim=1, largest=False).indices for some in away])
         return tables.reading(tables.usable[found])
@@ -53,6 +54,8 @@ class TokenFrequency:
     name: str = "tfa"
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
+        if seen.vectors:
+            raise NotApplicable("vectors were sent, no two of them alike, so nothing can be counted")
         tables = Tables(seen)
         usual = frequencies(seen).probabilities[tables.usable]
         counts = torch.tensor(list(tables.counts.values()), dtype=torch.float64)

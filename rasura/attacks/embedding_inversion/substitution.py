@@ -40,7 +40,7 @@ class SubstitutionDecipherment:
         options = dict(zip(tables.ids.tolist(), near.tolist()))
         judge = judge_of(seen, tables, count, epochs, self.tried)
         ranked = []
-        for text in seen.ids:
+        for text in tables.texts:
             best = judged(text, options, judge, beam, seen.vocabulary.special_ids)
             rows = []
             for i, token in zip(text, best):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -44,10 +45,25 @@ class Tables:
         return torch.tensor([i for i in range(len(self.public)) if i not in special])
 
     @cached_property
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        """The ids of every text; where vectors were sent, each place has a number of its own in place of an id."""
+        if not self.seen.vectors:
+            return self.seen.ids
+        special, number = self.seen.vocabulary.special_ids, count(len(self.public))
+        return tuple(tuple(i if i in special else next(number) for i in text) for text in self.seen.ids)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """What was sent for each of ``ids``: its row of the served table, or the vector itself; ``(types, hidden)``."""
+        if not self.seen.vectors:
+            return self.served[self.ids]
+        return torch.cat(self.seen.vectors).float()[[i == UNKNOWN for text in self.seen.ids for i in text]]
+
+    @cached_property
     def counts(self) -> Counter[int]:
         """How often each id was sent, special ones left out, the most frequent first."""
         special = self.seen.vocabulary.special_ids
-        found = Counter(i for text in self.seen.ids for i in text if i not in special)
+        found = Counter(i for text in self.texts for i in text if i not in special)
         return Counter(dict(found.most_common()))
 
     @cached_property
@@ -63,7 +79,7 @@ class Tables:
         def row(i: int) -> Tensor:
             return rows[i] if i in rows else torch.tensor([i] + [UNKNOWN] * (width - 1))
 
-        return TokenReading(tuple(torch.stack([row(i) for i in text]) for text in self.seen.ids), details=details)
+        return TokenReading(tuple(torch.stack([row(i) for i in text]) for text in self.texts), details=details)
 
 
 def cosines(rows: Tensor, others: Tensor) -> Tensor:
@@ -73,5 +89,5 @@ def cosines(rows: Tensor, others: Tensor) -> Tensor:
 
 def nearest(tables: Tables, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` usable public tokens nearest by cosine to each id that was sent, and the cosines: both ``(types, k)``."""
-    values, places = cosines(tables.served[tables.ids], tables.public[tables.usable]).topk(min(k, len(tables.usable)), dim=1)
+    values, places = cosines(tables.rows, tables.public[tables.usable]).topk(min(k, len(tables.usable)), dim=1)
     return tables.usable[places], values

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from rasura.attacks.embedding_inversion.tables import KEPT, word_table
 from rasura.interfaces import Budget, NotApplicable
-from rasura.obfuscation.model import obfuscate
+from rasura.obfuscation.services import custext, obfuslm, plain, santext, sentinel, states_sent
 from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.obfuscation.split import Split
 from rasura.rng import child, generator
 from rasura.values import UNKNOWN, ServiceObservation, TokenReading
 
@@ -38,20 +39,18 @@ class InvBert:
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         count, epochs = self.work[budget.level]
-        model, ids, sent = own_service(seen, count, child(rng))
-        states = [_states(model, some) for some in _batches(sent)]
+        own = own_service(seen, count, child(rng))
+        ids, inputs = own.ids, torch.cat(own.states())
         special = torch.tensor(sorted(seen.vocabulary.special_ids))
         named = _named(ids, seen.vocabulary.special_ids)
         wanted = torch.cat([torch.tensor(t) for t in ids])
-        inputs = torch.cat([s for batch in states for s in batch])
         private = torch.isin(wanted, named)
         names, targets = word_table(seen.public)[named], torch.searchsorted(named, wanted[private])
         inverter = _fitted(inputs[private], targets, names, epochs, rng)
         ranked = []
-        for text in seen.ids:
-            (own,) = _states(seen.served, [text])
+        for text, states in zip(seen.ids, own.seen_states()):
             with torch.no_grad():
-                guess = named[inverter(own).topk(min(KEPT, len(named)), dim=1).indices]
+                guess = named[inverter(states).topk(min(KEPT, len(named)), dim=1).indices]
             fixed = torch.isin(torch.tensor(text), special)
             guess[fixed, 0] = torch.tensor(text)[fixed]
             ranked.append(guess)
@@ -69,10 +68,11 @@ class MultiLabel:
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         count, epochs = self.work[budget.level]
-        model, ids, sent = own_service(seen, count, child(rng))
+        own = own_service(seen, count, child(rng))
+        ids = own.ids
         special = torch.tensor(sorted(seen.vocabulary.special_ids))
         named = _named(ids, seen.vocabulary.special_ids)
-        whole = torch.stack([s.mean(0) for some in _batches(sent) for s in _states(model, some, last=True)])
+        whole = torch.stack([s.mean(0) for s in own.states(last=True)])
         target = torch.stack([torch.isin(named, torch.tensor(t)).float() for t in ids])
         centre, spread = whole.mean(0), whole.std(0).clamp_min(1e-6)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -87,10 +87,9 @@ class MultiLabel:
                     loss.backward()  # type: ignore[no-untyped-call]
                     optimizer.step()
         ranked = []
-        for text in seen.ids:
-            (own,) = _states(seen.served, [text], last=True)
+        for text, states in zip(seen.ids, own.seen_states(last=True)):
             with torch.no_grad():
-                scores = layer((own.mean(0) - centre) / spread)
+                scores = layer((states.mean(0) - centre) / spread)
             # How many tokens the text has is seen: as many are named.
             most = int((~torch.isin(torch.tensor(text), special)).sum())
             best = named[scores.topk(min(most, len(named))).indices]
@@ -98,18 +97,66 @@ class MultiLabel:
         return TokenReading(tuple(ranked), ordered=False, details={"reference_texts": len(ids)})
 
 
-def own_service(seen: ServiceObservation, count: int, seed: int) -> tuple[nn.Module, list[list[int]], list[list[int]]]:
-    """The adversary's own obfuscated model, with reference texts in public ids and in its own."""
-    if seen.mechanism.name != "obfuslm":
-        raise NotApplicable("no protection by obfuslm was announced")
+@dataclass(frozen=True)
+class OwnService:
+    """The adversary's own service: reference texts as ``ids`` and as ``sent`` to ``model``, or as states where those are."""
+
+    seen: ServiceObservation
+    model: nn.Module
+    ids: list[list[int]]
+    sent: list[list[int]]
+    vectors: tuple[Tensor, ...] = ()
+
+    def states(self, *, last: bool = False) -> list[Tensor]:
+        """The states behind block ``DEPTH`` (or the last) of each reference text, ``(length, hidden)``."""
+        if self.vectors:
+            return [_received(self.model, v, last) for v in self.vectors]
+        return [s for some in _batches(self.sent) for s in _states(self.model, some, last=last)]
+
+    def seen_states(self, *, last: bool = False) -> list[Tensor]:
+        """The same of what was observed."""
+        if self.seen.vectors:
+            return [_received(self.seen.served, v, last) for v in self.seen.vectors]
+        # Replaced tokens are ids of the public model: what the served one learned since says nothing of them.
+        model = self.model if self.model is self.seen.public else self.seen.served
+        return [s for text in self.seen.ids for s in _states(model, [text], last=last)]
+
+
+def own_service(seen: ServiceObservation, count: int, seed: int) -> OwnService:
+    """The adversary's own service behind the announced mechanism, with up to ``count`` reference texts.
+
+    Keys and noise are its own. Where states are sent the client's half, trained or not, is that of every client.
+    """
     words = seen.vocabulary
     coded = [[*words.prefix, *words.encode(t), *words.suffix] for t in seen.reference_text[:count]]
     ids = [t for t in coded if len(words.prefix) + len(words.suffix) < len(t) <= LONGEST]
     if not ids:
         raise NotApplicable(f"no reference text has 1 to {LONGEST} tokens to learn from")
-    told: dict[str, Any] = dict(seen.mechanism.parameters)
-    made = obfuscate(seen.public, ObfuscationSettings(**told), words.special_ids, generator(seed, "own"))
-    return made.model.eval(), ids, [made.tokens[t].tolist() for t in ids]
+    rng, told = generator(seed, "own"), dict[str, Any](seen.mechanism.parameters)
+    if isinstance(seen.served, Split):
+        return OwnService(seen, seen.served, ids, ids, states_sent(seen.served, ids, seed))
+    match seen.mechanism.name:
+        case "none":
+            made = plain(seen.public, words)
+        case "obfuslm":
+            made = obfuslm(seen.public, words, settings=ObfuscationSettings(**told), rng=rng)
+        case "sentinellms":
+            made = sentinel(seen.public, words, **told, rng=rng)
+        case "santext+":
+            made = santext(seen.public, words, **told)
+        case "custext+":
+            made = custext(seen.public, words, **told)
+        case name:
+            raise NotApplicable(f"nothing is known of the protection {name}, so no own service can be built")
+    return OwnService(seen, made.served.eval(), ids, list(map(list, made.sent(ids, rng))))
+
+
+def _received(split: nn.Module, vectors: Tensor, last: bool) -> Tensor:
+    """The states that the server computes of a text's ``vectors``; what came from behind more blocks is taken as it is."""
+    if not isinstance(split, Split):
+        raise NotApplicable("vectors were sent, but the served model takes none")
+    found = split.states(vectors[None], torch.ones((1, len(vectors)), dtype=torch.int64))
+    return found[-1 if last else min(max(0, DEPTH - split.depth), len(found) - 1)][0]
 
 
 def _named(texts: Sequence[Sequence[int]], special: frozenset[int]) -> Tensor:

@@ -1,0 +1,105 @@
+"""Preimages (ours): which token the announced mechanism most likely drew from, by Bayes with what language is likely.
+
+Replaced tokens (SANTEXT+, CUSTEXT+) and Gaussian noise on the word embedding (DP-Forward) have likelihoods that anybody can
+compute. Every draw is a new one, so each place is read by itself: first with how often tokens occur, then, place by place
+in some sweeps, with the tokens around it as they are read so far (trigrams of the reference text).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.embedding_inversion.nearest import frequencies
+from rasura.attacks.embedding_inversion.tables import KEPT, Tables
+from rasura.interfaces import Budget, InputError, NotApplicable, Prior
+from rasura.obfuscation.noisy_states import MatrixGaussian
+from rasura.obfuscation.replacement import replacement
+from rasura.priors import trigrams
+from rasura.values import UNKNOWN, ServiceObservation, TokenReading
+
+BLOCK = 64
+"""Ids or places whose posteriors are formed at once."""
+
+
+@dataclass(frozen=True)
+class Preimage:
+    """The tokens of greatest posterior, given what was sent in their place and around it."""
+
+    name: str = "preimage"
+    work: Mapping[str, tuple[int, int]] = field(
+        default_factory=lambda: {"quick": (10, 2), "default": (30, 3), "paper": (100, 5)}
+    )
+    """Budget level -> tokens tried at a place, sweeps."""
+
+    def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
+        tables = Tables(seen)
+        prior = frequencies(seen).probabilities.clamp_min(1e-12).log()
+        prior[sorted(seen.vocabulary.special_ids)] = -torch.inf
+        name = seen.mechanism.name
+        if name in ("santext+", "custext+"):
+            made = replacement(seen.mechanism, tables.public, seen.vocabulary)
+            likelihoods = [made.likelihoods(some) for some in torch.split(tables.ids, BLOCK)]
+        elif name == "dp-forward" and seen.mechanism.parameters["depth"] == 0:
+            likelihoods = list(torch.split(gaussian(tables), BLOCK))
+        else:
+            raise NotApplicable(f"the likelihood of what {name} sends is not known in closed form")
+        tried, sweeps = self.work[budget.level]
+        tried = max(KEPT, min(tried, len(tables.usable)))
+        best = torch.cat([(prior + some.double()).topk(tried, dim=1).indices for some in likelihoods])
+        try:
+            language: Prior = trigrams(seen.vocabulary, seen.reference_text)
+        except InputError:
+            return tables.reading(best[:, :KEPT], language="frequencies")
+        chances = torch.cat([some.gather(1, b) for some, b in zip(likelihoods, torch.split(best, BLOCK))])
+        options = {
+            i: dict(zip(tokens, values)) for i, tokens, values in zip(tables.counts, best.tolist(), chances.tolist())
+        }  # fmt: skip
+        special = seen.vocabulary.special_ids
+        ranked = []
+        for text in tables.texts:
+            own = [i for i in text if i not in special]
+            found = iter(in_context([options[i] for i in own], language, sweeps))
+            ranked.append(torch.tensor([[i] + [UNKNOWN] * (KEPT - 1) if i in special else next(found) for i in text]))
+        return TokenReading(tuple(ranked), details={"language": "trigrams"})
+
+
+def in_context(places: Sequence[Mapping[int, float]], language: Prior, sweeps: int) -> list[list[int]]:
+    """The ``KEPT`` best tokens at each of a text's ``places``, which hold log likelihoods by token, the likeliest first."""
+    read = [next(iter(options)) for options in places]
+    out: list[list[int]] = [[] for _ in places]
+    for _ in range(sweeps):
+        before = list(read)
+        for n, options in enumerate(places):
+            start = max(0, n - 2)
+            around = read[start : n + 3]
+            scores = {}
+            for token, chance in options.items():
+                around[n - start] = token
+                scores[token] = chance + language.log_probability(around)
+            out[n] = sorted(scores, key=lambda t: -scores[t])[:KEPT]
+            read[n] = out[n][0]
+        if read == before:
+            break
+    return out
+
+
+def gaussian(tables: Tables) -> Tensor:
+    """Log likelihoods ``(places, tokens)`` of the vectors that DP-Forward sent, up to a constant for each place.
+
+    Its noise is known. By how much a text's matrix was scaled down is not, since that takes its norm: the mean norm of the
+    public rows, each weighted by its token's frequency, stands in for its rows'.
+    """
+    seen = tables.seen
+    told = seen.mechanism.parameters
+    change = MatrixGaussian(float(told["epsilon"] or 0), float(told["delta"] or 0), float(told["clip"] or 0))
+    usual = frequencies(seen).probabilities.float()
+    square = float((usual * tables.public.square().sum(1)).sum())
+    scales = [min(1.0, change.clip / (square * len(text)) ** 0.5) for text in seen.ids]
+    special = seen.vocabulary.special_ids
+    scale = torch.tensor([s for text, s in zip(seen.ids, scales) for i in text if i not in special])[:, None]
+    own = tables.public.square().sum(1)
+    return (scale * (tables.rows @ tables.public.T) - scale.square() * own / 2) / change.sigma**2

@@ -1,0 +1,160 @@
+"""A model service behind any protection that ObfusLM's Table 2 compares, as one value: what is served, what is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rasura.obfuscation.glide import Directions, glide
+from rasura.obfuscation.model import obfuscate
+from rasura.obfuscation.noisy_states import Cape, MatrixGaussian, Prototypes, prototypes
+from rasura.obfuscation.replacement import Replacement, replaced, replacement
+from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.obfuscation.split import Split
+from rasura.rng import child, secret_generator
+from rasura.values import Mechanism, Parameter, ServiceTranscript, Stage, Vocabulary
+from rasura.victims.models import parts
+
+
+@dataclass(frozen=True)
+class Service:
+    """``served`` is what the server has or, where states are sent, both halves; ``tokens`` ``(vocabulary,)`` each token's id
+    there; ``replacement`` what is drawn in place of a token."""
+
+    public: nn.Module
+    served: nn.Module
+    vocabulary: Vocabulary
+    mechanism: Mechanism
+    tokens: Tensor
+    replacement: Replacement | None = None
+
+    def sent(self, texts: Sequence[Sequence[int]], rng: torch.Generator | None = None) -> tuple[tuple[int, ...], ...]:
+        """The ids that the client sends (or, where states are sent, computes them of) for ``texts`` in its own ids."""
+        if self.replacement is not None:
+            return replaced(self.replacement, texts, self.vocabulary.special_ids, rng or secret_generator())
+        return tuple(tuple(self.tokens[list(text)].tolist()) for text in texts)
+
+    def transcript(self, ids: Sequence[tuple[int, ...]], rng: torch.Generator | None = None) -> ServiceTranscript:
+        """The truth of sending the texts ``ids``, special tokens included."""
+        rng = rng or secret_generator()
+        drawn, vectors = None, None
+        if self.replacement is not None:
+            drawn = self.sent(ids, rng)
+        if isinstance(self.served, Split):
+            vectors = states_sent(self.served, ids, child(rng))
+        return ServiceTranscript(
+            self.public, self.served, self.tokens, tuple(ids), self.vocabulary, self.mechanism, drawn, vectors
+        )
+
+
+def states_sent(split: Split, texts: Sequence[Sequence[int]], seed: int) -> tuple[Tensor, ...]:
+    """What the client of ``split`` sends for each of ``texts`` by itself: ``(length, hidden)``."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        rows = [torch.tensor([list(text)]) for text in texts]
+        return tuple(split.sent(ids, torch.ones_like(ids))[0].float() for ids in rows)
+
+
+def _same(model: nn.Module) -> Tensor:
+    return torch.arange(len(model.get_parameter(parts(model).word_embedding)))
+
+
+def plain(model: nn.Module, vocabulary: Vocabulary) -> Service:
+    """No protection: the public model, and a text's own ids."""
+    return Service(model, model, vocabulary, Mechanism("none", Stage.DATA), _same(model))
+
+
+def santext(
+    model: nn.Module, vocabulary: Vocabulary, *, epsilon: float = 3.0, share: float = 0.9, change: float = 0.3,
+    vectors: str = "model",
+) -> Service:  # fmt: skip
+    """SANTEXT+: see ``replacement.SanText``; ``vectors`` is a file in GloVe's format, or ``model``."""
+    return _replacing(
+        model, vocabulary, "santext+", {"epsilon": epsilon, "share": share, "change": change, "vectors": vectors}
+    )
+
+
+def custext(
+    model: nn.Module, vocabulary: Vocabulary, *, epsilon: float = 3.0, size: int = 20, vectors: str = "model"
+) -> Service:
+    """CUSTEXT+: see ``replacement.CusText``."""
+    return _replacing(model, vocabulary, "custext+", {"epsilon": epsilon, "size": size, "vectors": vectors})
+
+
+def _replacing(model: nn.Module, vocabulary: Vocabulary, name: str, told: dict[str, Parameter]) -> Service:
+    mechanism = Mechanism(name, Stage.DATA, told)
+    table = model.get_parameter(parts(model).word_embedding)
+    return Service(model, model, vocabulary, mechanism, _same(model), replacement(mechanism, table, vocabulary))
+
+
+def obfuslm(
+    model: nn.Module, vocabulary: Vocabulary, *, settings: ObfuscationSettings, fixed: frozenset[int] | None = None,
+    rng: torch.Generator | None = None,
+) -> Service:  # fmt: skip
+    """ObfusLM; ``fixed`` as for ``obfuscate``, the special tokens if None."""
+    made = obfuscate(model, settings, vocabulary.special_ids if fixed is None else fixed, rng)
+    told = Mechanism("obfuslm", Stage.MODEL, settings.told())
+    return Service(model, made.model, vocabulary, told, made.tokens)
+
+
+def sentinel(
+    model: nn.Module, vocabulary: Vocabulary, *, times: int = 10, directions: Directions = "random",
+    rng: torch.Generator | None = None,
+) -> Service:  # fmt: skip
+    """SentinelLMs: shuffled ids, and ``times`` glide reflections of the word embedding (``glide``).
+
+    Special tokens keep their ids; their rows move with the others.
+    """
+    rng = rng or secret_generator()
+    made = obfuscate(model, ObfuscationSettings(k=1), vocabulary.special_ids, rng)
+    table = made.model.get_parameter(parts(made.model).word_embedding)
+    with torch.no_grad():
+        table.copy_(glide(table, times, directions, rng))
+    told = Mechanism("sentinellms", Stage.MODEL, {"times": times, "directions": directions})
+    return Service(model, made.model, vocabulary, told, made.tokens)
+
+
+def dp_forward(
+    model: nn.Module, vocabulary: Vocabulary, *, epsilon: float = 8.0, delta: float = 1e-5, clip: float = 1.0, depth: int = 0
+) -> Service:
+    """DP-Forward: see ``noisy_states.MatrixGaussian``, on the word embedding's rows or the states behind ``depth`` blocks.
+
+    ``model`` is copied. The model is to be trained through ``served``.
+    """
+    told: dict[str, Parameter] = {"epsilon": epsilon, "delta": delta, "clip": clip, "depth": depth}
+    return _split(model, vocabulary, "dp-forward", depth, MatrixGaussian(epsilon, delta, clip), told)
+
+
+def cape(
+    model: nn.Module, vocabulary: Vocabulary, texts: Sequence[Sequence[int]], *, epsilon: float = 5.0,
+    adversary: float = 0.1, depth: int = 3,
+) -> Service:  # fmt: skip
+    """CAPE: see ``noisy_states.Cape``, whose adversary names the tokens of ``texts``. To be trained through ``served``."""
+    names = torch.tensor(sorted({i for text in texts for i in text} - vocabulary.special_ids))
+    table = model.get_parameter(parts(model).word_embedding)
+    change = Cape(table, names, epsilon, adversary)
+    return _split(model, vocabulary, "cape", depth, change, {"epsilon": epsilon, "adversary": adversary, "depth": depth})
+
+
+def text_obfuscator(
+    model: nn.Module, vocabulary: Vocabulary, texts: Sequence[Sequence[int]], *, close: float = 0.03, away: float = 0.01,
+    noise: float = 1.0, clusters: int = 100, depth: int = 3,
+) -> Service:  # fmt: skip
+    """TextObfuscator: see ``noisy_states.Prototypes``, over the tokens of ``texts``. To be trained through ``served``."""
+    found, centres = prototypes(model, [list(t) for t in texts], depth, clusters, seed=0)
+    found[sorted(vocabulary.special_ids)] = -1
+    told: dict[str, Parameter] = {"close": close, "away": away, "noise": noise, "clusters": clusters, "depth": depth}
+    return _split(model, vocabulary, "textobfuscator", depth, Prototypes(found, centres, close, away, noise), told)
+
+
+def _split(
+    model: nn.Module, vocabulary: Vocabulary, name: str, depth: int, change: MatrixGaussian | Cape | Prototypes,
+    told: dict[str, Parameter],
+) -> Service:  # fmt: skip
+    import copy
+
+    made = Split(copy.deepcopy(model), depth, change).eval()
+    return Service(model, made, vocabulary, Mechanism(name, Stage.MODEL, told), _same(model))
