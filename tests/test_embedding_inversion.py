@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import nnls
+from torch import nn
 
 from rasura import recipes
 from rasura.attacks.embedding_inversion.dimensions import changed, mixing
@@ -136,6 +137,14 @@ def test_the_public_head_reads_a_model_whose_dimensions_are_mixed() -> None:
     found = read("realigned-era", own).ranked[0][:, 0].tolist()
     told = [(a, b) for a, b in zip(found, own.ids[0]) if b not in VOCABULARY.special_ids]
     assert [a for a, _ in told[-4:]] == [b for _, b in told[-4:]]
+
+
+def test_an_embedding_alone_is_read_as_that_of_a_model_is() -> None:
+    truth = service(ObfuscationSettings(k=4))
+    alone = replace(truth, public=nn.Embedding(1, 1), served=nn.Embedding(1, 1))
+    alone.public.weight, alone.served.weight = (nn.Parameter(word_table(m)) for m in (truth.public, truth.served))
+    for name in ("knn", "decipherment"):
+        assert all(torch.equal(a, b) for a, b in zip(read(name, truth).ranked, read(name, alone).ranked, strict=True))
 
 
 def test_mixtures_are_those_of_scipy() -> None:
