@@ -30,7 +30,7 @@ from rasura.obfuscation.split import Split
 from rasura.obfuscation.tokenizer import fixed_ids
 from rasura.records import write_whole
 from rasura.rng import child, generator
-from rasura.threat import observe_service
+from rasura.threat import observe_service, service_transcript
 from rasura.training import encoded
 from rasura.values import Batch
 from rasura.victims.loading import Victim, load
@@ -132,7 +132,7 @@ def attacked(service: services.Service, victim: Victim, options: argparse.Namesp
     words = victim.vocabulary
     ids = [(*words.prefix, *words.encode(t)[: options.max_length - 2], *words.suffix) for t in chosen]
     # What a served model learned since is no part of what was uploaded; where a client's half is trained it is.
-    truth = service.transcript(ids, generator(options.seed, "audit"))
+    truth = service_transcript(service, ids, generator(options.seed, "audit"))
     seen = observe_service(truth, reference_text=tuple(reference))
     out = {}
     for name in ("blind", *NEAREST, "invbert", INFORMED.get(service.mechanism.name, "")):

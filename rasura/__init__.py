@@ -21,6 +21,7 @@ _NAMES = {
     "MembershipPlan": "rasura.membership",
     "observe": "rasura.threat",
     "ObfuscatedTokenizer": "rasura.obfuscation.tokenizer",
+    "obfuscate_embedding": "rasura.obfuscation.model",
     "obfuscate_model": "rasura.obfuscation.folder",
     "ObfuscationSettings": "rasura.obfuscation.settings",
     "Obfuscator": "rasura.protection",

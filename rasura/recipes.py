@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -129,6 +130,7 @@ DEFENSES: Mapping[str, tuple[Callable[..., Any], type[int] | type[float] | type[
     ),
 }
 
+_REALIGNED = _lazy("rasura.attacks.embedding_inversion.dimensions", "realigned")
 SERVICE_ATTACKS: Mapping[str, Callable[[], ServiceAttack]] = {
     "blind": _lazy("rasura.attacks.embedding_inversion.nearest", "BlindTokens"),
     "knn": _lazy("rasura.attacks.embedding_inversion.nearest", "Knn"),
@@ -142,6 +144,11 @@ SERVICE_ATTACKS: Mapping[str, Callable[[], ServiceAttack]] = {
     "decipherment": _lazy("rasura.attacks.embedding_inversion.mixture", "Decipherment"),
     "preimage": _lazy("rasura.attacks.embedding_inversion.preimage", "Preimage"),
     "isometry": _lazy("rasura.attacks.embedding_inversion.isometry", "Isometry"),
+    "realigned-knn": partial(_REALIGNED, "knn"),
+    "realigned-invbert": partial(_REALIGNED, "invbert"),
+    "realigned-era": partial(_REALIGNED, "era"),
+    "realigned-row-mixture": partial(_REALIGNED, "row-mixture"),
+    "realigned-decipherment": partial(_REALIGNED, "decipherment"),
 }
 """Attacks of a service's operator on an obfuscated model and the ids or states that clients send."""
 

@@ -7,8 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
+from rasura.obfuscation.services import Service, states_sent
+from rasura.obfuscation.split import Split
+from rasura.rng import child, secret_generator
 from rasura.values import (
     UNKNOWN,
     Answers,
@@ -143,6 +147,18 @@ def observe_model(
     if own is not None:
         sources[Grant.TRAINING] = own
     return ModelObservation(task, {g: sources[g] for g in Grant if g in threat.grants and g in sources})
+
+
+def service_transcript(
+    service: Service, ids: Sequence[tuple[int, ...]], rng: torch.Generator | None = None
+) -> ServiceTranscript:
+    """The truth of sending the texts ``ids``, special tokens included, to ``service``."""
+    rng = rng or secret_generator()
+    drawn = None if service.replacement is None else service.sent(ids, rng)
+    vectors = states_sent(service.served, ids, child(rng)) if isinstance(service.served, Split) else None
+    return ServiceTranscript(
+        service.public, service.served, service.tokens, tuple(ids), service.vocabulary, service.mechanism, drawn, vectors
+    )
 
 
 def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...] = ()) -> ServiceObservation:

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import nnls
+from torch import nn
 
 from rasura import recipes
+from rasura.attacks.embedding_inversion.dimensions import changed, mixing
 from rasura.attacks.embedding_inversion.mixture import matched, mixtures
+from rasura.attacks.embedding_inversion.tables import word_table
 from rasura.interfaces import Budget, NotApplicable
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.obfuscation.model import obfuscate
@@ -18,13 +21,13 @@ from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.rng import generator
 from rasura.threat import observe_service
 from rasura.values import Mechanism, ServiceTranscript, Stage, TokenReading
-from tests.tiny import CLS, SEP, VOCABULARY, WORDS, tiny
+from tests.tiny import CLS, FAMILIES, SEP, VOCABULARY, WORDS, tiny
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
 
 
 def service(settings: ObfuscationSettings, family: str = "bert", texts: int = 6) -> ServiceTranscript:
-    model = tiny(family, "causal" if family == "llama" else "classification")
+    model = tiny(family, "causal" if family in ("gpt2", "llama") else "classification")
     made = obfuscate(model, settings, VOCABULARY.special_ids, generator(7))
     ids = tuple((CLS, *VOCABULARY.encode(t), SEP) for t in TEXTS[:texts])
     told = Mechanism("obfuslm", Stage.MODEL, settings.told())
@@ -56,9 +59,11 @@ def test_a_permutation_alone_hides_nothing_from_who_has_the_public_table(name: s
         assert metric(guess, truth) == pytest.approx([1.0] * 6), metric.name
 
 
-@pytest.mark.parametrize("name", [n for n in recipes.SERVICE_ATTACKS if n not in ("era", "preimage", "isometry")])
+@pytest.mark.parametrize(
+    "name", [n for n in recipes.SERVICE_ATTACKS if not n.endswith("era") and n not in ("preimage", "isometry")]
+)
 def test_every_attack_guesses_each_place_the_same_way_twice(name: str) -> None:
-    truth = service(ObfuscationSettings(k=4, epsilon=0.5))
+    truth = service(ObfuscationSettings(k=4, epsilon=0.5, plus=name.startswith("realigned")))
     first, second = read(name, truth), read(name, truth)
     for text, a, b in zip(truth.ids, first.ranked, second.ranked, strict=True):
         assert torch.equal(a, b) and int(a.max()) < WORDS
@@ -92,6 +97,56 @@ def test_the_public_head_names_what_a_permuted_model_says_next() -> None:
     assert [a for a, _ in told[-4:]] == [b for _, b in told[-4:]]
     with pytest.raises(NotApplicable, match="generates no text"):
         read("era", service(ObfuscationSettings(k=1)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_mixing_of_dimensions_is_read_off_the_weights(family: str) -> None:
+    settings = ObfuscationSettings(k=4, plus=True, hidden_k=6)
+    # The same randomness: what ObfusLM+ does before it touches the hidden dimension.
+    plain, plus = service(replace(settings, plus=False), family), service(settings, family)
+    found = mixing(observe_service(plus))
+    assert found.error < 1e-5 and found.matrix.sum(1).numpy() == pytest.approx(1.0, abs=1e-4)
+    assert float(found.matrix.min()) > -1e-4
+    undone, table = word_table(changed(plus.served, found.inverse)), word_table(plain.served)
+    assert torch.allclose(undone, table, atol=1e-3 * float(table.abs().max()))
+    assert not torch.allclose(word_table(plus.served), table, atol=0.1 * float(table.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["knn", "row-mixture", "decipherment"])
+def test_realigned_attacks_read_of_plus_what_the_others_read_without_it(name: str) -> None:
+    settings = ObfuscationSettings(k=4, epsilon=3.0)
+    plain, plus = service(settings, texts=24), service(replace(settings, plus=True), texts=24)
+    assert top1(f"realigned-{name}", plus) == pytest.approx(top1(name, plain), abs=0.03)
+    with pytest.raises(NotApplicable, match=f"use {name}"):
+        read(f"realigned-{name}", plain)
+
+
+def test_realigned_attacks_bear_a_little_training() -> None:
+    truth = service(ObfuscationSettings(k=1, plus=True), texts=24)
+    rng = generator(5)
+    with torch.no_grad():
+        for parameter in truth.served.parameters():
+            parameter += 1e-3 * torch.randn(parameter.shape, generator=rng)
+    assert top1("realigned-knn", truth) > 0.9 > 0.5 > top1("knn", truth)
+
+
+def test_the_public_head_reads_a_model_whose_dimensions_are_mixed() -> None:
+    truth = service(ObfuscationSettings(k=1, plus=True, hidden_k=1), family="llama", texts=1)
+    prompt = torch.tensor([truth.ids[0][:-1]])
+    with torch.no_grad():
+        said = truth.public.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+    own = replace(truth, ids=(tuple(said[0].tolist()),))
+    found = read("realigned-era", own).ranked[0][:, 0].tolist()
+    told = [(a, b) for a, b in zip(found, own.ids[0]) if b not in VOCABULARY.special_ids]
+    assert [a for a, _ in told[-4:]] == [b for _, b in told[-4:]]
+
+
+def test_an_embedding_alone_is_read_as_that_of_a_model_is() -> None:
+    truth = service(ObfuscationSettings(k=4))
+    alone = replace(truth, public=nn.Embedding(1, 1), served=nn.Embedding(1, 1))
+    alone.public.weight, alone.served.weight = (nn.Parameter(word_table(m)) for m in (truth.public, truth.served))
+    for name in ("knn", "decipherment"):
+        assert all(torch.equal(a, b) for a, b in zip(read(name, truth).ranked, read(name, alone).ranked, strict=True))
 
 
 def test_mixtures_are_those_of_scipy() -> None:

@@ -20,7 +20,7 @@ from rasura.interfaces import InputError
 from rasura.obfuscation.clusters import embed_cluster
 from rasura.obfuscation.folder import obfuscate_model
 from rasura.obfuscation.key import Key
-from rasura.obfuscation.model import obfuscate
+from rasura.obfuscation.model import obfuscate, obfuscate_embedding
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.synthesis import weight_synth
 from rasura.rng import generator, laplace
@@ -147,6 +147,29 @@ def test_an_obfuscated_model_still_runs_and_no_row_is_left(family: str, task: st
     assert loss_of(made.model, batch) == pytest.approx(loss_of(made.model, batch)) and loss_of(made.model, batch) < 1e3
     whole, own = (m.get_input_embeddings().weight.detach() for m in (model, made.model))  # type: ignore[operator]
     assert float(torch.cdist(own[3:], whole[3:]).min()) > 1e-3
+
+
+def test_an_embedding_alone_is_obfuscated_like_that_of_a_model() -> None:
+    model = tiny("bert", "classification")
+    whole = obfuscate(model, ObfuscationSettings(k=4), SPECIAL, generator(1))
+    words = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
+    alone = obfuscate_embedding(words, ObfuscationSettings(k=4), SPECIAL, generator(1))
+    assert torch.equal(alone.tokens, whole.tokens) and alone.clusters == whole.clusters
+    assert torch.equal(alone.model.weight, whole.model.get_input_embeddings().weight)  # type: ignore[operator]
+    assert alone.model is not words and alone.model.padding_idx == PAD
+    with pytest.raises(InputError, match="plus=False"):
+        obfuscate_embedding(words, ObfuscationSettings(plus=True))
+    with pytest.raises(InputError, match="pass a smaller k"):
+        obfuscate_embedding(nn.Embedding(5, 3), ObfuscationSettings(k=10))
+
+
+def test_a_permuted_embedding_leaves_an_lstm_as_it_was() -> None:
+    torch.manual_seed(0)
+    words, lstm = nn.Embedding(50, 8, padding_idx=0), nn.LSTM(8, 6, 2, batch_first=True, bidirectional=True)
+    made = obfuscate_embedding(words, PERMUTED, {0, 1}, generator(2))
+    ids = torch.tensor([[3, 9, 40, 1, 0], [7, 7, 22, 30, 49]])
+    assert made.tokens[:2].tolist() == [0, 1] and not torch.equal(made.tokens[ids], ids)
+    assert torch.equal(lstm(words(ids))[0], lstm(made.model(made.tokens[ids]))[0])
 
 
 def test_the_same_seed_gives_the_same_model_and_none_gives_another() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +32,11 @@ from rasura.obfuscation.folder import obfuscate_model
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.rng import generator
 from rasura.service.client import Client
-from rasura.service.container import CONTENT_TYPE, header_bytes
+from rasura.service.container import CONTENT_TYPE, Outgoing, header_bytes
 from rasura.service.inference import Decoding, Prompt
-from rasura.service.limits import Rates, Tenants
+from rasura.service.limits import Limits, Rates, Refused, Tenants
+from rasura.service.server import application
+from rasura.service.store import Store
 from rasura.victims.loading import with_partial_adapter
 from tests.tiny import SEP, batch_for, tiny, tokenizer_folder
 
@@ -237,13 +241,14 @@ def test_a_job_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
             assert not any(s.encode() in found for s in [*secret, *ids]) and key not in found, path
 
 
-def test_tenants_are_apart(setting: Setting) -> None:
+def test_tenants_are_apart(setting: Setting, tmp_path: Path) -> None:
     with setting.client(BOB) as bob, setting.client() as alice:
         assert bob.models() == [] and bob.jobs() == []
         job = alice.train("notes", EXAMPLES, "apart", epochs=1)
         for call in (
             lambda: bob.model("notes"), lambda: bob.delete("notes"), lambda: bob.classify("notes", TEXTS),
-            lambda: bob.train("notes", EXAMPLES, "mine"), lambda: bob.status(job["id"]), lambda: bob.cancel(job["id"]),
+            lambda: bob.train("notes", EXAMPLES, "mine"), lambda: bob.download("notes", tmp_path / "mine"),
+            lambda: bob.status(job["id"]), lambda: bob.cancel(job["id"]),
         ):  # fmt: skip
             with pytest.raises(InputError, match=r"\(404\)"):
                 call()
@@ -251,7 +256,137 @@ def test_tenants_are_apart(setting: Setting) -> None:
         assert alice.status(job["id"])["model"] == "notes"
         alice.cancel(job["id"])
         bob.delete("notes")
-        assert alice.model("notes")["pair"] and bob.models() == []
+        assert alice.model("notes")["pair"] and bob.models() == [] and not list(tmp_path.iterdir())
+
+
+def test_a_trained_model_comes_back_whole(setting: Setting, tmp_path: Path) -> None:
+    with setting.client() as client:
+        uploaded = client.download("notes", tmp_path / "same")
+        for name in ("config.json", "model.safetensors"):
+            assert (uploaded / name).read_bytes() == (setting.folder / "bert" / name).read_bytes()
+        client.wait(client.train("notes", EXAMPLES, "mine", epochs=2, learning_rate=1e-2)["id"], seconds=300, every=0.1)
+        answers = client.classify("mine", TEXTS)
+        folder = client.download("mine", tmp_path / "mine")
+        client.delete("mine")
+        with pytest.raises(InputError, match="exists already"):
+            client.download("notes", folder)
+        with pytest.raises(InputError, match=r"\(404\)"):
+            client.download("mine", tmp_path / "gone")
+        with pytest.raises(InputError, match="cannot be written"):
+            client.download("notes", tmp_path / "nowhere" / "mine")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "same"]
+    tokenizer, model = (
+        rasura.ObfuscatedTokenizer(setting.folder / "bert.key", model=folder),
+        loaded(folder, "classification"),
+    )
+    for text, answer in zip(TEXTS, answers):
+        with torch.no_grad():
+            logits = model(**tokenizer(text, return_tensors="pt")).logits[0]
+        assert answer.probabilities == pytest.approx(logits.double().softmax(0).tolist(), abs=1e-5)
+    answer = httpx.get(f"{setting.server.url}/v1/models/notes/files", trust_env=False)
+    assert answer.status_code == 401
+
+
+def test_a_download_that_is_cut_or_wrong_leaves_nothing(setting: Setting, tmp_path: Path) -> None:
+    weights = (setting.folder / "bert" / "model.safetensors").read_bytes()
+    files = {"config.json": b"{}", "model.safetensors": weights}
+    whole = container({"name": "x"}, files)
+    wrong: list[tuple[bytes, int, str]] = [
+        (whole[:-1000], len(whole), "no answer"),
+        (whole[: len(whole) // 2], len(whole), "no answer"),
+        (whole[:-1000], len(whole) - 1000, "do not add up"),
+        (whole + b"x", len(whole) + 1, "do not add up"),
+        (container({}, {**files, "../evil": b"x"}), 0, "config.json and model.safetensors"),
+        (container({}, {"config.json": b"{}", "../model.safetensors": weights}), 0, "config.json and model.safetensors"),
+        (container({}, {**files, "model.safetensors": pickle.dumps([1] * 100)}), 0, "no safetensors file"),
+        (container({}, {**files, "model.safetensors": weights[:-10]}), 0, "no safetensors file"),
+        (b"<html>a proxy's page</html>", 0, "no Rasura container"),
+        (b"", 0, "ended early"),
+    ]
+    for body, length, reason in wrong:
+        with answering(body, length or len(body)) as url, Client(url, ALICE) as client:
+            with pytest.raises(InputError, match=reason):
+                client.download("x", tmp_path / "mine")
+            assert not list(tmp_path.iterdir()), reason
+    with answering(whole, len(whole)) as url, Client(url, ALICE) as client:
+        (tmp_path / "mine.part").mkdir()
+        with pytest.raises(InputError, match="remove it"):
+            client.download("x", tmp_path / "mine")
+        (tmp_path / "mine.part").rmdir()
+        assert (client.download("x", tmp_path / "mine") / "model.safetensors").read_bytes() == weights
+
+
+@contextmanager
+def answering(body: bytes, length: int) -> Iterator[str]:
+    """A server that answers one request with ``body``, having announced ``length`` bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def run() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode() + body)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_a_download_that_was_begun_outlives_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(range(256)) * 9000)
+    body = Outgoing(tmp_path, {"name": "x"}, ("model.safetensors",))
+    (tmp_path / "model.safetensors").unlink()
+
+    async def read() -> bytes:
+        return b"".join([chunk async for chunk in body])
+
+    found = asyncio.run(read())
+    assert len(found) == body.length and found.endswith(bytes(range(256)) * 9000)
+    with pytest.raises(Refused, match="no such model"):
+        Outgoing(tmp_path, {"name": "x"}, ("model.safetensors",))
+
+
+def test_downloads_at_the_same_time_are_limited(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    with store.incoming() as place:
+        for name in ("config.json", "model.safetensors"):
+            (place / name).write_bytes(b"{}")
+        store.add_model("alice", "notes", {}, place)
+    tenants = Tenants.read(token_file(tmp_path / "tokens"))
+    app = application(store, tenants, Limits(downloads=2))
+    headers = [(b"authorization", f"Bearer {ALICE}".encode())]
+    scope = {"type": "http", "method": "GET", "path": "/v1/models/notes/files", "headers": headers, "query_string": b""}
+
+    async def all_of_them() -> list[int]:
+        go, statuses = asyncio.Event(), []
+
+        async def receive() -> dict[str, Any]:
+            await go.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                statuses.append(message["status"])
+            elif message["body"].startswith(b"{"):
+                await go.wait()
+
+        async def one() -> None:
+            await app({**scope, "state": {}}, receive, send)
+
+        first = [asyncio.create_task(one()) for _ in range(2)]
+        while len(statuses) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        third = asyncio.create_task(one())
+        while len(statuses) < 3:
+            await asyncio.sleep(0.01)
+        go.set()
+        await asyncio.gather(*first, third)
+        await one()
+        return statuses
+
+    assert asyncio.run(all_of_them()) == [200, 200, 429, 200]
+    store.close()
 
 
 def ask(setting: Setting, method: str, path: str, token: str = ALICE, **options: Any) -> httpx.Response:
@@ -474,6 +609,8 @@ def test_commands_on_the_clients_side(setting: Setting, tmp_path: Path) -> None:
     assert "mine -> mine-1, done" in run("status").stdout
     answers = json.loads(run("classify", "mine-1", str(data), *key, "--json").stdout)
     assert len(answers) == len(EXAMPLES) and sum(answers[0]["probabilities"]) == pytest.approx(1)
+    assert run("download", "mine-1", str(tmp_path / "mine")).returncode == 0
+    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["config.json", "model.safetensors"]
     assert run("delete", "mine-1").returncode == 0
     again = run("delete", "mine-1")
     assert again.returncode == 2 and again.stderr.strip() == "rasura: the server refused (404): there is no such model"

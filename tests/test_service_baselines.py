@@ -24,7 +24,7 @@ from rasura.obfuscation.split import Split
 from rasura.obfuscation.word_vectors import glove
 from rasura.priors import trigrams
 from rasura.rng import generator
-from rasura.threat import observe_service
+from rasura.threat import observe_service, service_transcript
 from rasura.values import UNKNOWN, TokenReading
 from rasura.victims.step import step
 from tests.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
@@ -44,12 +44,12 @@ def service(name: str, family: str = "bert", **options: object) -> Service:
 
 
 def read(name: str, made: Service, budget: str = "quick") -> TokenReading:
-    seen = observe_service(made.transcript(IDS, generator(2)), reference_text=TEXTS[8:])
+    seen = observe_service(service_transcript(made, IDS, generator(2)), reference_text=TEXTS[8:])
     return recipes.SERVICE_ATTACKS[name]()(seen, rng=generator(0, name), budget=Budget(budget))  # type: ignore[arg-type]
 
 
 def top1(name: str, made: Service) -> float:
-    return float(np.mean(TopTokens(1)(read(name, made), made.transcript(IDS, generator(2))) or [0.0]))
+    return float(np.mean(TopTokens(1)(read(name, made), service_transcript(made, IDS, generator(2))) or [0.0]))
 
 
 def replacements(epsilon: float = 2.0) -> list[Replacement]:
@@ -108,7 +108,7 @@ def test_custext_stays_in_its_group_within_epsilon_half_and_keeps_stop_words() -
 @pytest.mark.parametrize(("name", "epsilon"), [("santext+", 200.0), ("custext+", 1e4)])
 def test_without_privacy_tokens_stay_and_with_it_they_are_drawn_anew(name: str, epsilon: float) -> None:
     loose = service(name, epsilon=epsilon, **({"share": 1.0} if name == "santext+" else {}))
-    assert loose.transcript(IDS, generator(1)).sent == IDS
+    assert service_transcript(loose, IDS, generator(1)).sent == IDS
     tight = service(name, epsilon=0.5)
     assert tight.sent(IDS, generator(1)) != tight.sent(IDS, generator(2))
     assert {t[0] for t in tight.sent(IDS, generator(1))} == {CLS}
@@ -159,7 +159,7 @@ def test_a_split_model_without_noise_is_the_model(family: str, depth: int) -> No
 @pytest.mark.parametrize("name", ["dp-forward", "cape", "textobfuscator"])
 def test_states_are_sent_in_place_of_ids_and_the_private_ones_stay_unseen(name: str) -> None:
     made = service(name)
-    truth = made.transcript(IDS, generator(0))
+    truth = service_transcript(made, IDS, generator(0))
     seen = observe_service(truth)
     assert set(seen.ids[0]) == {CLS, SEP, UNKNOWN}
     assert [v.shape for v in seen.vectors] == [(len(t), 64) for t in IDS]
@@ -231,7 +231,7 @@ def test_a_rigid_motion_is_found_from_its_pairs() -> None:
 def test_the_adversary_has_keys_and_draws_of_its_own() -> None:
     for name in ("sentinellms", "santext+"):
         made = service(name)
-        seen = observe_service(made.transcript(IDS, generator(0)), reference_text=TEXTS)
+        seen = observe_service(service_transcript(made, IDS, generator(0)), reference_text=TEXTS)
         own = own_service(seen, 30, 1)
         assert own.ids[0] == list(IDS[0]) and own.sent[0] != list(seen.ids[0])
 

@@ -90,6 +90,22 @@ def upload(
     _print(found, as_json, f"{found['name']}: {found['kind']}, {found['vocabulary']} tokens, {found['bytes']} bytes")
 
 
+@client.command()
+def download(
+    model: Annotated[str, typer.Argument(help="the server's name of the model")],
+    folder: Annotated[Path, typer.Argument(help="new folder for its config and weights")],
+    url: Url = LOCAL,
+    token_file: TokenFile = None,
+) -> None:
+    """Fetch a model, trained or not, from the server; with its key it runs anywhere.
+
+    Example: rasura client download reviews-1 mine --token-file token
+    """
+    with _client(url, token_file) as known, err.status("downloading"):
+        found = known.download(model, folder)
+    _print(None, False, f"{found}: run it with rasura.ObfuscatedTokenizer and the key of the model that was uploaded")
+
+
 @client.command(name="train")
 def train_remotely(
     model: Annotated[str, typer.Argument(help="the server's name of the model")],

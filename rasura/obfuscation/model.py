@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,19 +56,45 @@ def obfuscate(
     known = parts(made)
     table = made.get_submodule(known.word_embedding.rsplit(".", 1)[0]).weight
     assert isinstance(table, Tensor)
+    rng = rng or secret_generator()
+    head = model_head(made)
+    others = [] if head is None else [p for p in head.parameters() if p is not table and len(p) == len(table)]
+    tokens, clusters = _hide_tokens(table, others, settings, fixed, rng)
+    if settings.plus:
+        _hide_dimensions(made, table, settings, rng)
+    return Obfuscated(made, tokens, len(clusters), clusters.merged)
+
+
+@torch.no_grad()
+def obfuscate_embedding(
+    embedding: nn.Embedding, settings: ObfuscationSettings, fixed: Collection[int] = (), rng: torch.Generator | None = None
+) -> Obfuscated:
+    """A copy of one table of vectors with its rows permuted and mixed: for a network of any kind that begins with it, such
+    as an LSTM on word vectors (ObfusLM, appendix D.5).
+
+    ``fixed`` rows (padding, unknown words) keep their place. Randomness as for ``obfuscate``. Raises ``InputError`` for
+    ObfusLM+, which needs the whole network.
+    """
+    if settings.plus:
+        raise InputError("ObfusLM+ changes a whole model; pass settings with plus=False for an embedding alone")
+    made = copy.deepcopy(embedding)
+    tokens, clusters = _hide_tokens(made.weight, (), settings, fixed, rng or secret_generator())
+    return Obfuscated(made, tokens, len(clusters), clusters.merged)
+
+
+def _hide_tokens(
+    table: Tensor, others: Sequence[Tensor], settings: ObfuscationSettings, fixed: Collection[int], rng: torch.Generator
+) -> tuple[Tensor, Clusters]:
+    """Permute and mix the rows of ``table`` in place, and those of ``others`` (a head, its bias) alike; where each went."""
     kept = torch.zeros(len(table), dtype=torch.bool)
     kept[[i for i in fixed if 0 <= i < len(table)]] = True
     movable = (~kept).nonzero().flatten()
     if settings.k > len(movable):
         raise InputError(f"clusters of {settings.k} tokens: the vocabulary has {len(movable)} to hide; pass a smaller k")
     tokens = torch.arange(len(table))
-    rng = rng or secret_generator()
     tokens[movable] = movable[permutation(len(movable), rng)]
     source = tokens.argsort()
-    stated = [table]
-    head = model_head(made)
-    if head is not None:
-        stated += [p for p in head.parameters() if p is not table and len(p) == len(table)]
+    stated = [table, *others]
     for parameter in stated:
         parameter.copy_(parameter[source.to(parameter.device)])
     clusters = embed_cluster(
@@ -78,9 +104,7 @@ def obfuscate(
         weights = weight_synth(table[movable], clusters, settings.epsilon, rng)
         for parameter in stated:
             parameter[movable] = weights.apply(parameter[movable])
-    if settings.plus:
-        _hide_dimensions(made, table, settings, rng)
-    return Obfuscated(made, tokens, len(clusters), clusters.merged)
+    return tokens, clusters
 
 
 def _hide_dimensions(model: nn.Module, table: Tensor, settings: ObfuscationSettings, rng: torch.Generator) -> None:

@@ -14,8 +14,8 @@ from rasura.obfuscation.noisy_states import Cape, MatrixGaussian, Prototypes, pr
 from rasura.obfuscation.replacement import Replacement, replaced, replacement
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
-from rasura.rng import child, secret_generator
-from rasura.values import Mechanism, Parameter, ServiceTranscript, Stage, Vocabulary
+from rasura.rng import secret_generator
+from rasura.values import Mechanism, Parameter, Stage, Vocabulary
 from rasura.victims.models import parts
 
 
@@ -36,18 +36,6 @@ class Service:
         if self.replacement is not None:
             return replaced(self.replacement, texts, self.vocabulary.special_ids, rng or secret_generator())
         return tuple(tuple(self.tokens[list(text)].tolist()) for text in texts)
-
-    def transcript(self, ids: Sequence[tuple[int, ...]], rng: torch.Generator | None = None) -> ServiceTranscript:
-        """The truth of sending the texts ``ids``, special tokens included."""
-        rng = rng or secret_generator()
-        drawn, vectors = None, None
-        if self.replacement is not None:
-            drawn = self.sent(ids, rng)
-        if isinstance(self.served, Split):
-            vectors = states_sent(self.served, ids, child(rng))
-        return ServiceTranscript(
-            self.public, self.served, self.tokens, tuple(ids), self.vocabulary, self.mechanism, drawn, vectors
-        )
 
 
 def states_sent(split: Split, texts: Sequence[Sequence[int]], seed: int) -> tuple[Tensor, ...]:

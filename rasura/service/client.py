@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rasura.errors import InputError, MissingExtra
-from rasura.service.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, header_bytes
-
-CHUNK = 1 << 20
+from rasura.service.container import CHUNK, CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, header_bytes, tensor_shapes
+from rasura.service.limits import Refused
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,28 @@ class Client:
             raise InputError(f"{place} is not obfuscated: a server would read every id; make it with rasura protect obfuslm")
         self._known.pop(name, None)
         return self._send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
+
+    def download(self, name: str, folder: str | Path) -> Path:
+        """Fetch the model ``name`` as it is on the server, trained or not, into a new ``folder`` (config.json,
+        model.safetensors), for ``transformers`` and ``rasura.ObfuscatedTokenizer``. What did not come whole is not kept."""
+        target = Path(folder)
+        if target.exists():
+            raise InputError(f"{target} exists already; remove it or choose another name")
+        part = target.resolve().with_name(target.name + ".part")
+        try:
+            part.mkdir(mode=0o700)
+        except FileExistsError:
+            raise InputError(f"{part} exists already: another download, or one that was killed; remove it") from None
+        except OSError as error:
+            raise InputError(f"{target} cannot be written ({error.strerror}); choose another place") from None
+        try:
+            self._receive(f"/v1/models/{_quoted(name)}/files", part)
+            part.rename(target)
+        except OSError as error:
+            raise InputError(f"{target} cannot be written ({error.strerror}); choose another place") from None
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return target
 
     def models(self) -> list[dict[str, Any]]:
         """The tenant's models."""
@@ -221,6 +243,33 @@ class Client:
         headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(head) + sum(sizes.values()))}
         found: dict[str, Any] = self._ask("POST", path, content=parts(), headers=headers)
         return found
+
+    def _receive(self, path: str, place: Path) -> None:
+        limits = {CONFIG: 16 * CHUNK, WEIGHTS: 1 << 50}
+
+        async def taken(answer: Any) -> None:
+            async def chunks() -> AsyncIterator[bytes]:
+                for chunk in answer.iter_raw(CHUNK):
+                    yield chunk
+
+            body = Incoming(chunks(), int(answer.headers.get("content-length", 0)))
+            head = await body.header(frozenset(limits), limits)
+            await body.save(head["files"], place)
+            tensor_shapes(place / WEIGHTS)
+
+        try:
+            with self._http.stream("GET", path, headers={"Accept-Encoding": "identity"}) as answer:
+                if answer.status_code >= 400:
+                    raise InputError(_reason(answer.status_code, answer.read()))
+                try:
+                    # Nothing in it waits: no event loop is needed, and there may be one already, as in a notebook.
+                    taken(answer).send(None)
+                except StopIteration:
+                    return
+        except self._failed as error:
+            raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
+        except Refused as error:
+            raise InputError(f"what {self.url} sent is no model: {error}") from None
 
     def _ask(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
         try:

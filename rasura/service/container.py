@@ -6,8 +6,11 @@ request says; the files, one behind the other in the header's order. No archive,
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from rasura.service.limits import MIB, NAME, Refused
 CONTENT_TYPE = "application/vnd.rasura"
 HEADER = 64 << 10
 """Bytes of a header, at most."""
+
+CHUNK = 1 << 20
 
 CONFIG, WEIGHTS, DATA = "config.json", "model.safetensors", "data.safetensors"
 TENSOR_HEADER = 16 * MIB
@@ -26,6 +31,32 @@ def header_bytes(about: Mapping[str, Any], files: Mapping[str, int]) -> bytes:
     """The length and the header of a body that holds ``files`` (name -> bytes)."""
     head = json.dumps({**about, "files": dict(files)}).encode()
     return len(head).to_bytes(8, "little") + head
+
+
+class Outgoing:
+    """A body of ``about`` and the files ``names`` of ``folder``, ``length`` bytes together, in chunks.
+
+    The files are open from the start: what was begun is sent whole, though the model be deleted meanwhile. Raises
+    ``Refused`` (404) where they are gone already.
+    """
+
+    def __init__(self, folder: Path, about: Mapping[str, Any], names: Sequence[str]) -> None:
+        with ExitStack() as opened:
+            try:
+                self._files = [opened.enter_context((folder / name).open("rb")) for name in names]
+            except FileNotFoundError:
+                raise Refused(404, "there is no such model") from None
+            sizes = {name: os.fstat(file.fileno()).st_size for name, file in zip(names, self._files)}
+            self._open = opened.pop_all()
+        self._head = header_bytes(about, sizes)
+        self.length = len(self._head) + sum(sizes.values())
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with self._open:
+            yield self._head
+            for file in self._files:
+                while chunk := await asyncio.to_thread(file.read, CHUNK):
+                    yield chunk
 
 
 class Incoming:

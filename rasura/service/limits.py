@@ -31,7 +31,7 @@ class Refused(InputError):
 class Limits:
     """Bytes of a model, of a data set, of a tenant's models together, and of any other body; requests a second and at once
     (``burst``) of a tenant; jobs of a tenant that are not finished; texts of a data set; inputs of one request; new tokens
-    of one generation; requests that wait for the model; models kept in memory."""
+    of one generation; requests that wait for the model; models kept in memory; downloads of a tenant at the same time."""
 
     model_bytes: int = 2048 * MIB
     data_bytes: int = 256 * MIB
@@ -45,6 +45,7 @@ class Limits:
     new_tokens: int = 1024
     waiting: int = 1024
     loaded: int = 4
+    downloads: int = 4
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -15,7 +15,7 @@ import torch
 
 from rasura.errors import InputError, MissingExtra
 from rasura.service import data, models
-from rasura.service.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, checked_name
+from rasura.service.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, Outgoing, checked_name
 from rasura.service.guard import Guard
 from rasura.service.inference import Engine, Prompt
 from rasura.service.jobs import Supervisor
@@ -23,6 +23,9 @@ from rasura.service.limits import Limits, Refused, Tenants
 from rasura.service.store import Model, Store, exclusive
 
 _BODY = {"requestBody": {"required": True, "content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}}
+_FILES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}
+}
 
 
 def application(store: Store, tenants: Tenants, limits: Limits, device: str = "cpu") -> Any:
@@ -38,6 +41,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
     engine = Engine(store, device, loaded=limits.loaded, waiting=limits.waiting)
     supervisor = Supervisor(store, device)
     arriving: dict[str, int] = {}
+    leaving: dict[str, int] = {}
 
     @asynccontextmanager
     async def running(_: FastAPI) -> AsyncIterator[None]:
@@ -131,6 +135,25 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
     async def show_model(request: Request, name: str) -> dict[str, Any]:
         """One of your models."""
         return store.model(tenant_of(request), name).told()
+
+    @app.get("/v1/models/{name}/files", dependencies=bearer, response_class=StreamingResponse, responses=_FILES)
+    async def download(request: Request, name: str) -> Any:
+        """A model's files: header {"name", "files"}, then config.json and model.safetensors."""
+        tenant = tenant_of(request)
+        model = store.model(tenant, name)
+        if leaving.get(tenant, 0) >= limits.downloads:
+            raise Refused(429, f"there are {limits.downloads} downloads that are not finished; wait for one")
+        body = Outgoing(store.path(model), {"name": model.name}, (CONFIG, WEIGHTS))
+
+        async def chunks() -> AsyncIterator[bytes]:
+            leaving[tenant] = leaving.get(tenant, 0) + 1
+            try:
+                async for chunk in body:
+                    yield chunk
+            finally:
+                leaving[tenant] -= 1
+
+        return StreamingResponse(chunks(), media_type=CONTENT_TYPE, headers={"Content-Length": str(body.length)})
 
     @app.delete("/v1/models/{name}", status_code=204, dependencies=bearer, response_class=Response)
     async def delete_model(request: Request, name: str) -> None:

@@ -110,7 +110,7 @@ def announced(seen: ServiceObservation) -> float:
     if seen.mechanism.name != "obfuslm":
         raise NotApplicable("no protection by obfuslm was announced")
     if seen.mechanism.parameters.get("plus"):
-        raise NotApplicable("the hidden dimension is mixed too, so rows are no mixtures of public ones")
+        raise NotApplicable("the hidden dimension is mixed too, so rows are no mixtures of public ones; use realigned-*")
     return float(seen.mechanism.parameters.get("epsilon") or 1.0)
 
 

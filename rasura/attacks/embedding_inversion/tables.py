@@ -19,7 +19,9 @@ KEPT = 3
 
 
 def word_table(model: nn.Module) -> Tensor:
-    """The word embedding ``(tokens, hidden)``, float32."""
+    """The word embedding ``(tokens, hidden)``, float32; ``model`` may be that embedding alone."""
+    if isinstance(model, nn.Embedding):
+        return model.weight.detach().float()
     return model.get_parameter(parts(model).word_embedding).detach().float()
 
 
