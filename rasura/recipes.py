@@ -15,9 +15,20 @@ from rasura.values import Reconstruction, Stage
 
 def _lazy(module: str, name: str) -> Callable[..., Any]:
     def build(*arguments: Any, **named: Any) -> Any:
-        return getattr(import_module(module), name)(*arguments, **named)
+        return built(build)(*arguments, **named)
 
+    _TARGETS[build] = (module, name)
     return build
+
+
+_TARGETS: dict[Callable[..., Any], tuple[str, str]] = {}
+
+
+def built(build: Callable[..., Any]) -> Callable[..., Any]:
+    """The function or class behind a builder of these tables, imported now."""
+    module, name = _TARGETS[build]
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found
 
 
 ATTACKS: Mapping[str, Callable[[], Attack[Reconstruction]]] = {

@@ -16,17 +16,20 @@ from rasura.plan import Plan, plan_of
 from rasura.recipes import known
 from rasura.records import write_whole
 from rasura.report.findings import pooled
+from rasura.service_audit import ServicePlan, service_plan_of
 from rasura.training import TrainPlan
 from rasura.victims.train import Recipe
 
 FOLDER = Path("studies")
 RESULTS = FOLDER / "RESULTS.md"
+PLANS = ("plan", "train", "service")
+"""Tables of a study file that say what is run."""
 
 COSTS = 0.05
 """Seconds of a protection above which its cost is told."""
 
 CELL = ("attack", "update", "defense", "threat", "batch_size")
-"""What names a row of the results."""
+"""What names a row of the results; ``protection`` and ``attack`` do in those of a service."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +38,16 @@ class Study:
 
     ``source``: the paper and its table. ``differs``: what is not as in the paper. ``figures``: the paper's own, each with
     those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text. ``plan``: an audit
-    (table ``plan`` of the file), or a training (table ``train``). With both tables the study sets utility against risk:
-    ``train`` is then the training, whose defenses stand in the order of the audit's, each for the same protection.
+    (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``). With both an audit
+    and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
+    the audit's, each for the same protection.
     """
 
     name: str
     title: str
     source: str
     differs: tuple[str, ...]
-    plan: Plan | TrainPlan
+    plan: Plan | TrainPlan | ServicePlan
     metrics: tuple[str, ...]
     figures: tuple[Mapping[str, Any], ...]
     train: TrainPlan | None = None
@@ -68,25 +72,32 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is no TOML: {error}") from None
     for key in found:
-        known(f"key in {path}", key, ("title", "source", "differs", "metrics", "plan", "train", "figures"))
+        known(f"key in {path}", key, ("title", "source", "differs", "metrics", *PLANS, "figures"))
     for figure in found.get("figures", []):
         for key in figure:
-            known(f"key of a figure in {path}", key, (*CELL, "paper"))
+            known(f"key of a figure in {path}", key, (*CELL, "protection", "paper"))
+    if "service" in found:
+        served = service_plan_of(found["service"], str(path))
+        return Study(
+            name, *_told(found, name), served, tuple(found.get("metrics", ("top1", "top3", "rougeL"))), _figures(found)
+        )
     training = _training(found["train"], str(path)) if "train" in found else None
     both = training is not None and "plan" in found
     plan = plan_of(found.get("plan", {}), str(path)) if both or training is None else training
     if training is not None and len(training.defenses) != len(plan.defenses):
         raise InputError(f"{path}: train has {len(training.defenses)} defenses, plan {len(plan.defenses)}; pair them")
+    metrics = ("accuracy", "f1") if plan is training else ("rouge1", "rouge2", "rougeL")
     return Study(
-        name,
-        str(found.get("title", name)),
-        str(found.get("source", "")),
-        tuple(found.get("differs", ())),
-        plan,
-        tuple(found.get("metrics", ("accuracy", "f1") if plan is training else ("rouge1", "rouge2", "rougeL"))),
-        tuple(found.get("figures", ())),
-        training if both else None,
+        name, *_told(found, name), plan, tuple(found.get("metrics", metrics)), _figures(found), training if both else None
     )
+
+
+def _told(found: Mapping[str, Any], name: str) -> tuple[str, str, tuple[str, ...]]:
+    return str(found.get("title", name)), str(found.get("source", "")), tuple(found.get("differs", ()))
+
+
+def _figures(found: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(found.get("figures", ()))
 
 
 def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
@@ -98,7 +109,7 @@ def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
     return TrainPlan(**values, recipe=Recipe(**{"noise": "seeded", **{k: v for k, v in found.items() if k in recipe}}))
 
 
-def prepared(study: Study, **changes: Any) -> Plan | TrainPlan:
+def prepared(study: Study, **changes: Any) -> Plan | TrainPlan | ServicePlan:
     """The study's plan with the changes that are not None, checked; with the metric of the report's first line, too.
 
     A change of ``data`` that is a folder names the one that holds the study's own files.
@@ -107,6 +118,11 @@ def prepared(study: Study, **changes: Any) -> Plan | TrainPlan:
     plan = study.plan
     if "data" in given and Path(given["data"]).is_dir():
         given |= _files(plan, given.pop("data"))
+    if isinstance(plan, ServicePlan):
+        given = {{"defenses": "protections"}.get(k, k): v for k, v in given.items()}
+        for key in given:
+            known("option of a study of a service", key, [f.name for f in fields(ServicePlan)])
+        return replace(plan, **given).checked()
     if isinstance(plan, TrainPlan):
         for key in given:
             known("option of a training study", key, [f.name for f in fields(TrainPlan)])
@@ -119,6 +135,7 @@ def prepared(study: Study, **changes: Any) -> Plan | TrainPlan:
 def prepared_training(study: Study, plan: Plan, data: str | None = None) -> TrainPlan:
     """The training beside the audit ``plan`` of a study that has both: the same model and seeds, the defenses paired."""
     assert study.train is not None
+    assert isinstance(study.plan, Plan)
     unknown = [d for d in plan.defenses if d not in study.plan.defenses]
     if unknown:
         raise InputError(f"{study.name} trains behind its own protections alone; {unknown[0]} is none of them")
@@ -128,7 +145,7 @@ def prepared_training(study: Study, plan: Plan, data: str | None = None) -> Trai
     return replace(study.train, defenses=tuple(pairs[d] for d in plan.defenses), **given).checked()
 
 
-def _files(plan: Plan | TrainPlan, folder: str) -> dict[str, Any]:
+def _files(plan: Plan | TrainPlan | ServicePlan, folder: str) -> dict[str, Any]:
     names = ("data", "reference", "test")
     return {n: str(Path(folder) / str(value)) for n in names if (value := getattr(plan, n, None)) is not None}
 
@@ -212,6 +229,24 @@ def tradeoff_section(
     return "\n".join([*lines, "", *promises, ""])
 
 
+def service_section(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> str:
+    """As ``section``, of a model service: what each attack reads behind each protection, before any training."""
+    heads = [_NAMES.get(m, m) for m in study.metrics]
+    columns = ["protection", "attack", *heads, "CPU s", f"paper ({' / '.join(heads)})"]
+    about = (
+        f"{plan.limit} texts of {Path(plan.data).name}, {plan.references} of {Path(plan.reference).name} for the adversary"
+    )
+    lines = _head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}", columns)
+    reasons = set()
+    for r in rows:
+        ours = [_level(r["scores"].get(m, []), m) for m in study.metrics]
+        figures = (str(f["paper"]) for f in study.figures if all(r.get(k) == v for k, v in f.items() if k != "paper"))
+        lines.append(_row([r["protection"], r["attack"], *ours, f"{r['cpu_seconds']:.0f}", next(figures, "–")]))
+        if r["reason"]:
+            reasons.add(f"- {r['attack']}: {r['reason']}")
+    return "\n".join([*lines, "", *sorted(reasons), ""])
+
+
 def _half_width(rows: Sequence[Mapping[str, Any]]) -> float:
     worst = max(r["after"]["accuracy"] * (1 - r["after"]["accuracy"]) for r in rows)
     return float(196 * (worst / rows[0]["n_test"]) ** 0.5)
@@ -223,7 +258,7 @@ def _spread(values: Sequence[float], metric: str) -> str:
     return f"{mean:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if len(values) > 1 else "")
 
 
-def _head(study: Study, plan: Plan | TrainPlan, about: str, columns: Sequence[str]) -> list[str]:
+def _head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns: Sequence[str]) -> list[str]:
     model, command = Path(plan.model).name, f"rasura study {study.name}{_given(study, plan)}"
     return [
         f"## {study.name}: {study.title}",
@@ -241,7 +276,18 @@ def _row(cells: Iterable[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-_NAMES = {"rouge1": "R-1", "rouge2": "R-2", "rougeL": "R-L", "mcc": "MCC", "f1": "F1", "mse": "MSE", "psnr": "PSNR"}
+_NAMES = {
+    "top1": "top-1",
+    "top3": "top-3",
+    "bag_f1": "bag F1",
+    "rouge1": "R-1",
+    "rouge2": "R-2",
+    "rougeL": "R-L",
+    "mcc": "MCC",
+    "f1": "F1",
+    "mse": "MSE",
+    "psnr": "PSNR",
+}
 _SHARE = (100, 1)
 _SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
 """Factor and digits of metrics that are no shares, which are given in percent."""
@@ -254,15 +300,17 @@ def _place(plan: Plan) -> Any:
     return lambda r: (r["batch_size"], *(order[k].index(r[k]) for k in ("defense", "update", "threat", "attack")))
 
 
-def _given(study: Study, plan: Plan | TrainPlan) -> str:
-    out = [f" --limit {plan.limit}"] if plan.limit != study.plan.limit else []
-    out += [f" --seeds {plan.seeds}"] if plan.seeds != study.plan.seeds else []
-    out += [f" --defense {','.join(plan.defenses)}"] if plan.defenses != study.plan.defenses else []
-    if isinstance(plan, Plan) and isinstance(study.plan, Plan):
-        out += [f" --budget {plan.budget}"] if plan.budget != study.plan.budget else []
-        out += [f" --attack {','.join(plan.attacks)}"] if plan.attacks != study.plan.attacks else []
-        sizes = ",".join(map(str, plan.batch_sizes))
-        out += [f" --batch-size {sizes}"] if plan.batch_sizes != study.plan.batch_sizes else []
+def _given(study: Study, plan: Plan | TrainPlan | ServicePlan) -> str:
+    """The options of the command that made ``plan`` of the study's own."""
+    names = {
+        "limit": "limit", "seeds": "seeds", "defenses": "defense", "protections": "defense", "budget": "budget",
+        "attacks": "attack", "batch_sizes": "batch-size",
+    }  # fmt: skip
+    out = []
+    for field, option in names.items():
+        value = getattr(plan, field, None)
+        if value != getattr(study.plan, field, None):
+            out.append(f" --{option} {','.join(map(str, value)) if isinstance(value, tuple) else value}")
     return "".join(out)
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from rasura.cli import app
 from rasura.interfaces import InputError
 from rasura.recipes import known, parse_defense
+from rasura.service_audit import ServicePlan
 from rasura.studies import CELL, load_study, prepared, section, write_section
 
 __all__ = ["model_folder"]
@@ -25,6 +26,10 @@ def test_a_study_file_is_a_valid_plan_and_names_its_paper(name: str) -> None:
     study = load_study(name, FOLDER)
     plan = prepared(study)
     assert study.source and study.differs and plan.data
+    if isinstance(plan, ServicePlan):
+        for figure in study.figures:
+            assert figure["protection"] in plan.protections and figure["attack"] in plan.attacks
+        return
     for defense in plan.defenses:
         parse_defense(defense)
     # A figure that fits no cell of the plan would never be shown.
@@ -194,3 +199,60 @@ def test_a_tradeoff_whose_protections_do_not_pair_is_refused(tmp_path: Path) -> 
     body = TRADEOFF.replace('["none", "gaussian:1.0"]', '["none"]')
     with pytest.raises(InputError, match="pair them"):
         load_study("one", study_folder(tmp_path, body))
+
+
+SERVICE = """
+title = "Four"
+source = "A paper, Table 4"
+differs = ["everything"]
+metrics = ["top1"]
+
+[service]
+data = "notes.jsonl"
+reference = "more.jsonl"
+protections = ["none", "obfuslm:k=1", "sentinellms:times=2", "dp-forward:epsilon=1"]
+attacks = ["blind", "knn", "preimage"]
+limit = 2
+
+[[figures]]
+protection = "obfuslm:k=1"
+attack = "knn"
+paper = "12.3"
+"""
+
+
+def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, SERVICE.replace("[service]", f'[service]\nmodel = "{model_folder}"'))
+    monkeypatch.chdir(tmp_path)
+    for name, texts in (("notes", TEXTS), ("more", [f"{t} w9 w8" for t in TEXTS])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{t}", "label": 0}}\n' for t in texts))
+    results = tmp_path / "studies" / "RESULTS.md"
+    assert CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False).exit_code == 0
+    rows = {tuple(line.strip("| ").split(" | ")[:2]): line for line in results.read_text().splitlines() if " | " in line}
+    # A permuted table's rows are the public ones: the nearest names them; noise hides them.
+    assert "| 100.0 [100, 100] |" in rows["obfuslm:k=1", "knn"] and rows["obfuslm:k=1", "knn"].endswith("| 12.3 |")
+    assert "| 100.0 [100, 100] |" in rows["none", "knn"] and "| 100.0" not in rows["dp-forward:epsilon=1", "knn"]
+    assert "| – |" in rows["none", "preimage"] and "- preimage:" in results.read_text()
+    kept = sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json"))
+    first = results.read_text()
+    arguments = ["study", "one", "--data", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert results.read_text() == first and sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json")) == kept
+    few = CliRunner().invoke(app, [*arguments, "--limit", "99", "--out", "other"])
+    assert isinstance(few.exception, InputError) and "expected at least 99" in str(few.exception)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("obfuslm:c=3", "did you mean|known"),
+        ("obfuslm:k=x", "k is 'x'"),
+        ("cape", "trained with its task"),
+        ("rot13", "unknown"),
+    ],
+)
+def test_protections_of_a_service_that_cannot_be_are_refused(text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        ServicePlan("a", "b", protections=(text,)).checked()

@@ -163,6 +163,7 @@ def study(
     """
     from rasura import studies
     from rasura.records import RunStore
+    from rasura.service_audit import ServicePlan
     from rasura.training import TrainPlan
 
     found = studies.load_study(name)
@@ -171,7 +172,9 @@ def study(
         model=model, batch_sizes=numbers(batch_size, "batch-size"),
     )  # fmt: skip
     out_folder = folder or Path("runs/studies") / name.replace("/", "-")
-    if isinstance(plan, TrainPlan):
+    if isinstance(plan, ServicePlan):
+        text = studies.service_section(found, plan, served(plan, out_folder, as_json))
+    elif isinstance(plan, TrainPlan):
         text = studies.training_section(found, plan, trained(plan, out_folder, "cpu", as_json))
     else:
         run_audit(plan, out_folder, "cpu", None, as_json)
@@ -188,3 +191,19 @@ def study(
             text = studies.tradeoff_section(found, plan, records, training, worth)
     studies.write_section(text, results)
     err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
+
+
+def served(plan: Any, folder: Path, as_json: bool) -> list[dict[str, Any]]:
+    from rasura.service_audit import ServiceAudit
+
+    with err.status("loading the model and the texts"):
+        prepared = ServiceAudit(plan, folder)
+    rows = []
+    with watched() as bar:
+        line = bar.add_task("", total=len(plan.protections) * len(plan.attacks))
+        for row in prepared.run(lambda what: bar.update(line, description=what)):
+            rows.append(row)
+            bar.advance(line)
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+    return rows
