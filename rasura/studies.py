@@ -226,6 +226,8 @@ def tradeoff_section(
         lines.append(_row(row))
     told = {r["defense"]: r["privacy"] for r in results}
     promises = [f"- {name}: {p['statement']}" for name, p in told.items() if len(p) > 1]
+    if promises and training.recipe.noise == "seeded":
+        promises.append("- noise is seeded here: what is promised holds for such a run with noise from the operating system")
     return "\n".join([*lines, "", *promises, ""])
 
 
