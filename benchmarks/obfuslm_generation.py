@@ -94,7 +94,7 @@ def overlap(kind: Any, texts: Sequence[str], other: Sequence[str]) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """All models, then all attacks, as two Markdown tables."""
+    """All attacks, model by model as they are done, then what the models are worth, as two Markdown tables."""
     torch.manual_seed(options.seed)
     victim = load(options.model, "causal")
     examples = load_examples(options.train)
@@ -110,16 +110,16 @@ def run(options: argparse.Namespace) -> None:
         for epsilon in chosen:
             name = f"ObfusLM{'+' * plus}, epsilon {epsilon:g}"
             cases.append((name, ObfuscationSettings(options.k, epsilon, plus=plus, hidden_k=options.hidden_k)))
-    read = []
-    print("| model | loss before | loss | perplexity | best epoch | ROUGE-1 | ROUGE-L | s CPU |\n" + "|---" * 8 + "|")
+    rows = []
+    print("| model | attack | weights | prompt top-1 | top-3 | ROUGE-L | answer top-1 | top-3 | ROUGE-L", end="")
+    print(" | continuation ROUGE-1 | ROUGE-L |\n" + "|---" * 11 + "|", flush=True)
     for name, settings in cases:
         with tempfile.TemporaryDirectory() as place:
             row, lines = one(options, victim, settings, (own, held, tested), reference, Path(place))
-        print(f"| {name} | {row} |", flush=True)
-        read += [f"| {name} | {line} |" for line in lines]
-    print("\n| model | attack | weights | prompt top-1 | top-3 | ROUGE-L | answer top-1 | top-3 | ROUGE-L", end="")
-    print(" | continuation ROUGE-1 | ROUGE-L |\n" + "|---" * 11 + "|")
-    print("\n".join(read))
+        rows.append(f"| {name} | {row} |")
+        print("".join(f"| {name} | {line} |\n" for line in lines), end="", flush=True)
+    print("\n| model | loss before | loss | perplexity | best epoch | ROUGE-1 | ROUGE-L | s CPU |\n" + "|---" * 8 + "|")
+    print("\n".join(rows))
 
 
 def one(
