@@ -300,6 +300,11 @@ class Calibration:
                     f"{one.text}: {', '.join(names)} look for what is exact, and the least noise silences span attacks; add "
                     "--attack pursuit before you rely on so little."
                 )
+            if "accumulate" in parts and not {"span", "best"} & set(names):
+                out.append(
+                    f"{one.text}: span reads whole texts until an update holds as many different tokens as the hidden size; "
+                    "add --attack span."
+                )
             for protection, (kind, attack) in ADAPTIVE.items():
                 if protection in parts and not any(a.startswith(kind) for a in names):
                     out.append(f"{one.text}: no attack knows how {protection} works; add --attack {attack}.")

@@ -162,6 +162,17 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(done: tuple
     assert any("it takes 6 to do so" in line for line in result["checks"])
 
 
+def test_waiting_for_text_wants_the_attack_that_reads_it_all(model_folder: Path, notes: Path, tmp_path: Path) -> None:
+    plan = wanted(model_folder, notes)
+    for attacks, warned in ((("embedding-rows",), True), (("embedding-rows", "span"), False)):
+        own = replace(plan, plan=replace(plan.plan, defenses=("accumulate",), attacks=attacks))
+        prepared = Calibration(own, tmp_path / attacks[-1])
+        try:
+            assert any("add --attack span" in line for line in prepared._checks([])) == warned
+        finally:
+            prepared.close()
+
+
 def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]]) -> None:
     folder, result = done
     html = write_report(folder).read_text()
