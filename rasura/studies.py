@@ -76,28 +76,29 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     for figure in found.get("figures", []):
         for key in figure:
             known(f"key of a figure in {path}", key, (*CELL, "protection", "paper"))
-    if "service" in found:
-        served = service_plan_of(found["service"], str(path))
-        return Study(
-            name, *_told(found, name), served, tuple(found.get("metrics", ("top1", "top3", "rougeL"))), _figures(found)
-        )
+    if "service" in found and len(found.keys() & set(PLANS)) > 1:
+        raise InputError(f"{path}: the table service stands alone; expected no other of {', '.join(PLANS)}")
     training = _training(found["train"], str(path)) if "train" in found else None
-    both = training is not None and "plan" in found
-    plan = plan_of(found.get("plan", {}), str(path)) if both or training is None else training
-    if training is not None and len(training.defenses) != len(plan.defenses):
-        raise InputError(f"{path}: train has {len(training.defenses)} defenses, plan {len(plan.defenses)}; pair them")
-    metrics = ("accuracy", "f1") if plan is training else ("rouge1", "rouge2", "rougeL")
+    plan: Plan | TrainPlan | ServicePlan
+    usual: tuple[str, ...]
+    if "service" in found:
+        plan, usual = service_plan_of(found["service"], str(path)), ("top1", "top3", "rougeL")
+    elif training is not None and "plan" not in found:
+        plan, usual, training = training, ("accuracy", "f1"), None
+    else:
+        plan, usual = plan_of(found.get("plan", {}), str(path)), ("rouge1", "rouge2", "rougeL")
+        if training is not None and len(training.defenses) != len(plan.defenses):
+            raise InputError(f"{path}: train has {len(training.defenses)} defenses, plan {len(plan.defenses)}; pair them")
     return Study(
-        name, *_told(found, name), plan, tuple(found.get("metrics", metrics)), _figures(found), training if both else None
+        name,
+        str(found.get("title", name)),
+        str(found.get("source", "")),
+        tuple(found.get("differs", ())),
+        plan,
+        tuple(found.get("metrics", usual)),
+        tuple(found.get("figures", ())),
+        training,
     )
-
-
-def _told(found: Mapping[str, Any], name: str) -> tuple[str, str, tuple[str, ...]]:
-    return str(found.get("title", name)), str(found.get("source", "")), tuple(found.get("differs", ()))
-
-
-def _figures(found: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(found.get("figures", ()))
 
 
 def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
