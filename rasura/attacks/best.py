@@ -34,7 +34,7 @@ def _settled(guess: Reconstruction) -> bool:
 @dataclass(frozen=True)
 class Best:
     """Runs embedding rows, span, mask positions, pursuit, span matching and gradient matching (GRAB where noise was
-    announced, else DLG), in this order, until a text is certain.
+    announced and the budget is not quick, else DLG), in this order, until a text is certain.
 
     Returns the guess with the highest confidence, ordered before bags, complete before holes. ``details`` says what was
     tried and how each ended. ``attacks`` makes the members before matching; each runs only where the threat model grants
@@ -50,8 +50,8 @@ class Best:
         best: Reconstruction | None = None
         winner = ""
         ended: dict[str, str] = {}
-        # In noise GRAB reads what no other does; elsewhere it is too slow for what it adds.
-        matching = grab if announced_noise(seen)[0] > 0 else dlg
+        # In noise GRAB reads what no other does; elsewhere, and in a quick look, it is too slow for what it adds.
+        matching = grab if announced_noise(seen)[0] > 0 and budget.level != "quick" else dlg
         for make in (*self.attacks, matching):
             attack = make()
             own = torch.Generator().manual_seed(child(rng))
