@@ -22,7 +22,7 @@ from rasura.obfuscation.tokenizer import fixed_ids
 from rasura.records import write_whole
 from rasura.rng import generator
 from rasura.threat import observe_service, service_transcript
-from rasura.values import ServiceTranscript, Task
+from rasura.values import ServiceObservation, ServiceTranscript, Task
 from rasura.victims.loading import Victim, load
 
 METRICS = (TopTokens(1), TopTokens(3), RougeL(), BagF1())
@@ -119,7 +119,7 @@ class ServiceAudit:
     def run(self, progress: Callable[[str], None] | None = None) -> Iterator[dict[str, Any]]:
         """Do the cells that the folder lacks, keeping and yielding each."""
         for protection in self.plan.protections:
-            truth: ServiceTranscript | None = None
+            both: tuple[ServiceTranscript, ServiceObservation] | None = None
             for attack in self.plan.attacks:
                 key = json.dumps([self.about, protection, attack], sort_keys=True)
                 path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
@@ -128,16 +128,19 @@ class ServiceAudit:
                     continue
                 if progress is not None:
                     progress(f"{attack} / {protection}")
-                if truth is None:
-                    service = protected(protection, self.victim, self.plan.seed)
-                    truth = service_transcript(service, self.ids, generator(self.plan.seed, "sent", protection))
-                row = {"protection": protection, "attack": attack, **self.about, **self._cell(attack, truth)}
+                both = both or self._sent(protection)
+                row = {"protection": protection, "attack": attack, **self.about, **self._cell(attack, *both)}
                 self.folder.mkdir(parents=True, exist_ok=True)
                 write_whole(path, json.dumps(row))
                 yield row
 
-    def _cell(self, attack: str, truth: ServiceTranscript) -> dict[str, Any]:
-        seen = observe_service(truth, reference_text=self.reference)
+    def _sent(self, protection: str) -> tuple[ServiceTranscript, ServiceObservation]:
+        """The texts behind ``protection``, and what its operator sees of them: the same for every attack."""
+        service = protected(protection, self.victim, self.plan.seed)
+        truth = service_transcript(service, self.ids, generator(self.plan.seed, "sent", protection))
+        return truth, observe_service(truth, reference_text=self.reference)
+
+    def _cell(self, attack: str, truth: ServiceTranscript, seen: ServiceObservation) -> dict[str, Any]:
         level: Any = self.plan.budget
         start, scores, status, why = time.process_time(), {}, "ok", ""
         try:

@@ -36,8 +36,8 @@ class Isometry:
         fixed = torch.tensor(sorted(seen.vocabulary.special_ids))
         public, served = tables.public.double(), tables.served.double()
         near, away = closest(marks(served, fixed)[tables.usable], marks(public, fixed)[tables.usable])
-        pairs = tables.usable[away.argsort()[: max(PAIRS, 2 * public.shape[1])]]
-        onto = tables.usable[near[away.argsort()[: len(pairs)]]]
+        best = away.argsort()[: max(PAIRS, 2 * public.shape[1])]
+        pairs, onto = tables.usable[best], tables.usable[near[best]]
         turned = served
         for _ in range(SWEEPS):
             turned = moved(served, served[pairs], public[onto])

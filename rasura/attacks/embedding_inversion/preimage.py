@@ -37,14 +37,15 @@ class Preimage:
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         tables = Tables(seen)
-        prior = frequencies(seen).probabilities.clamp_min(1e-12).log()
+        usual = frequencies(seen).probabilities
+        prior = usual.clamp_min(1e-12).log()
         prior[sorted(seen.vocabulary.special_ids)] = -torch.inf
         name = seen.mechanism.name
         if name in ("santext+", "custext+"):
             made = replacement(seen.mechanism, tables.public, seen.vocabulary)
             likelihoods = [made.likelihoods(some) for some in torch.split(tables.ids, BLOCK)]
         elif name == "dp-forward" and seen.mechanism.parameters["depth"] == 0:
-            likelihoods = list(torch.split(gaussian(tables), BLOCK))
+            likelihoods = list(torch.split(gaussian(tables, usual), BLOCK))
         else:
             raise NotApplicable(f"the likelihood of what {name} sends is not known in closed form")
         tried, sweeps = self.work[budget.level]
@@ -87,17 +88,16 @@ def in_context(places: Sequence[Mapping[int, float]], language: Prior, sweeps: i
     return out
 
 
-def gaussian(tables: Tables) -> Tensor:
+def gaussian(tables: Tables, usual: Tensor) -> Tensor:
     """Log likelihoods ``(places, tokens)`` of the vectors that DP-Forward sent, up to a constant for each place.
 
     Its noise is known. By how much a text's matrix was scaled down is not, since that takes its norm: the mean norm of the
-    public rows, each weighted by its token's frequency, stands in for its rows'.
+    public rows, each weighted by its token's frequency in ``usual`` ``(tokens,)``, stands in for its rows'.
     """
     seen = tables.seen
     told = seen.mechanism.parameters
     change = MatrixGaussian(float(told["epsilon"] or 0), float(told["delta"] or 0), float(told["clip"] or 0))
-    usual = frequencies(seen).probabilities.float()
-    square = float((usual * tables.public.square().sum(1)).sum())
+    square = float((usual.float() * tables.public.square().sum(1)).sum())
     scales = [min(1.0, change.clip / (square * len(text)) ** 0.5) for text in seen.ids]
     special = seen.vocabulary.special_ids
     scale = torch.tensor([s for text, s in zip(seen.ids, scales) for i in text if i not in special])[:, None]
