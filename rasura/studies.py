@@ -243,8 +243,7 @@ def service_section(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str,
     reasons = set()
     for r in rows:
         ours = [_level(r["scores"].get(m, []), m) for m in study.metrics]
-        figures = (str(f["paper"]) for f in study.figures if all(r.get(k) == v for k, v in f.items() if k != "paper"))
-        lines.append(_row([r["protection"], r["attack"], *ours, f"{r['cpu_seconds']:.0f}", next(figures, "–")]))
+        lines.append(_row([r["protection"], r["attack"], *ours, f"{r['cpu_seconds']:.0f}", study.figure(r)]))
         if r["reason"]:
             reasons.add(f"- {r['attack']}: {r['reason']}")
     return "\n".join([*lines, "", *sorted(reasons), ""])
