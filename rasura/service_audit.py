@@ -19,6 +19,7 @@ from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.obfuscation.services import Service
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.tokenizer import fixed_ids
+from rasura.options import options
 from rasura.records import write_whole
 from rasura.rng import generator
 from rasura.threat import observe_service, service_transcript
@@ -73,16 +74,7 @@ def _parsed(text: str) -> tuple[str, dict[str, Any]]:
         if "texts" in parameters:
             raise InputError(f"{name} is trained with its task, so an audit before training says nothing of it")
         usual = {n: p.default for n, p in parameters.items() if isinstance(p.default, bool | int | float | str)}
-    wanted: dict[str, Any] = {}
-    for part in filter(None, rest.split("/")):
-        key, _, value = part.partition("=")
-        recipes.known(f"option of {name}", key, usual)
-        kind = type(usual[key])
-        try:
-            wanted[key] = {"true": True, "false": False}[value.lower()] if kind is bool else kind(value)
-        except (KeyError, ValueError):
-            raise InputError(f"{name}: {key} is {value!r}; expected a value like {str(usual[key]).lower()}") from None
-    return name, wanted
+    return name, options(name, rest, usual)
 
 
 def protected(text: str, victim: Victim, seed: int) -> Service:
@@ -114,7 +106,8 @@ class ServiceAudit:
         words = self.victim.vocabulary
         self.ids = [(*words.prefix, *words.encode(t), *words.suffix)[: self.victim.max_length] for t in self.chosen]
         known = hashlib.sha256(json.dumps([self.chosen, self.reference]).encode()).hexdigest()[:16]
-        self.about = {"model": Path(plan.model).name, "texts": known, "seed": plan.seed, "budget": plan.budget}
+        said = {"model": plan.model, "task": plan.task, "seed": plan.seed, "budget": plan.budget}
+        self.about = {**said, "texts": known}
 
     def run(self, progress: Callable[[str], None] | None = None) -> Iterator[dict[str, Any]]:
         """Do the cells that the folder lacks, keeping and yielding each."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from rasura.obfuscation.services import Service, states_sent
-from rasura.obfuscation.split import Split
 from rasura.rng import child, secret_generator
 from rasura.values import (
     UNKNOWN,
@@ -28,6 +26,9 @@ from rasura.values import (
     Transcript,
     Vocabulary,
 )
+
+if TYPE_CHECKING:
+    from rasura.obfuscation.services import Service
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def service_transcript(
     """The truth of sending the texts ``ids``, special tokens included, to ``service``."""
     rng = rng or secret_generator()
     drawn = None if service.replacement is None else service.sent(ids, rng)
-    vectors = states_sent(service.served, ids, child(rng)) if isinstance(service.served, Split) else None
+    vectors = service.states(ids, child(rng))
     return ServiceTranscript(
         service.public, service.served, service.tokens, tuple(ids), service.vocabulary, service.mechanism, drawn, vectors
     )

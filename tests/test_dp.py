@@ -127,7 +127,7 @@ def test_a_seed_repeats_the_noise_and_a_secret_generator_does_not() -> None:
         ("dp-sgd:1/clip=0", "clip is 0.0"),
         ("dp-sgd:1/noise=cauchy", "gaussian or laplace"),
         ("dp-sgd:1/kappa=2", "no option 'kappa'"),
-        ("dp-sgd", "expected a number"),
+        ("dp-sgd", "sigma is ''; expected a value like 1.0"),
         ("normalised:nan", "sigma is nan"),
         ("directional:-2", "kappa is -2.0"),
         ("directional:1e3/blocks=layers", "whole or parameters"),

@@ -171,7 +171,8 @@ def test_what_is_sealed_is_not_in_the_clear_and_what_is_not_is() -> None:
     ("text", "reason"),
     [
         ("grad=1.5", "between 0 and 1"), ("grad=-0.1", "between 0 and 1"), ("grad", "takes a ratio"),
-        ("structural=0.1", "no ratio"), ("gard=0.1", "unknown significance 'gard'"), ("grad=x", "holds no number"),
+        ("structural=0.1", "no ratio"), ("gard=0.1", "unknown significance 'gard'"),
+        ("grad=x", "grad is 'x'; expected a value like 0.1"),
         ("grad=0.1/scope=block", "expected global, tensor"), ("all/cipher=aes", "no option 'cipher'"),
         ("all/scheme=rsa", "expected none, bfv, ckks"),
     ],

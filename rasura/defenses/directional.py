@@ -9,9 +9,10 @@ import torch
 from torch import Generator, Tensor
 
 from rasura.defenses.compose import stateless
-from rasura.defenses.dp_sgd import options, positive
+from rasura.defenses.dp_sgd import positive
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws, unit
 from rasura.interfaces import InputError, Transform
+from rasura.options import options
 from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
 
 BLOCKS = ("whole", "parameters")
@@ -82,4 +83,4 @@ def _again(head: list[Tensor], rest: Iterator[list[Tensor]]) -> Iterator[list[Te
 
 def described(text: str) -> Transform[PerExample, Gradients, None]:
     """DirDP-SGD as written on the command line: ``1e6``, ``1e6/blocks=parameters``."""
-    return directional(**options("directional", "kappa", text, {"blocks": str}))
+    return directional(**options("directional", f"kappa={text}", {"kappa": 1e6, "blocks": "whole"}))

@@ -8,7 +8,7 @@ no noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
+from rasura.options import options
 from rasura.rng import normal, uniform
 from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
 
@@ -27,20 +28,6 @@ def positive(name: str, knob: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise InputError(f"{name}: {knob} is {value!r}; expected a finite number above 0")
     return float(value)
-
-
-def options(name: str, knob: str, text: str, known: Mapping[str, type]) -> dict[str, Any]:
-    """``"1.0/clip=0.5"`` as ``{knob: 1.0, "clip": 0.5}``. Raises ``InputError`` for what is unknown or no number."""
-    first, *rest = text.split("/")
-    found: dict[str, Any] = {}
-    for key, value in [(knob, first), *(part.partition("=")[::2] for part in rest)]:
-        if key != knob and key not in known:
-            raise InputError(f"{name} has no option {key!r}; known: {', '.join(known) or 'none'}")
-        try:
-            found[key] = known.get(key, float)(value)
-        except ValueError:
-            raise InputError(f"{name}: {key} is {value!r}; expected a number; write {name}:{knob.upper()}") from None
-    return found
 
 
 def _released(total: Gradients, examples: PerExample, width: float, noise: str, rng: Generator) -> Gradients:
@@ -110,4 +97,4 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
 
 def described(text: str) -> Transform[PerExample, Gradients, None]:
     """DP-SGD as written on the command line: ``1.0``, ``1.0/clip=0.5``, ``1.0/noise=laplace``."""
-    return dp_sgd(**options("dp-sgd", "sigma", text, {"clip": float, "noise": str}))
+    return dp_sgd(**options("dp-sgd", f"sigma={text}", {"sigma": 1.0, "clip": 1.0, "noise": "gaussian"}))

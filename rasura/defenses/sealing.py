@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -20,6 +20,7 @@ from rasura.defenses.homomorphic import Context, Scheme, make_keys, parameters_f
 from rasura.defenses.significance import NAMED, SCORED, named, scores
 from rasura.defenses.structure import embedding_parameters
 from rasura.interfaces import InputError, Transform
+from rasura.options import options
 from rasura.rng import generator
 from rasura.values import Mechanism, Message, Parameter, Stage
 from rasura.wire import mask_digest
@@ -227,18 +228,8 @@ def described(text: str, **given: Any) -> Transform[Message, Message, Sealer]:
 
 def parsed(text: str) -> Sealing:
     """The settings that ``text`` tells."""
-    first, *rest = text.split("/")
+    first, _, rest = text.partition("/")
     metric, _, ratio = first.partition("=")
-    wanted: dict[str, Any] = {"metric": metric or "all"}
-    try:
-        wanted["ratio"] = float(ratio) if ratio else None
-        for part in rest:
-            name, _, value = part.partition("=")
-            if name not in ("scope", "embeddings", "scheme", "clients"):
-                raise InputError(f"sealing has no option {name!r}; known: scope, embeddings, scheme, clients")
-            wanted[name] = int(value) if name == "clients" else value
-    except InputError:
-        raise
-    except ValueError:
-        raise InputError(f"sealing: {text!r} holds no number where one is expected; write sealing:grad=0.1") from None
-    return Sealing(**wanted)
+    usual = {f.name: f.default for f in fields(Sealing) if f.name not in ("metric", "ratio")}
+    share = options("sealing", first, {metric: 0.1})[metric] if ratio else None
+    return Sealing(metric or "all", share, **options("sealing", rest, usual))

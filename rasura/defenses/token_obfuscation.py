@@ -6,12 +6,12 @@ The search for shadow tokens and their selection are in ``rasura.shadows``; here
 from __future__ import annotations
 
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch
 from torch import Generator, nn
 
-from rasura.interfaces import InputError, Transform
+from rasura.interfaces import Transform
+from rasura.options import options
 from rasura.shadows.selection import DEFAULT, Selection, Selector
 from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer, made_for
 from rasura.values import Batch, Mechanism, Stage, Vocabulary
@@ -51,26 +51,9 @@ def ghost(
 def described(text: str = "") -> Transform[Batch, Batch, Selector]:
     """GHOST with options as text: ``group=8``, ``k=30/overlap=0.2/lemma=false``, ``start=random/sweeps=0``; the names are
     those of ``ShadowSettings`` and ``Selection``. Raises ``InputError`` for unknown names and values that are none."""
-    wanted: dict[str, Any] = {}
-    for part in filter(None, text.split("/")):
-        name, _, value = part.partition("=")
-        usual = {**asdict(PAPER), **asdict(DEFAULT)}
-        if name not in usual:
-            raise InputError(f"ghost has no option {name!r}; known: {', '.join(usual)}")
-        wanted[name] = _value(name, value, usual[name])
+    wanted = options("ghost", text, {**asdict(PAPER), **asdict(DEFAULT)})
     shadows = {n: v for n, v in wanted.items() if n in ShadowSettings.__dataclass_fields__}
     if shadows.get("k", 0) > PAPER.most:
         shadows.setdefault("most", shadows["k"])
     selection = {n: v for n, v in wanted.items() if n not in shadows}
     return ghost(shadows=ShadowSettings(**shadows), selection=Selection(**selection))
-
-
-def _value(name: str, value: str, usual: Any) -> Any:
-    try:
-        if isinstance(usual, bool):
-            return {"true": True, "false": False}[value.lower()]
-        if isinstance(usual, int | float):
-            return type(usual)(value)
-    except (KeyError, ValueError):
-        raise InputError(f"ghost: {name} is {value!r}; expected a value like {str(usual).lower()}") from None
-    return None if value == "none" else value

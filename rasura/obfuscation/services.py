@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,10 @@ class Service:
         if self.replacement is not None:
             return replaced(self.replacement, texts, self.vocabulary.special_ids, rng or secret_generator())
         return tuple(tuple(self.tokens[list(text)].tolist()) for text in texts)
+
+    def states(self, texts: Sequence[Sequence[int]], seed: int) -> tuple[Tensor, ...] | None:
+        """The states that the client sends in place of ids, as ``states_sent``; None where ids are sent."""
+        return states_sent(self.served, texts, seed) if isinstance(self.served, Split) else None
 
 
 def states_sent(split: Split, texts: Sequence[Sequence[int]], seed: int) -> tuple[Tensor, ...]:
@@ -142,7 +147,5 @@ def _split(
     model: nn.Module, vocabulary: Vocabulary, name: str, depth: int, change: MatrixGaussian | Cape | Prototypes,
     told: dict[str, Parameter],
 ) -> Service:  # fmt: skip
-    import copy
-
     made = Split(copy.deepcopy(model), depth, change).eval()
     return Service(model, made, vocabulary, Mechanism(name, Stage.MODEL, told), _same(model))

@@ -1,0 +1,33 @@
+"""Options of a protection as text: ``k=30/overlap=0.2/lemma=false``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rasura.errors import InputError
+
+
+def options(name: str, text: str, usual: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that ``text`` gives, each of the type that ``usual`` has for it; ``none`` where that is text is None.
+
+    Raises ``InputError`` for options that the protection ``name`` does not have, and for values that are none.
+    """
+    out: dict[str, Any] = {}
+    for part in filter(None, text.split("/")):
+        key, _, value = part.partition("=")
+        if key not in usual:
+            raise InputError(f"{name} has no option {key!r}; known: {', '.join(usual)}")
+        out[key] = _value(name, key, value, usual[key])
+    return out
+
+
+def _value(name: str, key: str, value: str, usual: Any) -> Any:
+    try:
+        if isinstance(usual, bool):
+            return {"true": True, "false": False}[value.lower()]
+        if isinstance(usual, int | float):
+            return type(usual)(value)
+    except (KeyError, ValueError):
+        raise InputError(f"{name}: {key} is {value!r}; expected a value like {str(usual).lower()}") from None
+    return None if value == "none" else value
