@@ -136,7 +136,7 @@ class Training:
         first = self.plan.recipe.seed
         for defense in self.plan.defenses:
             for seed in range(first, first + self.plan.seeds):
-                place = self.folder / f"{_slug(defense)}-{seed}"
+                place = self.folder / folder_of(defense, seed)
                 if (place / "result.json").exists():
                     yield json.loads((place / "result.json").read_text(encoding="utf-8"))
                     continue
@@ -206,8 +206,12 @@ def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | No
     ]  # fmt: skip
 
 
+def folder_of(defense: str, seed: int) -> str:
+    """The folder, within a training's own, of what was trained behind ``defense`` from ``seed``."""
+    return f"{_slug(defense)}-{seed}"
+
+
 def _slug(defense: str) -> str:
-    """A folder's name for a defense."""
     return re.sub(r"[^a-z0-9.=+-]", "-", defense)
 
 

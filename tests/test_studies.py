@@ -13,7 +13,8 @@ from rasura.cli import app
 from rasura.interfaces import InputError
 from rasura.recipes import known, parse_defense
 from rasura.service_audit import ServicePlan
-from rasura.studies import CELL, load_study, prepared, section, write_section
+from rasura.studies.files import CELL, load_study, prepared
+from rasura.studies.tables import section, write_section
 
 __all__ = ["model_folder"]
 
@@ -198,6 +199,59 @@ def test_utility_stands_beside_the_risk_of_the_same_protection(
 def test_a_tradeoff_whose_protections_do_not_pair_is_refused(tmp_path: Path) -> None:
     body = TRADEOFF.replace('["none", "gaussian:1.0"]', '["none"]')
     with pytest.raises(InputError, match="pair them"):
+        load_study("one", study_folder(tmp_path, body))
+
+
+MEMBERSHIP = """
+title = "Five"
+source = "A paper, Table 1"
+differs = ["everything"]
+
+[train]
+data = "notes.jsonl"
+test = "test.jsonl"
+defenses = ["frozen-embeddings", "frozen-embeddings+dp-sgd:1.0"]
+epochs = 2
+batch_size = 4
+holdout = 0.5
+keep = "last"
+
+[membership]
+attacks = ["loss", "rmia"]
+own_models = 2
+
+[[figures]]
+attack = "rmia"
+defense = "frozen-embeddings"
+paper = "60.8 / .0811"
+"""
+
+
+def test_membership_is_told_of_every_model_of_a_training(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, MEMBERSHIP.replace("[train]", f'[train]\nmodel = "{model_folder}"'))
+    monkeypatch.chdir(tmp_path)
+    for name, word in (("notes", "w8"), ("test", "w9")):
+        lines = [f'{{"text": "{t} {word} w{k}", "label": {k % 2}}}\n' for k, t in enumerate(2 * TEXTS)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    arguments = ["study", "one", "--data", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    text = (tmp_path / "studies" / "RESULTS.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| frozen")]
+    assert [(r[0], r[3]) for r in rows] == [
+        (d, a) for d in ("frozen-embeddings", "frozen-embeddings+dp-sgd:1.0") for a in ("loss", "rmia")
+    ]
+    assert rows[1][-1] == "60.8 / .0811" and rows[0][1] == "–" and float(rows[2][1]) > 0
+    assert rows[0][-2] == "100.0" and float(rows[2][-2]) < 100  # what differential privacy permits
+    models = sorted(p.parent.name for p in (tmp_path / "runs").rglob("membership"))
+    assert len(models) == 2 and CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert (tmp_path / "studies" / "RESULTS.md").read_text() == text
+
+
+def test_membership_without_a_training_is_refused(tmp_path: Path) -> None:
+    body = MEMBERSHIP.replace("[train]", "[plan]").split("defenses")[0] + "[membership]\n"
+    with pytest.raises(InputError, match="models of a training"):
         load_study("one", study_folder(tmp_path, body))
 
 

@@ -65,11 +65,10 @@ def membership(
     told(plan, folder, device_named(device), as_json)
 
 
-def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
+def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
+    """The run's identity, and a record of every attack."""
     from rasura.membership import MembershipAudit
     from rasura.records import RunStore
-    from rasura.report.membership import membership_findings
-    from rasura.report.page import write_report
 
     with err.status("loading the model and the texts"):
         prepared = MembershipAudit(plan, folder, device=device)
@@ -80,12 +79,19 @@ def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
             store, lambda what, done, all_: bar.update(line, description=what, completed=done, total=all_)
         ):
             pass
-        records = list(store)
+        return prepared.identity, list(store)
+
+
+def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
+    from rasura.report.membership import membership_findings
+    from rasura.report.page import write_report
+
+    identity, records = judged(plan, folder, device)
     path = write_report(folder)
     if as_json:
         sys.stdout.write(json.dumps(records, ensure_ascii=False) + "\n")
         return
-    found = membership_findings(records, prepared.identity)
+    found = membership_findings(records, identity)
     for sentence in found.sentences:
         out.print(sentence, markup=False, highlight=False, style="bold")
     table = Table(*found.columns)

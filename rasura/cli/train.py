@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from rasura.cli.audit import run_audit
+from rasura.cli.membership import judged
 from rasura.cli.shared import app, device_named, err, numbers, out, protect, split, watched
 
 
@@ -161,21 +162,29 @@ def study(
 
     Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
     """
-    from rasura import studies
     from rasura.records import RunStore
     from rasura.service_audit import ServicePlan
+    from rasura.studies import files, tables
     from rasura.training import TrainPlan
 
-    found = studies.load_study(name)
-    plan = studies.prepared(
+    found = files.load_study(name)
+    plan = files.prepared(
         found, data=data, limit=limit, budget=budget, attacks=split(attack), defenses=split(defense), seeds=seeds,
         model=model, batch_sizes=numbers(batch_size, "batch-size"),
     )  # fmt: skip
     out_folder = folder or Path("runs/studies") / name.replace("/", "-")
     if isinstance(plan, ServicePlan):
-        text = studies.service_section(found, plan, served(plan, out_folder, as_json))
+        text = tables.service_section(found, plan, served(plan, out_folder, as_json))
     elif isinstance(plan, TrainPlan):
-        text = studies.training_section(found, plan, trained(plan, out_folder, "cpu", as_json))
+        worth = trained(plan, out_folder, "cpu", as_json)
+        if found.membership is None:
+            text = tables.training_section(found, plan, worth)
+        else:
+            told = []
+            for r in worth:
+                attacks = files.prepared_membership(found, plan, r, out_folder)
+                told.append(judged(attacks, Path(attacks.model).parent / "membership", "cpu")[1])
+            text = tables.membership_section(found, plan, worth, told)
     else:
         run_audit(plan, out_folder, "cpu", None, as_json)
         store = RunStore(out_folder)
@@ -184,12 +193,12 @@ def study(
         finally:
             store.close()
         if found.train is None:
-            text = studies.section(found, plan, records)
+            text = tables.section(found, plan, records)
         else:
-            training = studies.prepared_training(found, plan, data)
+            training = files.prepared_training(found, plan, data)
             worth = trained(training, out_folder / "training", "cpu", as_json)
-            text = studies.tradeoff_section(found, plan, records, training, worth)
-    studies.write_section(text, results)
+            text = tables.tradeoff_section(found, plan, records, training, worth)
+    tables.write_section(text, results)
     err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
 
 

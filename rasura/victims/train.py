@@ -30,7 +30,8 @@ POOL = 16
 @dataclass(frozen=True)
 class Recipe:
     """How a model is fine-tuned: AdamW at ``learning_rate``, ``batch_size`` texts a step, up to ``epochs``, ending when
-    ``patience`` epochs brought nothing. ``precision`` bf16: the forward and backward pass in bfloat16 by autocast.
+    ``patience`` epochs brought nothing. ``precision`` bf16: the forward and backward pass in bfloat16 by autocast. ``keep``:
+    the model of the best epoch, or of the last one.
 
     ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it. ``noise`` of a protection
     with a formal guarantee, and its choice of texts: ``secure`` draws them from the operating system, so that a run cannot
@@ -46,6 +47,7 @@ class Recipe:
     precision: Literal["float32", "bf16"] = "float32"
     seed: int = 0
     noise: Literal["secure", "seeded"] = "secure"
+    keep: Literal["best", "last"] = "best"
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1 or self.patience < 1 or not 0 < self.learning_rate < float("inf"):
@@ -159,7 +161,7 @@ class FineTuning:
     """One fine-tuning run of ``model`` on ``rows`` (one text each) behind ``defense``, kept in ``folder``.
 
     ``evaluate`` gives the figures of the held-out texts, of which ``watched`` is the one that early stopping looks at, the
-    higher the better where ``higher``. The weights of the best epoch are the model's in the end. ``poisson``: texts join a
+    higher the better where ``higher``. ``poisson``: texts join a
     batch by chance; ``secret``: randomness of the training comes from the operating system.
     """
 
@@ -202,7 +204,7 @@ class FineTuning:
             self._book(figures)
             if progress is not None:
                 progress(self.history.epoch, self.recipe.epochs, figures)
-        if self.history.best_epoch and self.history.best_epoch != self.history.epoch:
+        if self.recipe.keep == "best" and self.history.best_epoch not in (0, self.history.epoch):
             self._put(load_file(str(self.folder / "best.safetensors")))
         return self.history
 

@@ -1,154 +1,26 @@
-"""Studies: a table of a paper as a plan, run by the same audit; the paper's figures stand beside ours, never as ours."""
+"""The results of studies in Markdown: ours with intervals and n, the guessing level, the paper's figures beside them."""
 
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from rasura.interfaces import InputError
+from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.plan import Plan, plan_of
-from rasura.recipes import known
+from rasura.plan import Plan
 from rasura.records import write_whole
 from rasura.report.findings import pooled
-from rasura.service_audit import ServicePlan, service_plan_of
+from rasura.service_audit import ServicePlan
+from rasura.studies.files import CELL, FOLDER, Study
 from rasura.training import TrainPlan
-from rasura.victims.train import Recipe
 
-FOLDER = Path("studies")
 RESULTS = FOLDER / "RESULTS.md"
-PLANS = ("plan", "train", "service")
-"""Tables of a study file that say what is run."""
 
 COSTS = 0.05
 """Seconds of a protection above which its cost is told."""
-
-CELL = ("attack", "update", "defense", "threat", "batch_size")
-"""What names a row of the results; ``protection`` and ``attack`` do in those of a service."""
-
-
-@dataclass(frozen=True)
-class Study:
-    """One study file.
-
-    ``source``: the paper and its table. ``differs``: what is not as in the paper. ``figures``: the paper's own, each with
-    those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text. ``plan``: an audit
-    (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``). With both an audit
-    and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
-    the audit's, each for the same protection.
-    """
-
-    name: str
-    title: str
-    source: str
-    differs: tuple[str, ...]
-    plan: Plan | TrainPlan | ServicePlan
-    metrics: tuple[str, ...]
-    figures: tuple[Mapping[str, Any], ...]
-    train: TrainPlan | None = None
-
-    def figure(self, row: Mapping[str, Any]) -> str:
-        """What the paper has for a row, or a dash."""
-        for figure in self.figures:
-            if all(row[k] == v for k, v in figure.items() if k != "paper"):
-                return str(figure["paper"])
-        return "–"
-
-
-def load_study(name: str, folder: Path = FOLDER) -> Study:
-    """The study ``name`` (as ``grab/table7``) of ``folder``. Raises ``InputError`` for unknown names and malformed files."""
-    there = sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.toml"))
-    if not there:
-        raise InputError(f"no study found in the folder {folder}; run this in a checkout of the repository")
-    known("study", name, there)
-    path = folder / f"{name}.toml"
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is no TOML: {error}") from None
-    for key in found:
-        known(f"key in {path}", key, ("title", "source", "differs", "metrics", *PLANS, "figures"))
-    for figure in found.get("figures", []):
-        for key in figure:
-            known(f"key of a figure in {path}", key, (*CELL, "protection", "paper"))
-    if "service" in found and len(found.keys() & set(PLANS)) > 1:
-        raise InputError(f"{path}: the table service stands alone; expected no other of {', '.join(PLANS)}")
-    training = _training(found["train"], str(path)) if "train" in found else None
-    plan: Plan | TrainPlan | ServicePlan
-    usual: tuple[str, ...]
-    if "service" in found:
-        plan, usual = service_plan_of(found["service"], str(path)), ("top1", "top3", "rougeL")
-    elif training is not None and "plan" not in found:
-        plan, usual, training = training, ("accuracy", "f1"), None
-    else:
-        plan, usual = plan_of(found.get("plan", {}), str(path)), ("rouge1", "rouge2", "rougeL")
-        if training is not None and len(training.defenses) != len(plan.defenses):
-            raise InputError(f"{path}: train has {len(training.defenses)} defenses, plan {len(plan.defenses)}; pair them")
-    return Study(
-        name,
-        str(found.get("title", name)),
-        str(found.get("source", "")),
-        tuple(found.get("differs", ())),
-        plan,
-        tuple(found.get("metrics", usual)),
-        tuple(found.get("figures", ())),
-        training,
-    )
-
-
-def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
-    own = {f.name for f in fields(TrainPlan)} - {"recipe"}
-    recipe = {f.name for f in fields(Recipe)}
-    for key in found:
-        known(f"key in {source}", key, own | recipe)
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own}
-    return TrainPlan(**values, recipe=Recipe(**{"noise": "seeded", **{k: v for k, v in found.items() if k in recipe}}))
-
-
-def prepared(study: Study, **changes: Any) -> Plan | TrainPlan | ServicePlan:
-    """The study's plan with the changes that are not None, checked; with the metric of the report's first line, too.
-
-    A change of ``data`` that is a folder names the one that holds the study's own files.
-    """
-    given = {k: v for k, v in changes.items() if v is not None}
-    plan = study.plan
-    if "data" in given and Path(given["data"]).is_dir():
-        given |= _files(plan, given.pop("data"))
-    if isinstance(plan, ServicePlan):
-        given = {{"defenses": "protections"}.get(k, k): v for k, v in given.items()}
-        for key in given:
-            known("option of a study of a service", key, [f.name for f in fields(ServicePlan)])
-        return replace(plan, **given).checked()
-    if isinstance(plan, TrainPlan):
-        for key in given:
-            known("option of a training study", key, [f.name for f in fields(TrainPlan)])
-        return replace(plan, **given).checked()
-    headline = "ssim" if plan.task == "vision" else "token_recall"
-    metrics = tuple(dict.fromkeys((*(m for m in study.metrics if m not in HIGHER_IS_BETTER), headline)))
-    return replace(plan, metrics=metrics, **given).checked()
-
-
-def prepared_training(study: Study, plan: Plan, data: str | None = None) -> TrainPlan:
-    """The training beside the audit ``plan`` of a study that has both: the same model and seeds, the defenses paired."""
-    assert study.train is not None
-    assert isinstance(study.plan, Plan)
-    unknown = [d for d in plan.defenses if d not in study.plan.defenses]
-    if unknown:
-        raise InputError(f"{study.name} trains behind its own protections alone; {unknown[0]} is none of them")
-    pairs = dict(zip(study.plan.defenses, study.train.defenses))
-    given: dict[str, Any] = {} if data is None else _files(study.train, data)
-    given |= {"model": plan.model, "seeds": plan.seeds if plan.seeds > 1 else study.train.seeds}
-    return replace(study.train, defenses=tuple(pairs[d] for d in plan.defenses), **given).checked()
-
-
-def _files(plan: Plan | TrainPlan | ServicePlan, folder: str) -> dict[str, Any]:
-    names = ("data", "reference", "test")
-    return {n: str(Path(folder) / str(value)) for n in names if (value := getattr(plan, n, None)) is not None}
 
 
 def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str:
@@ -232,6 +104,40 @@ def tradeoff_section(
     return "\n".join([*lines, "", *promises, ""])
 
 
+def membership_section(
+    study: Study, plan: TrainPlan, results: Sequence[Mapping[str, Any]], records: Sequence[Sequence[Mapping[str, Any]]]
+) -> str:
+    """As ``section``, of the models of a training: ``records`` are those of the attacks on each of ``results``."""
+    assert study.membership is not None
+    attacks = study.membership.attacks
+    columns = ["trained behind", "epsilon", "accuracy", "attack", *(_NAMES.get(m, m) for m in study.metrics)]
+    columns += ["AUC permitted", f"paper ({' / '.join(_NAMES.get(m, m) for m in study.metrics)})"]
+    first = results[0]
+    about = (
+        f"trained on {first['n_train']} texts of {Path(plan.data).name}, {first['n_holdout']} others, judged on "
+        f"{first['n_test']}; {study.membership.own_models} models of the adversary's own"
+    )
+    lines = _head(study, plan, about, columns)
+    for result, some in zip(results, records):
+        promised = result["privacy"]
+        bound = auc_bound(promised["epsilon"], promised["delta"]) if "epsilon" in promised else 1.0
+        behind = result["defense"] + (f", seed {result['seed']}" if plan.seeds > 1 else "")
+        epsilon = f"{promised['epsilon']:.3g}" if "epsilon" in promised else "–"
+        right = f"{100 * result['after']['accuracy']:.1f}"
+        for r in sorted(some, key=lambda r: attacks.index(r["attack"])):
+            ours = [_rate(r["scores"].get(m)) for m in study.metrics]
+            lines.append(_row([behind, epsilon, right, r["attack"], *ours, f"{100 * bound:.1f}", study.figure(r)]))
+    reasons = sorted({f"- {r['attack']}: {r['reason']}" for some in records for r in some if r["reason"]})
+    return "\n".join([*lines, "", *reasons, ""]).replace("\n\n\n", "\n\n")
+
+
+def _rate(score: Mapping[str, Any] | None) -> str:
+    if score is None:
+        return "–"
+    ends = f" [{100 * score['low']:.0f}, {100 * score['high']:.0f}]" if "low" in score else ""
+    return f"{100 * score['mean']:.1f}{ends}"
+
+
 def service_section(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> str:
     """As ``section``, of a model service: what each attack reads behind each protection, before any training."""
     heads = [_NAMES.get(m, m) for m in study.metrics]
@@ -289,6 +195,7 @@ _NAMES = {
     "f1": "F1",
     "mse": "MSE",
     "psnr": "PSNR",
+    "auc": "AUC",
 }
 _SHARE = (100, 1)
 _SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}

@@ -1,0 +1,167 @@
+"""Study files: a table of a paper as a plan, with the paper's own figures."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rasura.interfaces import InputError
+from rasura.membership import MembershipPlan
+from rasura.metrics.utility import HIGHER_IS_BETTER
+from rasura.plan import Plan, plan_of
+from rasura.recipes import known
+from rasura.service_audit import ServicePlan, service_plan_of
+from rasura.training import TrainPlan, folder_of
+from rasura.victims.train import Recipe
+
+FOLDER = Path("studies")
+PLANS = ("plan", "train", "membership", "service")
+"""Tables of a study file that say what is run."""
+
+CELL = ("attack", "update", "defense", "threat", "batch_size")
+"""What names a row of the results; ``protection`` and ``attack`` do in those of a service."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """One study file.
+
+    ``source``: the paper and its table. ``differs``: what is not as in the paper. ``figures``: the paper's own, each with
+    those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text. ``plan``: an audit
+    (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``). With both an audit
+    and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
+    the audit's, each for the same protection. ``membership``: the attacks on every model of a training.
+    """
+
+    name: str
+    title: str
+    source: str
+    differs: tuple[str, ...]
+    plan: Plan | TrainPlan | ServicePlan
+    metrics: tuple[str, ...]
+    figures: tuple[Mapping[str, Any], ...]
+    train: TrainPlan | None = None
+    membership: MembershipPlan | None = None
+
+    def figure(self, row: Mapping[str, Any]) -> str:
+        """What the paper has for a row, or a dash."""
+        for figure in self.figures:
+            if all(row[k] == v for k, v in figure.items() if k != "paper"):
+                return str(figure["paper"])
+        return "–"
+
+
+def load_study(name: str, folder: Path = FOLDER) -> Study:
+    """The study ``name`` (as ``grab/table7``) of ``folder``. Raises ``InputError`` for unknown names and malformed files."""
+    there = sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.toml"))
+    if not there:
+        raise InputError(f"no study found in the folder {folder}; run this in a checkout of the repository")
+    known("study", name, there)
+    path = folder / f"{name}.toml"
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is no TOML: {error}") from None
+    for key in found:
+        known(f"key in {path}", key, ("title", "source", "differs", "metrics", *PLANS, "figures"))
+    for figure in found.get("figures", []):
+        for key in figure:
+            known(f"key of a figure in {path}", key, (*CELL, "protection", "paper"))
+    if "service" in found and len(found.keys() & set(PLANS)) > 1:
+        raise InputError(f"{path}: the table service stands alone; expected no other of {', '.join(PLANS)}")
+    if "membership" in found and ("train" not in found or "plan" in found):
+        raise InputError(f"{path}: the table membership attacks the models of a training; expected train beside it alone")
+    training = _training(found["train"], str(path)) if "train" in found else None
+    attacked = _membership(found["membership"], training, str(path)) if training and "membership" in found else None
+    plan: Plan | TrainPlan | ServicePlan
+    usual: tuple[str, ...]
+    if "service" in found:
+        plan, usual = service_plan_of(found["service"], str(path)), ("top1", "top3", "rougeL")
+    elif training is not None and "plan" not in found:
+        plan, usual, training = training, ("auc", "leakage") if attacked else ("accuracy", "f1"), None
+    else:
+        plan, usual = plan_of(found.get("plan", {}), str(path)), ("rouge1", "rouge2", "rougeL")
+        if training is not None and len(training.defenses) != len(plan.defenses):
+            raise InputError(f"{path}: train has {len(training.defenses)} defenses, plan {len(plan.defenses)}; pair them")
+    return Study(
+        name,
+        str(found.get("title", name)),
+        str(found.get("source", "")),
+        tuple(found.get("differs", ())),
+        plan,
+        tuple(found.get("metrics", usual)),
+        tuple(found.get("figures", ())),
+        training,
+        attacked,
+    )
+
+
+def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
+    own = {f.name for f in fields(TrainPlan)} - {"recipe"}
+    recipe = {f.name for f in fields(Recipe)}
+    for key in found:
+        known(f"key in {source}", key, own | recipe)
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own}
+    return TrainPlan(**values, recipe=Recipe(**{"noise": "seeded", **{k: v for k, v in found.items() if k in recipe}}))
+
+
+def _membership(found: Mapping[str, Any], training: TrainPlan, source: str) -> MembershipPlan:
+    """The attacks on the models of ``training``; ``membership_of`` names the model, the texts and how it was trained."""
+    for key in found:
+        known(f"key in {source}", key, ("attacks", "own_models", "reference", "fprs"))
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+    return replace(MembershipPlan("", training.data, rows="rows.json"), **values)
+
+
+def prepared(study: Study, **changes: Any) -> Plan | TrainPlan | ServicePlan:
+    """The study's plan with the changes that are not None, checked; with the metric of the report's first line, too.
+
+    A change of ``data`` that is a folder names the one that holds the study's own files.
+    """
+    given = {k: v for k, v in changes.items() if v is not None}
+    plan = study.plan
+    if "data" in given and Path(given["data"]).is_dir():
+        given |= _files(plan, given.pop("data"))
+    if isinstance(plan, ServicePlan):
+        given = {{"defenses": "protections"}.get(k, k): v for k, v in given.items()}
+        for key in given:
+            known("option of a study of a service", key, [f.name for f in fields(ServicePlan)])
+        return replace(plan, **given).checked()
+    if isinstance(plan, TrainPlan):
+        for key in given:
+            known("option of a training study", key, [f.name for f in fields(TrainPlan)])
+        return replace(plan, **given).checked()
+    headline = "ssim" if plan.task == "vision" else "token_recall"
+    metrics = tuple(dict.fromkeys((*(m for m in study.metrics if m not in HIGHER_IS_BETTER), headline)))
+    return replace(plan, metrics=metrics, **given).checked()
+
+
+def prepared_training(study: Study, plan: Plan, data: str | None = None) -> TrainPlan:
+    """The training beside the audit ``plan`` of a study that has both: the same model and seeds, the defenses paired."""
+    assert study.train is not None
+    assert isinstance(study.plan, Plan)
+    unknown = [d for d in plan.defenses if d not in study.plan.defenses]
+    if unknown:
+        raise InputError(f"{study.name} trains behind its own protections alone; {unknown[0]} is none of them")
+    pairs = dict(zip(study.plan.defenses, study.train.defenses))
+    given: dict[str, Any] = {} if data is None else _files(study.train, data)
+    given |= {"model": plan.model, "seeds": plan.seeds if plan.seeds > 1 else study.train.seeds}
+    return replace(study.train, defenses=tuple(pairs[d] for d in plan.defenses), **given).checked()
+
+
+def prepared_membership(study: Study, training: TrainPlan, result: Mapping[str, Any], folder: Path) -> MembershipPlan:
+    """The study's attacks on the model that ``training`` left in ``folder`` with ``result``, trained likewise themselves."""
+    assert study.membership is not None
+    place = folder / folder_of(result["defense"], result["seed"])
+    given: dict[str, Any] = {"members": training.data, "model": str(place / "model"), "rows": str(folder / "rows.json")}
+    given |= {n: getattr(training, n) for n in ("task", "num_labels", "truncate", "max_length")}
+    recipe = replace(training.recipe, seed=result["seed"])
+    return replace(study.membership, **given, base=training.model, defense=result["defense"], recipe=recipe).checked()
+
+
+def _files(plan: Plan | TrainPlan | ServicePlan, folder: str) -> dict[str, Any]:
+    names = ("data", "reference", "test")
+    return {n: str(Path(folder) / str(value)) for n in names if (value := getattr(plan, n, None)) is not None}
