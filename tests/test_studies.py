@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.interfaces import InputError
+from rasura.plan import Plan
 from rasura.recipes import known, parse_defense
 from rasura.service_audit import ServicePlan
+from rasura.studies.figures import of_audit, write
 from rasura.studies.files import CELL, load_study, prepared
 from rasura.studies.tables import section, write_section
 
@@ -79,6 +81,27 @@ def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_pa
     assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 [")
     assert "| 53.3 [" in rows[2] and "| 1 of 2 |" in rows[2] and rows[2].endswith("| 12.3 |")
     assert rows[1].endswith("| – |") and "A paper, Table 1" in text and "- everything" in text
+
+
+def test_a_figure_shows_each_attack_over_the_strength_beside_guessing(tmp_path: Path) -> None:
+    body = BODY.replace(
+        'defenses = ["none"]', 'defenses = ["none", "frozen-embeddings+dropout:0.1", "frozen-embeddings+dropout:0.4"]'
+    )
+    study = load_study("one", study_folder(tmp_path, body))
+    plan = prepared(study)
+    assert isinstance(plan, Plan)
+    defenses = plan.defenses
+    rows = [{**record(a, [v]), "defense": d} for a, values in (("span", (0.9, 0.8, 0.3)), ("blind", (0.1, 0.1, 0.1)))
+            for d, v in zip(defenses, values)]  # fmt: skip
+    rows.append({**record("span", [], "not_applicable"), "defense": defenses[2]})
+    figure = of_audit(study, plan, rows)
+    assert figure is not None and figure.across == "frozen-embeddings+dropout"
+    told = {c.name: [(x, round(y, 6)) for x, y, _, _ in c.points] for c in figure.curves}
+    assert told["span"] == [(0.1, 80.0), (0.4, 30.0)] and told["guessing"] == [(0.1, 10.0), (0.4, 10.0)]
+    first = write(figure, tmp_path / "figures" / "one.svg").read_bytes()
+    assert b"<svg" in first and b"span" in first
+    assert write(figure, tmp_path / "again.svg").read_bytes() == first
+    assert of_audit(study, plan, rows[:1]) is None  # one point is no curve
 
 
 def test_a_section_replaces_its_older_self_and_no_other(tmp_path: Path) -> None:

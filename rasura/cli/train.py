@@ -13,6 +13,7 @@ from rich.table import Table
 from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
 from rasura.cli.shared import app, device_named, err, numbers, out, protect, split, watched
+from rasura.errors import MissingExtra
 
 
 @protect.command()
@@ -164,7 +165,7 @@ def study(
     """
     from rasura.records import RunStore
     from rasura.service_audit import ServicePlan
-    from rasura.studies import files, tables
+    from rasura.studies import figures, files, tables
     from rasura.training import TrainPlan
 
     found = files.load_study(name)
@@ -173,6 +174,7 @@ def study(
         model=model, batch_sizes=numbers(batch_size, "batch-size"),
     )  # fmt: skip
     out_folder = folder or Path("runs/studies") / name.replace("/", "-")
+    figure = None
     if isinstance(plan, ServicePlan):
         text = tables.service_section(found, plan, served(plan, out_folder, as_json))
     elif isinstance(plan, TrainPlan):
@@ -193,11 +195,18 @@ def study(
         finally:
             store.close()
         if found.train is None:
-            text = tables.section(found, plan, records)
+            text, figure = tables.section(found, plan, records), figures.of_audit(found, plan, records)
         else:
             training = files.prepared_training(found, plan, data)
             worth = trained(training, out_folder / "training", "cpu", as_json)
             text = tables.tradeoff_section(found, plan, records, training, worth)
+            figure = figures.of_tradeoff(found, plan, records, training, worth)
+    if figure is not None:
+        try:
+            drawn = figures.write(figure, results.parent / "figures" / f"{name.replace('/', '-')}.svg")
+            text += f"\n![{found.title}](figures/{drawn.name})\n"
+        except MissingExtra as missing:  # the table stands without it
+            err.print(str(missing), markup=False, highlight=False, soft_wrap=True)
     tables.write_section(text, results)
     err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
 

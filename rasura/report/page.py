@@ -81,11 +81,11 @@ NEAR = 12
 """Points of a plot that lie nearer than this, in both directions, share a label."""
 
 
-def _strength(defense: str) -> tuple[str, float] | None:
+def strength(defense: str) -> tuple[str, float] | None:
     """``pruning:0.9`` as ``pruning`` and 0.9, ``sealing:grad=0.1`` as ``sealing:grad`` and 0.1; None for all else."""
     head, _, value = defense.replace("=", ":").rpartition(":")
     try:
-        return (head, float(value)) if head and "+" not in defense and "/" not in defense else None
+        return (head, float(value)) if head and "/" not in defense else None
     except ValueError:
         return None
 
@@ -94,7 +94,7 @@ def _curves(f: Findings) -> list[dict[str, Any]]:
     """Defenses that were run at several strengths: best attack's risk against the strength."""
     families: dict[str, list[tuple[float, Level]]] = {}
     for defense, entry in f.best.items():
-        found = _strength(defense)
+        found = strength(defense)
         if found is not None and entry.level:
             families.setdefault(found[0], []).append((found[1], entry.level))
     out = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ COSTS = 0.05
 def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str:
     """The study's part of the results, in Markdown: our means with 95 % intervals and n, blind, the paper's figure."""
     rows = sorted(records, key=_place(plan))
-    heads = [_NAMES.get(m, m) for m in study.metrics]
+    heads = [NAMES.get(m, m) for m in study.metrics]
     paper = f"paper ({' / '.join(heads)})"
     costly = any(r.get("defense_seconds", 0) > COSTS for r in rows)
     cost = ["MB sent", "s to protect"] if costly else []
@@ -36,9 +37,9 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
     for cell, group in groupby(rows, key=lambda r: tuple(r[k] for k in CELL)):
         some = list(group)
         where = dict(zip(CELL, cell))
-        values = [_values(some, m, "scores") for m in study.metrics]
+        values = [values_of(some, m, "scores") for m in study.metrics]
         ours = [_level(v, m) for v, m in zip(values, study.metrics)]
-        blind = _level(_values(some, study.metrics[0], "blind"), study.metrics[0])
+        blind = _level(values_of(some, study.metrics[0], "blind"), study.metrics[0])
         behind = ", ".join(dict.fromkeys(str(where[k]) for k in ("defense", "update", "threat") if where[k] not in _USUAL))
         failed = sum(r["status"] != "ok" for r in some)
         seconds = sum(r["cpu_seconds"] for r in some) / len(some)
@@ -56,7 +57,7 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
 def training_section(study: Study, plan: TrainPlan, results: Iterable[Mapping[str, Any]]) -> str:
     """As ``section``, of a training: figures on original text, mean over seeds with their range, and before training."""
     rows = list(results)
-    heads = [_NAMES.get(m, m) for m in study.metrics]
+    heads = [NAMES.get(m, m) for m in study.metrics]
     columns = ["behind", "seeds", *heads, f"untrained {heads[0]}", "epochs", "CPU s", f"paper ({' / '.join(heads)})"]
     sizes = f"{rows[0]['n_train']} training texts of {Path(plan.data).name}, judged on {rows[0]['n_test']}"
     half = "" if "accuracy" not in study.metrics else f", where 95 % of chance is ±{_half_width(rows):.1f} of accuracy"
@@ -78,10 +79,10 @@ def tradeoff_section(
     useful = [m for m in study.metrics if m in HIGHER_IS_BETTER]
     risky = [m for m in study.metrics if m not in useful]
     sizes = sorted({r["batch_size"] for r in records})
-    heads = [_NAMES.get(m, m) for m in useful]
+    heads = [NAMES.get(m, m) for m in useful]
     risks = [(a, b, m) for a in plan.attacks for b in sizes for m in risky]
     columns = ["trained behind", "audited behind", "seeds", *heads]
-    columns += [f"{a}{f', batch {b}' if len(sizes) > 1 else ''}: {_NAMES.get(m, m)} (n)" for a, b, m in risks]
+    columns += [f"{a}{f', batch {b}' if len(sizes) > 1 else ''}: {NAMES.get(m, m)} (n)" for a, b, m in risks]
     first = results[0]
     half = f", where 95 % of chance is ±{_half_width(results):.1f} of accuracy" if "accuracy" in useful else ""
     about = (
@@ -94,7 +95,7 @@ def tradeoff_section(
         row = [trained, audited, len(some), *(_spread([r["after"][m] for r in some], m) for m in useful)]
         for attack, size, metric in risks:
             cells = [r for r in records if (r["attack"], r["batch_size"], r["defense"]) == (attack, size, audited)]
-            values = _values(cells, metric, "scores")
+            values = values_of(cells, metric, "scores")
             row.append(f"{_level(values, metric)} ({len(values)})")
         lines.append(_row(row))
     told = {r["defense"]: r["privacy"] for r in results}
@@ -110,8 +111,8 @@ def membership_section(
     """As ``section``, of the models of a training: ``records`` are those of the attacks on each of ``results``."""
     assert study.membership is not None
     attacks = study.membership.attacks
-    columns = ["trained behind", "epsilon", "accuracy", "attack", *(_NAMES.get(m, m) for m in study.metrics)]
-    columns += ["AUC permitted", f"paper ({' / '.join(_NAMES.get(m, m) for m in study.metrics)})"]
+    columns = ["trained behind", "epsilon", "accuracy", "attack", *(NAMES.get(m, m) for m in study.metrics)]
+    columns += ["AUC permitted", f"paper ({' / '.join(NAMES.get(m, m) for m in study.metrics)})"]
     first = results[0]
     about = (
         f"trained on {first['n_train']} texts of {Path(plan.data).name}, {first['n_holdout']} others, judged on "
@@ -140,7 +141,7 @@ def _rate(score: Mapping[str, Any] | None) -> str:
 
 def service_section(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> str:
     """As ``section``, of a model service: what each attack reads behind each protection, before any training."""
-    heads = [_NAMES.get(m, m) for m in study.metrics]
+    heads = [NAMES.get(m, m) for m in study.metrics]
     columns = ["protection", "attack", *heads, "CPU s", f"paper ({' / '.join(heads)})"]
     about = (
         f"{plan.limit} texts of {Path(plan.data).name}, {plan.references} of {Path(plan.reference).name} for the adversary"
@@ -161,7 +162,7 @@ def _half_width(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _spread(values: Sequence[float], metric: str) -> str:
-    scale, digits = _SCALES.get(metric, _SHARE)
+    scale, digits = SCALES.get(metric, SHARE)
     mean, low, high = (scale * v for v in (sum(values) / len(values), min(values), max(values)))
     return f"{mean:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if len(values) > 1 else "")
 
@@ -184,7 +185,7 @@ def _row(cells: Iterable[Any]) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-_NAMES = {
+NAMES = {
     "top1": "top-1",
     "top3": "top-3",
     "bag_f1": "bag F1",
@@ -197,8 +198,8 @@ _NAMES = {
     "psnr": "PSNR",
     "auc": "AUC",
 }
-_SHARE = (100, 1)
-_SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
+SHARE = (100, 1)
+SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
 """Factor and digits of metrics that are no shares, which are given in percent."""
 
 _USUAL = ("fedsgd", "with-labels-and-lengths")
@@ -223,7 +224,7 @@ def _given(study: Study, plan: Plan | TrainPlan | ServicePlan) -> str:
     return "".join(out)
 
 
-def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> list[float]:
+def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> list[float]:
     """Values of a metric, a text each; an attempt that failed stands at the guessing level, as in the report."""
     out = []
     for r in records:
@@ -232,11 +233,17 @@ def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> lis
     return out
 
 
-def _level(values: list[float], metric: str) -> str:
-    level, (scale, digits) = pooled(values), _SCALES.get(metric, _SHARE)
-    if level is None:
+def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:
+    """Mean of ``values`` and the ends of its interval, in the unit that is shown; NaN where there are none."""
+    level, (scale, _) = pooled(values), SCALES.get(metric, SHARE)
+    return (nan, nan, nan) if level is None else (scale * level.mean, scale * level.low, scale * level.high)
+
+
+def _level(values: Sequence[float], metric: str) -> str:
+    mean, low, high = level_of(values, metric)
+    if isnan(mean):
         return "–"
-    mean, low, high = (scale * v for v in (level.mean, level.low, level.high))
+    digits = SCALES.get(metric, SHARE)[1]
     ends = max(0, digits - 1)
     return f"{mean:.{digits}f} [{low:.{ends}f}, {high:.{ends}f}]"
 

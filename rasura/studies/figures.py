@@ -1,0 +1,121 @@
+"""Figures of studies: curves over a protection's strength or the batch size, utility against risk, scatter plots; as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rasura.interfaces import MissingExtra
+from rasura.metrics.utility import HIGHER_IS_BETTER
+from rasura.plan import Plan
+from rasura.report.page import strength
+from rasura.studies.files import Study
+from rasura.studies.tables import NAMES, SCALES, SHARE, level_of, values_of
+from rasura.training import TrainPlan
+
+WIDE = 20
+"""From this ratio of the largest and least value on, an axis is logarithmic."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: ``points`` are x, y, and the ends of y's interval. ``loose``: dots that no line joins."""
+
+    name: str
+    points: Sequence[tuple[float, float, float, float]]
+    loose: bool = False
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Curves over one pair of axes. ``bounded``: y is a percentage."""
+
+    curves: Sequence[Curve]
+    across: str
+    up: str
+    bounded: bool = True
+
+
+def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> Figure | None:
+    """The study's first metric over the strength of its protections or else over the batch size; None for other studies."""
+    rows, metric = list(records), study.metrics[0]
+    found: dict[tuple[str, ...], dict[float, list[Mapping[str, Any]]]] = {}
+    for r in rows:
+        if (known := strength(r["defense"])) is not None:
+            about = [known[0], *(str(r[k]) for k in ("threat", "update", "batch_size"))]
+            found.setdefault((r["attack"], *about), {}).setdefault(known[1], []).append(r)
+    heads = {key[1] for key, points in found.items() if len(points) > 1}
+    across = heads.pop() if len(heads) == 1 else "strength of the protection"
+    if not any(len(points) > 1 for points in found.values()):
+        found, across = {}, "texts in a batch"
+        for r in rows:
+            about = [str(r[k]) for k in ("defense", "threat", "update")]
+            found.setdefault((r["attack"], *about), {}).setdefault(float(r["batch_size"]), []).append(r)
+    found = {key: points for key, points in found.items() if len(points) > 1}
+    if not found:
+        return None
+    varied = [k for k in range(len(next(iter(found)))) if len({key[k] for key in found}) > 1]
+    curves = []
+    for key in sorted(found, key=lambda key: (plan.attacks.index(key[0]), key[1:])):
+        points = [(x, *level_of(values_of(some, metric, "scores"), metric)) for x, some in sorted(found[key].items())]
+        if some := [p for p in points if p[1] == p[1]]:  # an attack that never applied has no curve
+            curves.append(Curve(", ".join(key[k] for k in varied or [0]), some))
+    guesses: dict[float, list[Mapping[str, Any]]] = {}
+    for cells in found.values():
+        for x, cell in cells.items():
+            guesses.setdefault(x, []).extend(cell)
+    blind = [(x, *level_of(values_of(some, metric, "blind"), metric)) for x, some in sorted(guesses.items())]
+    curves.append(Curve("guessing", [(x, y, y, y) for x, y, _, _ in blind if y == y]))
+    return Figure(curves, across, NAMES.get(metric, metric), SCALES.get(metric, SHARE)[0] == 100)
+
+
+def of_tradeoff(
+    study: Study, plan: Plan, records: Sequence[Mapping[str, Any]], training: TrainPlan, results: Sequence[Mapping[str, Any]]
+) -> Figure:
+    """Risk against utility, a dot a protection: the first attack, and the first metric of each."""
+    useful = next(m for m in study.metrics if m in HIGHER_IS_BETTER)
+    risky = next(m for m in study.metrics if m not in HIGHER_IS_BETTER)
+    kinds: dict[str, list[tuple[float, float, float, float]]] = {}
+    for trained, audited in zip(training.defenses, plan.defenses):
+        worth = [r["after"][useful] for r in results if r["defense"] == trained]
+        cells = [r for r in records if (r["attack"], r["defense"]) == (plan.attacks[0], audited)]
+        known = strength(audited)
+        y = level_of(values_of(cells, risky, "scores"), risky)
+        kinds.setdefault(known[0] if known else audited, []).append((100 * sum(worth) / len(worth), *y))
+    curves = [Curve(name, points, loose=True) for name, points in kinds.items()]
+    return Figure(curves, NAMES.get(useful, useful), f"{NAMES.get(risky, risky)}, {plan.attacks[0]}")
+
+
+def write(figure: Figure, path: Path) -> Path:
+    """Draw ``figure``; the same figure is the same file, byte by byte. Raises ``MissingExtra`` without matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure as Canvas
+    except ImportError:
+        raise MissingExtra("the figure of a study needs matplotlib; pip install 'rasura[figures]'") from None
+    with rc_context({"svg.hashsalt": "rasura", "svg.fonttype": "none", "font.family": "serif", "font.size": 9}):
+        canvas = Canvas(figsize=(5.6, 3.4), layout="constrained")
+        axes = canvas.add_subplot()
+        for number, curve in enumerate(figure.curves):
+            x, y, low, high = (list(column) for column in zip(*curve.points))
+            guess = curve.name == "guessing"
+            color, line = "0.5" if guess else f"C{number}", "none" if curve.loose else "--" if guess else "-"
+            ends = [[max(0.0, b - a) for a, b in zip(low, y)], [max(0.0, b - a) for a, b in zip(y, high)]]
+            axes.errorbar(
+                x, y, ends, label=curve.name, marker=None if guess else "o", markersize=3.5, linewidth=1.2, capsize=2,
+                color=color, linestyle=line,
+            )  # fmt: skip
+        places = [p[0] for curve in figure.curves for p in curve.points]
+        if places and min(places) > 0 and max(places) / min(places) >= WIDE:
+            axes.set_xscale("log")
+        if figure.bounded:
+            axes.set_ylim(-3, 103)
+        axes.set_xlabel(figure.across)
+        axes.set_ylabel(figure.up)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        canvas.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
+    return path
