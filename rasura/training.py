@@ -80,7 +80,7 @@ class Training:
         tested = None if plan.test is None else load_examples(plan.test)
         labels = [e.label or 0 for e in [*everything, *(tested or [])]]
         self.labels = plan.num_labels or max(2, 1 + max(labels))
-        victim = self._victim(plan.recipe.seed)
+        victim = self.victim(plan.recipe.seed)
         self.pad = victim.vocabulary.pad_id or 0
         kept, held = self._parted(everything)
         self.rows = self._encoded(victim, kept)
@@ -102,7 +102,8 @@ class Training:
         )  # fmt: skip
         return guarantee(known, run, sizes=sizes, secure=recipe.noise == "secure")
 
-    def _victim(self, seed: int) -> Victim:
+    def victim(self, seed: int) -> Victim:
+        """The model before training, its head drawn from ``seed``."""
         task: Any = self.plan.task
         return load(self.plan.model, task, num_labels=self.labels, seed=seed, device=self.device)
 
@@ -131,6 +132,15 @@ class Training:
         # Which rows of the file were trained on: what membership inference is held against.
         write_whole(self.folder / "rows.json", canonical(self.parted) + "\n")
 
+    def protected_rows(
+        self, defense: str, victim: Victim, progress: Callable[[int, int], None] | None = None
+    ) -> list[Batch]:
+        """The training texts behind the DATA part of ``defense``; kept, so that they are the same for every seed."""
+        return protected(
+            self.rows, parse_defense(defense), victim.model, victim.vocabulary, self.folder / "protected" / _slug(defense),
+            self.plan.recipe.seed, progress,
+        )  # fmt: skip
+
     def run(self, progress: Callable[[str, int, int, Mapping[str, float]], None] | None = None) -> Iterator[dict[str, Any]]:
         """Train behind every defense from every seed, yielding each result; what is done already is read, not done anew."""
         first = self.plan.recipe.seed
@@ -146,12 +156,11 @@ class Training:
         self, defense: str, seed: int, place: Path, progress: Callable[[str, int, int, Mapping[str, float]], None] | None
     ) -> dict[str, Any]:
         wall, cpu = time.perf_counter(), time.process_time()
-        plan, victim = self.plan, self._victim(seed)
+        plan, victim = self.plan, self.victim(seed)
         parts = parse_defense(defense)
         vocabulary = victim.vocabulary
-        rows = protected(
-            self.rows, parts, victim.model, vocabulary, self.folder / "protected" / _slug(defense),
-            plan.recipe.seed,
+        rows = self.protected_rows(
+            defense, victim,
             None if progress is None else lambda done, total: progress(f"{defense}: protecting", done, total, {}),
         )  # fmt: skip
         model = with_fresh_adapter(victim, plan.lora, seed)

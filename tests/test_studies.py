@@ -14,9 +14,11 @@ from rasura.interfaces import InputError
 from rasura.plan import Plan
 from rasura.recipes import known, parse_defense
 from rasura.service_audit import ServicePlan
+from rasura.studies.deviations import MODELS, measured
 from rasura.studies.figures import of_audit, write
 from rasura.studies.files import CELL, load_study, prepared
 from rasura.studies.tables import section, write_section
+from rasura.training import TrainPlan
 
 __all__ = ["model_folder"]
 
@@ -270,6 +272,53 @@ def test_membership_is_told_of_every_model_of_a_training(
     models = sorted(p.parent.name for p in (tmp_path / "runs").rglob("membership"))
     assert len(models) == 2 and CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     assert (tmp_path / "studies" / "RESULTS.md").read_text() == text
+
+
+DEVIATIONS = """
+title = "Six"
+source = "A paper, section 5.2"
+differs = ["everything"]
+
+[train]
+data = "notes.jsonl"
+defenses = ["none", "ghost:k=4/most=8/lemma=false/indirect=false/overlap=1.0"]
+epochs = 1
+batch_size = 4
+
+[deviations]
+texts = 3
+
+[[figures]]
+model = "as it was"
+paper = "0.04 / 8.45"
+"""
+
+
+def test_deviations_of_substitutes_are_those_of_the_trained_models(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, DEVIATIONS.replace("[train]", f'[train]\nmodel = "{model_folder}"'))
+    monkeypatch.chdir(tmp_path)
+    lines = [f'{{"text": "{t}", "label": {k % 2}}}\n' for k, t in enumerate(3 * TEXTS)]
+    (tmp_path / "notes.jsonl").write_text("".join(lines))
+    done = CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    plan = prepared(load_study("one", tmp_path / "studies"), data=str(tmp_path))
+    assert isinstance(plan, TrainPlan)
+    found = measured(plan, tmp_path / "runs" / "studies" / "one", 3)
+    assert found.drift[MODELS[0]] == 0 < min(found.drift[m] for m in MODELS[1:])
+    for name in MODELS:  # by the triangle inequality, and on substitutes the difference is one
+        for p in found.pairs[name]:
+            assert abs(p.norms[0] - p.norms[1]) <= p.difference <= sum(p.norms)
+    text = (tmp_path / "studies" / "RESULTS.md").read_text()
+    assert "| as it was | 0 |" in text and "| 0.04 / 8.45 |" in text and "](figures/one.svg)" in text
+    assert (tmp_path / "studies" / "figures" / "one.svg").read_text().startswith("<?xml")
+
+
+def test_deviations_need_a_training_with_and_one_without_substitutes(tmp_path: Path) -> None:
+    body = DEVIATIONS.replace('["none", ', "[")
+    with pytest.raises(InputError, match="compare two trainings"):
+        load_study("one", study_folder(tmp_path, body))
 
 
 def test_membership_without_a_training_is_refused(tmp_path: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from rasura.cli import about, account, audit, calibrate, keys, membership, new, obfuslm, service, train
+from rasura.cli import about, account, audit, calibrate, keys, membership, new, obfuslm, service, study, train
 from rasura.cli.shared import app, err
 from rasura.errors import InputError
 
 __all__ = [
-    "about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "obfuslm", "service", "train",
+    "about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "obfuslm", "service", "study",
+    "train",
 ]  # fmt: skip
 
 _ORDER = (

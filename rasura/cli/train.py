@@ -1,4 +1,4 @@
-"""``rasura protect ghost``, ``train`` and ``study``: protections put on, and what they cost."""
+"""``rasura protect ghost`` and ``train``: protections put on, and what they cost."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.audit import run_audit
-from rasura.cli.membership import judged
-from rasura.cli.shared import app, device_named, err, numbers, out, protect, split, watched
-from rasura.errors import MissingExtra
+from rasura.cli.shared import app, device_named, err, out, protect, split, watched
 
 
 @protect.command()
@@ -142,86 +139,3 @@ def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[st
         soft_wrap=True,
     )
     return results
-
-
-@app.command()
-def study(
-    name: Annotated[str, typer.Argument(help="a study of the folder studies/: grab/table7")],
-    data: Annotated[str | None, typer.Option(help="the texts, or the folder that holds the study's own files")] = None,
-    model: Annotated[str | None, typer.Option(help="the model, where the study's own is not here")] = None,
-    limit: Annotated[int | None, typer.Option(help="texts used")] = None,
-    budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
-    attack: Annotated[str | None, typer.Option(help="only these attacks, with commas")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="only these batch sizes, with commas")] = None,
-    defense: Annotated[str | None, typer.Option(help="only these defenses, with commas")] = None,
-    seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="where the run goes; default runs/studies/NAME")] = None,
-    results: Annotated[Path, typer.Option(help="the Markdown file for the table")] = Path("studies/RESULTS.md"),
-    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
-) -> None:
-    """Run a table of a paper, scaled to the model at hand, and write it beside the paper's figures.
-
-    Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
-    """
-    from rasura.records import RunStore
-    from rasura.service_audit import ServicePlan
-    from rasura.studies import figures, files, tables
-    from rasura.training import TrainPlan
-
-    found = files.load_study(name)
-    plan = files.prepared(
-        found, data=data, limit=limit, budget=budget, attacks=split(attack), defenses=split(defense), seeds=seeds,
-        model=model, batch_sizes=numbers(batch_size, "batch-size"),
-    )  # fmt: skip
-    out_folder = folder or Path("runs/studies") / name.replace("/", "-")
-    figure = None
-    if isinstance(plan, ServicePlan):
-        text = tables.service_section(found, plan, served(plan, out_folder, as_json))
-    elif isinstance(plan, TrainPlan):
-        worth = trained(plan, out_folder, "cpu", as_json)
-        if found.membership is None:
-            text = tables.training_section(found, plan, worth)
-        else:
-            told = []
-            for r in worth:
-                attacks = files.prepared_membership(found, plan, r, out_folder)
-                told.append(judged(attacks, Path(attacks.model).parent / "membership", "cpu")[1])
-            text = tables.membership_section(found, plan, worth, told)
-    else:
-        run_audit(plan, out_folder, "cpu", None, as_json)
-        store = RunStore(out_folder)
-        try:
-            records = list(store)
-        finally:
-            store.close()
-        if found.train is None:
-            text, figure = tables.section(found, plan, records), figures.of_audit(found, plan, records)
-        else:
-            training = files.prepared_training(found, plan, data)
-            worth = trained(training, out_folder / "training", "cpu", as_json)
-            text = tables.tradeoff_section(found, plan, records, training, worth)
-            figure = figures.of_tradeoff(found, plan, records, training, worth)
-    if figure is not None:
-        try:
-            drawn = figures.write(figure, results.parent / "figures" / f"{name.replace('/', '-')}.svg")
-            text += f"\n![{found.title}](figures/{drawn.name})\n"
-        except MissingExtra as missing:  # the table stands without it
-            err.print(str(missing), markup=False, highlight=False, soft_wrap=True)
-    tables.write_section(text, results)
-    err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
-
-
-def served(plan: Any, folder: Path, as_json: bool) -> list[dict[str, Any]]:
-    from rasura.service_audit import ServiceAudit
-
-    with err.status("loading the model and the texts"):
-        prepared = ServiceAudit(plan, folder)
-    rows = []
-    with watched() as bar:
-        line = bar.add_task("", total=len(plan.protections) * len(plan.attacks))
-        for row in prepared.run(lambda what: bar.update(line, description=what)):
-            rows.append(row)
-            bar.advance(line)
-    if as_json:
-        sys.stdout.write(json.dumps(rows) + "\n")
-    return rows

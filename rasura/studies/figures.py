@@ -110,8 +110,11 @@ def write(figure: Figure, path: Path) -> Path:
         places = [p[0] for curve in figure.curves for p in curve.points]
         if places and min(places) > 0 and max(places) / min(places) >= WIDE:
             axes.set_xscale("log")
+        heights = [p[1] for curve in figure.curves for p in curve.points]
         if figure.bounded:
             axes.set_ylim(-3, 103)
+        elif heights and min(heights) > 0 and max(heights) / min(heights) >= WIDE:
+            axes.set_yscale("log")
         axes.set_xlabel(figure.across)
         axes.set_ylabel(figure.up)
         axes.spines[["top", "right"]].set_visible(False)

@@ -18,7 +18,7 @@ from rasura.training import TrainPlan, folder_of
 from rasura.victims.train import Recipe
 
 FOLDER = Path("studies")
-PLANS = ("plan", "train", "membership", "service")
+PLANS = ("plan", "train", "membership", "deviations", "service")
 """Tables of a study file that say what is run."""
 
 CELL = ("attack", "update", "defense", "threat", "batch_size")
@@ -34,6 +34,7 @@ class Study:
     (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``). With both an audit
     and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
     the audit's, each for the same protection. ``membership``: the attacks on every model of a training.
+    ``deviations``: how many texts of a training are compared with their substitutes, before every model.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Study:
     figures: tuple[Mapping[str, Any], ...]
     train: TrainPlan | None = None
     membership: MembershipPlan | None = None
+    deviations: int = 0
 
     def figure(self, row: Mapping[str, Any]) -> str:
         """What the paper has for a row, or a dash."""
@@ -69,13 +71,18 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         known(f"key in {path}", key, ("title", "source", "differs", "metrics", *PLANS, "figures"))
     for figure in found.get("figures", []):
         for key in figure:
-            known(f"key of a figure in {path}", key, (*CELL, "protection", "paper"))
+            known(f"key of a figure in {path}", key, (*CELL, "protection", "paper", *(["model"] * ("deviations" in found))))
     if "service" in found and len(found.keys() & set(PLANS)) > 1:
         raise InputError(f"{path}: the table service stands alone; expected no other of {', '.join(PLANS)}")
     if "membership" in found and ("train" not in found or "plan" in found):
         raise InputError(f"{path}: the table membership attacks the models of a training; expected train beside it alone")
     training = _training(found["train"], str(path)) if "train" in found else None
     attacked = _membership(found["membership"], training, str(path)) if training and "membership" in found else None
+    compared = found.get("deviations", {})
+    for key in compared:
+        known(f"key in {path}", key, ("texts",))
+    if compared and (training is None or len(training.defenses) != 2 or training.defenses[0] != "none"):
+        raise InputError(f"{path}: deviations compare two trainings; expected train with none and one other defense")
     plan: Plan | TrainPlan | ServicePlan
     usual: tuple[str, ...]
     if "service" in found:
@@ -96,6 +103,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         tuple(found.get("figures", ())),
         training,
         attacked,
+        int(compared.get("texts", 0)),
     )
 
 

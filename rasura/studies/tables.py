@@ -33,7 +33,7 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
     cost = ["MB sent", "s to protect"] if costly else []
     columns = ["attack", "behind", "batch", "n", *heads, f"blind {heads[0]}", "failed", "CPU s", *cost, paper]
     about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
-    lines = _head(study, plan, about, columns)
+    lines = head(study, plan, about, columns)
     for cell, group in groupby(rows, key=lambda r: tuple(r[k] for k in CELL)):
         some = list(group)
         where = dict(zip(CELL, cell))
@@ -49,7 +49,7 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
             sent, took = (sum(r.get(k, 0) for r in some) / len(some) for k in ("sent_bytes", "defense_seconds"))
             spent = [f"{sent / 1e6:.1f}", f"{took:.1f}"]
         last = [f"{failed} of {len(some)}", f"{seconds:.0f}", *spent, study.figure(where)]
-        lines.append(_row([*first, *ours, blind, *last]))
+        lines.append(row_of([*first, *ours, blind, *last]))
     reasons = sorted({f"{r['attack']}: {r['reason']}" for r in rows if r["reason"]})
     return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""]).replace("\n\n\n", "\n\n")
 
@@ -61,14 +61,14 @@ def training_section(study: Study, plan: TrainPlan, results: Iterable[Mapping[st
     columns = ["behind", "seeds", *heads, f"untrained {heads[0]}", "epochs", "CPU s", f"paper ({' / '.join(heads)})"]
     sizes = f"{rows[0]['n_train']} training texts of {Path(plan.data).name}, judged on {rows[0]['n_test']}"
     half = "" if "accuracy" not in study.metrics else f", where 95 % of chance is ±{_half_width(rows):.1f} of accuracy"
-    lines = _head(study, plan, f"{sizes} of {Path(plan.test or 'the holdout').name}{half}", columns)
+    lines = head(study, plan, f"{sizes} of {Path(plan.test or 'the holdout').name}{half}", columns)
     for defense, group in groupby(rows, key=lambda r: str(r["defense"])):
         some = list(group)
         ours = [_spread([r["after"][m] for r in some], m) for m in study.metrics]
         before = _spread([r["before"][study.metrics[0]] for r in some], study.metrics[0])
         epochs, seconds = (sum(r[k] for r in some) / len(some) for k in ("epochs", "cpu_seconds"))
         paper = study.figure({"defense": defense})
-        lines.append(_row([defense, len(some), *ours, before, f"{epochs:.0f}", f"{seconds:.0f}", paper]))
+        lines.append(row_of([defense, len(some), *ours, before, f"{epochs:.0f}", f"{seconds:.0f}", paper]))
     return "\n".join([*lines, ""])
 
 
@@ -89,7 +89,7 @@ def tradeoff_section(
         f"trained on {first['n_train']} texts of {Path(training.data).name}, judged on {first['n_test']}{half}; audited on "
         f"{Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
     )
-    lines = _head(study, plan, about, columns)
+    lines = head(study, plan, about, columns)
     for trained, audited in zip(training.defenses, plan.defenses):
         some = [r for r in results if r["defense"] == trained]
         row = [trained, audited, len(some), *(_spread([r["after"][m] for r in some], m) for m in useful)]
@@ -97,7 +97,7 @@ def tradeoff_section(
             cells = [r for r in records if (r["attack"], r["batch_size"], r["defense"]) == (attack, size, audited)]
             values = values_of(cells, metric, "scores")
             row.append(f"{_level(values, metric)} ({len(values)})")
-        lines.append(_row(row))
+        lines.append(row_of(row))
     told = {r["defense"]: r["privacy"] for r in results}
     promises = [f"- {name}: {p['statement']}" for name, p in told.items() if len(p) > 1]
     if promises and training.recipe.noise == "seeded":
@@ -118,7 +118,7 @@ def membership_section(
         f"trained on {first['n_train']} texts of {Path(plan.data).name}, {first['n_holdout']} others, judged on "
         f"{first['n_test']}; {study.membership.own_models} models of the adversary's own"
     )
-    lines = _head(study, plan, about, columns)
+    lines = head(study, plan, about, columns)
     for result, some in zip(results, records):
         promised = result["privacy"]
         bound = auc_bound(promised["epsilon"], promised["delta"]) if "epsilon" in promised else 1.0
@@ -127,7 +127,7 @@ def membership_section(
         right = f"{100 * result['after']['accuracy']:.1f}"
         for r in sorted(some, key=lambda r: attacks.index(r["attack"])):
             ours = [_rate(r["scores"].get(m)) for m in study.metrics]
-            lines.append(_row([behind, epsilon, right, r["attack"], *ours, f"{100 * bound:.1f}", study.figure(r)]))
+            lines.append(row_of([behind, epsilon, right, r["attack"], *ours, f"{100 * bound:.1f}", study.figure(r)]))
     reasons = sorted({f"- {r['attack']}: {r['reason']}" for some in records for r in some if r["reason"]})
     return "\n".join([*lines, "", *reasons, ""]).replace("\n\n\n", "\n\n")
 
@@ -146,11 +146,11 @@ def service_section(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str,
     about = (
         f"{plan.limit} texts of {Path(plan.data).name}, {plan.references} of {Path(plan.reference).name} for the adversary"
     )
-    lines = _head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}", columns)
+    lines = head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}", columns)
     reasons = set()
     for r in rows:
         ours = [_level(r["scores"].get(m, []), m) for m in study.metrics]
-        lines.append(_row([r["protection"], r["attack"], *ours, f"{r['cpu_seconds']:.0f}", study.figure(r)]))
+        lines.append(row_of([r["protection"], r["attack"], *ours, f"{r['cpu_seconds']:.0f}", study.figure(r)]))
         if r["reason"]:
             reasons.add(f"- {r['attack']}: {r['reason']}")
     return "\n".join([*lines, "", *sorted(reasons), ""])
@@ -167,7 +167,8 @@ def _spread(values: Sequence[float], metric: str) -> str:
     return f"{mean:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if len(values) > 1 else "")
 
 
-def _head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns: Sequence[str]) -> list[str]:
+def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns: Sequence[str]) -> list[str]:
+    """The lines of a section down to the head of its table."""
     model, command = Path(plan.model).name, f"rasura study {study.name}{_given(study, plan)}"
     return [
         f"## {study.name}: {study.title}",
@@ -176,12 +177,13 @@ def _head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, column
         "",
         *(f"- {line}" for line in study.differs),
         "",
-        _row(columns),
+        row_of(columns),
         "|" + "---|" * len(columns),
     ]
 
 
-def _row(cells: Iterable[Any]) -> str:
+def row_of(cells: Iterable[Any]) -> str:
+    """A line of a table."""
     return f"| {' | '.join(map(str, cells))} |"
 
 

@@ -1,0 +1,120 @@
+"""``rasura study``: a table of a paper, scaled to the model at hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rasura.cli.audit import run_audit
+from rasura.cli.membership import judged
+from rasura.cli.shared import app, err, numbers, split, watched
+from rasura.cli.train import trained
+from rasura.errors import MissingExtra
+
+
+@app.command()
+def study(
+    name: Annotated[str, typer.Argument(help="a study of the folder studies/: grab/table7")],
+    data: Annotated[str | None, typer.Option(help="the texts, or the folder that holds the study's own files")] = None,
+    model: Annotated[str | None, typer.Option(help="the model, where the study's own is not here")] = None,
+    limit: Annotated[int | None, typer.Option(help="texts used")] = None,
+    budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
+    attack: Annotated[str | None, typer.Option(help="only these attacks, with commas")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="only these batch sizes, with commas")] = None,
+    defense: Annotated[str | None, typer.Option(help="only these defenses, with commas")] = None,
+    seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="where the run goes; default runs/studies/NAME")] = None,
+    results: Annotated[Path, typer.Option(help="the Markdown file for the table")] = Path("studies/RESULTS.md"),
+    as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
+) -> None:
+    """Run a table of a paper, scaled to the model at hand, and write it beside the paper's figures.
+
+    Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
+    """
+    from rasura.service_audit import ServicePlan
+    from rasura.studies import figures, files, tables
+    from rasura.training import TrainPlan
+
+    found = files.load_study(name)
+    plan = files.prepared(
+        found, data=data, limit=limit, budget=budget, attacks=split(attack), defenses=split(defense), seeds=seeds,
+        model=model, batch_sizes=numbers(batch_size, "batch-size"),
+    )  # fmt: skip
+    place = folder or Path("runs/studies") / name.replace("/", "-")
+    figure = None
+    if isinstance(plan, ServicePlan):
+        text = tables.service_section(found, plan, served(plan, place, as_json))
+    elif isinstance(plan, TrainPlan):
+        text, figure = of_training(found, plan, place, as_json)
+    else:
+        text, figure = of_audit(found, plan, place, data, as_json)
+    if figure is not None:
+        try:
+            drawn = figures.write(figure, results.parent / "figures" / f"{name.replace('/', '-')}.svg")
+            text += f"\n![{found.title}](figures/{drawn.name})\n"
+        except MissingExtra as missing:  # the table stands without it
+            err.print(str(missing), markup=False, highlight=False, soft_wrap=True)
+    tables.write_section(text, results)
+    err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
+
+
+def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: bool) -> tuple[str, Any]:
+    """Section and figure of an audit, alone or beside a training."""
+    from rasura.records import RunStore
+    from rasura.studies import figures, files, tables
+
+    run_audit(plan, folder, "cpu", None, as_json)
+    store = RunStore(folder)
+    try:
+        records = list(store)
+    finally:
+        store.close()
+    if found.train is None:
+        return tables.section(found, plan, records), figures.of_audit(found, plan, records)
+    training = files.prepared_training(found, plan, data)
+    worth = trained(training, folder / "training", "cpu", as_json)
+    text = tables.tradeoff_section(found, plan, records, training, worth)
+    return text, figures.of_tradeoff(found, plan, records, training, worth)
+
+
+def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str, Any]:
+    """Section and figure of a training, and of what is then done to its models."""
+    from rasura.studies import deviations, files, tables
+
+    worth = trained(plan, folder, "cpu", as_json)
+    if found.membership is not None:
+        told = []
+        for result in worth:
+            attacks = files.prepared_membership(found, plan, result, folder)
+            told.append(judged(attacks, Path(attacks.model).parent / "membership", "cpu")[1])
+        return tables.membership_section(found, plan, worth, told), None
+    if not found.deviations:
+        return tables.training_section(found, plan, worth), None
+    with watched() as bar:
+        line = bar.add_task("", total=None)
+        compared = deviations.measured(
+            plan, folder, found.deviations,
+            lambda what, done, total: bar.update(line, description=what, completed=done, total=total),
+        )  # fmt: skip
+    text = deviations.deviations_section(found, plan, compared)
+    return text, deviations.deviations_figure(compared)
+
+
+def served(plan: Any, folder: Path, as_json: bool) -> list[dict[str, Any]]:
+    from rasura.service_audit import ServiceAudit
+
+    with err.status("loading the model and the texts"):
+        prepared = ServiceAudit(plan, folder)
+    rows = []
+    with watched() as bar:
+        line = bar.add_task("", total=len(plan.protections) * len(plan.attacks))
+        for row in prepared.run(lambda what: bar.update(line, description=what)):
+            rows.append(row)
+            bar.advance(line)
+    if as_json:
+        sys.stdout.write(json.dumps(rows) + "\n")
+    return rows
