@@ -15,7 +15,7 @@ from rasura.plan import Plan
 from rasura.recipes import known, parse_defense
 from rasura.service_audit import ServicePlan
 from rasura.studies.deviations import MODELS, measured
-from rasura.studies.figures import of_audit, write
+from rasura.studies.figures import of_audit, of_service, write
 from rasura.studies.files import CELL, load_study, prepared
 from rasura.studies.tables import section, write_section
 from rasura.training import TrainPlan
@@ -97,13 +97,30 @@ def test_a_figure_shows_each_attack_over_the_strength_beside_guessing(tmp_path: 
             for d, v in zip(defenses, values)]  # fmt: skip
     rows.append({**record("span", [], "not_applicable"), "defense": defenses[2]})
     figure = of_audit(study, plan, rows)
-    assert figure is not None and figure.across == "frozen-embeddings+dropout"
+    assert figure is not None and figure.across == "strength of the protection"
     told = {c.name: [(x, round(y, 6)) for x, y, _, _ in c.points] for c in figure.curves}
     assert told["span"] == [(0.1, 80.0), (0.4, 30.0)] and told["guessing"] == [(0.1, 10.0), (0.4, 10.0)]
     first = write(figure, tmp_path / "figures" / "one.svg").read_bytes()
     assert b"<svg" in first and b"span" in first
     assert write(figure, tmp_path / "again.svg").read_bytes() == first
     assert of_audit(study, plan, rows[:1]) is None  # one point is no curve
+
+
+def test_curves_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+    three = '"obfuslm:k=1/epsilon=0.1", "obfuslm:k=1/epsilon=3.0", "obfuslm:k=5/epsilon=0.1",'
+    body = SERVICE.replace('"none", "obfuslm:k=1",', three).split("[[figures]]")[0]
+    study = load_study("one", study_folder(tmp_path, body))
+    plan = prepared(study, data=str(tmp_path))
+    assert isinstance(plan, ServicePlan)
+    heights = zip(plan.protections, (0.1, 0.9, 0.3))
+    rows = [{"protection": p, "attack": "knn", "scores": {"top1": [0.5, y]}} for p, y in heights]
+    figure = of_service(study, plan, rows)
+    assert figure is not None and [c.name for c in figure.curves] == ["knn"]
+    assert [round(p[1], 6) for p in figure.curves[0].points] == [30.0, 70.0]
+    rows.append({**rows[2], "protection": "obfuslm:k=5/epsilon=3.0"})
+    figure = of_service(study, plan, rows)
+    assert figure is not None
+    assert [c.name for c in figure.curves] == ["knn, obfuslm:k=1/epsilon", "knn, obfuslm:k=5/epsilon"]
 
 
 def test_a_section_replaces_its_older_self_and_no_other(tmp_path: Path) -> None:
@@ -357,6 +374,7 @@ def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
     results = tmp_path / "studies" / "RESULTS.md"
     assert CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False).exit_code == 0
     rows = {tuple(line.strip("| ").split(" | ")[:2]): line for line in results.read_text().splitlines() if " | " in line}
+    assert "](figures/" not in results.read_text()  # no protection at two strengths, so no curve
     # A permuted table's rows are the public ones: the nearest names them; noise hides them.
     assert "| 100.0 [100, 100] |" in rows["obfuslm:k=1", "knn"] and rows["obfuslm:k=1", "knn"].endswith("| 12.3 |")
     assert "| 100.0 [100, 100] |" in rows["none", "knn"] and "| 100.0" not in rows["dp-forward:epsilon=1", "knn"]

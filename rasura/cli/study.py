@@ -45,9 +45,9 @@ def study(
         model=model, batch_sizes=numbers(batch_size, "batch-size"),
     )  # fmt: skip
     place = folder or Path("runs/studies") / name.replace("/", "-")
-    figure = None
     if isinstance(plan, ServicePlan):
-        text = tables.service_section(found, plan, served(plan, place, as_json))
+        rows = served(plan, place, as_json)
+        text, figure = tables.service_section(found, plan, rows), figures.of_service(found, plan, rows)
     elif isinstance(plan, TrainPlan):
         text, figure = of_training(found, plan, place, as_json)
     else:

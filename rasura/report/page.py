@@ -83,9 +83,9 @@ NEAR = 12
 
 def strength(defense: str) -> tuple[str, float] | None:
     """``pruning:0.9`` as ``pruning`` and 0.9, ``sealing:grad=0.1`` as ``sealing:grad`` and 0.1; None for all else."""
-    head, _, value = defense.replace("=", ":").rpartition(":")
+    cut = max(defense.rfind(":"), defense.rfind("="))
     try:
-        return (head, float(value)) if head and "/" not in defense else None
+        return (defense[:cut], float(defense[cut + 1 :])) if cut > 0 else None
     except ValueError:
         return None
 

@@ -11,6 +11,7 @@ from rasura.interfaces import MissingExtra
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.plan import Plan
 from rasura.report.page import strength
+from rasura.service_audit import ServicePlan
 from rasura.studies.files import Study
 from rasura.studies.tables import NAMES, SCALES, SHARE, level_of, values_of
 from rasura.training import TrainPlan
@@ -38,36 +39,61 @@ class Figure:
     bounded: bool = True
 
 
+Cells = dict[tuple[str, ...], dict[float, list[float]]]
+"""Values of each text by attack and what else names a curve, and by the place on the axis across."""
+
+
 def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> Figure | None:
     """The study's first metric over the strength of its protections or else over the batch size; None for other studies."""
     rows, metric = list(records), study.metrics[0]
-    found: dict[tuple[str, ...], dict[float, list[Mapping[str, Any]]]] = {}
+    strengths: Cells = {}
+    sizes: Cells = {}
+    guesses: dict[bool, dict[float, list[float]]] = {True: {}, False: {}}
     for r in rows:
+        values, blind = (values_of([r], metric, side) for side in ("scores", "blind"))
+        places = [(sizes, float(r["batch_size"]), [r["defense"]])]
         if (known := strength(r["defense"])) is not None:
-            about = [known[0], *(str(r[k]) for k in ("threat", "update", "batch_size"))]
-            found.setdefault((r["attack"], *about), {}).setdefault(known[1], []).append(r)
-    heads = {key[1] for key, points in found.items() if len(points) > 1}
-    across = heads.pop() if len(heads) == 1 else "strength of the protection"
-    if not any(len(points) > 1 for points in found.values()):
-        found, across = {}, "texts in a batch"
-        for r in rows:
-            about = [str(r[k]) for k in ("defense", "threat", "update")]
-            found.setdefault((r["attack"], *about), {}).setdefault(float(r["batch_size"]), []).append(r)
-    found = {key: points for key, points in found.items() if len(points) > 1}
-    if not found:
+            places.append((strengths, known[1], [known[0], str(r["batch_size"])]))
+        for cells, x, about in places:
+            key = (r["attack"], *about, r["threat"], r["update"])
+            cells.setdefault(key, {}).setdefault(x, []).extend(values)
+            guesses[cells is strengths].setdefault(x, []).extend(blind)
+    varied = any(len(points) > 1 for points in strengths.values())
+    curves = _curves(strengths if varied else sizes, plan.attacks, metric)
+    if not curves:
         return None
-    varied = [k for k in range(len(next(iter(found)))) if len({key[k] for key in found}) > 1]
-    curves = []
-    for key in sorted(found, key=lambda key: (plan.attacks.index(key[0]), key[1:])):
-        points = [(x, *level_of(values_of(some, metric, "scores"), metric)) for x, some in sorted(found[key].items())]
+    there = {x for curve in curves for x, *_ in curve.points}
+    levels = [(x, *level_of(some, metric)) for x, some in sorted(guesses[varied].items()) if x in there]
+    curves.append(Curve("guessing", [(x, y, y, y) for x, y, _, _ in levels if y == y]))
+    return _over(curves, "strength of the protection" if varied else "texts in a batch", metric)
+
+
+def of_service(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> Figure | None:
+    """As ``of_audit``, over the last number of each protection."""
+    found: Cells = {}
+    metric = study.metrics[0]
+    for r in rows:
+        if (known := strength(r["protection"])) is not None:
+            found.setdefault((r["attack"], known[0]), {}).setdefault(known[1], []).extend(r["scores"].get(metric, []))
+    curves = _curves(found, plan.attacks, metric)
+    return _over(curves, "strength of the protection", metric) if curves else None
+
+
+def _curves(found: Cells, attacks: Sequence[str], metric: str) -> list[Curve]:
+    """A curve for every cell with two places or more, named by what tells it from the others."""
+    lines = {key: points for key, points in found.items() if len(points) > 1}
+    varied = [k for k in range(1, max(map(len, lines), default=1)) if len({key[k] for key in lines}) > 1]
+    beside = {key[1].rpartition("+")[0] for key in lines}  # frozen embeddings everywhere, say, tell nothing apart
+    names = {key: key[1].rpartition("+")[2] if len(beside) == 1 else key[1] for key in lines}
+    out = []
+    for key in sorted(lines, key=lambda key: (attacks.index(key[0]), key[1:])):
+        points = [(x, *level_of(values, metric)) for x, values in sorted(lines[key].items())]
         if some := [p for p in points if p[1] == p[1]]:  # an attack that never applied has no curve
-            curves.append(Curve(", ".join(key[k] for k in varied or [0]), some))
-    guesses: dict[float, list[Mapping[str, Any]]] = {}
-    for cells in found.values():
-        for x, cell in cells.items():
-            guesses.setdefault(x, []).extend(cell)
-    blind = [(x, *level_of(values_of(some, metric, "blind"), metric)) for x, some in sorted(guesses.items())]
-    curves.append(Curve("guessing", [(x, y, y, y) for x, y, _, _ in blind if y == y]))
+            out.append(Curve(", ".join([key[0], *(names[key] if k == 1 else key[k] for k in varied)]), some))
+    return out
+
+
+def _over(curves: Sequence[Curve], across: str, metric: str) -> Figure:
     return Figure(curves, across, NAMES.get(metric, metric), SCALES.get(metric, SHARE)[0] == 100)
 
 
