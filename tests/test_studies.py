@@ -97,7 +97,7 @@ def test_a_figure_shows_each_attack_over_the_strength_beside_guessing(tmp_path: 
             for d, v in zip(defenses, values)]  # fmt: skip
     rows.append({**record("span", [], "not_applicable"), "defense": defenses[2]})
     figure = of_audit(study, plan, rows)
-    assert figure is not None and figure.across == "strength of the protection"
+    assert figure is not None and figure.across == "dropout"
     told = {c.name: [(x, round(y, 6)) for x, y, _, _ in c.points] for c in figure.curves}
     assert told["span"] == [(0.1, 80.0), (0.4, 30.0)] and told["guessing"] == [(0.1, 10.0), (0.4, 10.0)]
     first = write(figure, tmp_path / "figures" / "one.svg").read_bytes()

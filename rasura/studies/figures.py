@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,12 @@ from rasura.service_audit import ServicePlan
 from rasura.studies.files import Study
 from rasura.studies.tables import NAMES, SCALES, SHARE, level_of, values_of
 from rasura.training import TrainPlan
+
+GUESSING = "guessing"
+"""The curve of the blind attack."""
+
+FEW = 4
+"""More curves than these have their names beside the axes."""
 
 WIDE = 20
 """From this ratio of the largest and least value on, an axis is logarithmic."""
@@ -62,21 +69,26 @@ def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> 
     curves = _curves(strengths if varied else sizes, plan.attacks, metric)
     if not curves:
         return None
-    there = {x for curve in curves for x, *_ in curve.points}
-    levels = [(x, *level_of(some, metric)) for x, some in sorted(guesses[varied].items()) if x in there]
-    curves.append(Curve("guessing", [(x, y, y, y) for x, y, _, _ in levels if y == y]))
-    return _over(curves, "strength of the protection" if varied else "texts in a batch", metric)
+    return _over(curves, guesses[varied], _strength_of(strengths) if varied else "texts in a batch", metric)
 
 
 def of_service(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> Figure | None:
     """As ``of_audit``, over the last number of each protection."""
     found: Cells = {}
+    guesses: dict[float, list[float]] = {}
     metric = study.metrics[0]
     for r in rows:
         if (known := strength(r["protection"])) is not None:
-            found.setdefault((r["attack"], known[0]), {}).setdefault(known[1], []).extend(r["scores"].get(metric, []))
+            cell = guesses if r["attack"] == "blind" else found.setdefault((r["attack"], known[0]), {})
+            cell.setdefault(known[1], []).extend(r["scores"].get(metric, []))
     curves = _curves(found, plan.attacks, metric)
-    return _over(curves, "strength of the protection", metric) if curves else None
+    return _over(curves, guesses, _strength_of(found), metric) if curves else None
+
+
+def _strength_of(found: Cells) -> str:
+    """What the axis of strengths shows: ``epsilon`` where all protections end in one."""
+    ends = {re.split("[:/+]", key[1])[-1] for key, points in found.items() if len(points) > 1}
+    return ends.pop() if len(ends) == 1 else "strength of the protection"
 
 
 def _curves(found: Cells, attacks: Sequence[str], metric: str) -> list[Curve]:
@@ -86,15 +98,18 @@ def _curves(found: Cells, attacks: Sequence[str], metric: str) -> list[Curve]:
     beside = {key[1].rpartition("+")[0] for key in lines}  # frozen embeddings everywhere, say, tell nothing apart
     names = {key: key[1].rpartition("+")[2] if len(beside) == 1 else key[1] for key in lines}
     out = []
-    for key in sorted(lines, key=lambda key: (attacks.index(key[0]), key[1:])):
+    for key in sorted(lines, key=lambda key: attacks.index(key[0])):  # and else in the order of the plan
         points = [(x, *level_of(values, metric)) for x, values in sorted(lines[key].items())]
         if some := [p for p in points if p[1] == p[1]]:  # an attack that never applied has no curve
             out.append(Curve(", ".join([key[0], *(names[key] if k == 1 else key[k] for k in varied)]), some))
     return out
 
 
-def _over(curves: Sequence[Curve], across: str, metric: str) -> Figure:
-    return Figure(curves, across, NAMES.get(metric, metric), SCALES.get(metric, SHARE)[0] == 100)
+def _over(curves: Sequence[Curve], guesses: Mapping[float, list[float]], across: str, metric: str) -> Figure:
+    there = {x for curve in curves for x, *_ in curve.points}
+    levels = [(x, *level_of(some, metric)) for x, some in sorted(guesses.items()) if x in there]
+    blind = [Curve(GUESSING, [(x, y, y, y) for x, y, _, _ in levels if y == y])] if levels else []
+    return Figure([*curves, *blind], across, NAMES.get(metric, metric), SCALES.get(metric, SHARE)[0] == 100)
 
 
 def of_tradeoff(
@@ -122,11 +137,12 @@ def write(figure: Figure, path: Path) -> Path:
     except ImportError:
         raise MissingExtra("the figure of a study needs matplotlib; pip install 'rasura[figures]'") from None
     with rc_context({"svg.hashsalt": "rasura", "svg.fonttype": "none", "font.family": "serif", "font.size": 9}):
-        canvas = Canvas(figsize=(5.6, 3.4), layout="constrained")
+        beside = len(figure.curves) > FEW
+        canvas = Canvas(figsize=(7.6 if beside else 5.6, 3.4), layout="constrained")
         axes = canvas.add_subplot()
         for number, curve in enumerate(figure.curves):
             x, y, low, high = (list(column) for column in zip(*curve.points))
-            guess = curve.name == "guessing"
+            guess = curve.name == GUESSING
             color, line = "0.5" if guess else f"C{number}", "none" if curve.loose else "--" if guess else "-"
             ends = [[max(0.0, b - a) for a, b in zip(low, y)], [max(0.0, b - a) for a, b in zip(y, high)]]
             axes.errorbar(
@@ -144,7 +160,10 @@ def write(figure: Figure, path: Path) -> Path:
         axes.set_xlabel(figure.across)
         axes.set_ylabel(figure.up)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8)
+        if beside:
+            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+        else:
+            axes.legend(frameon=False, fontsize=8)
         path.parent.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path
