@@ -118,7 +118,8 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path) ->
     assert all(torch.equal(p, theirs[n]) for n, p in whole.model.named_parameters())
 
 
-def test_patience_ends_the_training_and_the_best_epoch_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("keep", "stays"), [("best", 0.7), ("last", 0.6)])
+def test_patience_ends_the_training_and_the_epoch_to_keep_stays(tmp_path: Path, keep: Any, stays: float) -> None:
     values = iter([0.5, 0.7, 0.6, 0.6, 0.9])
     weights = {}
 
@@ -129,12 +130,12 @@ def test_patience_ends_the_training_and_the_best_epoch_stays(tmp_path: Path) -> 
 
     model = tiny("bert", "classification", num_labels=2)
     run = FineTuning(
-        model, rows(), (), Recipe(epochs=9, batch_size=4, patience=2, learning_rate=1e-3), tmp_path, task="classification",
-        vocabulary=VOCABULARY, evaluate=evaluate, watched="accuracy", higher=True,
+        model, rows(), (), Recipe(epochs=9, batch_size=4, patience=2, learning_rate=1e-3, keep=keep), tmp_path,
+        task="classification", vocabulary=VOCABULARY, evaluate=evaluate, watched="accuracy", higher=True,
     )  # fmt: skip
     history = run.run()
     assert (history.epoch, history.best_epoch, history.best) == (4, 2, 0.7)
-    assert all(torch.equal(p, weights[0.7][n]) for n, p in model.named_parameters())
+    assert all(torch.equal(p, weights[stays][n]) for n, p in model.named_parameters())
 
 
 def test_data_are_protected_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,6 +69,7 @@ def train(
     defense: Annotated[str, typer.Option(help="defenses, with commas; join parts of one with +")] = "none",
     epochs: Annotated[int, typer.Option(help="at most")] = 20,
     patience: Annotated[int, typer.Option(help="epochs without improvement until it ends")] = 5,
+    keep: Annotated[str, typer.Option(help="the weights of the best epoch, or of the last")] = "best",
     batch_size: Annotated[int, typer.Option(help="texts a step")] = 32,
     learning_rate: Annotated[float, typer.Option(help="of AdamW or SGD")] = 1e-4,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
@@ -98,8 +99,17 @@ def train(
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
     bits: Any = known("precision", precision, ("float32", "bf16"))
     noise: Any = "seeded" if seeded_noise else "secure"
+    kept: Any = known("epoch to keep", keep, ("best", "last"))
     recipe = Recipe(
-        epochs, batch_size, learning_rate, patience=patience, optimizer=kind, precision=bits, seed=seed, noise=noise
+        epochs,
+        batch_size,
+        learning_rate,
+        patience=patience,
+        optimizer=kind,
+        precision=bits,
+        seed=seed,
+        noise=noise,
+        keep=kept,
     )
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
