@@ -28,7 +28,6 @@ MODELS = ("as it was", "trained on the texts", "trained on substitutes")
 class Deviation:
     """One text and its substitutes, before one model: both losses, norms of both gradients and of their difference."""
 
-    model: str
     losses: tuple[float, float]
     norms: tuple[float, float]
     difference: float
@@ -72,19 +71,19 @@ def measured(
         drift[name] = float(torch.stack(moved).sum().sqrt())
         found = []
         for number, (text, substitutes) in enumerate(zip(*texts_of)):
-            found.append(_deviation(victim, name, text, substitutes))
+            found.append(_deviation(victim, text, substitutes))
             if progress is not None:
                 progress(f"deviations, {name}", number + 1, len(texts_of[0]))
         pairs[name] = found
     return Deviations(drift, pairs)
 
 
-def _deviation(victim: Victim, name: str, text: Batch, substitutes: Batch) -> Deviation:
+def _deviation(victim: Victim, text: Batch, substitutes: Batch) -> Deviation:
     model, known = victim.model, victim.vocabulary
     taken = [step(model, one, task=victim.task, vocabulary=known, rng=generator(0)) for one in (text, substitutes)]
     first, second = (t.message.gradients for t in taken)
     losses, norms = (taken[0].loss, taken[1].loss), (_norm(first), _norm(second))
-    return Deviation(name, losses, norms, _norm({n: g - second[n] for n, g in first.items()}))
+    return Deviation(losses, norms, _norm({n: g - second[n] for n, g in first.items()}))
 
 
 def _norm(gradients: Mapping[str, Tensor]) -> float:
