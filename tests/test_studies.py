@@ -46,6 +46,12 @@ def test_a_study_file_is_a_valid_plan_and_names_its_paper(name: str) -> None:
                 known(f"{key} of a figure", value, sides[key])
 
 
+def test_the_study_of_the_documentation_is_one(tmp_path: Path) -> None:
+    page = (FOLDER.parent / "docs" / "studies.md").read_text(encoding="utf-8")
+    study = load_study("one", study_folder(tmp_path, page.split("```toml\n")[1].split("```")[0]))
+    assert isinstance(prepared(study), Plan) and study.figures[0]["defense"] in study.plan.defenses
+
+
 def record(attack: str, values: list[float], status: str = "ok") -> dict[str, object]:
     scores = {"rouge1": {"per_record": values}}
     where = dict(zip(CELL, (attack, "fedsgd", "none", "honest-server", 1)))
