@@ -12,7 +12,7 @@ from torch import nn
 from rasura.attacks.span import Span
 from rasura.attacks.span.grouping import cluster
 from rasura.attacks.span.rows import Inputs, RowSpace, row_space
-from rasura.attacks.span.sentences import rearranged
+from rasura.attacks.span.sentences import Finder, checker, rearranged
 from rasura.attacks.span.tokens import robust_fit
 from rasura.attacks.verify import VERIFIED, check, relative_error
 from rasura.data.text import Example, encode
@@ -251,6 +251,23 @@ def test_copies_of_a_text_with_opposite_labels_come_back(minilm_path: Path) -> N
     assert sorted(guess.tokens) == sorted(ids)
     assert guess.labels is not None
     assert sorted(zip(guess.tokens, guess.labels)) == sorted(zip(ids, [0, 1, 1]))
+
+
+def test_texts_are_searched_for_where_every_place_has_a_token() -> None:
+    model, batch = tiny("bert", "classification"), batch_of([TEXTS[1]], "classification")
+    seen, inputs = seen_by_server(model, batch, "classification"), Inputs(model)
+    score = checker(seen, {}, inputs)
+    assert score is not None
+    full = {n: [(token, 0), (60 + n, 0)] for n, token in enumerate(TEXTS[1])}
+
+    def finder(allowed: dict[int, list[tuple[int, int]]], lengths: tuple[int, ...] | None) -> Finder:
+        return Finder(allowed, score, prefix=(CLS,), ends=frozenset({SEP}), lengths=lengths, rng=generator(0))
+
+    found, _ = finder(full, (6,))([], 1, 4)
+    assert found == [tuple((token, 0) for token in TEXTS[1])]
+    holed = {n: options for n, options in full.items() if n != 3}
+    assert finder(holed, (6,)).lengths == finder(holed, None).lengths == []
+    assert finder(holed, (3, 6)).lengths == [3]
 
 
 def test_rearranged_moves_and_swaps_between_its_bounds() -> None:

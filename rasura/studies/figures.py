@@ -21,7 +21,7 @@ GUESSING = "guessing"
 """The curve of the blind attack."""
 
 FEW = 4
-"""More curves than these have their names beside the axes."""
+"""More curves than these are drawn on axes of their own for every attack."""
 
 WIDE = 20
 """From this ratio of the largest and least value on, an axis is logarithmic."""
@@ -29,11 +29,13 @@ WIDE = 20
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: ``points`` are x, y, and the ends of y's interval. ``loose``: dots that no line joins."""
+    """One line: ``points`` are x, y, and the ends of y's interval. ``loose``: dots that no line joins. ``panel``: the axes
+    that it is drawn on, where there are several; the guessing level is drawn on all."""
 
     name: str
     points: Sequence[tuple[float, float, float, float]]
     loose: bool = False
+    panel: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,14 @@ def _curves(found: Cells, attacks: Sequence[str], metric: str) -> list[Curve]:
     varied = [k for k in range(1, max(map(len, lines), default=1)) if len({key[k] for key in lines}) > 1]
     beside = {key[1].rpartition("+")[0] for key in lines}  # frozen embeddings everywhere, say, tell nothing apart
     names = {key: key[1].rpartition("+")[2] if len(beside) == 1 else key[1] for key in lines}
+    apart = len(lines) > FEW and bool(varied) and len({key[0] for key in lines}) > 1
     out = []
     for key in sorted(lines, key=lambda key: attacks.index(key[0])):  # and else in the order of the plan
         points = [(x, *level_of(values, metric)) for x, values in sorted(lines[key].items())]
         if some := [p for p in points if p[1] == p[1]]:  # an attack that never applied has no curve
-            out.append(Curve(", ".join([key[0], *(names[key] if k == 1 else key[k] for k in varied)]), some))
+            about = [names[key] if k == 1 else key[k] for k in varied]
+            name = ", ".join(about if apart else [key[0], *about])
+            out.append(Curve(name, some, panel=key[0] if apart else ""))
     return out
 
 
@@ -136,34 +141,42 @@ def write(figure: Figure, path: Path) -> Path:
         from matplotlib.figure import Figure as Canvas
     except ImportError:
         raise MissingExtra("the figure of a study needs matplotlib; pip install 'rasura[figures]'") from None
+    panels = list(dict.fromkeys(c.panel for c in figure.curves if c.name != GUESSING))
+    colors = {name: f"C{k}" for k, name in enumerate(dict.fromkeys(c.name for c in figure.curves if c.name != GUESSING))}
     with rc_context({"svg.hashsalt": "rasura", "svg.fonttype": "none", "font.family": "serif", "font.size": 9}):
-        beside = len(figure.curves) > FEW
-        canvas = Canvas(figsize=(7.6 if beside else 5.6, 3.4), layout="constrained")
-        axes = canvas.add_subplot()
-        for number, curve in enumerate(figure.curves):
-            x, y, low, high = (list(column) for column in zip(*curve.points))
-            guess = curve.name == GUESSING
-            color, line = "0.5" if guess else f"C{number}", "none" if curve.loose else "--" if guess else "-"
-            ends = [[max(0.0, b - a) for a, b in zip(low, y)], [max(0.0, b - a) for a, b in zip(y, high)]]
-            axes.errorbar(
-                x, y, ends, label=curve.name, marker=None if guess else "o", markersize=3.5, linewidth=1.2, capsize=2,
-                color=color, linestyle=line,
-            )  # fmt: skip
-        places = [p[0] for curve in figure.curves for p in curve.points]
-        if places and min(places) > 0 and max(places) / min(places) >= WIDE:
-            axes.set_xscale("log")
-        heights = [p[1] for curve in figure.curves for p in curve.points]
+        canvas = Canvas(figsize=(5.6 if len(panels) == 1 else 1.2 + 2.4 * len(panels), 3.4), layout="constrained")
+        every = canvas.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+        for axes, panel in zip(every, panels):
+            for curve in figure.curves:
+                guess = curve.name == GUESSING
+                if guess or curve.panel == panel:
+                    _draw(axes, curve, "0.5" if guess else colors[curve.name], "--" if guess else "-")
+            axes.set_title(panel, fontsize=9)
+            axes.spines[["top", "right"]].set_visible(False)
+        places, heights = ([p[k] for curve in figure.curves for p in curve.points] for k in (0, 1))
+        if _wide(places):
+            every[0].set_xscale("log")
         if figure.bounded:
-            axes.set_ylim(-3, 103)
-        elif heights and min(heights) > 0 and max(heights) / min(heights) >= WIDE:
-            axes.set_yscale("log")
-        axes.set_xlabel(figure.across)
-        axes.set_ylabel(figure.up)
-        axes.spines[["top", "right"]].set_visible(False)
-        if beside:
-            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-        else:
-            axes.legend(frameon=False, fontsize=8)
+            every[0].set_ylim(-3, 103)
+        elif _wide(heights):
+            every[0].set_yscale("log")
+        canvas.supxlabel(figure.across, fontsize=9)
+        every[0].set_ylabel(figure.up)
+        beside: dict[str, Any] = {} if len(panels) == 1 else {"loc": "upper left", "bbox_to_anchor": (1, 1)}
+        every[-1].legend(frameon=False, fontsize=8, **beside)
         path.parent.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path
+
+
+def _draw(axes: Any, curve: Curve, color: str, line: str) -> None:
+    x, y, low, high = (list(column) for column in zip(*curve.points))
+    ends = [[max(0.0, b - a) for a, b in zip(low, y)], [max(0.0, b - a) for a, b in zip(y, high)]]
+    axes.errorbar(
+        x, y, ends, label=curve.name, marker="" if curve.name == GUESSING else "o", markersize=3.5, linewidth=1.2, capsize=2,
+        color=color, linestyle="none" if curve.loose else line,
+    )  # fmt: skip
+
+
+def _wide(values: Sequence[float]) -> bool:
+    return bool(values) and min(values) > 0 and max(values) / min(values) >= WIDE

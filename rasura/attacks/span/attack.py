@@ -174,6 +174,9 @@ class Span:
         ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
         lengths = seen.lengths if Grant.LENGTHS in seen else None
         finder = Finder(choices(rows), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
+        if not finder.lengths:  # no token was found for some place of every text: they come back with holes
+            groups = groups or [sorted(range(len(rows)), key=lambda i: rows[i].residual)]
+            return [_strongest(rows, group, likeness) for group in groups if group]
         starts = [[rows[i] for i in group] for group in groups if group]
         known, rest = finder(starts, size, self.work[budget.level][2] * size)
         return [list(text) for text in _filled_up(seen, known, rest, size)]

@@ -118,7 +118,10 @@ def rearranged(text: Sequence[T], begin: int, end: int, longest: int = 1) -> lis
 
 
 class Finder:
-    """Finds the texts of a batch among the tokens that are ``allowed`` at each position, by descent from many starts."""
+    """Finds the texts of a batch among the tokens that are ``allowed`` at each position, by descent from many starts.
+
+    ``lengths``: those that a text may have and that tokens were found for at every place; without any, nothing can be found.
+    """
 
     def __init__(
         self,
@@ -134,7 +137,8 @@ class Finder:
         self.begin = len(prefix)
         self.ends = ends
         can_end = [n + 1 for n, options in sorted(allowed.items()) if n >= self.begin and any(t in ends for t, _ in options)]
-        self.lengths = sorted(set(lengths)) if lengths is not None else can_end or [max(allowed) + 1]
+        possible = set(lengths) if lengths is not None else can_end or [max(allowed) + 1]
+        self.lengths = [n for n in sorted(possible) if all(k in allowed for k in range(n))]
 
     def __call__(self, groups: Sequence[Sequence[Row]], size: int, restarts: int) -> tuple[list[Text], list[Text]]:
         """Up to ``size`` different texts of the batch, from each group of rows, then from ``restarts`` random texts; and the
