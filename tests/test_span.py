@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 
 from rasura.attacks.span import Span
 from rasura.attacks.span.grouping import cluster
-from rasura.attacks.span.rows import Inputs, RowSpace, row_space
+from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
 from rasura.attacks.span.sentences import Finder, checker, rearranged
 from rasura.attacks.span.tokens import robust_fit
 from rasura.attacks.verify import VERIFIED, check, relative_error
@@ -84,6 +85,30 @@ def test_no_attention_gradient_is_not_applicable() -> None:
     seen = seen_by_server(tiny("bert", "classification"), batch, "classification", "classifier")
     with pytest.raises(NotApplicable, match="no whole query, key or value gradient"):
         attack(seen)
+
+
+def test_words_come_back_where_only_the_first_block_tells_inputs_apart() -> None:
+    # 12 texts of 8 tokens have more different prefixes than the layer has inputs, of fewer different tokens.
+    model = tiny("llama", "causal", hidden=32)
+    draw = generator(4, "texts")
+    rows = [[CLS, *(20 + torch.randint(18, (7,), generator=draw)).tolist()] for _ in range(12)]
+    guess = attack(seen_by_server(model, batch_of(rows, "causal"), "causal"))
+    assert not guess.ordered and guess.confidence == "span"
+    assert set(guess.tokens[0]) == {t for row in rows for t in row[:-1]} and len(guess.tokens) == 1
+
+
+def test_a_row_space_that_is_none_of_the_batch_is_not_read_by() -> None:
+    model, batch = tiny("llama", "causal"), batch_of(BARE, "causal")
+    seen, inputs = seen_by_server(model, batch, "causal"), Inputs(model)
+    spaces = block_spaces(seen, visible_blocks(seen))
+    assert Span()._decoder(seen, seen, spaces, inputs) is not None
+    one = seen_by_server(model, batch_of(BARE[1:2], "causal"), "causal")
+    part = block_spaces(one, visible_blocks(one))[1].basis  # the states of one text alone
+    other = torch.randn(64, 8, generator=generator(1), dtype=torch.double)
+    for directions in (part, torch.cat([part, other], 1)):
+        basis = torch.linalg.qr(directions).Q
+        wrong = replace(spaces[1], basis=basis, noise=torch.zeros(basis.shape[1], dtype=torch.double))
+        assert Span()._decoder(seen, seen, {0: spaces[0], 1: wrong}, inputs) is None
 
 
 def test_noise_ends_the_attack_as_a_failure() -> None:

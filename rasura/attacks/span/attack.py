@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +14,7 @@ from rasura.attacks.mechanism import announced_dropout
 from rasura.attacks.span.completion import uncovered
 from rasura.attacks.span.endings import finish
 from rasura.attacks.span.grouping import affinity, cluster
-from rasura.attacks.span.prefixes import choose, grow
+from rasura.attacks.span.prefixes import Prefix, choose, grow
 from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
 from rasura.attacks.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.span.tokens import Row, Search, candidates, plain
@@ -74,20 +74,33 @@ class Span:
         inputs = Inputs(seen.model)
         dropout = announced_dropout(seen) if self.adaptive else 0.0
         if known.causal and any(k > 0 for k in spaces) and not dropout:
-            return self._decoder(observed, seen, spaces, inputs)
+            texts = self._decoder(observed, seen, spaces, inputs)
+            if texts is not None:
+                return texts
+            spaces = {0: spaces[0]}
         if 0 not in spaces:
             raise NotApplicable("block 0 is hidden, so tokens cannot be tested one by one; span-matching can be tried")
         return self._by_position(observed, seen, spaces, inputs, dropout > 0, rng, budget)
 
     def _decoder(
         self, observed: Observation, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs
-    ) -> Reconstruction:
+    ) -> Reconstruction | None:
+        """Texts grown from prefixes; None where only block 0 tells anything, as when the batch has more different prefixes
+        than the layer has inputs, but fewer different tokens."""
+        first = spaces.get(0)
+        if first is not None:
+            # A deeper block tells at least as many inputs apart; much less is a gap among singular values that is none.
+            spaces = {k: space for k, space in spaces.items() if 2 * space.rank >= first.rank}
+            if len(spaces) == 1:
+                return None
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(s.rank for s in spaces.values()) + 1
         found = grow(seen, spaces, inputs, candidates(seen.vocabulary), longest=longest)
-        if not found:
+        if not found and first is None:
             raise AttackFailed("no token's state lies in the visible row spaces")
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         chosen = choose(found, size, seen.lengths if Grant.LENGTHS in seen else None)
+        if first is not None and not _hold(chosen, first, inputs, seen):
+            return None
         texts = finish(observed, chosen, inputs)
         plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
         return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, False)
@@ -206,6 +219,15 @@ def _as_sent(seen: Observation) -> Observation:
     """Without its masks: tensors of which nothing is visible are not there, other hidden entries are zeros."""
     there = {n: g for n, g in seen.gradients.items() if n not in seen.visible or bool(seen.visible[n].any())}
     return replace(seen, message=replace(seen.message, gradients=there, visible={}))
+
+
+def _hold(texts: Sequence[Prefix], first: RowSpace, inputs: Inputs, seen: Observation) -> bool:
+    """Whether ``texts`` hold most of the tokens that block 0 names. Each of them stands in some text, so that texts without
+    them are not those of the batch. Where tokens are named by position, any text counts."""
+    if inputs.parts.position_embedding is not None:
+        return bool(texts)
+    named = {row.token for row in plain(first, inputs, candidates(seen.vocabulary), 0)}
+    return len(named & {t for text in texts for t in text.tokens}) > len(named) / 2
 
 
 def _filled_up(seen: Observation, found: list[Text], rest: list[Text], size: int) -> list[Text]:
