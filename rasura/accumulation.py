@@ -3,7 +3,8 @@
 The gradient of a linear layer is a sum of one outer product an input. With fewer different inputs than the layer is wide,
 its row space is smaller than the whole and names the tokens; with as many, it is the whole space and names none. In the
 first block a token that comes again is the same input again (but for its position, where the model adds one), so what is
-counted is different tokens: counted with repeats, a batch of 1.0 d tokens can be read in full (benchmarks/README.md).
+counted is different tokens: counted with repeats, a batch of 1.0 d tokens can be read in full, and the words of one of
+2.25 d (benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -43,11 +44,19 @@ def least_tokens(mechanisms: Iterable[Mechanism], model: nn.Module) -> int:
 
 
 def tokens_in(inputs: Mapping[str, Tensor]) -> frozenset[int]:
-    """The different tokens of a step's inputs, padding left out. Raises ``InputError`` for images."""
-    ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    """The different tokens of a step's inputs that leave a gradient. Raises ``InputError`` for images.
+
+    Padding leaves none; nor does, where every token is predicted from those before it (labels ``(texts, length)``), a text's
+    last token, from which nothing is predicted.
+    """
+    ids, mask, labels = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("labels")
     if ids is None or mask is None:
         raise InputError(f"{NAME} counts tokens, and these inputs have no input_ids; expected a language model's")
-    return frozenset(torch.unique(ids[mask.bool()]).tolist())
+    heard = mask.bool()
+    if labels is not None and labels.dim() == 2:
+        predicted = (labels != -100).long()
+        heard = heard & (predicted.flip(1).cumsum(1).flip(1) - predicted > 0)  # something behind the place is predicted
+    return frozenset(torch.unique(ids[heard]).tolist())
 
 
 def gathered(batches: Sequence[Collection[int]], least: int) -> tuple[list[list[int]], list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, observe
 from rasura.training import Training, TrainPlan
 from rasura.values import Batch, Transcript
+from rasura.victims.models import parts
 from rasura.victims.step import step
 from rasura.victims.train import FineTuning, batches, joined
 
@@ -82,6 +84,24 @@ def test_span_reads_below_the_width_and_nothing_from_it_on() -> None:
         except (AttackFailed, NotApplicable):
             found = ()
         assert any(row.ids(0) in found for row in rows_of) is reads
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_token_that_nothing_is_predicted_from_does_not_count(family: str) -> None:
+    """The law behind it: the first block's rank is that of the tokens that count, or with positions no less."""
+    model = tiny(family, "causal")
+    lines = [[CLS, 20, 21, 22], [CLS, 20, 23], [CLS, 24, 25, 26, 27]]
+    batch = batch_of(lines, "causal")
+    assert tokens_in(batch.inputs()) == {CLS, 20, 21, 24, 25, 26}
+    value = parts(model).blocks[0].qkv[-1].weight
+    truth = step(model, batch, (), task="causal", vocabulary=VOCABULARY, rng=generator(0))
+    rank = int(torch.linalg.matrix_rank(truth.message.gradients[value].double(), rtol=1e-7))
+    assert rank == 6 if family == "llama" else rank >= 6
+    masked = replace(
+        batch, labels=torch.where(torch.arange(5) < 2, batch.labels, -100)
+    )  # only the second token is predicted
+    assert tokens_in(masked.inputs()) == {CLS}
+    assert tokens_in(batch_of(lines, "classification").inputs()) == {i for line in lines for i in line}
 
 
 # --- gathering

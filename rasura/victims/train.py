@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rasura.accumulation import gathered, least_tokens
+from rasura.accumulation import gathered, least_tokens, tokens_in
 from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
 from rasura.rng import generator, secret_generator, uniform
@@ -218,7 +218,8 @@ class FineTuning:
         else:
             parts = batches([row.input_ids.shape[1] for row in self.rows], size, order)
         if self.least:
-            whole, rest = gathered([{i for k in part for i in self.rows[k].ids(0)} for part in parts], self.least)
+            heard = [{i for k in part for i in tokens_in(self.rows[k].inputs())} for part in parts]
+            whole, rest = gathered(heard, self.least)
             whole[-1] += rest  # so that every text is learned from, and no update holds less than it must
             parts = [[k for place in group for k in parts[place]] for group in whole]
         for number, part in enumerate(parts):
@@ -301,7 +302,7 @@ class FineTuning:
 def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
     """How many different tokens a step needs behind ``defense``, 0 for any. Raises ``InputError`` if ``rows`` lack them."""
     least = least_tokens((p.mechanism for p in defense), model)
-    if least and (there := len({i for row in rows for i in row.ids(0)})) < least:
+    if least and (there := len({i for row in rows for i in tokens_in(row.inputs())})) < least:
         raise InputError(f"the training texts hold {there} different tokens, accumulate waits for {least}: no step is taken")
     return least
 

@@ -135,7 +135,7 @@ class Span:
             raise AttackFailed("no token's input lies in the row space of block 0")
         if not positional:
             bag = tuple(row.token for row in rows)
-            return Reconstruction((bag,), "span", ordered=False, residual=max(r.residual for r in rows))
+            return Reconstruction((bag,) * max(1, size), "span", ordered=False, residual=max(r.residual for r in rows))
         size = size or max(Counter(row.position for row in rows).values())
         texts = self._texts(seen, spaces, inputs, rows, size, active, rng, budget)
         if active:
