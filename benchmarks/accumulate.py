@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -43,6 +43,11 @@ def texts(victim: Victim, data: str, cut: int | None, seed: int) -> Iterator[Bat
         )  # fmt: skip
 
 
+def counted(rows: Sequence[Batch]) -> set[int]:
+    """What ``accumulate`` counts of these texts."""
+    return {i for row in rows for i in tokens_in(row.inputs())}
+
+
 def mean_of(values: list[int]) -> float:
     """Their mean."""
     return sum(values) / len(values)
@@ -57,6 +62,7 @@ def main() -> None:
     parser.add_argument("--attack", default="blind,embedding-rows,span")
     parser.add_argument("--defense", default="none", help="what else protects")
     parser.add_argument("--widths", default="0.1,0.25,0.5,0.75,0.9,1,1.25,1.5,2")
+    parser.add_argument("--counted", action="store_true", help="widths are of the tokens that accumulate counts")
     parser.add_argument("--cut", type=int, default=None, help="tokens of a text at most")
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
@@ -67,14 +73,14 @@ def main() -> None:
     metrics = {name: metric(name) for name in METRICS}
     defense, d = parse_defense(options.defense), width(victim.model)
     start = time.process_time()
-    print(f"| at least | tokens / d | different / d | texts | attack | {' | '.join(METRICS)} | silent | CPU s |")
+    print(f"| at least | tokens / d | counted / d | texts | attack | {' | '.join(METRICS)} | silent | CPU s |")
     print("|---" * (7 + len(METRICS)) + "|")
     for asked in options.widths.split(","):
         least = math.ceil(float(asked) * d)
         steps: list[Transcript] = []
         for draw in range(options.draws):
             rows: list[Batch] = []
-            while sum(row.lengths[0] for row in rows) < least:
+            while len(counted(rows)) < least if options.counted else sum(row.lengths[0] for row in rows) < least:
                 rows.append(next(source))
             rng = generator(options.seed, "step", asked, draw)
             batch = joined(rows, victim.vocabulary.pad_id or 0)
