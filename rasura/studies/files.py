@@ -81,8 +81,8 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     compared = found.get("deviations", {})
     for key in compared:
         known(f"key in {path}", key, ("texts",))
-    if compared and (training is None or len(training.defenses) != 2 or training.defenses[0] != "none"):
-        raise InputError(f"{path}: deviations compare two trainings; expected train with none and one other defense")
+    if compared and (training is None or "plan" in found or len(training.defenses) != 2 or training.defenses[0] != "none"):
+        raise InputError(f"{path}: deviations compare two trainings; expected train alone, with none and one other defense")
     plan: Plan | TrainPlan | ServicePlan
     usual: tuple[str, ...]
     if "service" in found:
@@ -117,7 +117,7 @@ def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
 
 
 def _membership(found: Mapping[str, Any], training: TrainPlan, source: str) -> MembershipPlan:
-    """The attacks on the models of ``training``; ``membership_of`` names the model, the texts and how it was trained."""
+    """The attacks on the models of ``training``; ``prepared_membership`` names each and how it was trained."""
     for key in found:
         known(f"key in {source}", key, ("attacks", "own_models", "reference", "fprs"))
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
