@@ -129,9 +129,12 @@ def of_tradeoff(
         cells = [r for r in records if (r["attack"], r["defense"]) == (plan.attacks[0], audited)]
         known = strength(audited)
         y = level_of(values_of(cells, risky, "scores"), risky)
-        kinds.setdefault(known[0] if known else audited, []).append((100 * sum(worth) / len(worth), *y))
+        kinds.setdefault(known[0] if known else audited, []).append(
+            (SCALES.get(useful, SHARE)[0] * sum(worth) / len(worth), *y)
+        )
     curves = [Curve(name, points, loose=True) for name, points in kinds.items()]
-    return Figure(curves, NAMES.get(useful, useful), f"{NAMES.get(risky, risky)}, {plan.attacks[0]}")
+    percent = SCALES.get(risky, SHARE)[0] == 100
+    return Figure(curves, NAMES.get(useful, useful), f"{NAMES.get(risky, risky)}, {plan.attacks[0]}", percent)
 
 
 def write(figure: Figure, path: Path) -> Path:
