@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from rasura.accumulation import tokens_in, width
+from rasura.accumulation import counted, tokens_in, width
 from rasura.data.text import Example, encode, load_examples
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.intervals import bootstrap
@@ -41,11 +41,6 @@ def texts(victim: Victim, data: str, cut: int | None, seed: int) -> Iterator[Bat
                 num_labels=victim.num_labels, truncate=True,
             )
         )  # fmt: skip
-
-
-def counted(rows: Sequence[Batch]) -> set[int]:
-    """What ``accumulate`` counts of these texts."""
-    return {i for row in rows for i in tokens_in(row.inputs())}
 
 
 def mean_of(values: list[int]) -> float:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.interfaces import InputError
-from rasura.values import Gradients, Mechanism
+from rasura.values import Batch, Gradients, Mechanism
 
 NAME = "accumulate"
 """The protection's name; its parameter is ``tokens`` or ``widths``."""
@@ -59,6 +59,11 @@ def tokens_in(inputs: Mapping[str, Tensor]) -> frozenset[int]:
     return frozenset(torch.unique(ids[heard]).tolist())
 
 
+def counted(rows: Iterable[Batch]) -> frozenset[int]:
+    """What ``tokens_in`` counts of several batches together."""
+    return frozenset[int]().union(*(tokens_in(row.inputs()) for row in rows))
+
+
 def gathered(batches: Sequence[Collection[int]], least: int) -> tuple[list[list[int]], list[int]]:
     """Places of consecutive batches that hold at least ``least`` different tokens together, and those left over at the end.
 
@@ -96,7 +101,8 @@ class Accumulator:
             raise InputError(f"{NAME}: {self.least} tokens; expected at least 1")
 
     def add(self, update: Gradients, tokens: Collection[int], *, weight: float = 1.0) -> Gradients | None:
-        """Take in an update made of texts with these ``tokens``; the mean of all held, by weight, once there are enough."""
+        """Take in an update made of texts with these ``tokens``, as ``tokens_in`` counts them; the mean of all held, by
+        weight, once there are enough."""
         if not weight > 0:
             raise InputError(f"{NAME}: an update of weight {weight}; expected a number above 0")
         if self.total and {n: t.shape for n, t in self.total.items()} != {n: u.shape for n, u in update.items()}:

@@ -23,8 +23,9 @@ Held = tuple[int, int]
 def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Transform[Message, Message, Held]:
     """Send an update only if it was made of at least ``tokens`` different tokens, or ``widths`` times the hidden size d.
 
-    Special tokens count, padding does not. Applied to a step with fewer, it raises ``NotSent``: whoever trains or audits
-    gathers batches first (``rasura.accumulation``). Raises ``InputError`` unless exactly one of the two is given, above 0.
+    Special tokens count; padding does not, nor does what leaves no gradient (``accumulation.tokens_in``). Applied to a step
+    with fewer, it raises ``NotSent``: whoever trains or audits gathers batches first (``rasura.accumulation``). Raises
+    ``InputError`` unless exactly one of the two is given, above 0.
     """
     if (tokens is None) == (widths is None):
         raise InputError(f"{NAME}: expected either tokens or a multiple of the hidden size")

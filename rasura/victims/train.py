@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rasura.accumulation import gathered, least_tokens, tokens_in
+from rasura.accumulation import counted, gathered, least_tokens
 from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
 from rasura.rng import generator, secret_generator, uniform
@@ -161,8 +161,8 @@ class FineTuning:
     """One fine-tuning run of ``model`` on ``rows`` (one text each) behind ``defense``, kept in ``folder``.
 
     ``evaluate`` gives the figures of the held-out texts, of which ``watched`` is the one that early stopping looks at, the
-    higher the better where ``higher``. ``poisson``: texts join a
-    batch by chance; ``secret``: randomness of the training comes from the operating system.
+    higher the better where ``higher``. ``poisson``: texts join a batch by chance; ``secret``: randomness of the training
+    comes from the operating system.
     """
 
     def __init__(
@@ -218,8 +218,7 @@ class FineTuning:
         else:
             parts = batches([row.input_ids.shape[1] for row in self.rows], size, order)
         if self.least:
-            heard = [{i for k in part for i in tokens_in(self.rows[k].inputs())} for part in parts]
-            whole, rest = gathered(heard, self.least)
+            whole, rest = gathered([counted(self.rows[k] for k in part) for part in parts], self.least)
             whole[-1] += rest  # so that every text is learned from, and no update holds less than it must
             parts = [[k for place in group for k in parts[place]] for group in whole]
         for number, part in enumerate(parts):
@@ -302,7 +301,7 @@ class FineTuning:
 def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
     """How many different tokens a step needs behind ``defense``, 0 for any. Raises ``InputError`` if ``rows`` lack them."""
     least = least_tokens((p.mechanism for p in defense), model)
-    if least and (there := len({i for row in rows for i in tokens_in(row.inputs())})) < least:
+    if least and (there := len(counted(rows))) < least:
         raise InputError(f"the training texts hold {there} different tokens, accumulate waits for {least}: no step is taken")
     return least
 
