@@ -26,9 +26,10 @@ from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
 from rasura.recipes import parse_defense
 from rasura.rng import derive, generator
+from rasura.shadows.models import made_for
 from rasura.shadows.neighbours import common, neighbours, unit_rows
 from rasura.shadows.selection import Selection, Selector
-from rasura.shadows.table import PAPER, ShadowSettings, lemmas, made_for, search, token_embedding, usable_tokens
+from rasura.shadows.table import PAPER, ShadowSettings, lemmas, search, token_embedding, usable_tokens
 from rasura.victims.loading import load
 
 

@@ -17,7 +17,8 @@ from rasura.interfaces import Defense, InputError
 from rasura.private import Private, protect_training
 from rasura.recipes import token_obfuscation
 from rasura.rng import generator
-from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, made_for, token_embedding
+from rasura.shadows.models import made_for
+from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
 from rasura.victims.loading import Victim, load
 
 CHUNK = 256

@@ -11,8 +11,9 @@ from tiny import CLS, SEP, VOCABULARY, tiny
 from rasura.interfaces import InputError
 from rasura.rng import generator
 from rasura.shadows.groups import bands, by_frequency, groups_of
+from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector
-from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable, made_for
+from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable
 
 PLAIN = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
 GROUPS = replace(PLAIN, group=4, choices=6)

@@ -17,8 +17,9 @@ from rasura.defenses.token_obfuscation import ghost
 from rasura.interfaces import Budget, NotApplicable
 from rasura.priors.trigram import Trigram
 from rasura.rng import generator
+from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector
-from rasura.shadows.table import ShadowSettings, ShadowTable, made_for, token_embedding
+from rasura.shadows.table import ShadowSettings, ShadowTable, token_embedding
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import Observation
 from rasura.victims.step import step

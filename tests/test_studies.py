@@ -59,6 +59,11 @@ def record(attack: str, values: list[float], status: str = "ok") -> dict[str, ob
             "blind": {"rouge1": {"per_record": [0.1]}}}  # fmt: skip
 
 
+def notes(path: Path, texts: list[str]) -> None:
+    """A data file of ``texts``, the labels by turns 0 and 1."""
+    path.write_text("".join(f'{{"text": "{t}", "label": {k % 2}}}\n' for k, t in enumerate(texts)), encoding="utf-8")
+
+
 def study_folder(tmp_path: Path, body: str) -> Path:
     (tmp_path / "studies").mkdir()
     (tmp_path / "studies" / "one.toml").write_text(body, encoding="utf-8")
@@ -188,7 +193,7 @@ def test_a_training_study_ends_in_a_table_of_utility(
     study_folder(tmp_path, TRAINING.replace("[train]", f'[train]\nmodel = "{model_folder}"'))
     monkeypatch.chdir(tmp_path)
     for name in ("notes.jsonl", "test.jsonl"):
-        (tmp_path / name).write_text("".join(f'{{"text": "{t}", "label": {k % 2}}}\n' for k, t in enumerate(3 * TEXTS)))
+        notes(tmp_path / name, 3 * TEXTS)
     done = CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path), "--seeds", "2"])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "studies" / "RESULTS.md").read_text()
@@ -225,8 +230,7 @@ def test_utility_stands_beside_the_risk_of_the_same_protection(
 ) -> None:
     study_folder(tmp_path, TRADEOFF.replace("[plan]", f'[plan]\nmodel = "{model_folder}"'))
     monkeypatch.chdir(tmp_path)
-    rows = [f'{{"text": "{t}", "label": {k % 2}}}\n' for k, t in enumerate(3 * TEXTS)]
-    (tmp_path / "notes.jsonl").write_text("".join(rows))
+    notes(tmp_path / "notes.jsonl", 3 * TEXTS)
     results = tmp_path / "studies" / "RESULTS.md"
     found = CliRunner().invoke(app, ["study", "one", "--limit", "2"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
@@ -267,6 +271,7 @@ keep = "last"
 [membership]
 attacks = ["loss", "rmia"]
 own_models = 2
+reference = "more.jsonl"
 
 [[figures]]
 attack = "rmia"
@@ -280,9 +285,8 @@ def test_membership_is_told_of_every_model_of_a_training(
 ) -> None:
     study_folder(tmp_path, MEMBERSHIP.replace("[train]", f'[train]\nmodel = "{model_folder}"'))
     monkeypatch.chdir(tmp_path)
-    for name, word in (("notes", "w8"), ("test", "w9")):
-        lines = [f'{{"text": "{t} {word} w{k}", "label": {k % 2}}}\n' for k, t in enumerate(2 * TEXTS)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    for name, word in (("notes", "w8"), ("test", "w9"), ("more", "w7")):
+        notes(tmp_path / f"{name}.jsonl", [f"{t} {word} w{k}" for k, t in enumerate(2 * TEXTS)])
     arguments = ["study", "one", "--data", str(tmp_path)]
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     text = (tmp_path / "studies" / "RESULTS.md").read_text()
@@ -322,8 +326,7 @@ def test_deviations_of_substitutes_are_those_of_the_trained_models(
 ) -> None:
     study_folder(tmp_path, DEVIATIONS.replace("[train]", f'[train]\nmodel = "{model_folder}"'))
     monkeypatch.chdir(tmp_path)
-    lines = [f'{{"text": "{t}", "label": {k % 2}}}\n' for k, t in enumerate(3 * TEXTS)]
-    (tmp_path / "notes.jsonl").write_text("".join(lines))
+    notes(tmp_path / "notes.jsonl", 3 * TEXTS)
     done = CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     plan = prepared(load_study("one", tmp_path / "studies"), data=str(tmp_path))
@@ -376,7 +379,7 @@ def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
     study_folder(tmp_path, SERVICE.replace("[service]", f'[service]\nmodel = "{model_folder}"'))
     monkeypatch.chdir(tmp_path)
     for name, texts in (("notes", TEXTS), ("more", [f"{t} w9 w8" for t in TEXTS])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{t}", "label": 0}}\n' for t in texts))
+        notes(tmp_path / f"{name}.jsonl", texts)
     results = tmp_path / "studies" / "RESULTS.md"
     assert CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False).exit_code == 0
     rows = {tuple(line.strip("| ").split(" | ")[:2]): line for line in results.read_text().splitlines() if " | " in line}

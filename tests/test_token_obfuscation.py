@@ -20,9 +20,10 @@ from rasura.defenses.token_obfuscation import ghost
 from rasura.interfaces import InputError
 from rasura.recipes import parse_defense
 from rasura.rng import generator
+from rasura.shadows.models import made_for
 from rasura.shadows.neighbours import common, neighbours
 from rasura.shadows.selection import Selection, Selector
-from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable, lemmas, made_for, search, usable_tokens
+from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable, lemmas, search, usable_tokens
 from rasura.values import Vocabulary
 from rasura.victims.step import step
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from rasura.attacks.shadow_inversion import Preimages, announced_ghost, preimages_of, substitutes
 from rasura.interfaces import AttackFailed, Budget
 from rasura.rng import generator
+from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector
-from rasura.shadows.table import ShadowTable, embedding_digest, made_for, token_embedding
+from rasura.shadows.table import ShadowTable, embedding_digest, token_embedding
 from rasura.values import Grant, Observation, Reconstruction, Vocabulary
 
 LONGEST = 64

@@ -22,8 +22,9 @@ from rasura.attacks.best import Best
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
 from rasura.priors import language
 from rasura.rng import generator
+from rasura.shadows.models import made_for
 from rasura.shadows.neighbours import unit_rows
-from rasura.shadows.table import ShadowSettings, ShadowTable, made_for, token_embedding
+from rasura.shadows.table import ShadowSettings, ShadowTable, token_embedding
 from rasura.values import UNKNOWN, Grant, Observation, Reconstruction
 
 Strategy = Literal["sampling", "maximum", "median", "mean", "lattice"]

@@ -12,8 +12,9 @@ from torch import Generator, nn
 
 from rasura.interfaces import Transform
 from rasura.options import options
+from rasura.shadows.models import made_for
 from rasura.shadows.selection import DEFAULT, Selection, Selector
-from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer, made_for
+from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
 from rasura.values import Batch, Mechanism, Stage, Vocabulary
 
 

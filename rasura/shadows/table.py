@@ -226,33 +226,3 @@ def search(
     offsets[1:] = torch.tensor([len(ids) for ids in kept]).cumsum(0)
     alone = torch.arange(count, dtype=torch.int32)
     return ShadowTable(offsets, torch.cat(kept), needed, relaxed, alone, settings, embedding_digest(table))
-
-
-def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
-    """The shadow table of a Hugging Face ``model``; kept in memory while the program runs."""
-    table = token_embedding(model)
-    key = (embedding_digest(table), settings)
-    if key not in _MADE:
-        _MADE[key] = _made(table, vocabulary, settings)
-    return _MADE[key]
-
-
-def _made(table: Tensor, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
-    from rasura.shadows.groups import grouped
-
-    beyond = max(0, len(table) - vocabulary.size)
-
-    def padded(mask: Tensor) -> Tensor:
-        return torch.cat([mask, torch.zeros(beyond, dtype=torch.bool)])[: len(table)]
-
-    words = [vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size)]
-    kept = padded(kept_by_policy(words, settings))
-    usable = padded(usable_tokens(vocabulary)) & ~kept
-    names = [*lemmas(vocabulary, settings.language), *(f"\0{i}" for i in range(beyond))][: len(table)]
-    allowed = padded(read_as_written(vocabulary)) if settings.round_trip else None
-    found = search(table, names, usable, settings, allowed)
-    found.relaxed[kept] = POLICY
-    return found if settings.group == 1 else grouped(found, table, names, vocabulary)
-
-
-_MADE: dict[tuple[str, ShadowSettings], ShadowTable] = {}

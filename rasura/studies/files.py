@@ -161,11 +161,16 @@ def prepared_training(study: Study, plan: Plan, data: str | None = None) -> Trai
 
 
 def prepared_membership(study: Study, training: TrainPlan, result: Mapping[str, Any], folder: Path) -> MembershipPlan:
-    """The study's attacks on the model that ``training`` left in ``folder`` with ``result``, trained likewise themselves."""
+    """The study's attacks on the model that ``training`` left in ``folder`` with ``result``, trained likewise themselves.
+
+    Their reference texts lie beside those of the training.
+    """
     assert study.membership is not None
     place = folder / folder_of(result["defense"], result["seed"])
     given: dict[str, Any] = {"members": training.data, "model": str(place / "model"), "rows": str(folder / "rows.json")}
     given |= {n: getattr(training, n) for n in ("task", "num_labels", "truncate", "max_length")}
+    if study.membership.reference:
+        given["reference"] = str(Path(training.data).parent / study.membership.reference)
     recipe = replace(training.recipe, seed=result["seed"])
     return replace(study.membership, **given, base=training.model, defense=result["defense"], recipe=recipe).checked()
 
