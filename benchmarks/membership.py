@@ -19,13 +19,14 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.accounting import epsilon
+from rasura.answers import Answers, OwnModel
 from rasura.data.text import encode, load_examples
 from rasura.metrics.intervals import bootstrap
 from rasura.metrics.membership import auc, auc_bound, leakage, needed, split_check, tpr_at
 from rasura.recipes import membership_attack
 from rasura.rng import derive, generator
 from rasura.threat import MODEL_USER, observe_model
-from rasura.values import Answers, Batch, OwnModel
+from rasura.values import Batch
 from rasura.victims.loading import Victim, load
 from rasura.victims.train import joined, split
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura import recipes
+from rasura.answers import ServiceTranscript
 from rasura.data.text import load_examples
 from rasura.interfaces import Budget, NotApplicable
 from rasura.metrics.intervals import bootstrap
@@ -32,7 +33,7 @@ from rasura.obfuscation.synthesis import weight_synth
 from rasura.obfuscation.tokenizer import fixed_ids
 from rasura.rng import generator
 from rasura.threat import observe_service
-from rasura.values import Mechanism, ServiceTranscript, Stage
+from rasura.values import Mechanism, Stage
 from rasura.victims.loading import load
 
 T = TypeVar("T")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura import recipes
+from rasura.answers import ServiceTranscript
 from rasura.data.text import Example, load_examples
 from rasura.interfaces import Budget
 from rasura.metrics.intervals import bootstrap
@@ -31,7 +32,7 @@ from rasura.obfuscation.model import obfuscate_embedding
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.rng import generator
 from rasura.threat import observe_service
-from rasura.values import Batch, Mechanism, ServiceTranscript, Stage, Vocabulary
+from rasura.values import Batch, Mechanism, Stage, Vocabulary
 from rasura.victims.loading import load
 from rasura.victims.train import FineTuning, Recipe, predictions
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rasura import recipes
+from rasura.answers import ServiceTranscript, TokenReading
 from rasura.data.text import Example, load_examples
 from rasura.interfaces import Budget
 from rasura.metrics.intervals import bootstrap
@@ -34,7 +35,7 @@ from rasura.rng import generator
 from rasura.service.models import opened
 from rasura.threat import observe_service
 from rasura.training import encoded
-from rasura.values import Batch, Mechanism, ServiceTranscript, Stage, TokenReading, Vocabulary
+from rasura.values import Batch, Mechanism, Stage, Vocabulary
 from rasura.victims.loading import Victim, load
 from rasura.victims.train import FineTuning, Recipe, nats
 

@@ -8,20 +8,9 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Generator, nn
 
+from rasura.answers import Membership, ModelObservation, ServiceObservation, ServiceTranscript, TokenReading
 from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
-from rasura.values import (
-    Grant,
-    Mechanism,
-    Membership,
-    ModelObservation,
-    Observation,
-    ServiceObservation,
-    ServiceTranscript,
-    Stage,
-    Task,
-    TokenReading,
-    Transcript,
-)
+from rasura.values import Grant, Mechanism, Observation, Stage, Task, Transcript
 
 __all__ = [
     "ActiveAttack", "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric",

@@ -13,6 +13,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
+from rasura.answers import Answers, Membership, OwnModel
 from rasura.auditing import versions
 from rasura.data.text import Example, data_hash, load_examples
 from rasura.interfaces import AttackFailed, InputError, NotApplicable
@@ -22,7 +23,7 @@ from rasura.records import Record, RunStore, cell_key
 from rasura.rng import generator
 from rasura.threat import MODEL_USER, adversary_copy, observe_model
 from rasura.training import encoded
-from rasura.values import Answers, Batch, Membership, OwnModel, Task
+from rasura.values import Batch, Task
 from rasura.victims.loading import Victim, load
 from rasura.victims.train import FineTuning, Recipe, answers, protected
 

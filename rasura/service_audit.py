@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rasura import recipes
+from rasura.answers import ServiceObservation, ServiceTranscript
 from rasura.data.text import load_examples
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.metrics.service import BagF1, RougeL, TopTokens
@@ -23,7 +24,7 @@ from rasura.options import options
 from rasura.records import write_whole
 from rasura.rng import generator
 from rasura.threat import observe_service, service_transcript
-from rasura.values import ServiceObservation, ServiceTranscript, Task
+from rasura.values import Task
 from rasura.victims.loading import Victim, load
 
 METRICS = (TopTokens(1), TopTokens(3), RougeL(), BagF1())

@@ -10,22 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rasura.answers import Answers, ModelObservation, OwnModel, ServiceObservation, ServiceTranscript
 from rasura.rng import child, secret_generator
-from rasura.values import (
-    UNKNOWN,
-    Answers,
-    Batch,
-    Grant,
-    Mechanism,
-    ModelObservation,
-    Observation,
-    OwnModel,
-    ServiceObservation,
-    ServiceTranscript,
-    Task,
-    Transcript,
-    Vocabulary,
-)
+from rasura.values import UNKNOWN, Batch, Grant, Mechanism, Observation, Task, Transcript, Vocabulary
 
 if TYPE_CHECKING:
     from rasura.obfuscation.services import Service

@@ -11,6 +11,7 @@ from scipy.optimize import nnls
 from torch import nn
 
 from rasura import recipes
+from rasura.answers import ServiceTranscript, TokenReading
 from rasura.attacks.embedding_inversion.dimensions import changed, mixing
 from rasura.attacks.embedding_inversion.mixture import matched, mixtures
 from rasura.attacks.embedding_inversion.tables import word_table
@@ -20,7 +21,7 @@ from rasura.obfuscation.model import obfuscate
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.rng import generator
 from rasura.threat import observe_service
-from rasura.values import Mechanism, ServiceTranscript, Stage, TokenReading
+from rasura.values import Mechanism, Stage
 from tests.tiny import CLS, FAMILIES, SEP, VOCABULARY, WORDS, tiny
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))

@@ -10,12 +10,12 @@ from test_span import seen_by_server
 from tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_of, tiny
 from torch import Tensor, nn
 
-from rasura.attacks.gradient_matching.engine import Work
 from rasura.attacks.gradient_matching.factors import Factoriser
 from rasura.attacks.gradient_matching.masks import Dropouts, Masked, shapes
 from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.gradient_matching.presets import dlg, grab, lamp_cos, tag
 from rasura.attacks.gradient_matching.reorder import orders, reordered
+from rasura.attacks.gradient_matching.settings import Work
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.recipes import parse_defense
 from rasura.rng import generator

@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForMaskedLM
 from typer.testing import CliRunner
 
 from rasura import recipes
+from rasura.answers import Answers, Membership, ModelObservation, OwnModel
 from rasura.cli import app
 from rasura.interfaces import InputError, MembershipAttack
 from rasura.membership import MembershipAudit, MembershipPlan, infer_membership
@@ -29,7 +30,7 @@ from rasura.report.page import write_report
 from rasura.rng import generator
 from rasura.threat import MODEL_USER, observe_model
 from rasura.training import Training, TrainPlan
-from rasura.values import Answers, Batch, Grant, Membership, ModelObservation, NotGranted, OwnModel
+from rasura.values import Batch, Grant, NotGranted
 from rasura.victims.train import Recipe, answers
 
 __all__ = ["model_folder"]

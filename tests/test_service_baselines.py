@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rasura import recipes
+from rasura.answers import TokenReading
 from rasura.attacks.embedding_inversion.isometry import moved
 from rasura.attacks.embedding_inversion.preimage import in_context
 from rasura.attacks.embedding_inversion.trained import own_service
@@ -25,7 +26,7 @@ from rasura.obfuscation.word_vectors import glove
 from rasura.priors import trigrams
 from rasura.rng import generator
 from rasura.threat import observe_service, service_transcript
-from rasura.values import UNKNOWN, TokenReading
+from rasura.values import UNKNOWN
 from rasura.victims.step import step
 from tests.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rasura.answers import ServiceTranscript, TokenReading
 from rasura.metrics.text import rouge
-from rasura.values import UNKNOWN, ServiceTranscript, TokenReading
+from rasura.values import UNKNOWN
 
 
 @dataclass(frozen=True)

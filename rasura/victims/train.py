@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from rasura.accumulation import counted, gathered, least_tokens
+from rasura.answers import Answers
 from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
 from rasura.rng import generator, secret_generator, uniform
-from rasura.values import Answers, Batch, Stage, Task, Vocabulary
+from rasura.values import Batch, Stage, Task, Vocabulary
 from rasura.victims.step import step
 
 CHUNK = 64

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables
 from rasura.interfaces import Budget, NotApplicable
-from rasura.values import ServiceObservation, TokenReading
 
 SWEEPS = 3
 """Times that the motion is fitted anew, to the pairs that the last one gave."""

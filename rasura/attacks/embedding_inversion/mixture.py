@@ -17,11 +17,11 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
+from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.nearest import frequencies
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables, nearest
 from rasura.interfaces import Budget, InputError, NotApplicable, Prior
 from rasura.priors import trigrams
-from rasura.values import ServiceObservation, TokenReading
 
 NEAR = 60
 """Public rows near an obfuscated one, of which it may be made."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables, nearest
 from rasura.interfaces import Budget, InputError, NotApplicable
 from rasura.priors.ngram import Unigram
-from rasura.values import ServiceObservation, TokenReading
 from rasura.victims.models import layer_inputs, parts
 
 BLOCK = 64

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import Tables, cosines, nearest
 from rasura.attacks.embedding_inversion.trained import LONGEST
 from rasura.interfaces import Budget, NotApplicable
 from rasura.rng import child, generator
-from rasura.values import ServiceObservation, TokenReading, Vocabulary
+from rasura.values import Vocabulary
 from rasura.victims.models import parts
 
 BATCH = 32

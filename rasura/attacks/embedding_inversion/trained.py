@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, word_table
 from rasura.interfaces import Budget, NotApplicable
 from rasura.obfuscation.services import custext, obfuslm, plain, santext, sentinel, states_sent
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
 from rasura.rng import child, generator
-from rasura.values import UNKNOWN, ServiceObservation, TokenReading
+from rasura.values import UNKNOWN
 
 DEPTH = 3
 """Blocks whose output InvBert inverts (ObfusLM, appendix C.2)."""

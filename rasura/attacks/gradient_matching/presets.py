@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rasura.attacks.gradient_matching.engine import GradientMatching, Settings, Work
+from rasura.attacks.gradient_matching.engine import GradientMatching
+from rasura.attacks.gradient_matching.settings import Settings, Work
 
 # LAMP takes 2,000 steps (GRAB sec. 5.1); its public code tries 200 orders every 75 of them after a first tenth.
 LAMP_LEVELS: Mapping[str, Work] = {

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from rasura.values import Batch, Grant, Membership, ModelObservation, Vocabulary
+from rasura.answers import Membership, ModelObservation
+from rasura.values import Batch, Grant, Vocabulary
 
 NEAREST = 10
 """Tokens that may stand in for one, by the public word embedding."""

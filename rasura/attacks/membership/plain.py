@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Generator
 
-from rasura.values import Grant, Membership, ModelObservation
+from rasura.answers import Membership, ModelObservation
+from rasura.values import Grant
 
 
 class Loss:

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from rasura.answers import Answers, Membership, ModelObservation, OwnModel
 from rasura.interfaces import NotApplicable
-from rasura.values import Answers, Grant, Membership, ModelObservation, OwnModel
+from rasura.values import Grant
 
 _NEEDS = frozenset({Grant.MODEL, Grant.CANDIDATES, Grant.TRAINING})
 

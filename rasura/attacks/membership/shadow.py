@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Generator
 
-from rasura.values import Answers, Grant, Membership, ModelObservation
+from rasura.answers import Answers, Membership, ModelObservation
+from rasura.values import Grant
 
 
 def features(answers: Answers) -> np.ndarray:

@@ -1,0 +1,134 @@
+"""The values of attacks on models that answer: who a trained model was trained on, and what a model service is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rasura.values import Batch, Grant, Granted, Mechanism, Parameter, Task, Vocabulary
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A guess for each candidate: the higher the score, the likelier a member."""
+
+    scores: Tensor
+    details: Mapping[str, Parameter] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one model answers to ``n`` texts, in float64.
+
+    ``losses`` ``(n,)``: nats of the label; of a causal model the mean over predicted tokens. ``margins`` ``(n,)``: the log
+    odds of that probability, ``log(p / (1 - p))``. ``logits`` ``(n, classes)``, without columns for a causal model.
+    """
+
+    losses: Tensor
+    margins: Tensor
+    logits: Tensor
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A model that the adversary trained as the audited one was trained, on texts of its choice.
+
+    ``inside`` ``(candidates,)`` bool: the candidates among them. ``reference``: its answers to the reference texts.
+    """
+
+    answers: Answers
+    inside: Tensor
+    reference: Answers | None = None
+
+
+@dataclass(frozen=True)
+class ModelObservation(Granted):
+    """What one adversary has of a *trained* model, to tell which candidates it was trained on; nothing says who was.
+
+    The model is asked, never opened: what is granted under ``MODEL`` is a function from texts to ``Answers``.
+    """
+
+    task: Task
+    granted: Mapping[Grant, Any]
+
+    @property
+    def candidates(self) -> tuple[Batch, ...]:
+        """The texts in question, one a batch, with their labels, in an order that says nothing."""
+        candidates: tuple[Batch, ...] = self._get(Grant.CANDIDATES)
+        return candidates
+
+    @property
+    def ask(self) -> Callable[[Sequence[Batch]], Answers]:
+        """What the trained model answers to any texts; the candidates are asked once."""
+        ask: Callable[[Sequence[Batch]], Answers] = self._get(Grant.MODEL)
+        return ask
+
+    @property
+    def base(self) -> tuple[torch.nn.Module, Vocabulary]:
+        """The public model that training began with, and its vocabulary."""
+        base: tuple[torch.nn.Module, Vocabulary] = self._get(Grant.BASE_MODEL)
+        return base
+
+    @property
+    def reference(self) -> tuple[Batch, ...]:
+        """Texts of the same kind that the model was not trained on, one a batch, with their labels."""
+        reference: tuple[Batch, ...] = self._get(Grant.REFERENCE_TEXT)
+        return reference
+
+    @property
+    def own(self) -> tuple[OwnModel, ...]:
+        """The adversary's own models, trained when first asked for."""
+        own: Callable[[], tuple[OwnModel, ...]] = self._get(Grant.TRAINING)
+        return own()
+
+
+@dataclass(frozen=True)
+class ServiceTranscript:
+    """The truth of a model service that is sent token ids, secrets inside. Only ``observe_service`` and metrics read it.
+
+    ``public`` is the model as published, ``served`` the obfuscated one, ``tokens`` ``(vocabulary,)`` int64 the secret: the
+    id that each token has there. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
+    ``sent``: the ids as sent, where a protection draws other ones in place of the private. ``vectors``: what was sent where
+    it is no ids but states, ``(length, hidden)`` a text; ``served`` is then a ``rasura.obfuscation.split.Split``.
+    """
+
+    public: torch.nn.Module
+    served: torch.nn.Module
+    tokens: Tensor
+    ids: tuple[tuple[int, ...], ...]
+    vocabulary: Vocabulary
+    mechanism: Mechanism
+    sent: tuple[tuple[int, ...], ...] | None = None
+    vectors: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ServiceObservation:
+    """What the operator of that service sees: the model that was uploaded and every id that clients send, as ``ids``.
+
+    Public besides: the base model, its ``vocabulary``, the mechanism, text of the same kind. Special tokens keep their ids.
+    Where states are sent instead, ``vectors`` holds them, ``(length, hidden)`` a text, and ``ids`` are ``UNKNOWN`` but where
+    special tokens stand; the client's half of ``served`` is public, since every client has it.
+    """
+
+    public: torch.nn.Module
+    served: torch.nn.Module
+    ids: tuple[tuple[int, ...], ...]
+    vocabulary: Vocabulary
+    mechanism: Mechanism
+    reference_text: tuple[str, ...] = ()
+    vectors: tuple[Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class TokenReading:
+    """A guess at the tokens behind the ids of a service: ``ranked`` holds ``(length, guesses)`` int64 for every text, public
+    ids, the likeliest first, ``UNKNOWN`` where there is none. ``ordered`` is false for a bag of tokens, one in each row."""
+
+    ranked: tuple[Tensor, ...]
+    ordered: bool = True
+    details: Mapping[str, Parameter] = field(default_factory=dict)
