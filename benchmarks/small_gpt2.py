@@ -2,7 +2,7 @@
 
 python benchmarks/small_gpt2.py DATA/novels.train.parquet DATA/imdb.train.parquet --out runs/gpt2
 rasura train runs/gpt2/texts.parquet --model runs/gpt2/fresh --task causal --test DATA/novels.validation.parquet \
-    --truncate --max-length 96 --epochs 3 --learning-rate 1e-3 --precision bf16 --out runs/gpt2/trained
+    --truncate --max-length 96 --epochs 2 --learning-rate 1e-3 --precision bf16 --out runs/gpt2/trained
 
 ``runs/gpt2/trained/none-0/model`` is then a model folder for any study, audit or training (``--model``).
 """

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_span import seen_by_server
-from tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_of, tiny
+from tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, batch_of, tiny
 from torch import Tensor, nn
 
 from rasura.attacks.gradient_matching.factors import Factoriser
@@ -21,6 +21,7 @@ from rasura.recipes import parse_defense
 from rasura.rng import generator
 from rasura.threat import THREATS, observe
 from rasura.values import Grant, Message, Observation
+from rasura.victims.models import classified
 from rasura.victims.step import gradients, step
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -37,7 +38,7 @@ def explicit(model: nn.Module, names: list[str], e: Tensor, mask: Tensor, target
     for k in range(len(e)):
         for p in chosen.values():
             p.requires_grad_(True)
-        logits = model(inputs_embeds=e[k], attention_mask=mask).logits
+        logits = classified(model, e[k], mask)
         loss = soft_cross_entropy(logits[None], targets[None])[0]
         found = dict(zip(chosen, torch.autograd.grad(loss, list(chosen.values()), create_graph=True)))
         terms = []
@@ -73,6 +74,20 @@ def test_factored_equals_explicit(family: str, kind: Kind, alpha: float, batch: 
     (a,) = torch.autograd.grad(fast.sum(), e)
     (b,) = torch.autograd.grad(slow.sum(), e)
     assert float((a - b).norm() / b.norm()) < 1e-9
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
+def test_the_private_texts_themselves_fit_with_padding_too(family: str) -> None:
+    live = tiny(family, "classification", hidden=16).double()
+    ids = torch.tensor([[CLS, 40, 41, 42, 43, SEP], [CLS, 50, 51, SEP, PAD, PAD]])
+    target, _ = gradients(live, {"input_ids": ids, "attention_mask": MASK, "labels": torch.tensor([0, 2])})
+    model = tiny(family, "classification", hidden=16).double().requires_grad_(False)
+    factoriser = Factoriser(model, list(target))
+    e = model.get_input_embeddings()(ids)[None].requires_grad_(True)  # type: ignore[operator]
+    onehot = nn.functional.one_hot(torch.tensor([[0, 2]]), 3).double()
+    found = factoriser(e, MASK, lambda z: soft_cross_entropy(z, onehot), graph=False)
+    size = sum(float(target[n].square().sum()) for n in factoriser.names)
+    assert float(Distance(factoriser.observed(target), "l2")(found).detach()) < 1e-12 * size
 
 
 def test_hidden_entries_count_on_neither_side() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import VOCABULARY, batch_for, tiny
+from tiny import CLS, SEP, VOCABULARY, batch_for, batch_of, tiny
 
 from rasura.defenses.homomorphic import added, make_keys, opened_sum
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, sealing, unflattened
@@ -37,11 +37,12 @@ def gradients(model: torch.nn.Module, rows: int = 1) -> dict[str, torch.Tensor]:
 def test_exact_sensitivity_is_the_mean_size_of_the_jacobian(family: str) -> None:
     model = small(family).double()
     names = [n for n, _ in model.named_parameters()][-4:]
-    found = sensitivity(model, INPUTS, names, "exact", generator(0))
+    inputs = batch_of([[CLS, 30, 31, 32, SEP], [CLS, 40, SEP]], "classification", [0, 1]).inputs()
+    found = sensitivity(model, inputs, names, "exact", generator(0))
     word = model.get_input_embeddings()  # type: ignore[operator]
-    at = word(INPUTS["input_ids"]).detach().requires_grad_(True)
-    rest = {k: v for k, v in INPUTS.items() if k != "input_ids"}
-    loss = model(**rest, inputs_embeds=at).loss
+    at = word(inputs["input_ids"]).detach().requires_grad_(True)
+    with word.register_forward_hook(lambda *_: at):
+        loss = model(**inputs).loss
     own = dict(model.named_parameters())
     for name in names:
         (g,) = torch.autograd.grad(loss, own[name], create_graph=True)

@@ -15,6 +15,7 @@ from torch import Generator, Tensor, nn
 
 from rasura.defenses.structure import blocks, embedding_parameters
 from rasura.interfaces import InputError
+from rasura.victims.models import classified
 
 SCORED = ("grad", "param", "prodsig", "random", "sens", "sens-exact", "sens-discrete")
 """Metrics that give every entry a score, of which the largest are sealed."""
@@ -114,9 +115,10 @@ def _gradient_of_input(
         below = {id(p) for p in word.parameters()}
     wanted = set(names)
     own = {n: p.detach() for n, p in model.named_parameters() if n in wanted and id(p) not in below}
+    losses = _Losses(model)
 
     def loss(some: dict[str, Tensor], e: Tensor) -> Tensor:
-        out: Tensor = torch.func.functional_call(model, some, (), {**rest, variable: e}).loss
+        out: Tensor = torch.func.functional_call(losses, {f"model.{n}": p for n, p in some.items()}, (variable, e, rest))
         return out
 
     def gradient(e: Tensor) -> dict[str, Tensor]:
@@ -124,6 +126,22 @@ def _gradient_of_input(
         return found
 
     return at, gradient
+
+
+class _Losses(nn.Module):
+    """The loss of ``model`` on pixels or word embeddings."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, variable: str, at: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
+        labels = rest["labels"]
+        if variable == "inputs_embeds" and labels.dim() == 1:
+            others = {n: v for n, v in rest.items() if n not in ("labels", "attention_mask")}
+            return nn.functional.cross_entropy(classified(self.model, at, rest["attention_mask"], **others), labels)
+        out: Tensor = self.model(**rest, **{variable: at}).loss
+        return out
 
 
 def named(policy: str, model: nn.Module, names: Iterable[str]) -> set[str]:

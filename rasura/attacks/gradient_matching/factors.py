@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.victims.models import Linear, parts
+from rasura.victims.models import Linear, classified, parts
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Factoriser:
         handles = [self.model.get_submodule(s.module).register_forward_hook(hook(s.module)) for s in self.layers]
         try:
             rows = mask.expand(count, batch, length).reshape(-1, length)
-            logits = self.model(inputs_embeds=e.reshape(count * batch, length, -1), attention_mask=rows).logits
+            logits = classified(self.model, e.reshape(count * batch, length, -1), rows)
         finally:
             for handle in handles:
                 handle.remove()
