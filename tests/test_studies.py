@@ -163,7 +163,13 @@ def test_the_command_runs_a_study_and_writes_its_table(
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     found = (tmp_path / "studies" / "RESULTS.md").read_text()
     assert "## one: One" in found and "| span |" in found and "--limit 2 --budget quick --batch-size 2`" in found
+    trained = tmp_path / "small" / "none-0" / "model"
+    shutil.copytree(model_folder, trained)
     shutil.rmtree(tmp_path / "runs")
+    other = [*arguments, "--model", str(trained), "--out", "other", "--results", "OTHER.md"]
+    assert CliRunner().invoke(app, other, catch_exceptions=False).exit_code == 0
+    found = (tmp_path / "OTHER.md").read_text()
+    assert f"Model {tmp_path.name}/small/none-0/model" in found and "one --model " in found and str(tmp_path) not in found
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     again = (tmp_path / "studies" / "RESULTS.md").read_text()
     assert again.count("## one: One") == 1

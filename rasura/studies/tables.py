@@ -169,7 +169,7 @@ def _spread(values: Sequence[float], metric: str) -> str:
 
 def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns: Sequence[str]) -> list[str]:
     """The lines of a section down to the head of its table."""
-    model, command = Path(plan.model).name, f"rasura study {study.name}{_given(study, plan)}"
+    model, command = _name(plan.model), f"rasura study {study.name}{_given(study, plan)}"
     return [
         f"## {study.name}: {study.title}",
         "",
@@ -180,6 +180,12 @@ def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns
         row_of(columns),
         "|" + "---|" * len(columns),
     ]
+
+
+def _name(model: str) -> str:
+    """The end of the path to ``model``; where that is ``model``, what ``rasura train`` writes, more of it."""
+    path = Path(model)
+    return path.name if path.name != "model" else "/".join(path.parts[-4:])
 
 
 def row_of(cells: Iterable[Any]) -> str:
@@ -218,7 +224,8 @@ def _given(study: Study, plan: Plan | TrainPlan | ServicePlan) -> str:
         "limit": "limit", "seeds": "seeds", "defenses": "defense", "protections": "defense", "budget": "budget",
         "attacks": "attack", "batch_sizes": "batch-size",
     }  # fmt: skip
-    out = []
+    model = _name(plan.model)
+    out = [] if model == _name(study.plan.model) else [f" --model {model}"]
     for field, option in names.items():
         value = getattr(plan, field, None)
         if value != getattr(study.plan, field, None):
