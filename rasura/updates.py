@@ -107,3 +107,18 @@ def changed(
         optimizer.step()
         losses.append(float(loss.detach()))
     return {n: ((start[n] - p).detach() / local.learning_rate).cpu() for n, p in own.items() if n in used}, losses[0]
+
+
+def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) -> Tensor:
+    """Logits ``(texts, classes)`` of a classifier for word embeddings ``(texts, length, hidden)``, padded on the right.
+
+    A decoder's classifier reads the last token, which it looks for in the ids; given embeddings it would read the padding.
+    """
+    whole: Any = getattr(model, "get_base_model", lambda: model)()  # without the shell of LoRA
+    inputs = {"inputs_embeds": embedded, "attention_mask": mask, **rest}
+    if not isinstance(getattr(whole, "score", None), nn.Module):
+        logits: Tensor = model(**inputs).logits
+        return logits
+    states = whole.base_model(**inputs).last_hidden_state
+    last: Tensor = whole.score(states[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1])
+    return last

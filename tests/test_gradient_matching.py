@@ -20,8 +20,8 @@ from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.recipes import parse_defense
 from rasura.rng import generator
 from rasura.threat import THREATS, observe
+from rasura.updates import classified
 from rasura.values import Grant, Message, Observation
-from rasura.victims.models import classified
 from rasura.victims.step import gradients, step
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])

@@ -37,11 +37,22 @@ def family(module: str) -> str:
 
 def test_values_and_errors_import_nothing_of_ours() -> None:
     assert ours("values.py") == set() and ours("errors.py") == set()
+    assert ours("answers.py") == {"rasura.values"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if m.startswith("attacks/")])
 def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
-    allowed: tuple[str, ...] = ("values", "interfaces", "rng", "priors", "shadows", "updates", "victims.models", "attacks")
+    allowed: tuple[str, ...] = (
+        "values",
+        "answers",
+        "interfaces",
+        "rng",
+        "priors",
+        "shadows",
+        "updates",
+        "victims.models",
+        "attacks",
+    )
     # How a model is obfuscated is public; the key and the client's tokenizer are not.
     allowed += ("obfuscation.model", "obfuscation.residual", "obfuscation.settings", "obfuscation.services")
     allowed += ("obfuscation.replacement", "obfuscation.noisy_states", "obfuscation.split")
@@ -70,7 +81,7 @@ def test_only_recipes_import_concrete_attacks_and_defenses(module: str) -> None:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_transcripts_are_read_by_threat_metrics_and_the_audit_only(module: str) -> None:
-    readers = {"threat", "metrics", "auditing", "service_audit", "interfaces", "values"}
+    readers = {"threat", "metrics", "auditing", "service_audit", "interfaces", "values", "answers"}
     if family(module) in readers or module == "victims/step.py":
         return
     assert "Transcript" not in (ROOT / module).read_text(encoding="utf-8")

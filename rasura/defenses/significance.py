@@ -15,7 +15,7 @@ from torch import Generator, Tensor, nn
 
 from rasura.defenses.structure import blocks, embedding_parameters
 from rasura.interfaces import InputError
-from rasura.victims.models import classified
+from rasura.updates import classified
 
 SCORED = ("grad", "param", "prodsig", "random", "sens", "sens-exact", "sens-discrete")
 """Metrics that give every entry a score, of which the largest are sealed."""

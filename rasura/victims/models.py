@@ -278,21 +278,6 @@ def read_position(model: nn.Module) -> int | None:
     return {(0,): 0, (ids.shape[1] - 1,): -1}.get(tuple(read))
 
 
-def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) -> Tensor:
-    """Logits ``(texts, classes)`` of a classifier for word embeddings ``(texts, length, hidden)``, padded on the right.
-
-    A decoder's classifier reads the last token, which it looks for in the ids; given embeddings it would read the padding.
-    """
-    whole: Any = getattr(model, "get_base_model", lambda: model)()  # without the shell of LoRA
-    inputs = {"inputs_embeds": embedded, "attention_mask": mask, **rest}
-    if not isinstance(getattr(whole, "score", None), nn.Module):
-        logits: Tensor = model(**inputs).logits
-        return logits
-    states = whole.base_model(**inputs).last_hidden_state
-    last: Tensor = whole.score(states[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1])
-    return last
-
-
 def is_eager(model: nn.Module) -> bool:
     """Whether attention can be differentiated twice; fused attention cannot, and fails only at the first step."""
     return getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager"

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.victims.models import Linear, classified, parts
+from rasura.updates import classified
+from rasura.victims.models import Linear, parts
 
 
 @dataclass(frozen=True)
