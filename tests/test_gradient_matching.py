@@ -20,7 +20,6 @@ from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.recipes import parse_defense
 from rasura.rng import generator
 from rasura.threat import THREATS, observe
-from rasura.updates import classified
 from rasura.values import Grant, Message, Observation
 from rasura.victims.step import gradients, step
 
@@ -38,7 +37,9 @@ def explicit(model: nn.Module, names: list[str], e: Tensor, mask: Tensor, target
     for k in range(len(e)):
         for p in chosen.values():
             p.requires_grad_(True)
-        logits = classified(model, e[k], mask)
+        # As the client runs it, on ids, so that a decoder finds the end of a text; the embeddings are put in on the way.
+        with model.get_input_embeddings().register_forward_hook(lambda *_, k=k: e[k]):  # type: ignore[operator,misc]
+            logits = model(input_ids=torch.where(mask.bool(), 40, PAD), attention_mask=mask).logits
         loss = soft_cross_entropy(logits[None], targets[None])[0]
         found = dict(zip(chosen, torch.autograd.grad(loss, list(chosen.values()), create_graph=True)))
         terms = []
