@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from test_auditing import TEXTS, model_folder
 from test_cli import rasura_command, refused
 from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from transformers import get_scheduler
 
 from rasura.data.text import load_examples
 from rasura.interfaces import InputError
@@ -26,6 +28,7 @@ from rasura.victims.train import FineTuning, Recipe, batches, joined, nats, pred
 __all__ = ["model_folder"]
 
 RECIPE = Recipe(epochs=3, batch_size=4, learning_rate=1e-3, seed=5)
+LINEAR = replace(RECIPE, schedule="linear", warmup=1 / 3)
 
 
 def rows(task: str = "classification", count: int = 10) -> list[Batch]:
@@ -41,10 +44,10 @@ def figures(model: torch.nn.Module, some: list[Batch]) -> dict[str, float]:
     return classification(predictions(model, some, 0), [int(r.labels[0]) for r in some])
 
 
-def fine_tuning(folder: Path, defense: str = "none", seed: int = 0, **options: Any) -> FineTuning:
+def fine_tuning(folder: Path, defense: str = "none", seed: int = 0, recipe: Recipe = RECIPE, **options: Any) -> FineTuning:
     some = rows()
     return FineTuning(
-        tiny("bert", "classification", num_labels=2, seed=seed), some, parse_defense(defense), RECIPE, folder,
+        tiny("bert", "classification", num_labels=2, seed=seed), some, parse_defense(defense), recipe, folder,
         task="classification", vocabulary=VOCABULARY, evaluate=lambda m: figures(m, some), watched="accuracy", higher=True,
         **options,
     )  # fmt: skip
@@ -70,17 +73,21 @@ def test_batches_hold_every_text_once_and_those_of_like_length() -> None:
     assert padded < 1.15 * sum(lengths)
 
 
-def test_training_equals_the_plain_loop(tmp_path: Path) -> None:
-    run = fine_tuning(tmp_path)
+@pytest.mark.parametrize("recipe", [RECIPE, LINEAR], ids=["constant", "linear"])
+def test_training_equals_the_plain_loop(recipe: Recipe, tmp_path: Path) -> None:
+    run = fine_tuning(tmp_path, recipe=recipe)
     history = run.run()
     model = tiny("bert", "classification", num_labels=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=RECIPE.weight_decay)
+    kind = "constant" if recipe is RECIPE else "linear"
+    schedule = get_scheduler(kind, optimizer, num_warmup_steps=3, num_training_steps=9)
     some, best = rows(), (-1.0, {})
     for epoch in range(3):
         for part in batches([r.lengths[0] for r in some], 4, generator(5, "order", epoch)):
             optimizer.zero_grad()
             model(**joined([some[k] for k in part], 0).inputs()).loss.backward()
             optimizer.step()
+            schedule.step()
         accuracy = figures(model, some)["accuracy"]
         if accuracy > best[0]:
             best = (accuracy, {n: p.detach().clone() for n, p in model.named_parameters()})
@@ -99,7 +106,7 @@ def test_every_defense_trains_through_the_step(defense: str, tmp_path: Path) -> 
 
 
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = fine_tuning(tmp_path / "whole", "dropout:0.1")
+    whole = fine_tuning(tmp_path / "whole", "dropout:0.1", recipe=LINEAR)
     wanted = whole.run()
 
     class Stopped(Exception):
@@ -110,8 +117,8 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path) ->
             raise Stopped
 
     with pytest.raises(Stopped):
-        fine_tuning(tmp_path / "cut", "dropout:0.1").run(stop)
-    cut = fine_tuning(tmp_path / "cut", "dropout:0.1", seed=3)
+        fine_tuning(tmp_path / "cut", "dropout:0.1", recipe=LINEAR).run(stop)
+    cut = fine_tuning(tmp_path / "cut", "dropout:0.1", seed=3, recipe=LINEAR)
     found = cut.run()
     assert vars(found) == vars(wanted)
     theirs = dict(cut.model.named_parameters())
@@ -212,6 +219,9 @@ def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder:
     assert "unknown defense" in refused("train", data, *common, "--defense", "ghst")
     assert "holdout" in refused("train", data, *common, "--holdout", "1.5")
     assert "learning rate" in refused("train", data, *common, "--learning-rate", "0")
+    assert "constant or linear" in refused("train", data, *common, "--schedule", "cosine")
+    assert "warmup is 1.0" in refused("train", data, *common, "--schedule", "linear", "--warmup", "1")
+    assert "linear schedule" in refused("train", data, *common, "--warmup", "0.1")
     assert "too few" in refused("train", notes(tmp_path, "one.jsonl", 1), *common)
     assert "unknown task" in refused("train", data, *common, "--task", "vision")
 

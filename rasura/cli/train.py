@@ -72,6 +72,8 @@ def train(
     keep: Annotated[str, typer.Option(help="the weights of the best epoch, or of the last")] = "best",
     batch_size: Annotated[int, typer.Option(help="texts a step")] = 32,
     learning_rate: Annotated[float, typer.Option(help="of AdamW or SGD")] = 1e-4,
+    schedule: Annotated[str, typer.Option(help="of the learning rate: constant, or linear, which falls to 0")] = "constant",
+    warmup: Annotated[float, typer.Option(help="share of the steps over which a linear schedule rises first")] = 0.0,
     optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
     lora: Annotated[int, typer.Option(help="rank of adapters that are trained instead of the weights; 0: none")] = 0,
     holdout: Annotated[float, typer.Option(help="share of the training texts kept back for early stopping")] = 0.1,
@@ -100,6 +102,7 @@ def train(
     bits: Any = known("precision", precision, ("float32", "bf16"))
     noise: Any = "seeded" if seeded_noise else "secure"
     kept: Any = known("epoch to keep", keep, ("best", "last"))
+    course: Any = schedule  # which Recipe checks
     recipe = Recipe(
         epochs,
         batch_size,
@@ -110,6 +113,8 @@ def train(
         seed=seed,
         noise=noise,
         keep=kept,
+        schedule=course,
+        warmup=warmup,
     )
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
