@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from rasura import recipes
-from rasura.answers import ServiceObservation, ServiceTranscript
+from rasura.answers import ServiceObservation, ServiceTranscript, TokenReading
 from rasura.data.text import load_examples
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.metrics.service import BagF1, RougeL, TopTokens
+from rasura.metrics.text import rouge
 from rasura.obfuscation.services import Service
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.obfuscation.tokenizer import fixed_ids
-from rasura.options import options
 from rasura.records import write_whole
 from rasura.rng import generator
+from rasura.service_protection import learned, parsed, protected
 from rasura.threat import observe_service, service_transcript
+from rasura.training import Training
 from rasura.values import Task
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import load
 
 METRICS = (TopTokens(1), TopTokens(3), RougeL(), BagF1())
+
+CLIENT = "client"
+"""In place of an attack: what the client itself reads, of a model that generates."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class ServicePlan:
     """``limit`` texts of ``data`` of at least four words, sent behind each of ``protections`` (``obfuslm:k=10/epsilon=0.1``;
     see ``recipes.SERVICE_PROTECTIONS``) and read by each of ``attacks``, whose ``references`` texts come from ``reference``.
 
-    What is read is the service as it was uploaded, before any training.
+    ``weights``: what is read is the service as it was ``uploaded``, before any training, or as it was ``trained`` since.
     """
 
     data: str
@@ -48,13 +53,16 @@ class ServicePlan:
     references: int = 5000
     seed: int = 0
     budget: str = "quick"
+    weights: tuple[str, ...] = ("uploaded",)
 
     def checked(self) -> ServicePlan:
         """This plan, or ``InputError`` for what is wrong with it."""
         recipes.known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         recipes.known("budget", self.budget, ("quick", "default", "paper"))
         for text in self.protections:
-            _parsed(text)
+            parsed(text)
+        for name in self.weights:
+            recipes.known("weights", name, ("uploaded", "trained"))
         for name in self.attacks:
             recipes.known("attack on a service", name, recipes.SERVICE_ATTACKS)
         for name in ("limit", "references"):
@@ -63,39 +71,18 @@ class ServicePlan:
         return self
 
 
-def _parsed(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of a protection as it is written."""
-    name, _, rest = text.partition(":")
-    build = recipes.SERVICE_PROTECTIONS[recipes.known("protection of a service", name, recipes.SERVICE_PROTECTIONS)]
-    usual: dict[str, Any]
-    if name == "obfuslm":
-        usual = asdict(ObfuscationSettings())
-    else:
-        parameters = inspect.signature(recipes.built(build)).parameters
-        if "texts" in parameters:
-            raise InputError(f"{name} is trained with its task, so an audit before training says nothing of it")
-        usual = {n: p.default for n, p in parameters.items() if isinstance(p.default, bool | int | float | str)}
-    return name, options(name, rest, usual)
-
-
-def protected(text: str, victim: Victim, seed: int) -> Service:
-    """The service behind the protection ``text``; its key is drawn from ``seed``, since this is an experiment."""
-    name, wanted = _parsed(text)
-    build, rng = recipes.SERVICE_PROTECTIONS[name], generator(seed, "key", text)
-    if name == "obfuslm":
-        fixed = fixed_ids(victim.tokenizer, victim.vocabulary.size)
-        wanted = {"settings": ObfuscationSettings(**wanted), "fixed": fixed}
-    if "rng" in inspect.signature(recipes.built(build)).parameters:
-        wanted["rng"] = rng
-    service: Service = build(victim.model, victim.vocabulary, **wanted)
-    return service
-
-
 class ServiceAudit:
-    """A prepared audit: files read, so that what is wrong is said now. Iterate ``run``."""
+    """A prepared audit: files read, so that what is wrong is said now. Iterate ``run``.
 
-    def __init__(self, plan: ServicePlan, folder: str | Path) -> None:
-        self.plan, self.folder = plan.checked(), Path(folder)
+    ``training``: of the same model behind the same protections, which was run; needed where trained weights are read. What a
+    model that generates was sent is then the first half of every text, and how it goes on, which its client reads too.
+    """
+
+    def __init__(self, plan: ServicePlan, folder: str | Path, training: Training | None = None) -> None:
+        self.plan, self.folder, self.training = plan.checked(), Path(folder), training
+        for text in plan.protections:
+            if training is None and (learned(text) or "trained" in plan.weights):
+                raise InputError(f"{text}: reading it as it was trained needs a training, and this audit has none")
         texts = [t for e in load_examples(plan.data) if len((t := _text(e)).split()) > 3]
         if len(texts) < plan.limit:
             raise InputError(f"{plan.data} has {len(texts)} texts of four words or more; expected at least {plan.limit}")
@@ -103,49 +90,126 @@ class ServiceAudit:
         told = set(self.chosen)
         self.reference = tuple(t for e in load_examples(plan.reference) if (t := _text(e)) not in told)[: plan.references]
         task: Any = plan.task
-        self.victim = load(plan.model, task)
-        words = self.victim.vocabulary
-        self.ids = [(*words.prefix, *words.encode(t), *words.suffix)[: self.victim.max_length] for t in self.chosen]
-        known = hashlib.sha256(json.dumps([self.chosen, self.reference]).encode()).hexdigest()[:16]
+        self.victim = load(plan.model, task) if training is None else training.victim(plan.seed)
+        words, longest = self.victim.vocabulary, self.victim.max_length
+        if training is not None:
+            longest = min(longest, training.plan.max_length or longest)
+        room = longest - len(words.prefix) - len(words.suffix)
+        self.ids = [(*words.prefix, *words.encode(t)[:room], *words.suffix) for t in self.chosen]
+        known = hashlib.sha256(json.dumps([self.ids, self.reference]).encode()).hexdigest()[:16]
         said = {"model": plan.model, "task": plan.task, "seed": plan.seed, "budget": plan.budget}
-        self.about = {**said, "texts": known}
+        self.about = {**said, "texts": known} | ({"training": training.about} if training else {})
 
     def run(self, progress: Callable[[str], None] | None = None) -> Iterator[dict[str, Any]]:
         """Do the cells that the folder lacks, keeping and yielding each."""
+        tell = progress or (lambda what: None)
         for protection in self.plan.protections:
-            both: tuple[ServiceTranscript, ServiceObservation] | None = None
-            for attack in self.plan.attacks:
-                key = json.dumps([self.about, protection, attack], sort_keys=True)
-                path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-                if path.exists():
-                    yield json.loads(path.read_text(encoding="utf-8"))
-                    continue
-                if progress is not None:
-                    progress(f"{attack} / {protection}")
-                both = both or self._sent(protection)
-                row = {"protection": protection, "attack": attack, **self.about, **self._cell(attack, *both)}
-                self.folder.mkdir(parents=True, exist_ok=True)
-                write_whole(path, json.dumps(row))
+            service = cache(partial(self._service, protection))
+            answers = None
+            if self.training is not None and self.plan.task == "causal":
+                row = self._kept(protection, CLIENT, "trained", lambda: self._continued(service("trained")), tell)  # noqa: B023
                 yield row
+                answers = [tuple(ids) for ids in row["answers"]]
+            for weights in ("trained",) if learned(protection) else self.plan.weights:
+                both = cache(lambda: self._sent(protection, service(weights), answers))  # noqa: B023
+                for attack in self.plan.attacks:
+                    yield self._kept(protection, attack, weights, lambda: self._cell(attack, *both(), answers), tell)  # noqa: B023
 
-    def _sent(self, protection: str) -> tuple[ServiceTranscript, ServiceObservation]:
+    def _kept(
+        self, protection: str, attack: str, weights: str, make: Callable[[], dict[str, Any]], tell: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """One row, made only where the folder lacks it."""
+        key = json.dumps([self.about, protection, attack, weights], sort_keys=True)
+        path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+        if not path.exists():
+            tell(f"{attack} / {protection}")
+            row = {"protection": protection, "attack": attack, "weights": weights, **self.about, **make()}
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(row))
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def _service(self, protection: str, weights: str) -> Service:
+        seed = self.plan.seed
+        if self.training is None:
+            return protected(protection, self.victim, seed)
+        if weights == "trained":
+            return self.training.trained_service(protection, seed)
+        return self.training.service(protection, self.victim, seed)
+
+    def _prompts(self) -> list[tuple[int, ...]]:
+        return [ids[: max(1, len(ids) // 2)] for ids in self.ids]
+
+    def _continued(self, service: Service) -> dict[str, Any]:
+        """How the service goes on after the first half of every text, in the client's ids, and how near that is to the other
+        half."""
+        start, prompts = time.process_time(), self._prompts()
+        if not hasattr(service.served, "generate"):
+            raise InputError(f"{service.mechanism.name}: a client that sends states cannot have text generated")
+        back = service.tokens.argsort()
+        sent = service.sent(prompts, generator(self.plan.seed, "prompts"))
+        answers: list[list[int]] = []
+        for text, given in zip(self.ids, sent):
+            ids, more = torch.tensor([given]), len(text) - len(given)
+            with torch.no_grad():
+                said = service.served.generate(  # type: ignore[operator]  # a Hugging Face model
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=more, do_sample=False,
+                    eos_token_id=self.victim.tokenizer.eos_token_id, pad_token_id=self.victim.vocabulary.pad_id or 0,
+                )  # fmt: skip
+            answers.append(back[said[0, len(given) :]].tolist())
+        return {
+            "status": "ok", "reason": "", "scores": self._likeness(answers), "answers": answers,
+            "cpu_seconds": time.process_time() - start,
+        }  # fmt: skip
+
+    def _likeness(self, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+        """ROUGE of ``answers`` with the second half of every text."""
+        text, out = self.victim.vocabulary.text, {}
+        true = [text(ids[len(p) :]) for ids, p in zip(self.ids, self._prompts())]
+        for kind in ("rouge1", "rougeL"):
+            score = rouge(kind).score
+            out[f"continuation_{kind}"] = [score(a, text(b)) for a, b in zip(true, answers, strict=True)]
+        return out
+
+    def _sent(
+        self, protection: str, service: Service, answers: Sequence[tuple[int, ...]] | None
+    ) -> tuple[ServiceTranscript, ServiceObservation]:
         """The texts behind ``protection``, and what its operator sees of them: the same for every attack."""
-        service = protected(protection, self.victim, self.plan.seed)
-        truth = service_transcript(service, self.ids, generator(self.plan.seed, "sent", protection))
+        ids = self.ids if answers is None else [p + a for p, a in zip(self._prompts(), answers)]
+        truth = service_transcript(service, ids, generator(self.plan.seed, "sent", protection))
         return truth, observe_service(truth, reference_text=self.reference)
 
-    def _cell(self, attack: str, truth: ServiceTranscript, seen: ServiceObservation) -> dict[str, Any]:
+    def _cell(
+        self, attack: str, truth: ServiceTranscript, seen: ServiceObservation, answers: Sequence[tuple[int, ...]] | None
+    ) -> dict[str, Any]:
         level: Any = self.plan.budget
         start, scores, status, why = time.process_time(), {}, "ok", ""
         try:
             guess = recipes.SERVICE_ATTACKS[attack]()(seen, rng=generator(self.plan.seed, attack), budget=Budget(level))
-            found = {m.name: m(guess, truth) for m in METRICS}
-            scores = {n: list(v) for n, v in found.items() if v is not None}
+            scores = _scores(guess, truth) if answers is None else self._scores_of_halves(guess, truth)
         except NotApplicable as reason:
             status, why = "not_applicable", str(reason)
         except AttackFailed as reason:
             status, why = "failed", str(reason)
         return {"status": status, "reason": why, "scores": scores, "cpu_seconds": time.process_time() - start}
+
+    def _scores_of_halves(self, guess: TokenReading, truth: ServiceTranscript) -> dict[str, list[float]]:
+        """What was read of the prompts; of the answers; and how near these, as read, are to how the texts go on."""
+        cuts = [len(p) for p in self._prompts()]
+        prompts, answers = (
+            (
+                TokenReading(tuple(r[part] for r, part in zip(guess.ranked, parts)), guess.ordered),
+                replace(truth, ids=tuple(ids[part] for ids, part in zip(truth.ids, parts))),
+            )
+            for parts in ([slice(n) for n in cuts], [slice(n, None) for n in cuts])
+        )
+        out = _scores(*prompts) | {f"answer_{name}": values for name, values in _scores(*answers).items()}
+        return out | self._likeness([r[:, 0].tolist() for r in answers[0].ranked])
+
+
+def _scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, list[float]]:
+    found = {m.name: m(guess, truth) for m in METRICS}
+    return {name: list(values) for name, values in found.items() if values is not None}
 
 
 def _text(example: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import nn
 
 from rasura.accounting import Guarantee, Run, assumes_poisson, checked_delta, formal, guarantee
@@ -18,9 +20,12 @@ from rasura.auditing import versions
 from rasura.data.text import Example, data_hash, encode, load_examples
 from rasura.interfaces import Defense, InputError
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
+from rasura.obfuscation.services import Service
 from rasura.recipes import known, parse_defense
 from rasura.records import canonical, write_whole
 from rasura.rng import generator
+from rasura.service_protection import parsed
+from rasura.service_protection import protected as protected_service
 from rasura.values import Batch, Task
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import defended
@@ -34,7 +39,8 @@ class TrainPlan:
     ``holdout``: share of the training texts that early stopping looks at, unprotected; without ``test`` they are what the
     model is judged on. ``limit``: training texts used, drawn by the first seed; None for all. ``max_length``: tokens that a
     text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights. ``delta``: probability with
-    which a formal guarantee may fail; None for a tenth of 1 / number of training texts.
+    which a formal guarantee may fail; None for a tenth of 1 / number of training texts. ``service``: ``defenses`` are
+    protections of a model service (``recipes.SERVICE_PROTECTIONS``), which is sent all texts, those it is judged on too.
     """
 
     data: str
@@ -51,12 +57,20 @@ class TrainPlan:
     seeds: int = 1
     delta: float | None = None
     recipe: Recipe = field(default_factory=Recipe)
+    service: bool = False
+
+    def parts(self, defense: str) -> Defense:
+        """What ``defense`` does in a training step; nothing where it protects a service."""
+        if not self.service:
+            return parse_defense(defense)
+        parsed(defense)
+        return ()
 
     def checked(self) -> TrainPlan:
         """This plan, or ``InputError`` for what is wrong with it."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         for text in self.defenses:
-            parse_defense(text)
+            self.parts(text)
         if not 0 < self.holdout < 1:
             raise InputError(f"holdout is {self.holdout}; expected a share of the training texts between 0 and 1")
         for name in ("limit", "seeds", "max_length"):
@@ -67,6 +81,8 @@ class TrainPlan:
             checked_delta(self.delta)
         if self.lora < 0:
             raise InputError(f"lora is {self.lora}; expected a rank, or 0 to train all weights")
+        if self.service and self.lora:
+            raise InputError(f"lora is {self.lora}; behind protections of a service all weights are trained")
         return self
 
 
@@ -83,14 +99,16 @@ class Training:
         victim = self.victim(plan.recipe.seed)
         self.pad = victim.vocabulary.pad_id or 0
         kept, held = self._parted(everything)
+        start = time.process_time()
         self.rows = self._encoded(victim, kept)
+        self.encoding = time.process_time() - start
         self.held = self._encoded(victim, held)
         self.test = self.held if tested is None else self._encoded(victim, tested)
         for text in plan.defenses:
-            enough(parse_defense(text), victim.model, self.rows)
+            enough(plan.parts(text), victim.model, self.rows)
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(asdict(plan)))}
         for defense in plan.defenses:
-            self._guarantee(parse_defense(defense), ())
+            self._guarantee(plan.parts(defense), ())
         self._claim()
 
     def _guarantee(self, parts: Defense, sizes: Sequence[int]) -> Guarantee:
@@ -157,47 +175,83 @@ class Training:
     ) -> dict[str, Any]:
         wall, cpu = time.perf_counter(), time.process_time()
         plan, victim = self.plan, self.victim(seed)
-        parts = parse_defense(defense)
+        parts = plan.parts(defense)
         vocabulary = victim.vocabulary
-        rows = self.protected_rows(
-            defense, victim,
-            None if progress is None else lambda done, total: progress(f"{defense}: protecting", done, total, {}),
-        )  # fmt: skip
-        model = with_fresh_adapter(victim, plan.lora, seed)
+        service = self.service(defense, victim, seed) if plan.service else None
+        held, test = self.held, self.test
+        if service is not None:
+            rng, model = generator(seed, "sent", defense), service.served
+            rows, held, test = (sent(service, some, rng) for some in (self.rows, held, test))
+        else:
+            rows = self.protected_rows(
+                defense, victim,
+                None if progress is None else lambda done, total: progress(f"{defense}: protecting", done, total, {}),
+            )  # fmt: skip
+            model = with_fresh_adapter(victim, plan.lora, seed)
+        protecting = time.process_time() - cpu
         watched = "accuracy" if plan.task == "classification" else "loss"
-        before = self._figures(model, self.test)
+        before = self._figures(model, test)
         with defended(model, parts):
             told = self._guarantee(parts, [p.numel() for p in model.parameters() if p.requires_grad])
-        mechanisms = [p.mechanism for p in parts]
+        mechanisms = [p.mechanism for p in parts] if service is None else [service.mechanism]
         run = FineTuning(
             model, rows, parts, replace(plan.recipe, seed=seed), place, task=victim.task, vocabulary=vocabulary,
-            evaluate=lambda m: self._figures(m, self.held), watched=watched, higher=HIGHER_IS_BETTER[watched],
+            evaluate=lambda m: self._figures(m, held), watched=watched, higher=HIGHER_IS_BETTER[watched],
             poisson=assumes_poisson(mechanisms), secret=plan.recipe.noise == "secure" and formal(mechanisms) is not None,
         )  # fmt: skip
         history = run.run(
             None if progress is None else lambda done, total, told: progress(f"{defense}: epoch", done, total, told)
         )
-        saved = getattr(model, "save_pretrained", None)
-        if saved is not None:
+        if service is not None:
+            save_model(model, str(place / SERVED))
+        elif (saved := getattr(model, "save_pretrained", None)) is not None:
             saved(place / "model", safe_serialization=True)
             victim.tokenizer.save_pretrained(place / "model")
         result = {
             "defense": defense, "seed": seed, "task": plan.task, "model": Path(plan.model).name, "data": self.about["data"],
-            "n_train": len(rows), "n_holdout": len(self.held), "n_test": len(self.test),
-            "tested_on": "test" if plan.test else "holdout", "before": before, "after": self._figures(model, self.test),
+            "n_train": len(rows), "n_holdout": len(held), "n_test": len(test),
+            "tested_on": "test" if plan.test else "holdout", "before": before, "after": self._figures(model, test),
             "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
-            "mechanism": [asdict(p.mechanism) | {"stage": p.stage.value} for p in parts], "lora": plan.lora,
+            "mechanism": [asdict(m) | {"stage": m.stage.value} for m in mechanisms], "lora": plan.lora,
             "privacy": told.told(), "noise": plan.recipe.noise,
             "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
+            "encode_seconds": self.encoding, "protect_seconds": protecting,
             "device": self.device, "versions": versions(),
         }  # fmt: skip
         run.finish(result)
         return result
 
     def _figures(self, model: nn.Module, rows: Sequence[Batch]) -> dict[str, float]:
-        if self.plan.task == "classification":
-            return classification(predictions(model, rows, self.pad), [int(r.labels[0]) for r in rows])
-        return causal(*nats(model, rows, self.pad))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.plan.recipe.seed)  # where a service draws noise, the same for every epoch
+            if self.plan.task == "classification":
+                return classification(predictions(model, rows, self.pad), [int(r.labels[0]) for r in rows])
+            return causal(*nats(model, rows, self.pad))
+
+    def service(self, protection: str, victim: Victim, seed: int) -> Service:
+        """The service of ``victim`` behind ``protection`` before training; it shares no weight with the public model."""
+        made = protected_service(protection, victim, seed, [row.ids(0) for row in self.rows])
+        return replace(made, served=copy.deepcopy(made.served)) if made.served is made.public else made
+
+    def trained_service(self, protection: str, seed: int) -> Service:
+        """The same after training, which ``run`` has done."""
+        made = self.service(protection, self.victim(seed), seed)
+        load_model(made.served, str(self.folder / folder_of(protection, seed) / SERVED))
+        made.served.eval()
+        return made
+
+
+SERVED = "served.safetensors"
+
+
+def sent(service: Service, rows: Sequence[Batch], rng: torch.Generator) -> list[Batch]:
+    """Texts, one a batch, as a client sends them (or, where states are sent, what it computes them of)."""
+    out = []
+    for row, new in zip(rows, service.sent([row.ids(0) for row in rows], rng), strict=True):
+        ids = torch.tensor([new])
+        labels = torch.where(row.labels == -100, row.labels, ids) if row.labels.dim() == 2 else row.labels
+        out.append(replace(row, input_ids=ids, labels=labels))
+    return out
 
 
 def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | None, truncate: bool) -> list[Batch]:

@@ -46,8 +46,9 @@ def study(
     )  # fmt: skip
     place = folder or Path("runs/studies") / name.replace("/", "-")
     if isinstance(plan, ServicePlan):
-        rows = served(plan, place, as_json)
-        text, figure = tables.service_section(found, plan, rows), figures.of_service(found, plan, rows)
+        training = files.prepared_training(found, plan) if found.train else None
+        worth, rows = served(plan, place, training, as_json)
+        text, figure = tables.service_section(found, plan, rows, worth), figures.of_service(found, plan, rows)
     elif isinstance(plan, TrainPlan):
         text, figure = of_training(found, plan, place, as_json)
     else:
@@ -104,17 +105,20 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
     return text, deviations.deviations_figure(compared)
 
 
-def served(plan: Any, folder: Path, as_json: bool) -> list[dict[str, Any]]:
+def served(plan: Any, folder: Path, training: Any, as_json: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What a service is worth behind each protection, where it is trained, and what each attack reads there."""
     from rasura.service_audit import ServiceAudit
+    from rasura.training import Training
 
+    place = folder / "training"
+    worth = trained(training, place, "cpu", as_json) if training else []
     with err.status("loading the model and the texts"):
-        prepared = ServiceAudit(plan, folder)
+        prepared = ServiceAudit(plan, folder, Training(training, place) if training else None)
     rows = []
     with watched() as bar:
-        line = bar.add_task("", total=len(plan.protections) * len(plan.attacks))
+        line = bar.add_task("", total=None)
         for row in prepared.run(lambda what: bar.update(line, description=what)):
             rows.append(row)
-            bar.advance(line)
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
-    return rows
+    return worth, rows

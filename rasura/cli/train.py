@@ -83,6 +83,7 @@ def train(
     num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
     max_length: Annotated[int | None, typer.Option(help="tokens a text may have")] = None,
+    service: Annotated[bool, typer.Option("--service", help="defenses protect a model service: none,obfuslm:k=10")] = False,
     precision: Annotated[str, typer.Option(help="float32 or bf16")] = "float32",
     delta: Annotated[float | None, typer.Option(help="of a formal guarantee; default a tenth of 1 / texts")] = None,
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="repeatable, and without any guarantee")] = False,
@@ -118,7 +119,7 @@ def train(
     )
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
-        delta, recipe,
+        delta, recipe, service,
     )  # fmt: skip
     trained(plan, folder, device_named(device), as_json)
 

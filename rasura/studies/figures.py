@@ -78,10 +78,10 @@ def of_service(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]
     """As ``of_audit``, over the last number of each protection."""
     found: Cells = {}
     guesses: dict[float, list[float]] = {}
-    metric = study.metrics[0]
+    metric = next(m for m in study.metrics if m not in HIGHER_IS_BETTER)
     for r in rows:
-        if (known := strength(r["protection"])) is not None:
-            cell = guesses if r["attack"] == "blind" else found.setdefault((r["attack"], known[0]), {})
+        if r["attack"] in plan.attacks and (known := strength(r["protection"])) is not None:
+            cell = guesses if r["attack"] == "blind" else found.setdefault((r["attack"], known[0], r["weights"]), {})
             cell.setdefault(known[1], []).extend(r["scores"].get(metric, []))
     curves = _curves(found, plan.attacks, metric)
     return _over(curves, guesses, _strength_of(found), metric) if curves else None

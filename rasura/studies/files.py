@@ -22,7 +22,7 @@ PLANS = ("plan", "train", "membership", "deviations", "service")
 """Tables of a study file that say what is run."""
 
 CELL = ("attack", "update", "defense", "threat", "batch_size")
-"""What names a row of the results; ``protection`` and ``attack`` do in those of a service."""
+"""What names a row of the results; ``protection``, ``attack`` and ``weights`` do in those of a service."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Study:
     those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text. ``plan``: an audit
     (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``). With both an audit
     and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
-    the audit's, each for the same protection. ``membership``: the attacks on every model of a training.
+    the audit's, each for the same protection; a service is trained on its ``reference``, judged on its ``data``.
+    ``membership``: the attacks on every model of a training.
     ``deviations``: how many texts of a training are compared with their substitutes, before every model.
     """
 
@@ -71,12 +72,14 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         known(f"key in {path}", key, ("title", "source", "differs", "metrics", *PLANS, "figures"))
     for figure in found.get("figures", []):
         for key in figure:
-            known(f"key of a figure in {path}", key, (*CELL, "protection", "paper", *(["model"] * ("deviations" in found))))
-    if "service" in found and len(found.keys() & set(PLANS)) > 1:
-        raise InputError(f"{path}: the table service stands alone; expected no other of {', '.join(PLANS)}")
+            more = ("model",) * ("deviations" in found) + ("protection", "weights") * ("service" in found)
+            known(f"key of a figure in {path}", key, (*CELL, *more, "paper"))
+    if "service" in found and found.keys() & (set(PLANS) - {"service", "train"}):
+        raise InputError(f"{path}: beside the table service only train can stand")
     if "membership" in found and ("train" not in found or "plan" in found):
         raise InputError(f"{path}: the table membership attacks the models of a training; expected train beside it alone")
-    training = _training(found["train"], str(path)) if "train" in found else None
+    service = service_plan_of(found["service"], str(path)) if "service" in found else None
+    training = _training(found["train"], str(path), service) if "train" in found else None
     attacked = _membership(found["membership"], training, str(path)) if training and "membership" in found else None
     compared = found.get("deviations", {})
     for key in compared:
@@ -85,8 +88,8 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         raise InputError(f"{path}: deviations compare two trainings; expected train alone, with none and one other defense")
     plan: Plan | TrainPlan | ServicePlan
     usual: tuple[str, ...]
-    if "service" in found:
-        plan, usual = service_plan_of(found["service"], str(path)), ("top1", "top3", "rougeL")
+    if service is not None:
+        plan, usual = service, ("top1", "top3", "rougeL")
     elif training is not None and "plan" not in found:
         plan, usual, training = training, ("auc", "leakage") if attacked else ("accuracy", "f1"), None
     else:
@@ -107,13 +110,22 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     )
 
 
-def _training(found: Mapping[str, Any], source: str) -> TrainPlan:
-    own = {f.name for f in fields(TrainPlan)} - {"recipe"}
+def _training(found: Mapping[str, Any], source: str, service: ServicePlan | None) -> TrainPlan:
+    own = {f.name for f in fields(TrainPlan)} - {"recipe", "service", *(_SERVED if service else ())}
     recipe = {f.name for f in fields(Recipe)}
     for key in found:
         known(f"key in {source}", key, own | recipe)
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own}
+    values |= _of_service(service) if service else {}
     return TrainPlan(**values, recipe=Recipe(**{"noise": "seeded", **{k: v for k, v in found.items() if k in recipe}}))
+
+
+_SERVED = ("data", "test", "model", "task", "defenses")
+"""Fields of the training of a service, which its audit gives."""
+
+
+def _of_service(plan: ServicePlan) -> dict[str, Any]:
+    return {**dict(zip(_SERVED, (plan.reference, plan.data, plan.model, plan.task, plan.protections))), "service": True}
 
 
 def _membership(found: Mapping[str, Any], training: TrainPlan, source: str) -> MembershipPlan:
@@ -147,9 +159,12 @@ def prepared(study: Study, **changes: Any) -> Plan | TrainPlan | ServicePlan:
     return replace(plan, metrics=metrics, **given).checked()
 
 
-def prepared_training(study: Study, plan: Plan, data: str | None = None) -> TrainPlan:
+def prepared_training(study: Study, plan: Plan | ServicePlan, data: str | None = None) -> TrainPlan:
     """The training beside the audit ``plan`` of a study that has both: the same model and seeds, the defenses paired."""
     assert study.train is not None
+    if isinstance(plan, ServicePlan):
+        recipe = replace(study.train.recipe, seed=plan.seed)
+        return replace(study.train, **_of_service(plan), recipe=recipe).checked()
     assert isinstance(study.plan, Plan)
     unknown = [d for d in plan.defenses if d not in study.plan.defenses]
     if unknown:

@@ -139,21 +139,54 @@ def _rate(score: Mapping[str, Any] | None) -> str:
     return f"{100 * score['mean']:.1f}{ends}"
 
 
-def service_section(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> str:
-    """As ``section``, of a model service: what each attack reads behind each protection, before any training."""
-    heads = [NAMES.get(m, m) for m in study.metrics]
-    columns = ["protection", "attack", *heads, "CPU s", f"paper ({' / '.join(heads)})"]
+def service_section(
+    study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]], worth: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """As ``section``, of a model service: what it is worth behind each protection, of the trainings ``worth`` if any, and
+    what each attack reads there."""
+    useful = [m for m in study.metrics if m in HIGHER_IS_BETTER]
+    risky = [m for m in study.metrics if m not in useful]
+    heads = [NAMES.get(m, m) for m in risky]
+    told = len(plan.weights) > 1 or bool(worth)
+    columns = ["protection", "attack", *(["weights"] * told), *heads, "CPU s", f"paper ({' / '.join(heads)})"]
     about = (
         f"{plan.limit} texts of {Path(plan.data).name}, {plan.references} of {Path(plan.reference).name} for the adversary"
     )
+    if worth:
+        about += f"; trained on {worth[0]['n_train']} of these, judged on {worth[0]['n_test']} of {Path(plan.data).name}"
+    if worth and "accuracy" in useful:
+        about += f", where 95 % of chance is ±{_half_width(worth):.1f} of accuracy"
     lines = head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}", columns)
+    if worth:
+        lines = [*lines[:-2], *_worth_of_services(study, useful, worth), "", *lines[-2:]]
     reasons = set()
     for r in rows:
-        ours = [_level(r["scores"].get(m, []), m) for m in study.metrics]
-        lines.append(row_of([r["protection"], r["attack"], *ours, f"{r['cpu_seconds']:.0f}", study.figure(r)]))
+        ours = [_level(r["scores"].get(m, []), m) for m in risky]
+        first = [r["protection"], r["attack"], *([r["weights"]] * told)]
+        lines.append(row_of([*first, *ours, f"{r['cpu_seconds']:.0f}", study.figure(r)]))
         if r["reason"]:
             reasons.add(f"- {r['attack']}: {r['reason']}")
     return "\n".join([*lines, "", *sorted(reasons), ""])
+
+
+def _worth_of_services(study: Study, useful: Sequence[str], worth: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of trainings behind protections of a service. The paper's figures are those of the attack ``training``."""
+    heads = [NAMES.get(m, m) for m in useful]
+    columns = ["protection", "seeds", *heads, f"untrained {heads[0]}", "epochs", "CPU s to tokenize", "to protect", "in all"]
+    lines = [row_of([*columns, f"paper ({' / '.join(heads)})"]), "|" + "---|" * (len(columns) + 1)]
+    for protection, group in groupby(worth, key=lambda r: str(r["defense"])):
+        some = list(group)
+        ours = [_spread([r["after"][m] for r in some], m) for m in useful]
+        before = _spread([r["before"][useful[0]] for r in some], useful[0])
+        epochs, spent, seconds = (sum(r[k] for r in some) / len(some) for k in ("epochs", "protect_seconds", "cpu_seconds"))
+        figure = study.figure({"protection": protection, "attack": "training"})
+        lines.append(
+            row_of([protection, len(some), *ours, before, f"{epochs:.0f}", f"{spent:.1f}", f"{seconds:.0f}", figure])
+        )
+    return lines
+
+
+_SPENT = ("encode", "protect", "cpu")
 
 
 def _half_width(rows: Sequence[Mapping[str, Any]]) -> float:
@@ -197,6 +230,10 @@ NAMES = {
     "top1": "top-1",
     "top3": "top-3",
     "bag_f1": "bag F1",
+    "answer_top1": "answer top-1",
+    "answer_rougeL": "answer R-L",
+    "continuation_rouge1": "continuation R-1",
+    "continuation_rougeL": "continuation R-L",
     "rouge1": "R-1",
     "rouge2": "R-2",
     "rougeL": "R-L",

@@ -1,0 +1,64 @@
+"""Protections of a model service as they are written: ``obfuslm:k=10/epsilon=0.1`` (``recipes.SERVICE_PROTECTIONS``)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from rasura import recipes
+from rasura.interfaces import InputError
+from rasura.obfuscation.services import Service
+from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.obfuscation.tokenizer import fixed_ids
+from rasura.options import options
+from rasura.rng import generator
+from rasura.victims.loading import Victim
+
+
+def parsed(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of the protection ``text``. Raises ``InputError`` for those that do not exist."""
+    name, _, rest = text.partition(":")
+    known = recipes.known("protection of a service", name, recipes.SERVICE_PROTECTIONS)
+    usual: dict[str, Any] = asdict(ObfuscationSettings())
+    if name != "obfuslm":
+        given = _parameters(known)
+        usual = {n: p.default for n, p in given.items() if isinstance(p.default, bool | int | float | str)}
+    wanted = options(name, rest, usual)
+    if name == "obfuslm":
+        ObfuscationSettings(**wanted)
+    return name, wanted
+
+
+def learned(text: str) -> bool:
+    """Whether the protection is trained together with the task: there is no service before that."""
+    return "texts" in _parameters(parsed(text)[0])
+
+
+def protected(text: str, victim: Victim, seed: int, texts: Sequence[Sequence[int]] = ()) -> Service:
+    """The service of ``victim`` behind the protection ``text``; its key is drawn from ``seed``, since this is an experiment.
+
+    ``texts``: the client's training texts in its own ids, which a protection that is ``learned`` needs.
+    """
+    name, wanted = parsed(text)
+    given = _parameters(name)
+    if name == "obfuslm":
+        fixed = fixed_ids(victim.tokenizer, victim.vocabulary.size)
+        wanted = {"settings": ObfuscationSettings(**wanted), "fixed": fixed}
+    if "rng" in given:
+        wanted["rng"] = generator(seed, "key", text)
+    if "texts" in given:
+        if not texts:
+            raise InputError(f"{name} is trained with its task; expected training texts")
+        wanted["texts"] = texts
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # which CAPE's adversary begins with
+        service: Service = recipes.SERVICE_PROTECTIONS[name](victim.model, victim.vocabulary, **wanted)
+    return service
+
+
+def _parameters(name: str) -> Any:
+    return inspect.signature(recipes.built(recipes.SERVICE_PROTECTIONS[name])).parameters

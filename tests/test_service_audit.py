@@ -1,0 +1,230 @@
+"""The audit of a model service and its training, alone and in studies: exact laws, resumption, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from test_auditing import TEXTS, model_folder
+from test_cli import rasura_command, refused
+from test_studies import notes, study_folder
+from tiny import SEP, tiny, tokenizer_folder
+from typer.testing import CliRunner
+
+from rasura.cli import app
+from rasura.interfaces import InputError
+from rasura.service_audit import ServiceAudit, ServicePlan
+from rasura.studies.figures import of_service
+from rasura.studies.files import load_study, prepared
+from rasura.training import Training, TrainPlan
+from rasura.victims.train import Recipe
+
+__all__ = ["model_folder"]
+
+
+SERVICE = """
+title = "Four"
+source = "A paper, Table 4"
+differs = ["everything"]
+metrics = ["top1"]
+
+[service]
+data = "notes.jsonl"
+reference = "more.jsonl"
+protections = ["none", "obfuslm:k=1", "sentinellms:times=2", "dp-forward:epsilon=1"]
+attacks = ["blind", "knn", "preimage"]
+limit = 2
+
+[[figures]]
+protection = "obfuslm:k=1"
+attack = "knn"
+paper = "12.3"
+"""
+
+
+def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, SERVICE.replace("[service]", f'[service]\nmodel = "{model_folder}"'))
+    monkeypatch.chdir(tmp_path)
+    for name, texts in (("notes", TEXTS), ("more", [f"{t} w9 w8" for t in TEXTS])):
+        notes(tmp_path / f"{name}.jsonl", texts)
+    results = tmp_path / "studies" / "RESULTS.md"
+    assert CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False).exit_code == 0
+    rows = {tuple(line.strip("| ").split(" | ")[:2]): line for line in results.read_text().splitlines() if " | " in line}
+    assert "](figures/" not in results.read_text()  # no protection at two strengths, so no curve
+    # A permuted table's rows are the public ones: the nearest names them; noise hides them.
+    assert "| 100.0 [100, 100] |" in rows["obfuslm:k=1", "knn"] and rows["obfuslm:k=1", "knn"].endswith("| 12.3 |")
+    assert "| 100.0 [100, 100] |" in rows["none", "knn"] and "| 100.0" not in rows["dp-forward:epsilon=1", "knn"]
+    assert "| – |" in rows["none", "preimage"] and "- preimage:" in results.read_text()
+    kept = sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json"))
+    first = results.read_text()
+    arguments = ["study", "one", "--data", str(tmp_path)]
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    assert results.read_text() == first and sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json")) == kept
+    few = CliRunner().invoke(app, [*arguments, "--limit", "99", "--out", "other"])
+    assert isinstance(few.exception, InputError) and "expected at least 99" in str(few.exception)
+
+
+def test_curves_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
+    three = '"obfuslm:k=1/epsilon=0.1", "obfuslm:k=1/epsilon=3.0", "obfuslm:k=5/epsilon=0.1",'
+    body = SERVICE.replace('"none", "obfuslm:k=1",', three).split("[[figures]]")[0]
+    study = load_study("one", study_folder(tmp_path, body))
+    plan = prepared(study, data=str(tmp_path))
+    assert isinstance(plan, ServicePlan)
+    heights = zip(plan.protections, (0.1, 0.9, 0.3))
+    rows = [{"protection": p, "attack": "knn", "weights": "uploaded", "scores": {"top1": [0.5, y]}} for p, y in heights]
+    figure = of_service(study, plan, rows)
+    assert figure is not None and [c.name for c in figure.curves] == ["knn"]
+    assert [round(p[1], 6) for p in figure.curves[0].points] == [30.0, 70.0]
+    rows.append({**rows[2], "protection": "obfuslm:k=5/epsilon=3.0"})
+    figure = of_service(study, plan, rows)
+    assert figure is not None
+    assert [c.name for c in figure.curves] == ["knn, obfuslm:k=1/epsilon", "knn, obfuslm:k=5/epsilon"]
+
+
+TRAINED = """
+title = "Two"
+source = "A paper, Table 2"
+differs = ["everything"]
+metrics = ["accuracy", "loss", "top1"]
+
+[service]
+data = "notes.jsonl"
+reference = "more.jsonl"
+protections = ["none", "obfuslm:k=1", "santext+:epsilon=1", "cape:depth=1"]
+attacks = ["knn", "invbert"]
+weights = ["uploaded", "trained"]
+limit = 2
+
+[train]
+epochs = 2
+batch_size = 4
+holdout = 0.3
+seeds = 2
+
+[[figures]]
+protection = "obfuslm:k=1"
+attack = "training"
+paper = "45.6"
+"""
+
+
+def table(path: Path) -> dict[tuple[str, ...], list[str]]:
+    """The rows of a Markdown file's tables by their first three cells."""
+    rows = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if " | " in line]
+    return {tuple(cells[:3]): cells for cells in rows}
+
+
+def test_a_study_trains_a_service_and_reads_it_before_and_after(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, TRAINED.replace("[service]", f'[service]\nmodel = "{model_folder}"'))
+    monkeypatch.chdir(tmp_path)
+    for name, texts in (("notes", TEXTS), ("more", [f"{t} w{k}" for t in TEXTS for k in range(5)])):
+        notes(tmp_path / f"{name}.jsonl", list(texts))
+    arguments, results = ["study", "one", "--data", str(tmp_path)], tmp_path / "studies" / "RESULTS.md"
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    first, rows = results.read_text(), table(results)
+    plain, permuted = rows["none", "2", rows_of(rows, "none")], rows["obfuslm:k=1", "2", rows_of(rows, "obfuslm:k=1")]
+    # Other ids for the same tokens change nothing of what is learned.
+    assert plain[2:4] == permuted[2:4] and permuted[-1] == "45.6"
+    for protection in ("none", "obfuslm:k=1"):
+        assert rows[protection, "knn", "uploaded"][3] == "100.0 [100, 100]"
+        assert float(rows[protection, "knn", "trained"][3].split(" ")[0]) > 50  # learning moved the rows a little
+    assert ("cape:depth=1", "knn", "trained") in rows and ("cape:depth=1", "knn", "uploaded") not in rows
+    kept = sorted(
+        p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json") if p.name not in ("plan.json", "rows.json")
+    )
+    assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
+    again = sorted(
+        p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json") if p.name not in ("plan.json", "rows.json")
+    )
+    assert results.read_text() == first and kept == again
+
+
+def written(folder: Path) -> dict[Path, int]:
+    """When each result in ``folder`` was written."""
+    return {p: p.stat().st_mtime_ns for p in folder.rglob("*.json") if p.name not in ("plan.json", "rows.json")}
+
+
+def rows_of(rows: dict[tuple[str, ...], list[str]], protection: str) -> str:
+    """The third cell of the training's row of ``protection``."""
+    return next(key[2] for key in rows if key[:2] == (protection, "2"))
+
+
+def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path) -> None:
+    model = tokenizer_folder(tiny("llama", "causal"), tmp_path / "model")
+    texts = [" ".join(f"w{20 + (7 * k + n) % 20}" for n in range(8 + k % 3)) for k in range(20)]
+    notes(tmp_path / "more.jsonl", texts[4:])
+    notes(tmp_path / "notes.jsonl", texts[:4])
+    common = {"data": str(tmp_path / "notes.jsonl"), "reference": str(tmp_path / "more.jsonl"), "model": str(model)}
+    protections = ("none", "obfuslm:k=1", "obfuslm:k=2")
+    recipe = Recipe(epochs=20, batch_size=4, learning_rate=5e-3, patience=20)
+    training = Training(
+        TrainPlan(common["reference"], common["data"], str(model), "causal", protections, recipe=recipe, service=True),
+        tmp_path / "training",
+    )
+    worth = {r["defense"]: r["after"]["loss"] for r in training.run()}
+    assert worth["none"] == pytest.approx(worth["obfuslm:k=1"], rel=1e-3)
+    plan = ServicePlan(
+        **common, task="causal", protections=protections, attacks=("blind", "knn", "era"), limit=4,
+        weights=("uploaded", "trained"),
+    )  # fmt: skip
+    audit = ServiceAudit(plan, tmp_path / "run", training)
+    rows = {(r["protection"], r["attack"], r["weights"]): r for r in audit.run()}
+    plain, permuted = (rows[p, "client", "trained"] for p in ("none", "obfuslm:k=1"))
+    # The client decodes what the plain model would have written, whatever ids the server saw.
+    assert plain["answers"] == permuted["answers"] and plain["scores"] == permuted["scores"]
+    for answer, ids in zip(plain["answers"], audit.ids):
+        assert len(answer) == len(ids) - len(ids) // 2 or answer[-1] == SEP
+    assert max(map(len, plain["answers"])) > 1
+    exact = rows["obfuslm:k=1", "knn", "uploaded"]["scores"]
+    assert exact["top1"] == exact["answer_top1"] == [1.0] * 4
+    # Whoever reads every token reads as near to the true continuation as the client.
+    assert exact["continuation_rouge1"] == permuted["scores"]["continuation_rouge1"]
+    assert set(rows["obfuslm:k=2", "era", "trained"]["scores"]) >= {"answer_rougeL", "continuation_rougeL"}
+    assert json.dumps([*rows.values()]) == json.dumps(list(ServiceAudit(plan, tmp_path / "run", training).run()))
+
+
+def test_the_command_trains_behind_protections_of_a_service(tmp_path: Path, model_folder: Path) -> None:
+    notes(tmp_path / "notes.jsonl", list(4 * TEXTS))
+    options = ["train", tmp_path / "notes.jsonl", "--model", model_folder, "--service", "--out", tmp_path / "run"]
+    options += ["--epochs", "1", "--json", "--defense"]
+    done = rasura_command(*options, "none,obfuslm:k=2/epsilon=3")
+    assert done.returncode == 0, done.stderr
+    plain, hidden = json.loads(done.stdout)
+    assert hidden["mechanism"][0]["parameters"]["epsilon"] == 3 and plain["mechanism"][0]["name"] == "none"
+    assert (tmp_path / "run" / "none-0" / "served.safetensors").exists()
+    assert "unknown protection of a service" in refused(*options, "ghost")
+    assert "all weights" in refused(*options, "none", "--lora", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("obfuslm:c=3", "did you mean|known"),
+        ("obfuslm:k=x", "k is 'x'"),
+        ("rot13", "unknown"),
+    ],
+)
+def test_protections_of_a_service_that_cannot_be_are_refused(text: str, why: str) -> None:
+    with pytest.raises(InputError, match=why):
+        ServicePlan("a", "b", protections=(text,)).checked()
+
+
+def test_trained_weights_without_a_training_are_refused(tmp_path: Path, model_folder: Path) -> None:
+    notes(tmp_path / "notes.jsonl", list(TEXTS))
+    path = str(tmp_path / "notes.jsonl")
+    for changed in ({"protections": ("cape",)}, {"weights": ("trained",)}):
+        with pytest.raises(InputError, match="needs a training"):
+            ServiceAudit(ServicePlan(path, path, model=str(model_folder), limit=2, **changed), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="unknown weights"):
+        ServicePlan(path, path, weights=("stolen",)).checked()
+
+
+def test_a_service_study_has_no_other_table(tmp_path: Path) -> None:
+    body = SERVICE + "\n[deviations]\ntexts = 3\n"
+    with pytest.raises(InputError, match="only train"):
+        load_study("one", study_folder(tmp_path, body))
