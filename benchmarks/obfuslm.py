@@ -1,39 +1,23 @@
-"""ObfusLM: what obfuscating a table costs beside the plain reading of the algorithms, and what attacks read of a service.
+"""ObfusLM: what obfuscating a table costs beside the plain reading of the algorithms.
 
 python benchmarks/obfuslm.py cost
 python benchmarks/obfuslm.py plan
-python benchmarks/obfuslm.py attacks --reference DATA/sst2.train.parquet --data DATA/sst2.validation.parquet
-python benchmarks/obfuslm.py utility --reference DATA/sst2.train.parquet --data DATA/sst2.validation.parquet --out FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import resource
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
-import obfuslm_utility
 import torch
 from torch import Tensor, nn
 
-from rasura import recipes
-from rasura.answers import ServiceTranscript
-from rasura.data.text import load_examples
-from rasura.interfaces import Budget, NotApplicable
-from rasura.metrics.intervals import bootstrap
-from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.obfuscation.clusters import BLOCK_BYTES, Clusters, _Search, embed_cluster
-from rasura.obfuscation.model import obfuscate
-from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.synthesis import weight_synth
-from rasura.obfuscation.tokenizer import fixed_ids
 from rasura.rng import generator
-from rasura.threat import observe_service
-from rasura.values import Mechanism, Stage
 from rasura.victims.loading import load
 
 T = TypeVar("T")
@@ -100,72 +84,16 @@ def plan(tokens: int, hidden: int, k: int, share: int, pivots: float) -> None:
     print(f"memory: table, its unit rows and the new one {3 * table:.1f} GiB (float32), blocks {blocks:.2f} GiB")
 
 
-def attacks(options: argparse.Namespace) -> None:
-    """What each attack reads of an untrained service, over cluster sizes and epsilons, as a Markdown table."""
-    texts = [e.text for e in load_examples(options.data)]
-    chosen = random.Random(options.seed).sample([t for t in texts if len(t.split()) > 3], options.texts)
-    reference = tuple(e.text for e in load_examples(options.reference))
-    reference = tuple(t for t in reference if t not in set(chosen))[: options.references]
-    victim = load(options.model, options.task)
-    words, fixed = victim.vocabulary, fixed_ids(victim.tokenizer, victim.vocabulary.size)
-    ids = tuple((*words.prefix, *words.encode(t), *words.suffix)[: victim.max_length] for t in chosen)
-    metrics = (TopTokens(1), TopTokens(3), RougeL(), BagF1())
-    print("| k | epsilon | attack | top-1 | top-3 | ROUGE-L | bag F1 | s CPU |\n" + "|---" * 8 + "|", flush=True)
-    for k in options.k:
-        for epsilon in options.epsilon:
-            settings = ObfuscationSettings(k, epsilon, options.beta, options.plus)
-            made = obfuscate(victim.model, settings, fixed, generator(options.seed, "key", k, str(epsilon)))
-            told = Mechanism("obfuslm", Stage.MODEL, settings.told())
-            truth = ServiceTranscript(victim.model, made.model, made.tokens, ids, words, told)
-            seen = observe_service(truth, reference_text=reference)
-            for name in options.attack or recipes.SERVICE_ATTACKS:
-                start, attack = time.process_time(), recipes.SERVICE_ATTACKS[name]()
-                try:
-                    guess = attack(seen, rng=generator(options.seed, name), budget=Budget(options.budget))
-                except NotApplicable:
-                    continue
-                took = time.process_time() - start
-                figures = [figure(metric(guess, truth)) for metric in metrics]
-                print("|", " | ".join([str(k), str(epsilon), name, *figures, f"{took:.0f}"]), "|", flush=True)
-
-
-def figure(values: Sequence[float] | None) -> str:
-    """A mean in percent with its 95 % interval over texts."""
-    if values is None:
-        return ""
-    mean, low, high = bootstrap(values)
-    return f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
-
-
 def main() -> None:
     """Run what the command line asks for."""
-    if sys.argv[1:2] == ["utility"]:
-        obfuslm_utility.main(sys.argv[2:])
-        return
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("what", choices=["cost", "plan", "attacks", "utility"])
-    parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20])
-    parser.add_argument("--epsilon", type=float, nargs="+", default=[0.1, 1.0, 3.0])
-    parser.add_argument("--plus", action="store_true")
-    parser.add_argument("--data")
-    parser.add_argument("--reference")
-    parser.add_argument("--model", default="minilm")
-    parser.add_argument("--task", default="classification")
-    parser.add_argument("--attack", nargs="+")
-    parser.add_argument("--texts", type=int, default=64)
-    parser.add_argument("--references", type=int, default=20000)
-    parser.add_argument("--budget", default="default")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("what", choices=["cost", "plan"])
     parser.add_argument("--beta", type=float, default=0.99)
     options = parser.parse_args()
     if options.what == "cost":
         cost(10, options.beta)
-    elif options.what == "plan":
-        plan(128_256, 4096, 10, 16, 0.12)
-    elif options.data and options.reference:
-        attacks(options)
     else:
-        parser.error("attacks need --data and --reference")
+        plan(128_256, 4096, 10, 16, 0.12)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
     # A permuted table's rows are the public ones: the nearest names them; noise hides them.
     assert "| 100.0 [100, 100] |" in rows["obfuslm:k=1", "knn"] and rows["obfuslm:k=1", "knn"].endswith("| 12.3 |")
     assert "| 100.0 [100, 100] |" in rows["none", "knn"] and "| 100.0" not in rows["dp-forward:epsilon=1", "knn"]
-    assert "| – |" in rows["none", "preimage"] and "- preimage:" in results.read_text()
+    assert ("none", "preimage") not in rows and "- preimage:" in results.read_text()  # there is nothing to turn round
     kept = sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json"))
     first = results.read_text()
     arguments = ["study", "one", "--data", str(tmp_path)]

@@ -149,9 +149,7 @@ def service_section(
     heads = [NAMES.get(m, m) for m in risky]
     told = len(plan.weights) > 1 or bool(worth)
     columns = ["protection", "attack", *(["weights"] * told), *heads, "CPU s", f"paper ({' / '.join(heads)})"]
-    about = (
-        f"{plan.limit} texts of {Path(plan.data).name}, {plan.references} of {Path(plan.reference).name} for the adversary"
-    )
+    about = f"{plan.limit} texts of {Path(plan.data).name}, {plan.references} at most of {Path(plan.reference).name} for the adversary"
     if worth:
         about += f"; trained on {worth[0]['n_train']} of these, judged on {worth[0]['n_test']} of {Path(plan.data).name}"
     if worth and "accuracy" in useful:
@@ -161,11 +159,13 @@ def service_section(
         lines = [*lines[:-2], *_worth_of_services(study, useful, worth), "", *lines[-2:]]
     reasons = set()
     for r in rows:
+        if r["reason"]:
+            reasons.add(f"- {r['attack']}: {r['reason']}")
+        if r["status"] == "not_applicable":
+            continue
         ours = [_level(r["scores"].get(m, []), m) for m in risky]
         first = [r["protection"], r["attack"], *([r["weights"]] * told)]
         lines.append(row_of([*first, *ours, f"{r['cpu_seconds']:.0f}", study.figure(r)]))
-        if r["reason"]:
-            reasons.add(f"- {r['attack']}: {r['reason']}")
     return "\n".join([*lines, "", *sorted(reasons), ""])
 
 
@@ -178,15 +178,14 @@ def _worth_of_services(study: Study, useful: Sequence[str], worth: Sequence[Mapp
         some = list(group)
         ours = [_spread([r["after"][m] for r in some], m) for m in useful]
         before = _spread([r["before"][useful[0]] for r in some], useful[0])
-        epochs, spent, seconds = (sum(r[k] for r in some) / len(some) for k in ("epochs", "protect_seconds", "cpu_seconds"))
-        figure = study.figure({"protection": protection, "attack": "training"})
-        lines.append(
-            row_of([protection, len(some), *ours, before, f"{epochs:.0f}", f"{spent:.1f}", f"{seconds:.0f}", figure])
-        )
+        mean = {k: sum(r[k] for r in some) / len(some) for k in ("epochs", *_SPENT)}
+        cost = [f"{mean['epochs']:.0f}", *(f"{mean[k]:.1f}" for k in _SPENT)]
+        paper = study.figure({"protection": protection, "attack": "training"})
+        lines.append(row_of([protection, len(some), *ours, before, *cost, paper]))
     return lines
 
 
-_SPENT = ("encode", "protect", "cpu")
+_SPENT = ("encode_seconds", "protect_seconds", "cpu_seconds")
 
 
 def _half_width(rows: Sequence[Mapping[str, Any]]) -> float:
