@@ -149,7 +149,8 @@ def service_section(
     heads = [NAMES.get(m, m) for m in risky]
     told = len(plan.weights) > 1 or bool(worth)
     columns = ["protection", "attack", *(["weights"] * told), *heads, "CPU s", f"paper ({' / '.join(heads)})"]
-    about = f"{plan.limit} texts of {Path(plan.data).name}, {plan.references} at most of {Path(plan.reference).name} for the adversary"
+    theirs = f"{plan.references} at most of {Path(plan.reference).name} for the adversary"
+    about = f"{plan.limit} texts of {Path(plan.data).name}, {theirs}"
     if worth:
         about += f"; trained on {worth[0]['n_train']} of these, judged on {worth[0]['n_test']} of {Path(plan.data).name}"
     if worth and "accuracy" in useful:
