@@ -22,9 +22,9 @@ from rasura.recipes import metric, parse_defense
 from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, adversary_copy, observe
 from rasura.values import Batch, Transcript
+from rasura.victims.batching import joined, split
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
-from rasura.victims.train import joined, split
 
 METRICS = ("token_recall", "rougeL", "exact_match")
 

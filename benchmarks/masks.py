@@ -25,9 +25,9 @@ from rasura.recipes import metric, parse_defense
 from rasura.rng import generator
 from rasura.threat import WITH_LABELS_AND_LENGTHS, adversary_copy, observe
 from rasura.values import Transcript
+from rasura.victims.batching import split
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
-from rasura.victims.train import split
 
 Masks = Mapping[str, Tensor]
 ATTACKS = ("blind", "lamp-cos", "span")

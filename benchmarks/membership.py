@@ -27,8 +27,8 @@ from rasura.recipes import membership_attack
 from rasura.rng import derive, generator
 from rasura.threat import MODEL_USER, observe_model
 from rasura.values import Batch
+from rasura.victims.batching import joined, split
 from rasura.victims.loading import Victim, load
-from rasura.victims.train import joined, split
 
 BATCH = 64
 """Texts a step."""

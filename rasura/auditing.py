@@ -31,9 +31,9 @@ from rasura.records import Record, RunStore, cell_key
 from rasura.rng import generator
 from rasura.threat import THREATS, ThreatModel, adversary_copy, observe
 from rasura.values import Message, Reconstruction, Transcript
+from rasura.victims.batching import joined
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import step
-from rasura.victims.train import joined
 from rasura.wire import to_bytes
 
 SECONDS = {

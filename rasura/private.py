@@ -15,8 +15,8 @@ from rasura.interfaces import Defense, InputError
 from rasura.recipes import parse_defense
 from rasura.rng import generator, secret_generator
 from rasura.values import Stage
+from rasura.victims.batching import drawn
 from rasura.victims.step import defended, message_for
-from rasura.victims.train import drawn
 
 
 class Private(NamedTuple):

@@ -27,9 +27,10 @@ from rasura.rng import generator
 from rasura.service_protection import parsed
 from rasura.service_protection import protected as protected_service
 from rasura.values import Batch, Task
+from rasura.victims.batching import split
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import defended
-from rasura.victims.train import FineTuning, Recipe, enough, nats, predictions, protected, split
+from rasura.victims.train import FineTuning, Recipe, enough, nats, predictions, protected
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,10 @@ from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, observe
 from rasura.training import Training, TrainPlan
 from rasura.values import Batch, Transcript
+from rasura.victims.batching import batches, joined
 from rasura.victims.models import parts
 from rasura.victims.step import step
-from rasura.victims.train import FineTuning, batches, joined
+from rasura.victims.train import FineTuning
 
 __all__ = ["model_folder"]
 

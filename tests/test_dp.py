@@ -24,8 +24,8 @@ from rasura.interfaces import Defense, InputError
 from rasura.recipes import parse_defense
 from rasura.rng import gamma, generator, normal, secret_generator, uniform
 from rasura.values import Gradients, PerExample, Weigh
+from rasura.victims.batching import drawn
 from rasura.victims.step import step
-from rasura.victims.train import drawn
 
 
 def examples(rows: Tensor, expected: float | None = None) -> PerExample:

@@ -1,8 +1,7 @@
-"""Images: the two classifiers, files, metrics, the attacks on a tiny model, and the audit of them."""
+"""Images: the two classifiers, files, metrics, and the attacks on a tiny model."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import types
@@ -12,20 +11,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_cli import refused
 from torch import Tensor
 
 from rasura import recipes
 from rasura.attacks.image_layers import ImageGradients, layer_input
 from rasura.attacks.inverting_gradients import total_variation
-from rasura.auditing import Audit, audit
 from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
 from rasura.interfaces import AttackFailed, Budget, InputError, MissingExtra, NotApplicable, Unavailable
 from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_psnr, image_ssim, mse, psnr, ssim
 from rasura.plan import Plan
-from rasura.records import RunStore
-from rasura.report.findings import findings
-from rasura.report.page import write_report
 from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, adversary_copy, observe
 from rasura.values import (
@@ -386,83 +380,3 @@ def test_pure_noise_gives_nothing() -> None:
         except AttackFailed:
             continue
         assert guess.confidence == "matched" and decibels(guess, truth) < floor + 1
-
-
-# --- the audit
-
-
-def plan_for(**more: Any) -> Plan:
-    fields: dict[str, Any] = {
-        "task": "vision", "attacks": ("blind", "inverting-gradients"), "defenses": ("none", "pruning:0.9"),
-        "metrics": ("mse", "psnr", "ssim", "lpips"), "limit": 1, "budget": "quick",
-    }  # fmt: skip
-    return Plan(**{**fields, **more})
-
-
-def comparable(folder: Path) -> list[dict[str, Any]]:
-    moody = {"wall_seconds", "cpu_seconds", "peak_mb", "defense_seconds"}
-    store = RunStore(folder)
-    try:
-        return [{k: v for k, v in r.items() if k not in moody} for r in store]
-    finally:
-        store.close()
-
-
-def test_an_audit_of_images_resumes_and_masks(tmp_path: Path) -> None:
-    whole = list(audit(plan_for(), out=tmp_path / "whole"))
-    assert len(whole) == 2 * 2 and {r.status for r in whole} == {"ok"} and {r.model for r in whole} == {"lenet"}
-    assert all(set(r.scores) >= {"mse", "psnr", "ssim"} and r.blind["ssim"]["n"] == 1 for r in whole)
-    assert all(row["sent"] == row["read"] == "" for r in whole for row in r.recovered), "masked"
-    stopped = audit(plan_for(), out=tmp_path / "parts")
-    for _ in range(2):
-        next(stopped)
-    stopped.close()  # type: ignore[attr-defined]  # a generator
-    assert len(list(audit(plan_for(), out=tmp_path / "parts"))) == 4 - 2
-    assert comparable(tmp_path / "parts") == comparable(tmp_path / "whole")
-    store = RunStore(tmp_path / "whole")
-    found = findings(list(store), store.plan)
-    store.close()
-    assert found.metric == "ssim" and "of the structure (SSIM)" in found.sentence[0] and len(found.figures) == 4
-    page = write_report(tmp_path / "whole").read_text()
-    assert 'class="masked"' in page and "data:image" not in page and "<dd>" in page
-
-
-def test_a_report_shows_images_only_where_both_asked_for_it(tmp_path: Path) -> None:
-    pytest.importorskip("PIL")
-    list(audit(plan_for(show_text=True, defenses=("none",)), out=tmp_path))
-    assert "data:image" not in write_report(tmp_path).read_text()
-    page = write_report(tmp_path, show_text=True).read_text()
-    assert page.count("data:image/png;base64,") == 2 and "personal data" in page
-
-
-def test_a_plan_of_images_takes_images_defaults_and_refuses_texts() -> None:
-    plan = Plan(task="vision").checked()
-    assert plan.model == "lenet" and plan.attacks == recipes.IMAGE_ATTACKS and plan.checked() == plan
-    assert json.dumps(plan.canonical())
-    for wrong, message in (
-        ({"attacks": ("span",)}, "attack span reads texts"),
-        ({"metrics": ("rouge1",)}, "unknown metric"),
-        ({"texts": ("a",)}, "takes images"),
-        ({"model": "minilmm"}, "neither a known image model"),
-    ):
-        with pytest.raises(InputError, match=message):
-            Audit(Plan(task="vision", **wrong))  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="reads images; pass --task vision"):
-        Plan(attacks=("inverting-gradients",)).checked()
-
-
-def test_the_command_refuses_bad_folders_in_one_line(tmp_path: Path) -> None:
-    assert "holds no image" in refused("audit", tmp_path, "--task", "vision", "--out", tmp_path / "x")
-    assert "for images use rasura audit" in refused("read", tmp_path / "u", "--model", "lenet", "--task", "vision")
-
-
-def test_real_images_are_read(shared: Path) -> None:
-    pytest.importorskip("PIL")
-    folder = shared / "data" / "images" / "cifar100"
-    examples = load_images(folder, limit=20)
-    assert len(examples) == 20 and all(e.pixels.shape == (3, 32, 32) and 0 <= e.label < 100 for e in examples)
-    batch = encode_images(examples[:1], size=32, num_labels=100)
-    truth = step(lenet(100), batch, (), task="vision", vocabulary=NO_TEXT, rng=generator(0, "step"))
-    guess = read("feature-matching", truth, budget=Budget())
-    assert guess.labels == (examples[0].label,)
-    assert decibels(guess, truth) > decibels(read("blind", truth), truth) + 8

@@ -23,7 +23,8 @@ from rasura.recipes import parse_defense
 from rasura.rng import generator
 from rasura.training import Training, TrainPlan
 from rasura.values import Batch
-from rasura.victims.train import FineTuning, Recipe, batches, joined, nats, predictions, protected, split
+from rasura.victims.batching import batches, joined, split
+from rasura.victims.train import FineTuning, Recipe, nats, predictions, protected
 
 __all__ = ["model_folder"]
 

@@ -214,7 +214,7 @@ class Client:
 
     def _rows(self, name: str, examples: Sequence[Any], truncate: bool) -> list[Any]:
         from rasura.data.text import encode
-        from rasura.victims.train import split
+        from rasura.victims.batching import split
 
         tokenizer, about = self._tokenizer(name), self.model(name)
         longest = min(about["max_length"], int(tokenizer.model_max_length))

