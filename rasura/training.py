@@ -107,7 +107,8 @@ class Training:
         self.test = self.held if tested is None else self._encoded(victim, tested)
         for text in plan.defenses:
             enough(plan.parts(text), victim.model, self.rows)
-        self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(asdict(plan)))}
+        told = {k: v for k, v in asdict(plan).items() if k not in ("defenses", "seeds")}  # to which others may be added
+        self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(told))}
         for defense in plan.defenses:
             self._guarantee(plan.parts(defense), ())
         self._claim()
@@ -142,12 +143,10 @@ class Training:
     def _claim(self) -> None:
         """Take the folder for this plan. Raises ``InputError`` where another plan has it; defenses and seeds may grow."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path, told = self.folder / "plan.json", json.loads(json.dumps(self.about))
-        for name in ("defenses", "seeds"):
-            del told["plan"][name]
-        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != told:
+        path = self.folder / "plan.json"
+        if path.exists() and json.loads(path.read_text(encoding="utf-8")) != self.about:
             raise InputError(f"{self.folder} holds a training with other settings or data; choose another --out")
-        write_whole(path, canonical(told) + "\n")
+        write_whole(path, canonical(self.about) + "\n")
         # Which rows of the file were trained on: what membership inference is held against.
         write_whole(self.folder / "rows.json", canonical(self.parted) + "\n")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -185,7 +186,8 @@ def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path)
     # Whoever reads every token reads as near to the true continuation as the client.
     assert exact["continuation_rouge1"] == permuted["scores"]["continuation_rouge1"]
     assert set(rows["obfuslm:k=2", "era", "trained"]["scores"]) >= {"answer_rougeL", "continuation_rougeL"}
-    assert json.dumps([*rows.values()]) == json.dumps(list(ServiceAudit(plan, tmp_path / "run", training).run()))
+    more = Training(replace(training.plan, defenses=(*protections, "sentinellms")), tmp_path / "training")
+    assert json.dumps([*rows.values()]) == json.dumps(list(ServiceAudit(plan, tmp_path / "run", more).run()))
 
 
 def test_the_command_trains_behind_protections_of_a_service(tmp_path: Path, model_folder: Path) -> None:
