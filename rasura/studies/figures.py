@@ -12,7 +12,7 @@ from rasura.interfaces import MissingExtra
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.plan import Plan
 from rasura.report.page import strength
-from rasura.service_audit import ServicePlan
+from rasura.service_audit import CLIENT, ServicePlan
 from rasura.studies.files import Study
 from rasura.studies.tables import NAMES, SCALES, SHARE, level_of, values_of
 from rasura.training import TrainPlan
@@ -80,10 +80,10 @@ def of_service(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]
     guesses: dict[float, list[float]] = {}
     metric = next(m for m in study.metrics if m not in HIGHER_IS_BETTER)
     for r in rows:
-        if r["attack"] in plan.attacks and (known := strength(r["protection"])) is not None:
+        if (known := strength(r["protection"])) is not None:
             cell = guesses if r["attack"] == "blind" else found.setdefault((r["attack"], known[0], r["weights"]), {})
             cell.setdefault(known[1], []).extend(r["scores"].get(metric, []))
-    curves = _curves(found, plan.attacks, metric)
+    curves = _curves(found, (*plan.attacks, CLIENT), metric)
     return _over(curves, guesses, _strength_of(found), metric) if curves else None
 
 
