@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ GUESSING = "guessing"
 """The curve of the blind attack."""
 
 FEW = 4
-"""More curves than these are drawn on axes of their own for every attack."""
+"""More curves than these are drawn on axes of their own for every attack, so many of them in a row."""
 
 WIDE = 20
 """From this ratio of the largest and least value on, an axis is logarithmic."""
@@ -147,8 +148,12 @@ def write(figure: Figure, path: Path) -> Path:
     panels = list(dict.fromkeys(c.panel for c in figure.curves if c.name != GUESSING))
     colors = {name: f"C{k}" for k, name in enumerate(dict.fromkeys(c.name for c in figure.curves if c.name != GUESSING))}
     with rc_context({"svg.hashsalt": "rasura", "svg.fonttype": "none", "font.family": "serif", "font.size": 9}):
-        canvas = Canvas(figsize=(5.6 if len(panels) == 1 else 1.2 + 2.4 * len(panels), 3.4), layout="constrained")
-        every = canvas.subplots(1, len(panels), sharex=True, sharey=True, squeeze=False)[0]
+        columns, rows = min(len(panels), FEW), ceil(len(panels) / FEW)
+        size = (5.6 if len(panels) == 1 else 1.2 + 2.4 * columns, 3.4 if rows == 1 else 2.6 * rows)
+        canvas = Canvas(figsize=size, layout="constrained")
+        every = canvas.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten().tolist()
+        for axes in every[len(panels) :]:
+            axes.remove()
         for axes, panel in zip(every, panels):
             for curve in figure.curves:
                 guess = curve.name == GUESSING
@@ -164,9 +169,12 @@ def write(figure: Figure, path: Path) -> Path:
         elif _wide(heights):
             every[0].set_yscale("log")
         canvas.supxlabel(figure.across, fontsize=9)
-        every[0].set_ylabel(figure.up)
+        for axes in every[: len(panels) : columns]:
+            axes.set_ylabel(figure.up)
+        for axes in every[len(panels) - columns : len(panels)]:
+            axes.tick_params(labelbottom=True)
         beside: dict[str, Any] = {} if len(panels) == 1 else {"loc": "upper left", "bbox_to_anchor": (1, 1)}
-        every[-1].legend(frameon=False, fontsize=8, **beside)
+        every[min(columns, len(panels)) - 1].legend(frameon=False, fontsize=8, **beside)
         path.parent.mkdir(parents=True, exist_ok=True)
         canvas.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path
