@@ -96,24 +96,39 @@ class ServiceAudit:
             longest = min(longest, training.plan.max_length or longest)
         room = longest - len(words.prefix) - len(words.suffix)
         self.ids = [(*words.prefix, *words.encode(t)[:room], *words.suffix) for t in self.chosen]
+        self.prompts = [ids[: max(1, len(ids) // 2)] for ids in self.ids]
         known = hashlib.sha256(json.dumps([self.ids, self.reference]).encode()).hexdigest()[:16]
         said = {"model": plan.model, "task": plan.task, "seed": plan.seed, "budget": plan.budget}
         self.about = {**said, "texts": known} | ({"training": training.about} if training else {})
 
+    def __len__(self) -> int:
+        """How many rows ``run`` yields."""
+        return sum(self._generates + len(self._weights(p)) * len(self.plan.attacks) for p in self.plan.protections)
+
     def run(self, progress: Callable[[str], None] | None = None) -> Iterator[dict[str, Any]]:
         """Do the cells that the folder lacks, keeping and yielding each."""
-        tell = progress or (lambda what: None)
         for protection in self.plan.protections:
-            service = cache(partial(self._service, protection))
-            answers = None
-            if self.training is not None and self.plan.task == "causal":
-                row = self._kept(protection, CLIENT, "trained", lambda: self._continued(service("trained")), tell)  # noqa: B023
-                yield row
-                answers = [tuple(ids) for ids in row["answers"]]
-            for weights in ("trained",) if learned(protection) else self.plan.weights:
-                both = cache(lambda: self._sent(protection, service(weights), answers))  # noqa: B023
-                for attack in self.plan.attacks:
-                    yield self._kept(protection, attack, weights, lambda: self._cell(attack, *both(), answers), tell)  # noqa: B023
+            yield from self._behind(protection, progress or (lambda what: None))
+
+    def _behind(self, protection: str, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+        uploaded = cache(partial(self._uploaded, protection))
+        services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
+        answers = None
+        if self._generates:
+            row = self._kept(protection, CLIENT, "trained", partial(self._continued, services["trained"]), tell)
+            yield row
+            answers = [tuple(ids) for ids in row["answers"]]
+        for weights in self._weights(protection):
+            both = cache(partial(self._sent, protection, services[weights], answers))
+            for attack in self.plan.attacks:
+                yield self._kept(protection, attack, weights, partial(self._cell, attack, both), tell)
+
+    @property
+    def _generates(self) -> bool:
+        return self.training is not None and self.plan.task == "causal"
+
+    def _weights(self, protection: str) -> tuple[str, ...]:
+        return ("trained",) if learned(protection) else self.plan.weights
 
     def _kept(
         self, protection: str, attack: str, weights: str, make: Callable[[], dict[str, Any]], tell: Callable[[str], None]
@@ -129,25 +144,23 @@ class ServiceAudit:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
-    def _service(self, protection: str, weights: str) -> Service:
-        seed = self.plan.seed
+    def _uploaded(self, protection: str) -> Service:
         if self.training is None:
-            return protected(protection, self.victim, seed)
-        if weights == "trained":
-            return self.training.trained_service(protection, seed)
-        return self.training.service(protection, self.victim, seed)
+            return protected(protection, self.victim, self.plan.seed)
+        return self.training.service(protection, self.victim, self.plan.seed)
 
-    def _prompts(self) -> list[tuple[int, ...]]:
-        return [ids[: max(1, len(ids) // 2)] for ids in self.ids]
+    def _trained(self, protection: str, uploaded: Callable[[], Service]) -> Service:
+        assert self.training is not None, "which __init__ asked for"
+        return self.training.trained_service(uploaded(), protection, self.plan.seed)
 
-    def _continued(self, service: Service) -> dict[str, Any]:
+    def _continued(self, trained: Callable[[], Service]) -> dict[str, Any]:
         """How the service goes on after the first half of every text, in the client's ids, and how near that is to the other
         half."""
-        start, prompts = time.process_time(), self._prompts()
+        service, start = trained(), time.process_time()
         if not hasattr(service.served, "generate"):
             raise InputError(f"{service.mechanism.name}: a client that sends states cannot have text generated")
         back = service.tokens.argsort()
-        sent = service.sent(prompts, generator(self.plan.seed, "prompts"))
+        sent = service.sent(self.prompts, generator(self.plan.seed, "prompts"))
         answers: list[list[int]] = []
         for text, given in zip(self.ids, sent):
             ids, more = torch.tensor([given]), len(text) - len(given)
@@ -165,28 +178,27 @@ class ServiceAudit:
     def _likeness(self, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
         """ROUGE of ``answers`` with the second half of every text."""
         text, out = self.victim.vocabulary.text, {}
-        true = [text(ids[len(p) :]) for ids, p in zip(self.ids, self._prompts())]
+        true = [text(ids[len(p) :]) for ids, p in zip(self.ids, self.prompts)]
         for kind in ("rouge1", "rougeL"):
             score = rouge(kind).score
             out[f"continuation_{kind}"] = [score(a, text(b)) for a, b in zip(true, answers, strict=True)]
         return out
 
     def _sent(
-        self, protection: str, service: Service, answers: Sequence[tuple[int, ...]] | None
+        self, protection: str, service: Callable[[], Service], answers: Sequence[tuple[int, ...]] | None
     ) -> tuple[ServiceTranscript, ServiceObservation]:
         """The texts behind ``protection``, and what its operator sees of them: the same for every attack."""
-        ids = self.ids if answers is None else [p + a for p, a in zip(self._prompts(), answers)]
-        truth = service_transcript(service, ids, generator(self.plan.seed, "sent", protection))
+        ids = self.ids if answers is None else [p + a for p, a in zip(self.prompts, answers)]
+        truth = service_transcript(service(), ids, generator(self.plan.seed, "sent", protection))
         return truth, observe_service(truth, reference_text=self.reference)
 
-    def _cell(
-        self, attack: str, truth: ServiceTranscript, seen: ServiceObservation, answers: Sequence[tuple[int, ...]] | None
-    ) -> dict[str, Any]:
+    def _cell(self, attack: str, both: Callable[[], tuple[ServiceTranscript, ServiceObservation]]) -> dict[str, Any]:
+        truth, seen = both()
         level: Any = self.plan.budget
         start, scores, status, why = time.process_time(), {}, "ok", ""
         try:
             guess = recipes.SERVICE_ATTACKS[attack]()(seen, rng=generator(self.plan.seed, attack), budget=Budget(level))
-            scores = _scores(guess, truth) if answers is None else self._scores_of_halves(guess, truth)
+            scores = self._scores_of_halves(guess, truth) if self._generates else _scores(guess, truth)
         except NotApplicable as reason:
             status, why = "not_applicable", str(reason)
         except AttackFailed as reason:
@@ -195,7 +207,7 @@ class ServiceAudit:
 
     def _scores_of_halves(self, guess: TokenReading, truth: ServiceTranscript) -> dict[str, list[float]]:
         """What was read of the prompts; of the answers; and how near these, as read, are to how the texts go on."""
-        cuts = [len(p) for p in self._prompts()]
+        cuts = [len(p) for p in self.prompts]
         prompts, answers = (
             (
                 TokenReading(tuple(r[part] for r, part in zip(guess.ranked, parts)), guess.ordered),

@@ -27,7 +27,7 @@ from rasura.rng import generator
 from rasura.service_protection import parsed
 from rasura.service_protection import protected as protected_service
 from rasura.values import Batch, Task
-from rasura.victims.batching import split
+from rasura.victims.batching import renamed, split
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import defended
 from rasura.victims.train import FineTuning, Recipe, enough, nats, predictions, protected
@@ -233,25 +233,21 @@ class Training:
         made = protected_service(protection, victim, seed, [row.ids(0) for row in self.rows])
         return replace(made, served=copy.deepcopy(made.served)) if made.served is made.public else made
 
-    def trained_service(self, protection: str, seed: int) -> Service:
-        """The same after training, which ``run`` has done."""
-        made = self.service(protection, self.victim(seed), seed)
-        load_model(made.served, str(self.folder / folder_of(protection, seed) / SERVED))
-        made.served.eval()
-        return made
+    def trained_service(self, made: Service, protection: str, seed: int) -> Service:
+        """A copy of ``made``, the service behind ``protection``, after training, which ``run`` has done."""
+        served = copy.deepcopy(made.served).eval()
+        load_model(served, str(self.folder / folder_of(protection, seed) / SERVED))
+        return replace(made, served=served)
 
 
 SERVED = "served.safetensors"
+"""The weights of a trained service, in the folder of its training."""
 
 
 def sent(service: Service, rows: Sequence[Batch], rng: torch.Generator) -> list[Batch]:
     """Texts, one a batch, as a client sends them (or, where states are sent, what it computes them of)."""
-    out = []
-    for row, new in zip(rows, service.sent([row.ids(0) for row in rows], rng), strict=True):
-        ids = torch.tensor([new])
-        labels = torch.where(row.labels == -100, row.labels, ids) if row.labels.dim() == 2 else row.labels
-        out.append(replace(row, input_ids=ids, labels=labels))
-    return out
+    drawn = service.sent([row.ids(0) for row in rows], rng)
+    return [renamed(row, torch.tensor([new])) for row, new in zip(rows, drawn, strict=True)]
 
 
 def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | None, truncate: bool) -> list[Batch]:

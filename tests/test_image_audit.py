@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_auditing import comparable
 from test_cli import refused
 from test_images import decibels, read
 
@@ -30,15 +31,6 @@ def plan_for(**more: Any) -> Plan:
         "metrics": ("mse", "psnr", "ssim", "lpips"), "limit": 1, "budget": "quick",
     }  # fmt: skip
     return Plan(**{**fields, **more})
-
-
-def comparable(folder: Path) -> list[dict[str, Any]]:
-    moody = {"wall_seconds", "cpu_seconds", "peak_mb", "defense_seconds"}
-    store = RunStore(folder)
-    try:
-        return [{k: v for k, v in r.items() if k not in moody} for r in store]
-    finally:
-        store.close()
 
 
 def test_an_audit_of_images_resumes_and_masks(tmp_path: Path) -> None:

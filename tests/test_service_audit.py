@@ -59,11 +59,11 @@ def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
     assert "| 100.0 [100, 100] |" in rows["obfuslm:k=1", "knn"] and rows["obfuslm:k=1", "knn"].endswith("| 12.3 |")
     assert "| 100.0 [100, 100] |" in rows["none", "knn"] and "| 100.0" not in rows["dp-forward:epsilon=1", "knn"]
     assert ("none", "preimage") not in rows and "- preimage:" in results.read_text()  # there is nothing to turn round
-    kept = sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json"))
+    kept = written(tmp_path / "runs")
     first = results.read_text()
     arguments = ["study", "one", "--data", str(tmp_path)]
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
-    assert results.read_text() == first and sorted(p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json")) == kept
+    assert results.read_text() == first and written(tmp_path / "runs") == kept
     few = CliRunner().invoke(app, [*arguments, "--limit", "99", "--out", "other"])
     assert isinstance(few.exception, InputError) and "expected at least 99" in str(few.exception)
 
@@ -135,14 +135,9 @@ def test_a_study_trains_a_service_and_reads_it_before_and_after(
         assert rows[protection, "knn", "uploaded"][3] == "100.0 [100, 100]"
         assert float(rows[protection, "knn", "trained"][3].split(" ")[0]) > 50  # learning moved the rows a little
     assert ("cape:depth=1", "knn", "trained") in rows and ("cape:depth=1", "knn", "uploaded") not in rows
-    kept = sorted(
-        p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json") if p.name not in ("plan.json", "rows.json")
-    )
+    kept = written(tmp_path / "runs")
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
-    again = sorted(
-        p.stat().st_mtime_ns for p in (tmp_path / "runs").rglob("*.json") if p.name not in ("plan.json", "rows.json")
-    )
-    assert results.read_text() == first and kept == again
+    assert results.read_text() == first and written(tmp_path / "runs") == kept
 
 
 def written(folder: Path) -> dict[Path, int]:
@@ -175,6 +170,7 @@ def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path)
     )  # fmt: skip
     audit = ServiceAudit(plan, tmp_path / "run", training)
     rows = {(r["protection"], r["attack"], r["weights"]): r for r in audit.run()}
+    assert len(rows) == len(audit)
     plain, permuted = (rows[p, "client", "trained"] for p in ("none", "obfuslm:k=1"))
     # The client decodes what the plain model would have written, whatever ids the server saw.
     assert plain["answers"] == permuted["answers"] and plain["scores"] == permuted["scores"]

@@ -12,7 +12,7 @@ import typer
 from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
 from rasura.cli.shared import app, err, numbers, split, watched
-from rasura.cli.train import trained
+from rasura.cli.train import prepared, trained
 from rasura.errors import MissingExtra
 
 
@@ -77,7 +77,7 @@ def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: boo
     if found.train is None:
         return tables.section(found, plan, records), figures.of_audit(found, plan, records)
     training = files.prepared_training(found, plan, data)
-    worth = trained(training, folder / "training", "cpu", as_json)
+    worth = trained(prepared(training, folder / "training"), as_json)
     text = tables.tradeoff_section(found, plan, records, training, worth)
     return text, figures.of_tradeoff(found, plan, records, training, worth)
 
@@ -86,7 +86,7 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
     """Section and figure of a training, and of what is then done to its models."""
     from rasura.studies import deviations, files, tables
 
-    worth = trained(plan, folder, "cpu", as_json)
+    worth = trained(prepared(plan, folder), as_json)
     if found.membership is not None:
         told = []
         for result in worth:
@@ -108,17 +108,17 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
 def served(plan: Any, folder: Path, training: Any, as_json: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What a service is worth behind each protection, where it is trained, and what each attack reads there."""
     from rasura.service_audit import ServiceAudit
-    from rasura.training import Training
 
-    place = folder / "training"
-    worth = trained(training, place, "cpu", as_json) if training else []
+    before = prepared(training, folder / "training") if training else None
+    worth = trained(before, as_json) if before else []
     with err.status("loading the model and the texts"):
-        prepared = ServiceAudit(plan, folder, Training(training, place) if training else None)
+        audit = ServiceAudit(plan, folder, before)
     rows = []
     with watched() as bar:
-        line = bar.add_task("", total=None)
-        for row in prepared.run(lambda what: bar.update(line, description=what)):
+        line = bar.add_task("", total=len(audit))
+        for row in audit.run(lambda what: bar.update(line, description=what)):
             rows.append(row)
+            bar.advance(line)
     if as_json:
         sys.stdout.write(json.dumps(rows) + "\n")
     return worth, rows

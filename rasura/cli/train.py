@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from rasura.cli.shared import app, device_named, err, out, protect, split, watched
 
@@ -121,14 +121,17 @@ def train(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
         delta, recipe, service,
     )  # fmt: skip
-    trained(plan, folder, device_named(device), as_json)
+    trained(prepared(plan, folder, device_named(device)), as_json)
 
 
-def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[str, Any]]:
+def prepared(plan: Any, folder: Path, device: str = "cpu") -> Any:
     from rasura.training import Training
 
     with err.status("loading the model and the texts"):
-        prepared = Training(plan, folder, device=device)
+        return Training(plan, folder, device=device)
+
+
+def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
     with watched() as bar:
         line = bar.add_task("training", total=None)
 
@@ -136,12 +139,12 @@ def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[st
             now = " ".join(f"{k} {v:.3f}" for k, v in figures.items() if k in ("train_loss", "accuracy", "loss"))
             bar.update(line, description=f"{what} {now}", completed=done, total=total)
 
-        results = list(prepared.run(told))
+        results = list(training.run(told))
     if as_json:
         sys.stdout.write(json.dumps(results) + "\n")
         return results
     names = list(results[0]["after"])
-    table = Table("defense", "seed", *names, "before", "epochs")
+    table = Table(Column("defense", overflow="fold"), "seed", *names, "before", "epochs")
     for r in results:
         start = f"{r['before'][names[0]]:.3f}"
         table.add_row(r["defense"], str(r["seed"]), *(f"{r['after'][n]:.3f}" for n in names), start, str(r["epochs"]))
@@ -150,7 +153,7 @@ def trained(plan: Any, folder: Path, device: str, as_json: bool) -> list[dict[st
         for line in (promised["statement"], *promised.get("warnings", ())) if len(promised) > 1 else ():
             out.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
     out.print(
-        f"judged on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}",
+        f"judged on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {training.folder}",
         markup=False,
         soft_wrap=True,
     )

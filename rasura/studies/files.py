@@ -111,21 +111,23 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
 
 
 def _training(found: Mapping[str, Any], source: str, service: ServicePlan | None) -> TrainPlan:
-    own = {f.name for f in fields(TrainPlan)} - {"recipe", "service", *(_SERVED if service else ())}
+    given = _of_service(service) if service else {}
+    own = {f.name for f in fields(TrainPlan)} - {"recipe", "service", *given}
     recipe = {f.name for f in fields(Recipe)}
     for key in found:
         known(f"key in {source}", key, own | recipe)
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own}
-    values |= _of_service(service) if service else {}
-    return TrainPlan(**values, recipe=Recipe(**{"noise": "seeded", **{k: v for k, v in found.items() if k in recipe}}))
-
-
-_SERVED = ("data", "test", "model", "task", "defenses")
-"""Fields of the training of a service, which its audit gives."""
+    return TrainPlan(
+        **values, **given, recipe=Recipe(**{"noise": "seeded", **{k: v for k, v in found.items() if k in recipe}})
+    )
 
 
 def _of_service(plan: ServicePlan) -> dict[str, Any]:
-    return {**dict(zip(_SERVED, (plan.reference, plan.data, plan.model, plan.task, plan.protections))), "service": True}
+    """What the audit of a service says of its training."""
+    return {
+        "data": plan.reference, "test": plan.data, "model": plan.model, "task": plan.task, "defenses": plan.protections,
+        "service": True,
+    }  # fmt: skip
 
 
 def _membership(found: Mapping[str, Any], training: TrainPlan, source: str) -> MembershipPlan:

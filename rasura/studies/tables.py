@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from math import isnan, nan
 from pathlib import Path
@@ -60,16 +60,22 @@ def training_section(study: Study, plan: TrainPlan, results: Iterable[Mapping[st
     heads = [NAMES.get(m, m) for m in study.metrics]
     columns = ["behind", "seeds", *heads, f"untrained {heads[0]}", "epochs", "CPU s", f"paper ({' / '.join(heads)})"]
     sizes = f"{rows[0]['n_train']} training texts of {Path(plan.data).name}, judged on {rows[0]['n_test']}"
-    half = "" if "accuracy" not in study.metrics else f", where 95 % of chance is ±{_half_width(rows):.1f} of accuracy"
+    half = _chance(study.metrics, rows)
     lines = head(study, plan, f"{sizes} of {Path(plan.test or 'the holdout').name}{half}", columns)
-    for defense, group in groupby(rows, key=lambda r: str(r["defense"])):
+    spent = {"epochs": 0, "cpu_seconds": 0}
+    return "\n".join([*lines, *_trained(rows, study.metrics, spent, lambda d: study.figure({"defense": d})), ""])
+
+
+def _trained(
+    results: Iterable[Mapping[str, Any]], metrics: Sequence[str], spent: Mapping[str, int], paper: Callable[[str], str]
+) -> Iterator[str]:
+    """A row for each protection: figures after training and the first before, the means of ``spent`` to so many digits."""
+    for defense, group in groupby(results, key=lambda r: str(r["defense"])):
         some = list(group)
-        ours = [_spread([r["after"][m] for r in some], m) for m in study.metrics]
-        before = _spread([r["before"][study.metrics[0]] for r in some], study.metrics[0])
-        epochs, seconds = (sum(r[k] for r in some) / len(some) for k in ("epochs", "cpu_seconds"))
-        paper = study.figure({"defense": defense})
-        lines.append(row_of([defense, len(some), *ours, before, f"{epochs:.0f}", f"{seconds:.0f}", paper]))
-    return "\n".join([*lines, ""])
+        ours = [_spread([r["after"][m] for r in some], m) for m in metrics]
+        before = _spread([r["before"][metrics[0]] for r in some], metrics[0])
+        cost = [f"{sum(r[k] for r in some) / len(some):.{digits}f}" for k, digits in spent.items()]
+        yield row_of([defense, len(some), *ours, before, *cost, paper(defense)])
 
 
 def tradeoff_section(
@@ -84,7 +90,7 @@ def tradeoff_section(
     columns = ["trained behind", "audited behind", "seeds", *heads]
     columns += [f"{a}{f', batch {b}' if len(sizes) > 1 else ''}: {NAMES.get(m, m)} (n)" for a, b, m in risks]
     first = results[0]
-    half = f", where 95 % of chance is ±{_half_width(results):.1f} of accuracy" if "accuracy" in useful else ""
+    half = _chance(useful, results)
     about = (
         f"trained on {first['n_train']} texts of {Path(training.data).name}, judged on {first['n_test']}{half}; audited on "
         f"{Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
@@ -153,8 +159,7 @@ def service_section(
     about = f"{plan.limit} texts of {Path(plan.data).name}, {theirs}"
     if worth:
         about += f"; trained on {worth[0]['n_train']} of these, judged on {worth[0]['n_test']} of {Path(plan.data).name}"
-    if worth and "accuracy" in useful:
-        about += f", where 95 % of chance is ±{_half_width(worth):.1f} of accuracy"
+        about += _chance(useful, worth)
     lines = head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}", columns)
     if worth:
         lines = [*lines[:-2], *_worth_of_services(study, useful, worth), "", *lines[-2:]]
@@ -175,23 +180,17 @@ def _worth_of_services(study: Study, useful: Sequence[str], worth: Sequence[Mapp
     heads = [NAMES.get(m, m) for m in useful]
     columns = ["protection", "seeds", *heads, f"untrained {heads[0]}", "epochs", "CPU s to tokenize", "to protect", "in all"]
     lines = [row_of([*columns, f"paper ({' / '.join(heads)})"]), "|" + "---|" * (len(columns) + 1)]
-    for protection, group in groupby(worth, key=lambda r: str(r["defense"])):
-        some = list(group)
-        ours = [_spread([r["after"][m] for r in some], m) for m in useful]
-        before = _spread([r["before"][useful[0]] for r in some], useful[0])
-        mean = {k: sum(r[k] for r in some) / len(some) for k in ("epochs", *_SPENT)}
-        cost = [f"{mean['epochs']:.0f}", *(f"{mean[k]:.1f}" for k in _SPENT)]
-        paper = study.figure({"protection": protection, "attack": "training"})
-        lines.append(row_of([protection, len(some), *ours, before, *cost, paper]))
-    return lines
+    spent = {"epochs": 0, "encode_seconds": 1, "protect_seconds": 1, "cpu_seconds": 1}
+    rows = _trained(worth, useful, spent, lambda p: study.figure({"protection": p, "attack": "training"}))
+    return [*lines, *rows]
 
 
-_SPENT = ("encode_seconds", "protect_seconds", "cpu_seconds")
-
-
-def _half_width(rows: Sequence[Mapping[str, Any]]) -> float:
+def _chance(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Half of a 95 % interval of the accuracy, where it is among ``metrics``, at its widest over ``rows``."""
+    if "accuracy" not in metrics:
+        return ""
     worst = max(r["after"]["accuracy"] * (1 - r["after"]["accuracy"]) for r in rows)
-    return float(196 * (worst / rows[0]["n_test"]) ** 0.5)
+    return f", where 95 % of chance is ±{196 * (worst / rows[0]['n_test']) ** 0.5:.1f} of accuracy"
 
 
 def _spread(values: Sequence[float], metric: str) -> str:

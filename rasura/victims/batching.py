@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,12 @@ def split(batch: Batch) -> list[Batch]:
             )
         )
     return out
+
+
+def renamed(row: Batch, ids: Tensor) -> Batch:
+    """The text ``row`` with ``ids`` ``(1, length)`` in place of its own; what a causal model predicts are these."""
+    labels = torch.where(row.labels == -100, row.labels, ids) if row.labels.dim() == 2 else row.labels
+    return replace(row, input_ids=ids, labels=labels)
 
 
 def batches(lengths: Sequence[int], size: int, rng: torch.Generator) -> list[list[int]]:

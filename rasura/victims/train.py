@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
 from rasura.rng import generator, secret_generator
 from rasura.values import Batch, Stage, Task, Vocabulary
-from rasura.victims.batching import batches, drawn, joined, none_of
+from rasura.victims.batching import batches, drawn, joined, none_of, renamed
 from rasura.victims.step import step
 
 CHUNK = 64
@@ -117,9 +117,7 @@ def protected(
             part_file.replace(file)
         ids = load_file(str(file))["input_ids"]
         for row, new in zip(some, ids):
-            one = new[None, : row.input_ids.shape[1]]
-            labels = torch.where(row.labels == -100, row.labels, one) if row.labels.dim() == 2 else row.labels
-            out.append(replace(row, input_ids=one, labels=labels))
+            out.append(renamed(row, new[None, : row.input_ids.shape[1]]))
         if progress is not None:
             progress(len(out), len(rows))
     return out
