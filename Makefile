@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: audit test slow clean
+.PHONY: audit test slow mutants clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -25,5 +25,9 @@ test: .venv/dev
 slow: .venv/dev
 	$(BIN)/python -m pytest -n 2 --run-slow
 
+mutants: .venv/dev
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/mutmut run
+	$(BIN)/mutmut results
+
 clean:
-	rm -rf .venv runs build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build dist mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
