@@ -16,7 +16,7 @@ import torch
 from rasura.accumulation import counted, tokens_in, width
 from rasura.data.text import Example, encode, load_examples
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.metrics.intervals import bootstrap
+from rasura.metrics.intervals import mean_interval
 from rasura.recipes import attack as make_attack
 from rasura.recipes import metric, parse_defense
 from rasura.rng import generator
@@ -95,7 +95,7 @@ def main() -> None:
                     guess = make_attack("blind")(seen, rng=generator(options.seed, "blind"), budget=Budget())
                 for m, judge in metrics.items():
                     values[m] += judge(guess, sent)
-            shown = (bootstrap(values[m]) for m in METRICS)
+            shown = (mean_interval(values[m]) for m in METRICS)
             cells = [f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]" for mean, low, high in shown]
             seconds = (time.process_time() - used) / len(steps)
             first = [asked, f"{mean_of(held) / d:.2f}", f"{mean_of(different) / d:.2f}", len(values[METRICS[0]]), name]

@@ -20,7 +20,7 @@ import torch
 from rasura.attacks.shadow_generation import restored, trained
 from rasura.attacks.shadow_inversion import inverted, likeliest, preimages_of
 from rasura.data.text import load_examples
-from rasura.metrics.intervals import bootstrap
+from rasura.metrics.intervals import mean_interval
 from rasura.metrics.text import meteor, rouge, wordnet
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
@@ -200,7 +200,8 @@ def inverting(path: str, reference: str, count: int, defense: str, learned: int)
         pairs = [(vocabulary.text(t), vocabulary.text(r)) for t, r in zip(texts, read)]
         figures = [hits, [score(a, b) for a, b in pairs], [meteor(a, b) for a, b in pairs] if wordnet() else []]
         shown = [
-            f"{100 * m:.1f} [{100 * low:.0f}, {100 * high:.0f}]" for m, low, high in map(bootstrap, filter(None, figures))
+            f"{100 * m:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+            for m, low, high in map(mean_interval, filter(None, figures))
         ]
         print(f"| {name} | {' | '.join(shown)} |", flush=True)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rasura.data.text import encode, load_examples
 from rasura.defenses.sealing import Sealing, mask
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.metrics.intervals import bootstrap
+from rasura.metrics.intervals import mean_interval
 from rasura.recipes import attack as make_attack
 from rasura.recipes import metric, parse_defense
 from rasura.rng import generator
@@ -63,7 +63,7 @@ def read(victim: Victim, sent: Sequence[Transcript], masks: Sequence[Masks]) -> 
             except (AttackFailed, NotApplicable):
                 guess = make_attack("blind")(seen, rng=generator(0, "blind", k), budget=Budget("quick"))
             found += judge(guess, truth)
-        mean, low, high = bootstrap(found)
+        mean, low, high = mean_interval(found)
         cells.append(f"{100 * mean:.0f} [{100 * low:.0f}, {100 * high:.0f}]")
     return cells
 

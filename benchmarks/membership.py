@@ -21,7 +21,7 @@ from torch import Generator, Tensor, nn
 from rasura.accounting import epsilon
 from rasura.answers import Answers, OwnModel
 from rasura.data.text import encode, load_examples
-from rasura.metrics.intervals import bootstrap
+from rasura.metrics.intervals import mean_interval
 from rasura.metrics.membership import auc, auc_bound, leakage, needed, split_check, tpr_at
 from rasura.recipes import membership_attack
 from rasura.rng import derive, generator
@@ -170,7 +170,7 @@ def main() -> None:
     for name in names:
         cells = []
         for column in range(4):
-            mean, low, high = bootstrap([row[column] for row in figures[name]])
+            mean, low, high = mean_interval([row[column] for row in figures[name]])
             cells.append(
                 f"{mean:.3f} [{low:.3f}, {high:.3f}]" if column in (0, 3) else f"{mean:.4f} [{low:.4f}, {high:.4f}]"
             )

@@ -19,7 +19,7 @@ from rasura.data.images import ImageExample, data_url, demo_images, encode_image
 from rasura.data.text import E, Example, data_hash, demo_examples, encode, groups, load_examples
 from rasura.interfaces import ActiveAttack, Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim
-from rasura.metrics.intervals import bootstrap
+from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
 from rasura.metrics.text import rouge
@@ -319,12 +319,12 @@ def _named(cell: Cell) -> list[str]:
 
 def _score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
     values = [float(v) for v in metric(guess, truth)]
-    mean, low, high = bootstrap(values)
+    mean, low, high = mean_or_interval(values, metric.bounds)
     there = [v for v in values if v == v]
     worst = (max if metric.higher_is == "worse" else min)(there, default=float("nan"))
     return {
         "per_record": values, "mean": mean, "low": low, "high": high, "worst": worst, "n": len(there),
-        "unit": metric.unit, "higher_is": metric.higher_is,
+        "unit": metric.unit, "higher_is": metric.higher_is, "bounds": metric.bounds,
     }  # fmt: skip
 
 

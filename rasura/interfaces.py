@@ -100,9 +100,10 @@ Defense = tuple[Transform[Any, Any, Any], ...]
 
 @runtime_checkable
 class Metric(Protocol[G_contra]):
-    """Judges a guess against the truth: one value for every text of the batch, in ``[0, 1]`` unless ``unit`` says else.
+    """Judges a guess against the truth: one value for every text of the batch.
 
-    Raises ``Unavailable`` when this machine lacks what the metric needs.
+    ``bounds``: the least and the greatest value that there can be, which an interval of the mean stands on; None where there
+    is no such range, and then no interval is given. Raises ``Unavailable`` when this machine lacks what the metric needs.
     """
 
     @property
@@ -111,6 +112,8 @@ class Metric(Protocol[G_contra]):
     def unit(self) -> str: ...
     @property
     def higher_is(self) -> Literal["worse", "better"]: ...
+    @property
+    def bounds(self) -> tuple[float, float] | None: ...
     def __call__(self, guess: G_contra, truth: Transcript) -> Sequence[float]: ...
 
 

@@ -20,10 +20,10 @@ SCHEMA = 1
 class Record:
     """One cell: an attack on one batch behind one defense under one threat model.
 
-    ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is. ``status``: ok, failed or
-    not_applicable, with ``reason``; scores are empty unless ok. ``recovered`` is masked unless asked for. ``sent_bytes``: of
-    the message on the wire where something is sealed, else of its entries; ``defense_seconds``: wall, of the protections on
-    data and message. ``crafted``: the server sent weights of its own making.
+    ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is, bounds. ``status``: ok,
+    failed or not_applicable, with ``reason``; scores are empty unless ok. ``recovered`` is masked unless asked for.
+    ``sent_bytes``: of the message on the wire where something is sealed, else of its entries; ``defense_seconds``: wall, of
+    the protections on data and message. ``crafted``: the server sent weights of its own making.
     """
 
     key: str

@@ -201,7 +201,7 @@ def test_nothing_is_said_to_hold_before_an_attack_that_knows_it_was_tried(run: P
     store = RunStore(run)
     records = [r for r in store if r["attack"] == "span" and r["defense"] == "none"]
     store.close()
-    nothing = {"token_recall": {**records[0]["scores"]["token_recall"], "per_record": [0.0]}}
+    nothing = {"token_recall": {**records[0]["scores"]["token_recall"], "per_record": [0.0] * 30}}  # enough to hold
     behind = [{**r, "defense": "ghost:group=8+dropout:0.1", "scores": nothing} for r in records]
     advice = findings([*records, *behind]).recommendation
     assert "no attack of this run knows how it works" in advice and "--attack ghost-lattice" in advice

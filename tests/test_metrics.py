@@ -12,7 +12,6 @@ from tiny import CLS, SEP, VOCABULARY, batch_of
 from torch import nn
 
 from rasura.interfaces import InputError, Unavailable
-from rasura.metrics.intervals import bootstrap
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
 from rasura.metrics.text import (
     Meteor,
@@ -109,18 +108,6 @@ def test_meteor_with_wordnet(monkeypatch: pytest.MonkeyPatch, shared: Path) -> N
     other = Reconstruction(((20,),), texts=("green stones sleep",))
     a, b, c = (Meteor()(g, t)[0] for g in (same, synonym, other))
     assert a > 0.99 and 0.9 < b < 1 and c == 0.0
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
-def test_bootstrap_holds_its_mean(values: list[float]) -> None:
-    mean, low, high = bootstrap(values)
-    assert low - 1e-9 <= mean <= high + 1e-9 and min(values) - 1e-9 <= low and high <= max(values) + 1e-9
-    assert bootstrap([*values, float("nan")]) == (mean, low, high)
-
-
-def test_no_values_no_mean() -> None:
-    assert all(math.isnan(v) for v in bootstrap([float("nan")]))
 
 
 @settings(max_examples=50, deadline=None)

@@ -82,6 +82,7 @@ class ImageMetric:
     score: Callable[[Tensor, Tensor], float]
     unit: str
     higher_is: Literal["worse", "better"] = "worse"
+    bounds: tuple[float, float] | None = None
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         images = truth.image_batch.pixel_values
@@ -104,7 +105,7 @@ def image_psnr() -> ImageMetric:
 
 def image_ssim() -> ImageMetric:
     """Structural similarity, 1 for an exact copy."""
-    return ImageMetric("ssim", ssim, "share")
+    return ImageMetric("ssim", ssim, "share", bounds=(-1.0, 1.0))
 
 
 BACKBONE = "alexnet-owt-7be5be79.pth"

@@ -25,6 +25,7 @@ class SentenceCosine:
     name: str = "sentence_cosine"
     unit: str = "cosine"
     higher_is: Literal["worse", "better"] = "worse"
+    bounds: tuple[float, float] | None = (-1.0, 1.0)
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         sent, read = truth.text_batch.seen, read_texts(guess, truth)

@@ -57,6 +57,7 @@ class Sensitive:
     name: str = "sensitive"
     unit: str = "share"
     higher_is: Literal["worse", "better"] = "worse"
+    bounds: tuple[float, float] | None = (0.0, 1.0)
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         read = read_texts(guess, truth)

@@ -24,6 +24,7 @@ class TextMetric:
     score: Callable[[str, str], float]
     unit: str = "share"
     higher_is: Literal["worse", "better"] = "worse"
+    bounds: tuple[float, float] | None = (0.0, 1.0)
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), self.score)]
@@ -73,6 +74,7 @@ class Meteor:
     name: str = "meteor"
     unit: str = "share"
     higher_is: Literal["worse", "better"] = "worse"
+    bounds: tuple[float, float] | None = (0.0, 1.0)
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         if wordnet() is None:
@@ -103,6 +105,7 @@ class TokenMetric:
     special: Literal["drop", "keep"] = "drop"
     unit: str = "share"
     higher_is: Literal["worse", "better"] = "worse"
+    bounds: tuple[float, float] | None = (0.0, 1.0)
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         special = truth.text_batch.special_ids | truth.vocabulary.special_ids

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rasura.metrics.intervals import bootstrap
+from rasura.metrics.intervals import mean_or_interval
 
 HEADLINE = "token_recall"
 
@@ -34,7 +34,7 @@ ADAPTIVE = {"ghost": ("ghost-", "ghost-lattice")}
 
 @dataclass(frozen=True)
 class Level:
-    """A pooled score: mean, interval, worst case, number of texts, all in [0, 1]."""
+    """A pooled score: mean, interval (NaN for a metric without a range), worst case, number of texts."""
 
     mean: float
     low: float
@@ -108,12 +108,12 @@ class Findings:
     prices: Mapping[str, Price] = field(default_factory=dict)
 
 
-def pooled(values: Iterable[float | None]) -> Level | None:
-    """Pool values over cells; null (not measured) is left out."""
+def pooled(values: Iterable[float | None], bounds: tuple[float, float] | None = (0.0, 1.0)) -> Level | None:
+    """Pool values over cells; null (not measured) is left out. ``bounds``: the metric's range, None where it has none."""
     kept = [float(v) for v in values if v is not None and v == v]
     if not kept:
         return None
-    mean, low, high = bootstrap(kept)
+    mean, low, high = mean_or_interval(kept, bounds)
     return Level(mean, low, high, max(kept), len(kept))
 
 
@@ -121,8 +121,18 @@ def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str = "scor
     return [v for r in records for v in r[side].get(metric, {}).get("per_record", [])]
 
 
+def bounds_of(records: Iterable[Mapping[str, Any]], metric: str) -> tuple[float, float] | None:
+    """The range of ``metric`` as the records tell it: [0, 1] where none does."""
+    sides = [r[side].get(metric, {}) for r in records for side in ("scores", "blind")]
+    told = [found["bounds"] for found in sides if "bounds" in found]
+    if not told:
+        return 0.0, 1.0
+    return (float(told[0][0]), float(told[0][1])) if told[0] else None
+
+
 def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], metric: str) -> Entry:
-    blind = pooled(_values(records, metric, "blind"))
+    bounds = bounds_of(records, metric)
+    blind = pooled(_values(records, metric, "blind"), bounds)
     failed = sum(r["status"] == "failed" for r in records)
     # A failed attempt is a status; in the pool it stands at the guessing level, which is what that adversary would do.
     values = _values(records, metric)
@@ -131,7 +141,7 @@ def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], metr
     return Entry(
         attack,
         defense,
-        pooled(values),
+        pooled(values, bounds),
         blind.mean if blind else 0.0,
         tuple(sorted({r["reason"] for r in records if r["reason"]})),
         failed,
@@ -172,7 +182,7 @@ def findings(
             best[d] = max(rows, key=lambda e: e.level.mean if e.level else -1.0)
     # Every cell of a batch carries the same guess, so it counts once.
     once = {(r["threat"], r["batch_size"], r["seed"], r["batch"]): r for r in every}
-    blind = pooled(_values(once.values(), metric, "blind"))
+    blind = pooled(_values(once.values(), metric, "blind"), bounds_of(every, metric))
     strongest = [r for r in every if r["status"] == "ok" and r["recovered"] and r["attack"] != "blind"]
     found = Findings(
         metric, tuple(attacks), tuple(defenses), matrix, best, blind, (), "",

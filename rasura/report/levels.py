@@ -40,12 +40,13 @@ def point(setting: str, records: Sequence[Mapping[str, Any]], attacks: Iterable[
 
 def _level(scored: Iterable[tuple[int, Mapping[str, Any]]], risk: str) -> Level | None:
     texts: dict[tuple[int, int], list[float]] = defaultdict(list)
+    bounds: tuple[float, float] | None = (0.0, 1.0)
     for batch, scores in scored:
+        bounds = scores.get(risk, {}).get("bounds", bounds)
         for place, value in enumerate(scores.get(risk, {}).get("per_record", [])):
             if value is not None and value == value:
                 texts[batch, place].append(value)
-    # In the order of the texts: a bootstrap with a seed depends on it, and two settings are compared.
-    return pooled(sum(values) / len(values) for _, values in sorted(texts.items()))
+    return pooled((sum(values) / len(values) for values in texts.values()), bounds)
 
 
 def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

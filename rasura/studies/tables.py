@@ -245,6 +245,11 @@ NAMES = {
 SHARE = (100, 1)
 SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
 """Factor and digits of metrics that are no shares, which are given in percent."""
+BOUNDS: Mapping[str, tuple[float, float] | None] = {
+    "loss": None, "perplexity": None, "mse": None, "psnr": None, "lpips": None, "ssim": (-1.0, 1.0),
+    "sentence_cosine": (-1.0, 1.0), "mcc": (-1.0, 1.0),
+}  # fmt: skip
+"""Ranges of metrics that are not in [0, 1]; None for those without one."""
 
 _USUAL = ("fedsgd", "with-labels-and-lengths")
 
@@ -279,8 +284,11 @@ def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> l
 
 
 def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:
-    """Mean of ``values`` and the ends of its interval, in the unit that is shown; NaN where there are none."""
-    level, (scale, _) = pooled(values), SCALES.get(metric, SHARE)
+    """Mean of ``values`` and the ends of its interval, in the unit that is shown; NaN where there are none.
+
+    A metric without a range has no interval: its ends are NaN.
+    """
+    level, (scale, _) = pooled(values, BOUNDS.get(metric, (0.0, 1.0))), SCALES.get(metric, SHARE)
     return (nan, nan, nan) if level is None else (scale * level.mean, scale * level.low, scale * level.high)
 
 
@@ -289,6 +297,8 @@ def _level(values: Sequence[float], metric: str) -> str:
     if isnan(mean):
         return "–"
     digits = SCALES.get(metric, SHARE)[1]
+    if isnan(low):
+        return f"{mean:.{digits}f}"
     ends = max(0, digits - 1)
     return f"{mean:.{digits}f} [{low:.{ends}f}, {high:.{ends}f}]"
 
