@@ -40,7 +40,7 @@ def wanted(folder: Path, notes: Path, **more: Any) -> CalibrationPlan:
     plan = Plan(
         str(folder), data=str(notes), limit=3, attacks=("embedding-rows",), budget="quick", defenses=("gaussian", "pruning")
     )
-    fields: dict[str, Any] = {"plan": plan, "risk": "token_recall", "at_most": 0.5, "steps": 2}
+    fields: dict[str, Any] = {"plan": plan, "risk": "token_recall", "at_most": 0.9, "steps": 2}
     return CalibrationPlan(**{**fields, **more})
 
 
@@ -112,7 +112,8 @@ def test_failures_and_guessing_count_and_seeds_add_no_texts() -> None:
     silent = point("gaussian:1", [record("span", [0.0], status="failed")], ["span"], "rougeL")
     assert silent["risk"]["mean"] == 0.2, "an attack that gives up guesses"
     worse = point("gaussian:1", [record("span", [0.0])], ["span"], "rougeL")["risk"]
-    assert (worse["attack"], worse["high"]) == ("blind", 0.2), "nobody does worse than guessing"
+    assert (worse["attack"], worse["mean"]) == ("blind", 0.2), "nobody does worse than guessing"
+    assert worse["high"] > 0.2, "and one text is no certainty"
     assert point("accumulate:9", [], ["span"], "rougeL")["risk"] is None
     nobody = point("pruning:0.9", [record("span", [0.0], status="not_applicable")], ["span"], "rougeL")
     assert nobody["risk"] is None and len(nobody["levels"]) == 1, "that no attack could be tried says nothing"
@@ -151,14 +152,15 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(done: tuple
     for f in result["families"]:
         settings = [p["setting"] for p in f["points"]]
         place = settings.index(f["setting"])
-        assert all(p["risk"] is None or p["risk"]["high"] <= 0.5 for p in f["points"][place:])
+        assert all(p["risk"] is None or p["risk"]["high"] <= 0.9 for p in f["points"][place:])
         if not f["not_verified"]:
-            assert f["points"][place - 1]["risk"]["high"] > 0.5
-        assert f["verification"]["risk"]["mean"] <= 0.5
+            assert f["points"][place - 1]["risk"]["high"] > 0.9
+        assert f["verification"]["risk"]["mean"] <= 0.9
         assert f["verification"]["on"] == "other texts, other seeds" and f["verification"]["seed"] == 1
         assert f["points"][0]["setting"] == "none" and f["points"][0]["risk"]["mean"] == 1.0
         assert f["guarantee"]["statement"].startswith("no formal guarantee") and f["guarantee"]["examples"] == len(NOTES)
-    assert any(y["well_behaved"] for f in result["families"] for y in f["yardsticks"])
+    reasons = {y["why"] for f in result["families"] for y in f["yardsticks"]}
+    assert reasons == {"never above guessing"}, "three texts settle nothing: their intervals hold the guessing level"
     assert any("it takes 6 to do so" in line for line in result["checks"])
 
 
@@ -219,7 +221,7 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
 
 
 def test_utility_and_what_noise_guarantees(model_folder: Path, notes: Path, tmp_path: Path) -> None:
-    plan = wanted(model_folder, notes, utility="accuracy", steps=0, at_most=0.5)
+    plan = wanted(model_folder, notes, utility="accuracy", steps=0, at_most=0.96)
     plan = replace(plan, plan=replace(plan.plan, limit=2, attacks=("span",), defenses=("dp-sgd",)))
     plan = replace(plan, recipe=replace(plan.recipe, epochs=1, batch_size=3))
     (found,) = calibrate(plan, out=tmp_path)["families"]
@@ -266,6 +268,6 @@ def test_the_command_refuses_a_target_that_nothing_reaches(model_folder: Path, n
     assert isinstance(refused.exception, InputError), "which main turns into one line and exit code 2"
     assert "no setting of gaussian keeps the upper bound" in str(refused.exception)
     assert (tmp_path / "run" / "report.html").is_file()
-    found = CliRunner().invoke(app, [*common, "--at-most", "0.6"])
+    found = CliRunner().invoke(app, [*common, "--at-most", "0.96"])
     assert found.exit_code == 0, found.output
     assert "the least that holds" in " ".join(found.output.split())
