@@ -146,7 +146,9 @@ def done(model_folder: Path, notes: Path, tmp_path_factory: pytest.TempPathFacto
     return folder, calibrate(wanted(model_folder, notes), out=folder)
 
 
-def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(done: tuple[Path, dict[str, Any]]) -> None:
+def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(
+    done: tuple[Path, dict[str, Any]], model_folder: Path, notes: Path, tmp_path: Path
+) -> None:
     result = done[1]
     assert [f["status"] for f in result["families"]] == ["found", "found"]
     for f in result["families"]:
@@ -161,7 +163,9 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(done: tuple
         assert f["guarantee"]["statement"].startswith("no formal guarantee") and f["guarantee"]["examples"] == len(NOTES)
     reasons = {y["why"] for f in result["families"] for y in f["yardsticks"]}
     assert reasons == {"never above guessing"}, "three texts settle nothing: their intervals hold the guessing level"
-    assert any("it takes 6 to do so" in line for line in result["checks"])
+    assert not any("to do so" in line for line in result["checks"]), "three texts unread do rule out nine in ten"
+    refused = calibrate(replace(wanted(model_folder, notes), at_most=0.5), out=tmp_path)
+    assert any("it takes 6 to do so" in line for line in refused["checks"]), "and not one in two"
 
 
 def test_waiting_for_text_wants_the_attack_that_reads_it_all(model_folder: Path, notes: Path, tmp_path: Path) -> None:
