@@ -10,6 +10,7 @@ from torch import Generator, nn
 
 from rasura.answers import Membership, ModelObservation, ServiceObservation, ServiceTranscript, TokenReading
 from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
+from rasura.rng import Randomness
 from rasura.values import Grant, Mechanism, Observation, Stage, Task, Transcript
 
 __all__ = [
@@ -90,7 +91,7 @@ class Transform(Generic[X, Y, S]):
     stage: Stage
     mechanism: Mechanism
     init: Callable[[Any], S]
-    apply: Callable[[X, S, Generator], tuple[Y, S]]
+    apply: Callable[[X, S, Randomness], tuple[Y, S]]
     undo: Callable[[Y, S], X] | None = None
 
 

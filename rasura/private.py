@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from rasura.accounting import Guarantee, Run, assumes_poisson, formal, guarantee
 from rasura.interfaces import Defense, InputError
 from rasura.recipes import parse_defense
-from rasura.rng import generator, secret_generator
+from rasura.rng import Randomness, generator, secret_generator
 from rasura.values import Stage
 from rasura.victims.batching import drawn
 from rasura.victims.step import defended, message_for
@@ -31,7 +31,7 @@ class Private(NamedTuple):
 class PoissonBatches:
     """Row numbers of batches that each row joins by chance; as many batches an epoch as ``size`` rows a batch would make."""
 
-    def __init__(self, count: int, size: int, rng: torch.Generator) -> None:
+    def __init__(self, count: int, size: int, rng: Randomness) -> None:
         self.count, self.size, self.rng = count, size, rng
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class PoissonBatches:
         yield from drawn(self.count, self.size, self.rng)
 
 
-def poisson_loader(loader: Any, rng: torch.Generator) -> Any:
+def poisson_loader(loader: Any, rng: Randomness) -> Any:
     """``loader`` with Poisson sampling at its batch size. An empty batch has the first row's tensors without any row."""
     data, size = loader.dataset, loader.batch_size
     if size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
@@ -84,7 +84,7 @@ class _Release(torch.autograd.Function):
 class _Forward:
     """The forward of a protected model: in training, a loss whose gradients are private; else the model's own."""
 
-    def __init__(self, model: nn.Module, defense: Defense, rng: torch.Generator, expected: int | None) -> None:
+    def __init__(self, model: nn.Module, defense: Defense, rng: Randomness, expected: int | None) -> None:
         self.model, self.defense, self.rng, self.expected = model, defense, rng, expected
         self.original = model.forward
         self.inside = False

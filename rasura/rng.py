@@ -1,26 +1,46 @@
-"""Randomness: one seed makes named, independent generators; secrets and real noise come from the operating system."""
+"""Randomness: one seed makes named, independent generators; secrets and real noise come from the operating system.
+
+A secret must not hang on a seed: PyTorch's CPU generator keeps 32 bits of one, and its dropout draws each mask from as many,
+which a laptop tries out in minutes. ``SecretGenerator`` is therefore no generator of PyTorch, which refuses to draw from it;
+the functions here draw from either kind.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import os
-import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _AT_ONCE = 1 << 20
 """Numbers that are drawn from the operating system at once."""
 
 
-class SecretGenerator(torch.Generator):
-    """A generator whose ``uniform`` and ``normal`` below come from the operating system, draw by draw; nothing repeats them.
+class SecretGenerator:
+    """Randomness of the operating system (on Linux ChaCha20), every draw anew: no seed, no state, nothing repeats it.
 
-    Where torch itself draws from it (masks of dropout, permutations), it is a generator that the operating system seeded.
+    No ``torch.Generator``: ``torch.rand(3, generator=secret)`` raises ``TypeError``. Draw with the functions of this module.
     """
+
+    __slots__ = ()
+
+    def words(self, count: int) -> NDArray[np.uint64]:
+        """``count`` numbers of 64 random bits."""
+        return np.frombuffer(os.urandom(8 * count), np.uint64)
+
+
+Randomness: TypeAlias = torch.Generator | SecretGenerator
+"""What the functions here draw from: a seeded generator, for experiments, or the operating system."""
 
 
 def derive(seed: int, *names: str | int) -> int:
@@ -35,65 +55,58 @@ def generator(seed: int, *names: str | int) -> torch.Generator:
 
 
 def secret_generator() -> SecretGenerator:
-    """A CPU generator seeded by the operating system. For permutations and noise of a real deployment use ``uniform`` and
-    ``normal`` with it, or ``secrets``: what torch draws from it is not cryptographic."""
-    made = SecretGenerator()
-    made.manual_seed(secrets.randbits(63))
-    return made
+    """The operating system's randomness, for noise, masks and keys of a real deployment."""
+    return SecretGenerator()
 
 
 def child(rng: torch.Generator) -> int:
-    """A fresh seed drawn from ``rng``, to start an independent stream."""
+    """A fresh seed drawn from ``rng``, to start an independent stream of an experiment.
+
+    Raises ``TypeError`` for a ``SecretGenerator``: a seed would be all that is secret of the stream.
+    """
+    if not isinstance(rng, torch.Generator):
+        raise TypeError(f"a seed of a {type(rng).__name__} would be all that is secret; pass the generator itself on")
     return int(torch.randint(0, 2**62, (1,), generator=rng, dtype=torch.int64))
 
 
-def uniform(shape: Sequence[int], rng: torch.Generator) -> Tensor:
-    """Numbers between 0 and 1, both left out, float64; from the operating system where ``rng`` is a ``SecretGenerator``."""
-    if isinstance(rng, SecretGenerator):
-        return torch.from_numpy(_secret(math.prod(shape))).reshape(tuple(shape))
+def uniform(shape: Sequence[int], rng: Randomness) -> Tensor:
+    """Numbers between 0 and 1, both left out, float64, of 52 random bits each."""
     # 52 bits and half a step fit a float64: never 0, never 1.
-    return (torch.randint(0, 1 << 52, tuple(shape), generator=rng).double() + 0.5) * 2.0**-52
+    if isinstance(rng, torch.Generator):
+        return (torch.randint(0, 1 << 52, tuple(shape), generator=rng).double() + 0.5) * 2.0**-52
+    return torch.from_numpy(_uniform(math.prod(shape), rng)).reshape(tuple(shape))
 
 
-def laplace(count: int, rng: torch.Generator) -> Tensor:
-    """``count`` draws from the Laplace distribution of scale 1, float64; randomness as in ``uniform``."""
-    centred = uniform((count,), rng) - 0.5
+def _uniform(count: int, rng: SecretGenerator) -> NDArray[np.float64]:
+    return ((rng.words(count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+
+
+def laplace(shape: Sequence[int], rng: Randomness) -> Tensor:
+    """Draws from the Laplace distribution of scale 1, float64; the largest is 36, which 1 in 2^52 draws would exceed."""
+    centred = uniform(shape, rng) - 0.5
     return -centred.sign() * torch.log1p(-2 * centred.abs())
 
 
-def permutation(count: int, rng: torch.Generator) -> Tensor:
-    """A random order of ``0 .. count - 1``, int64; from the operating system where ``rng`` is a ``SecretGenerator``."""
-    if not isinstance(rng, SecretGenerator):
-        return torch.randperm(count, generator=rng)
-    order = list(range(count))
-    secrets.SystemRandom().shuffle(order)
-    return torch.tensor(order, dtype=torch.int64)
+def normal(shape: Sequence[int], rng: Randomness, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Standard normal numbers of kind ``dtype``; of a ``SecretGenerator`` by Box and Muller.
 
-
-def normal(shape: Sequence[int], rng: torch.Generator, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Standard normal numbers; from the operating system, by Box and Muller, where ``rng`` is a ``SecretGenerator``.
-
-    They are drawn on the CPU, so that a seed gives the same noise on every device. What the rounding of a floating-point
-    sum tells (Mironov 2012) is not addressed.
+    They are formed in float64 from uniforms of 52 bits, then rounded: the largest is 8.6, which 1 in 10^17 would exceed.
+    Drawn on the CPU, so that a seed gives the same noise on every device. What the rounding of a floating-point sum tells
+    (Mironov 2012) is not addressed.
     """
-    if not isinstance(rng, SecretGenerator):
+    if isinstance(rng, torch.Generator):
         return torch.randn(tuple(shape), generator=rng, dtype=dtype)
     out = torch.empty(math.prod(shape), dtype=dtype)
     for start in range(0, len(out), _AT_ONCE):
         part = out[start : start + _AT_ONCE]
         half = (len(part) + 1) // 2
-        radius, angle = np.sqrt(-2 * np.log(_secret(half))), 2 * math.pi * _secret(half)
+        radius, angle = np.sqrt(-2 * np.log(_uniform(half, rng))), 2 * math.pi * _uniform(half, rng)
         both = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
         part.copy_(torch.from_numpy(both[: len(part)]))
     return out.reshape(tuple(shape))
 
 
-def _secret(count: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    bits = np.frombuffer(os.urandom(8 * count), np.uint64) >> np.uint64(12)
-    return (bits.astype(np.float64) + 0.5) * 2.0**-52
-
-
-def gamma(shape: Tensor, rng: torch.Generator) -> Tensor:
+def gamma(shape: Tensor, rng: Randomness) -> Tensor:
     """A draw of the gamma distribution at scale 1 for each entry of ``shape``, float64 (Marsaglia, Tsang 2000)."""
     # Below 1 their method starts from shape + 1.
     small = shape < 1
@@ -109,3 +122,132 @@ def gamma(shape: Tensor, rng: torch.Generator) -> Tensor:
         out[missing[good]] = (scale * v)[good]
         missing = missing[~good]
     return out * boost
+
+
+def integers(below: int, shape: Sequence[int], rng: Randomness) -> Tensor:
+    """Whole numbers of ``0 .. below - 1``, each as likely, int64."""
+    if isinstance(rng, torch.Generator):
+        return torch.randint(below, tuple(shape), generator=rng)
+    if below < 1:
+        raise ValueError(f"integers below {below}; expected at least 1")
+    found = rng.words(math.prod(shape)).copy()
+    # The last numbers of 64 bits would favour the small remainders.
+    fair = np.uint64((1 << 64) - 1 - (1 << 64) % below)
+    while len(beyond := np.flatnonzero(found > fair)):
+        found[beyond] = rng.words(len(beyond))
+    return torch.from_numpy((found % np.uint64(below)).astype(np.int64)).reshape(tuple(shape))
+
+
+def permutation(count: int, rng: Randomness) -> Tensor:
+    """A random order of ``0 .. count - 1``, int64."""
+    if isinstance(rng, torch.Generator):
+        return torch.randperm(count, generator=rng)
+    # By random names of 128 bits, of which no two are alike.
+    return torch.from_numpy(np.lexsort((rng.words(count), rng.words(count))))
+
+
+def bernoulli(chance: float, shape: Sequence[int], rng: Randomness) -> Tensor:
+    """True with probability ``chance``, to 2^-32 of 1, bool: masks of dropout."""
+    if not 0 <= chance <= 1:
+        raise ValueError(f"chance {chance}; expected between 0 and 1")
+    if isinstance(rng, torch.Generator):
+        return uniform(shape, rng) < chance
+    count = math.prod(shape)
+    out = np.empty(count, dtype=bool)
+    for start in range(0, count, _AT_ONCE):
+        part = out[start : start + _AT_ONCE]
+        np.less(rng.words((len(part) + 1) // 2).view(np.uint32)[: len(part)], round(chance * (1 << 32)), out=part)
+    return torch.from_numpy(out).reshape(tuple(shape))
+
+
+@contextmanager
+def drawing(rng: Randomness) -> Iterator[None]:
+    """Inside, what PyTorch draws by itself in this thread (masks of dropout, noise of a layer) comes from ``rng``.
+
+    From a seeded generator by a seed for PyTorch's global one, which is put back afterwards. From a ``SecretGenerator`` the
+    numbers are put in their place below autograd; a draw that is not known here raises ``RuntimeError``, and so does one in
+    a backward pass (gradient checkpointing repeats the forward pass and would get another mask).
+    """
+    if isinstance(rng, torch.Generator):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(child(rng))
+            yield
+        return
+    if not isinstance(rng, SecretGenerator):
+        raise TypeError(f"randomness of a {type(rng).__name__}; expected a torch.Generator or a SecretGenerator")
+    with _PlainAttention(), _SecretDraws(rng):
+        yield
+
+
+class _PlainAttention(TorchFunctionMode):
+    """Attention with dropout step by step: fused kernels draw where nobody can put a mask in its place."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.scaled_dot_product_attention and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0):
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            with sdpa_kernel(SDPBackend.MATH):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _SecretDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
+    def __init__(self, rng: SecretGenerator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rng = rng
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or _draws_nothing(func, args, kwargs):
+            return func(*args, **kwargs)
+        drawn = _DRAWN.get(func)
+        if drawn is None or kwargs.get("generator") is not None:
+            _refused(f"{func} draws from PyTorch's generator, of which 32 bits are secret")
+        if torch._C._current_graph_task_id() >= 0:
+            _refused(f"{func} draws anew in the backward pass; turn off gradient checkpointing, or dropout")
+        return drawn(self.rng, *args, **{k: v for k, v in kwargs.items() if k != "generator"})
+
+
+def _refused(why: str) -> NoReturn:
+    raise RuntimeError(f"{why}; in a step whose randomness is secret it is refused")
+
+
+def _draws_nothing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this call of an operation that may draw has dropout off."""
+    arguments = func._schema.arguments
+    given = {a.name: a.default_value for a in arguments} | dict(zip((a.name for a in arguments), args)) | kwargs
+    if "dropout" not in func._schema.name and "dropout_p" not in given and "dropout" not in given:
+        return False
+    rate = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
+    return rate == 0 or given.get("train") is False
+
+
+def _bernoulli_(rng: SecretGenerator, into: Tensor, p: float = 0.5) -> Tensor:
+    return into.copy_(bernoulli(p, into.shape, rng))
+
+
+def _dropout(rng: SecretGenerator, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    kept = bernoulli(1 - p, x.shape, rng).to(x.device)
+    return x * kept * (1 / (1 - p) if p < 1 else 0.0), kept
+
+
+def _uniform_(rng: SecretGenerator, into: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    drawn = (low + (high - low) * uniform(into.shape, rng)).to(into.dtype)
+    # Rounding to fewer digits may reach the upper end, which PyTorch leaves out.
+    last = torch.nextafter(torch.tensor(high, dtype=into.dtype), torch.tensor(low, dtype=into.dtype))
+    return into.copy_(torch.minimum(drawn, last))
+
+
+def _normal_like(rng: SecretGenerator, like: Tensor, **kind: Any) -> Tensor:
+    dtype = kind.get("dtype") or like.dtype
+    return normal(like.shape, rng).to(kind.get("device") or like.device, dtype)
+
+
+_DRAWN: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.bernoulli_.float: _bernoulli_,
+    torch.ops.aten.native_dropout.default: _dropout,
+    torch.ops.aten.uniform_.default: _uniform_,
+    torch.ops.aten.randn_like.default: _normal_like,
+}
+"""Operations of PyTorch that draw, and what draws in their place."""

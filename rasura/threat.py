@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from rasura.answers import Answers, ModelObservation, OwnModel, ServiceObservation, ServiceTranscript
-from rasura.rng import child, secret_generator
+from rasura.rng import Randomness, secret_generator
 from rasura.values import UNKNOWN, Batch, Grant, Mechanism, Observation, Task, Transcript, Vocabulary
 
 if TYPE_CHECKING:
@@ -137,13 +136,11 @@ def observe_model(
     return ModelObservation(task, {g: sources[g] for g in Grant if g in threat.grants and g in sources})
 
 
-def service_transcript(
-    service: Service, ids: Sequence[tuple[int, ...]], rng: torch.Generator | None = None
-) -> ServiceTranscript:
+def service_transcript(service: Service, ids: Sequence[tuple[int, ...]], rng: Randomness | None = None) -> ServiceTranscript:
     """The truth of sending the texts ``ids``, special tokens included, to ``service``."""
     rng = rng or secret_generator()
     drawn = None if service.replacement is None else service.sent(ids, rng)
-    vectors = service.states(ids, child(rng))
+    vectors = service.states(ids, rng)
     return ServiceTranscript(
         service.public, service.served, service.tokens, tuple(ids), service.vocabulary, service.mechanism, drawn, vectors
     )

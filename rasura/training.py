@@ -23,7 +23,7 @@ from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.obfuscation.services import Service
 from rasura.recipes import known, parse_defense
 from rasura.records import canonical, write_whole
-from rasura.rng import generator
+from rasura.rng import Randomness, generator
 from rasura.service_protection import parsed
 from rasura.service_protection import protected as protected_service
 from rasura.values import Batch, Task
@@ -244,7 +244,7 @@ SERVED = "served.safetensors"
 """The weights of a trained service, in the folder of its training."""
 
 
-def sent(service: Service, rows: Sequence[Batch], rng: torch.Generator) -> list[Batch]:
+def sent(service: Service, rows: Sequence[Batch], rng: Randomness) -> list[Batch]:
     """Texts, one a batch, as a client sends them (or, where states are sent, what it computes them of)."""
     drawn = service.sent([row.ids(0) for row in rows], rng)
     return [renamed(row, torch.tensor([new])) for row, new in zip(rows, drawn, strict=True)]

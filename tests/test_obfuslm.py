@@ -83,7 +83,7 @@ def test_weights_are_those_of_the_plain_reading(disjoint: bool) -> None:
     table = torch.randn(120, 8, generator=generator(1, "rows"), dtype=torch.float64)
     clusters = embed_cluster(table, 6, 0.9, disjoint=disjoint)
     weights = weight_synth(table, clusters, 0.7, generator(2, "noise"))
-    noise = laplace(int(clusters.sizes.square().sum()), generator(2, "noise"))
+    noise = laplace((int(clusters.sizes.square().sum()),), generator(2, "noise"))
     dense, start = torch.zeros(120, 120, dtype=torch.float64), 0
     for n in range(len(clusters)):
         rows = clusters[n].tolist()

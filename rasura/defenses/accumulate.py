@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torch import Generator
-
 from rasura.accumulation import NAME, least_tokens, tokens_in
 from rasura.interfaces import InputError, NotSent, Transform
+from rasura.rng import Randomness
 from rasura.values import Mechanism, Message, Stage
 
 Held = tuple[int, int]
@@ -39,7 +38,7 @@ def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Tra
         model, inputs = seen
         return len(tokens_in(inputs)), least_tokens([mechanism], model)
 
-    def apply(message: Message, state: Held, rng: Generator) -> tuple[Message, Held]:
+    def apply(message: Message, state: Held, rng: Randomness) -> tuple[Message, Held]:
         held, least = state
         if held < least:
             raise NotSent(f"nothing is sent: the texts hold {held} different tokens, {NAME} waits for {least}")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from torch import Generator
-
 from rasura.interfaces import Defense, InputError, Transform
+from rasura.rng import Randomness
 from rasura.values import Gradients, Mechanism, PerExample, Stage
 
 ORDER = (Stage.DATA, Stage.MODEL, Stage.AGGREGATE, Stage.WIRE)
@@ -27,7 +26,7 @@ def none() -> Defense:
 def mean() -> Transform[PerExample, Gradients, None]:
     """The gradient of the mean loss of the batch: what plain training sends."""
 
-    def apply(examples: PerExample, state: None, rng: Generator) -> tuple[Gradients, None]:
+    def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         return examples.mean(), None
 
     return Transform(Stage.AGGREGATE, Mechanism("mean", Stage.AGGREGATE), stateless, apply)

@@ -6,15 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import Transform
+from rasura.rng import Randomness
 from rasura.values import Mechanism, Message, Stage
 
 
 def _each(name: str, change: Callable[[Tensor], Tensor]) -> Transform[Message, Message, None]:
-    def apply(message: Message, state: None, rng: Generator) -> tuple[Message, None]:
+    def apply(message: Message, state: None, rng: Randomness) -> tuple[Message, None]:
         changed = {n: change(g) for n, g in message.gradients.items()}
         return replace(message, gradients=changed), None
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.defenses.dp_sgd import positive
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws, unit
 from rasura.interfaces import InputError, Transform
 from rasura.options import options
+from rasura.rng import Randomness
 from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
 
 BLOCKS = ("whole", "parameters")
@@ -39,7 +40,7 @@ def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gr
     if blocks not in BLOCKS:
         raise InputError(f"directional: blocks is {blocks!r}; expected {' or '.join(BLOCKS)}")
 
-    def apply(examples: PerExample, state: None, rng: Generator) -> tuple[Gradients, None]:
+    def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         if not examples.size:
             return examples.weighted(lambda norms: norms), None
         first: dict[str, torch.Size] = {}

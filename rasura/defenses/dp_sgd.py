@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
 from rasura.options import options
-from rasura.rng import normal, uniform
+from rasura.rng import Randomness, laplace, normal
 from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
 
 NOISES = ("gaussian", "laplace")
@@ -30,20 +30,15 @@ def positive(name: str, knob: str, value: Any) -> float:
     return float(value)
 
 
-def _released(total: Gradients, examples: PerExample, width: float, noise: str, rng: Generator) -> Gradients:
+def _released(total: Gradients, examples: PerExample, width: float, noise: str, rng: Randomness) -> Gradients:
     """``total`` with noise, over the size that the batch has or was expected to have."""
     divisor = examples.expected or examples.size
     out = {}
     for name, gradient in total.items():
         # Added in float64: the noise keeps its tail, whatever the weights are stored in.
-        drawn = normal(gradient.shape, rng) if noise == "gaussian" else _laplace(gradient.shape, rng)
+        drawn = normal(gradient.shape, rng) if noise == "gaussian" else laplace(gradient.shape, rng)
         out[name] = ((gradient.double() + width * drawn) / divisor).to(gradient.dtype)
     return out
-
-
-def _laplace(shape: torch.Size, rng: Generator) -> Tensor:
-    # The difference of two exponentials is Laplace, without the lost tail of inverting a single uniform.
-    return uniform(shape, rng).log() - uniform(shape, rng).log()
 
 
 def _clipped_absolutely(each: Iterable[Gradients], clip: float) -> dict[str, Tensor]:
@@ -68,7 +63,7 @@ def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transfor
     if noise not in NOISES:
         raise InputError(f"dp-sgd: noise is {noise!r}; expected {' or '.join(NOISES)}")
 
-    def apply(examples: PerExample, state: None, rng: Generator) -> tuple[Gradients, None]:
+    def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         if noise == "gaussian" or not examples.size:
             total = examples.weighted(lambda norms: (clip / norms.clamp_min(1e-300)).clamp(max=1))
         else:
@@ -87,7 +82,7 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
     """
     width = positive("normalised", "sigma", sigma)
 
-    def apply(examples: PerExample, state: None, rng: Generator) -> tuple[Gradients, None]:
+    def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         total = examples.weighted(lambda norms: torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0))
         return _released(total, examples, width, "gaussian", rng), None
 

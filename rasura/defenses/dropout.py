@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch import Generator, nn
+from torch import nn
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
+from rasura.rng import Randomness
 from rasura.values import Mechanism, Stage
 
 _RATES = ("attention_dropout", "dropout", "hidden_dropout", "activation_dropout")
@@ -38,13 +39,13 @@ def dropout(p: float) -> Transform[nn.Module, nn.Module, Rates | None]:
 
     Models of transformers 5 draw attention dropout with ``F.dropout`` from a module's ``p`` or from a plain float, so both
     are set and the model is put in train mode. A family without hidden dropout (Llama) drops attention weights only. The
-    masks come from torch's global generator, which the step seeds. Raises ``InputError`` unless ``0 <= p < 1``, and for a
+    masks come from the step's randomness (``rng.drawing``). Raises ``InputError`` unless ``0 <= p < 1``, and for a
     model that has no dropout at all.
     """
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
         raise InputError(f"dropout: p is {p!r}; expected a probability of at least 0 and below 1")
 
-    def apply(model: nn.Module, state: Rates | None, rng: Generator) -> tuple[nn.Module, Rates | None]:
+    def apply(model: nn.Module, state: Rates | None, rng: Randomness) -> tuple[nn.Module, Rates | None]:
         before = Rates(tuple(_rates(model)), tuple((m, m.training) for m in model.modules()))
         if not before.rates:
             raise InputError(f"dropout: {type(model).__name__} has no dropout to set; use another defense")

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Generator, nn
+from torch import nn
 
 from rasura.defenses.compose import stateless
 from rasura.defenses.structure import blocks, embedding_parameters
 from rasura.interfaces import InputError, Transform
+from rasura.rng import Randomness
 from rasura.values import Mechanism, Parameter, Stage
 
 Frozen = list[nn.Parameter] | None
@@ -22,7 +23,7 @@ Frozen = list[nn.Parameter] | None
 def _freeze(
     name: str, parameters: dict[str, Parameter], select: Callable[[nn.Module], list[nn.Parameter]]
 ) -> Transform[nn.Module, nn.Module, Frozen]:
-    def apply(model: nn.Module, state: Frozen, rng: Generator) -> tuple[nn.Module, Frozen]:
+    def apply(model: nn.Module, state: Frozen, rng: Randomness) -> tuple[nn.Module, Frozen]:
         frozen = [p for p in select(model) if p.requires_grad]
         chosen = {id(p) for p in frozen}
         if not any(p.requires_grad and id(p) not in chosen for p in model.parameters()):

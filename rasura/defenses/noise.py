@@ -2,23 +2,24 @@
 
 No formal guarantee is claimed for this per-batch form: differential privacy for single texts needs clipping *per example*
 (DP-SGD), noise from a cryptographic source, and accounting over all steps. In a real deployment pass
-``rasura.rng.secret_generator()``, which the operating system seeds: whoever knows a seed can subtract the noise.
+``rasura.rng.secret_generator()``, the operating system's randomness: whoever knows a seed can subtract the noise.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
+from rasura.rng import Randomness, laplace, normal
 from rasura.values import Mechanism, Message, Stage
 
-Draw = Callable[[torch.Size, Generator], Tensor]
+Draw = Callable[[Sequence[int], Randomness], Tensor]
 
 
 def visible_norm(message: Message) -> float:
@@ -35,7 +36,7 @@ def _noise(name: str, knob: str, width: float, clip: float, draw: Draw) -> Trans
     if math.isinf(width):
         raise InputError(f"{name}: {knob} is infinite; expected a finite number")
 
-    def apply(message: Message, state: None, rng: Generator) -> tuple[Message, None]:
+    def apply(message: Message, state: None, rng: Randomness) -> tuple[Message, None]:
         norm = visible_norm(message)
         factor = min(1.0, clip / norm) if norm > 0 else 1.0
         noisy = {}
@@ -59,7 +60,7 @@ def gaussian_noise(sigma: float, clip: float = 1.0) -> Transform[Message, Messag
     ``sigma`` is in the units of the gradient, not a multiple of ``clip``. ``sigma=0, clip=inf`` changes nothing. Raises
     ``InputError`` unless ``sigma >= 0`` and ``clip > 0``. See the module for what this does not guarantee.
     """
-    return _noise("gaussian", "sigma", sigma, clip, lambda shape, rng: torch.randn(shape, generator=rng))
+    return _noise("gaussian", "sigma", sigma, clip, lambda shape, rng: normal(shape, rng, torch.float32))
 
 
 def laplace_noise(scale: float, clip: float = 1.0) -> Transform[Message, Message, None]:
@@ -69,8 +70,4 @@ def laplace_noise(scale: float, clip: float = 1.0) -> Transform[Message, Message
     the module for what this does not guarantee.
     """
 
-    def draw(shape: torch.Size, rng: Generator) -> Tensor:
-        # The difference of two exponentials is Laplace, without the lost tail of inverting a 24-bit uniform.
-        return torch.empty(shape).exponential_(generator=rng) - torch.empty(shape).exponential_(generator=rng)
-
-    return _noise("laplace", "scale", scale, clip, draw)
+    return _noise("laplace", "scale", scale, clip, lambda shape, rng: laplace(shape, rng).float())

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
+from rasura.rng import Randomness, uniform
 from rasura.values import Mechanism, Message, Stage
 
 
@@ -28,11 +29,11 @@ def _smallest(scores: Tensor, count: int) -> Tensor:
     return mask
 
 
-def _prune(name: str, ratio: float, score: Callable[[Tensor, Generator], Tensor]) -> Transform[Message, Message, None]:
+def _prune(name: str, ratio: float, score: Callable[[Tensor, Randomness], Tensor]) -> Transform[Message, Message, None]:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
         raise InputError(f"{name}: ratio is {ratio!r}; expected the share of entries to drop, at least 0 and below 1")
 
-    def apply(message: Message, state: None, rng: Generator) -> tuple[Message, None]:
+    def apply(message: Message, state: None, rng: Randomness) -> tuple[Message, None]:
         if not message.gradients:
             return message, None
         # Boolean indexing of millions of entries costs more than the pruning: only where something is hidden already.
@@ -65,4 +66,4 @@ def random_pruning(ratio: float) -> Transform[Message, Message, None]:
 
     Exactly ``round(ratio * entries)`` entries go. Raises ``InputError`` unless ``0 <= ratio < 1``.
     """
-    return _prune("random-pruning", ratio, lambda entries, rng: torch.rand(entries.shape, generator=rng).to(entries.device))
+    return _prune("random-pruning", ratio, lambda entries, rng: uniform(entries.shape, rng).to(entries.device))

@@ -14,14 +14,14 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from rasura.defenses.homomorphic import Context, Scheme, make_keys, parameters_for, seal
 from rasura.defenses.significance import NAMED, SCORED, named, scores
 from rasura.defenses.structure import embedding_parameters
 from rasura.interfaces import InputError, Transform
 from rasura.options import options
-from rasura.rng import generator
+from rasura.rng import Randomness, generator
 from rasura.values import Mechanism, Message, Parameter, Stage
 from rasura.wire import mask_digest
 
@@ -75,7 +75,7 @@ class Sealer:
 
 
 def mask(
-    settings: Sealing, model: nn.Module, gradients: Mapping[str, Tensor], inputs: Any, rng: Generator
+    settings: Sealing, model: nn.Module, gradients: Mapping[str, Tensor], inputs: Any, rng: Randomness
 ) -> dict[str, Tensor]:
     """True where an entry is sealed, by name and shape of ``gradients``."""
     if settings.metric in NAMED:
@@ -162,7 +162,7 @@ def sealing(
         model, inputs = known
         return Sealer(model, inputs, keys, scales=scales or {})
 
-    def apply(message: Message, state: Sealer, rng: Generator) -> tuple[Message, Sealer]:
+    def apply(message: Message, state: Sealer, rng: Randomness) -> tuple[Message, Sealer]:
         sealed = agreed or mask(settings, state.model, message.gradients, state.inputs, rng)
         visible = {
             n: ~hidden & message.visible[n] if n in message.visible else ~hidden for n, hidden in sealed.items()

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from rasura.defenses.structure import blocks, embedding_parameters
 from rasura.interfaces import InputError
+from rasura.rng import Randomness, uniform
 from rasura.updates import classified
 
 SCORED = ("grad", "param", "prodsig", "random", "sens", "sens-exact", "sens-discrete")
@@ -31,7 +32,7 @@ PROBES = 64
 
 
 def scores(
-    metric: str, model: nn.Module, gradients: Mapping[str, Tensor], inputs: Mapping[str, Tensor], rng: Generator
+    metric: str, model: nn.Module, gradients: Mapping[str, Tensor], inputs: Mapping[str, Tensor], rng: Randomness
 ) -> dict[str, Tensor]:
     """The significance of every entry of ``gradients``, the higher the more; one of ``SCORED``.
 
@@ -46,7 +47,7 @@ def scores(
     if metric == "prodsig":
         return {n: (g * parameters[n].detach().cpu()).abs() for n, g in gradients.items()}
     if metric == "random":
-        return {n: torch.rand(g.shape, generator=rng) for n, g in gradients.items()}
+        return {n: uniform(g.shape, rng) for n, g in gradients.items()}
     if metric not in SCORED:
         raise InputError(f"unknown significance {metric!r}; known: {', '.join((*SCORED, *NAMED))}")
     found = sensitivity(model, inputs, gradients, metric.removeprefix("sens").strip("-") or "randomised", rng)
@@ -58,7 +59,7 @@ def sensitivity(
     inputs: Mapping[str, Tensor],
     names: Iterable[str],
     method: str,
-    rng: Generator,
+    rng: Randomness,
     probes: int = PROBES,
 ) -> dict[str, Tensor]:
     """Sens: the mean over input coordinates j of |d g_i / d x_j|, x being the input embeddings or pixels, by parameter name.
@@ -74,7 +75,7 @@ def sensitivity(
         logs: dict[str, Tensor] = {}
         for start in range(0, probes, TOGETHER):
             count = min(TOGETHER, probes - start)
-            probe = torch.tan(math.pi * (torch.rand((count, *at.shape), generator=rng) - 0.5)).to(at.dtype)
+            probe = torch.tan(math.pi * (uniform((count, *at.shape), rng) - 0.5)).to(at.dtype)
             # The largest entries of a Cauchy vector are thousands; the product is linear, so it is taken at size 1.
             sizes = probe.flatten(1).abs().amax(1)
             moves = torch.func.vmap(lambda direction: _product(gradient, at, direction))(

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import torch
-from torch import Generator, nn
+from torch import nn
 
 from rasura.interfaces import Transform
 from rasura.options import options
+from rasura.rng import Randomness
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import DEFAULT, Selection, Selector
 from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
@@ -32,7 +33,7 @@ def ghost(
         found = table or made_for(model, vocabulary, shadows)
         return Selector(model, found, vocabulary.special_ids, selection)
 
-    def apply(batch: Batch, state: Selector, rng: Generator) -> tuple[Batch, Selector]:
+    def apply(batch: Batch, state: Selector, rng: Randomness) -> tuple[Batch, Selector]:
         done = state([batch.ids(row) for row in range(len(batch))], rng)
         ids = batch.input_ids.clone()
         for row, text in enumerate(done):

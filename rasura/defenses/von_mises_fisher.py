@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import numpy as np
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
-from rasura.rng import gamma, normal, uniform
+from rasura.rng import Randomness, gamma, normal, uniform
 
 TOGETHER = 32
 """Rows of one Gaussian vector: more of them cost more in products of the rows with each other than they save in draws."""
@@ -23,7 +23,7 @@ CACHED = 16384
 """Entries of a row that are taken at once, so that what two products need is read once."""
 
 
-def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Generator) -> Tensor:
+def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Randomness) -> Tensor:
     """``count`` draws of 1 - <mu, x>, float64: in this form nothing cancels where x hardly leaves mu.
 
     Wood (1994), written in t = 1 - w with the acceptance as a logarithm: good for kappa from 0 to 1e9 and beyond, and for
@@ -48,7 +48,7 @@ def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Generator) -
     return out
 
 
-def unit(vector: Tensor, rng: Generator) -> Tensor:
+def unit(vector: Tensor, rng: Randomness) -> Tensor:
     """The direction of ``vector``; a zero vector has none, so that one is drawn uniformly."""
     norm = torch.linalg.vector_norm(vector, dtype=torch.float64)
     if not float(norm) > 0:
@@ -58,7 +58,7 @@ def unit(vector: Tensor, rng: Generator) -> Tensor:
     return direction
 
 
-def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Generator) -> Tensor | None:
+def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Randomness) -> Tensor | None:
     """The sum of one draw around each of ``units`` ``(dimension,)``, one after the other; None where there are none."""
     total = None
     for mu in units:
@@ -75,7 +75,7 @@ def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Generator) -> Te
     return total
 
 
-def summed(units: Tensor, kappa: float, rng: Generator) -> Tensor:
+def summed(units: Tensor, kappa: float, rng: Randomness) -> Tensor:
     """The same sum for the rows of ``units`` ``(batch, dimension)``, with one Gaussian vector for ``TOGETHER`` rows (ours).
 
     It has the law of ``summed_by_draws`` to the last moment. Beside its mean direction each draw has a Gaussian direction.
@@ -94,7 +94,7 @@ def summed(units: Tensor, kappa: float, rng: Generator) -> Tensor:
     return total
 
 
-def _add(total: Tensor, units: Tensor, kappa: float, rng: Generator) -> None:
+def _add(total: Tensor, units: Tensor, kappa: float, rng: Randomness) -> None:
     batch, dimension = units.shape
     t = one_minus_cosine(kappa, dimension, batch, rng)
     cosine, sine = 1 - t, (t * (2 - t)).sqrt()

@@ -16,6 +16,7 @@ from rasura.obfuscation.key import PAIR, Key
 from rasura.obfuscation.model import obfuscate
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.tokenizer import describe, fixed_ids
+from rasura.rng import Randomness
 from rasura.values import Task
 from rasura.victims.loading import EMBEDDED, embedded_model_path, load
 from rasura.victims.models import parts
@@ -43,7 +44,7 @@ def obfuscate_model(
     passphrase: str | None = None,
     task: Task | None = None,
     num_labels: int = 2,
-    rng: torch.Generator | None = None,
+    rng: Randomness | None = None,
 ) -> Served:
     """Write an obfuscated ``model`` for a server into ``folder``, and its key, which stays with the owner, into ``key``.
 

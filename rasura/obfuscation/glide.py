@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from rasura.interfaces import InputError
-from rasura.rng import normal, uniform
+from rasura.rng import Randomness, normal, uniform
 
 Directions = Literal["ones", "random"]
 
 
-def glide(table: Tensor, times: int, directions: Directions, rng: torch.Generator) -> Tensor:
+def glide(table: Tensor, times: int, directions: Directions, rng: Randomness) -> Tensor:
     """``table`` ``(tokens, hidden)`` reflected across a hyperplane and shifted, ``times`` over; of the same kind.
 
     ``random``: normals of the hyperplanes in any direction, shifts within the plane of a length drawn between 0 and a row's

@@ -14,7 +14,7 @@ from rasura.obfuscation.clusters import Clusters, embed_cluster
 from rasura.obfuscation.residual import change_stream, model_head
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.synthesis import weight_synth
-from rasura.rng import permutation, secret_generator
+from rasura.rng import Randomness, permutation, secret_generator
 from rasura.victims.models import parts
 
 
@@ -39,7 +39,7 @@ def obfuscate(
     model: nn.Module,
     settings: ObfuscationSettings,
     fixed: Collection[int],
-    rng: torch.Generator | None = None,
+    rng: Randomness | None = None,
     *,
     in_place: bool = False,
 ) -> Obfuscated:
@@ -67,7 +67,7 @@ def obfuscate(
 
 @torch.no_grad()
 def obfuscate_embedding(
-    embedding: nn.Embedding, settings: ObfuscationSettings, fixed: Collection[int] = (), rng: torch.Generator | None = None
+    embedding: nn.Embedding, settings: ObfuscationSettings, fixed: Collection[int] = (), rng: Randomness | None = None
 ) -> Obfuscated:
     """A copy of one table of vectors with its rows permuted and mixed: for a network of any kind that begins with it, such
     as an LSTM on word vectors (ObfusLM, appendix D.5).
@@ -83,7 +83,7 @@ def obfuscate_embedding(
 
 
 def _hide_tokens(
-    table: Tensor, others: Sequence[Tensor], settings: ObfuscationSettings, fixed: Collection[int], rng: torch.Generator
+    table: Tensor, others: Sequence[Tensor], settings: ObfuscationSettings, fixed: Collection[int], rng: Randomness
 ) -> tuple[Tensor, Clusters]:
     """Permute and mix the rows of ``table`` in place, and those of ``others`` (a head, its bias) alike; where each went."""
     kept = torch.zeros(len(table), dtype=torch.bool)
@@ -107,7 +107,7 @@ def _hide_tokens(
     return tokens, clusters
 
 
-def _hide_dimensions(model: nn.Module, table: Tensor, settings: ObfuscationSettings, rng: torch.Generator) -> None:
+def _hide_dimensions(model: nn.Module, table: Tensor, settings: ObfuscationSettings, rng: Randomness) -> None:
     columns = table.detach().T
     if settings.hidden_k > len(columns):
         raise InputError(f"clusters of {settings.hidden_k} dimensions: the model has {len(columns)}; pass a lower hidden_k")

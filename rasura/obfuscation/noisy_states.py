@@ -1,6 +1,7 @@
 """Noisy states in place of ids: DP-Forward (Du et al. 2023), CAPE (Plant et al. 2021), TextObfuscator (Zhou et al. 2023).
 
-Changes for a ``Split``. Noise is drawn from torch's global generator, which makes the guarantee one of experiments.
+Changes for a ``Split``. Noise is drawn as PyTorch draws, from its global generator; steps and ``Service.states`` draw inside
+``rng.drawing``, whose source may be the operating system.
 """
 
 from __future__ import annotations

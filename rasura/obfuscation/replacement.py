@@ -18,7 +18,7 @@ from torch import Tensor
 from rasura.interfaces import InputError
 from rasura.obfuscation.word_vectors import glove
 from rasura.priors.ngram import Unigram
-from rasura.rng import uniform
+from rasura.rng import Randomness, uniform
 from rasura.values import Mechanism, Parameter, Stage, Vocabulary
 
 BLOCK = 256
@@ -234,7 +234,7 @@ def replacement(mechanism: Mechanism, table: Tensor, vocabulary: Vocabulary) -> 
 
 
 def replaced(
-    made: Replacement, texts: Sequence[Sequence[int]], special: frozenset[int], rng: torch.Generator
+    made: Replacement, texts: Sequence[Sequence[int]], special: frozenset[int], rng: Randomness
 ) -> tuple[tuple[int, ...], ...]:
     """What is sent for ``texts``: each token drawn by itself; special ones stay. Randomness as in ``rng.uniform``."""
     out = [list(text) for text in texts]

@@ -15,7 +15,7 @@ from rasura.obfuscation.noisy_states import Cape, MatrixGaussian, Prototypes, pr
 from rasura.obfuscation.replacement import Replacement, replaced, replacement
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
-from rasura.rng import secret_generator
+from rasura.rng import Randomness, drawing, secret_generator
 from rasura.values import Mechanism, Parameter, Stage, Vocabulary
 from rasura.victims.models import parts
 
@@ -32,21 +32,20 @@ class Service:
     tokens: Tensor
     replacement: Replacement | None = None
 
-    def sent(self, texts: Sequence[Sequence[int]], rng: torch.Generator | None = None) -> tuple[tuple[int, ...], ...]:
+    def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:
         """The ids that the client sends (or, where states are sent, computes them of) for ``texts`` in its own ids."""
         if self.replacement is not None:
             return replaced(self.replacement, texts, self.vocabulary.special_ids, rng or secret_generator())
         return tuple(tuple(self.tokens[list(text)].tolist()) for text in texts)
 
-    def states(self, texts: Sequence[Sequence[int]], seed: int) -> tuple[Tensor, ...] | None:
+    def states(self, texts: Sequence[Sequence[int]], rng: Randomness) -> tuple[Tensor, ...] | None:
         """The states that the client sends in place of ids, as ``states_sent``; None where ids are sent."""
-        return states_sent(self.served, texts, seed) if isinstance(self.served, Split) else None
+        return states_sent(self.served, texts, rng) if isinstance(self.served, Split) else None
 
 
-def states_sent(split: Split, texts: Sequence[Sequence[int]], seed: int) -> tuple[Tensor, ...]:
+def states_sent(split: Split, texts: Sequence[Sequence[int]], rng: Randomness) -> tuple[Tensor, ...]:
     """What the client of ``split`` sends for each of ``texts`` by itself: ``(length, hidden)``."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with drawing(rng):
         rows = [torch.tensor([list(text)]) for text in texts]
         return tuple(split.sent(ids, torch.ones_like(ids))[0].float() for ids in rows)
 
@@ -85,7 +84,7 @@ def _replacing(model: nn.Module, vocabulary: Vocabulary, name: str, told: dict[s
 
 def obfuslm(
     model: nn.Module, vocabulary: Vocabulary, *, settings: ObfuscationSettings, fixed: frozenset[int] | None = None,
-    rng: torch.Generator | None = None,
+    rng: Randomness | None = None,
 ) -> Service:  # fmt: skip
     """ObfusLM; ``fixed`` as for ``obfuscate``, the special tokens if None."""
     made = obfuscate(model, settings, vocabulary.special_ids if fixed is None else fixed, rng)
@@ -95,7 +94,7 @@ def obfuslm(
 
 def sentinel(
     model: nn.Module, vocabulary: Vocabulary, *, times: int = 10, directions: Directions = "random",
-    rng: torch.Generator | None = None,
+    rng: Randomness | None = None,
 ) -> Service:  # fmt: skip
     """SentinelLMs: shuffled ids, and ``times`` glide reflections of the word embedding (``glide``).
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.obfuscation.clusters import Clusters
-from rasura.rng import laplace
+from rasura.rng import Randomness, laplace
 
 BLOCK_BYTES = 1 << 26
 """Size of the rows of a block of clusters."""
@@ -49,14 +49,14 @@ class Weights:
         return out.view(table.shape)
 
 
-def weight_synth(table: Tensor, clusters: Clusters, epsilon: float, rng: torch.Generator) -> Weights:
+def weight_synth(table: Tensor, clusters: Clusters, epsilon: float, rng: Randomness) -> Weights:
     """Weights that make each row of ``table`` ``(rows, width)`` a noisy mean of its cluster.
 
     Of a row: u = log softmax(epsilon * cosine / 2) over its cluster, Laplace noise of scale (max u - min u) / epsilon on
     each entry, and softmax again. That scale is half the spread of the cosines, whatever ``epsilon`` is, which only scales
     the signal; and it depends on the data. Noise from ``rng``, for experiments, or from the operating system.
     """
-    flat = laplace(int(clusters.sizes.square().sum()), rng)
+    flat = laplace((int(clusters.sizes.square().sum()),), rng)
     for members, places in _alike(clusters, table.shape[1] * 4):
         size = members.shape[1]
         where = places[:, None] + torch.arange(size * size)

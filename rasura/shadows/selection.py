@@ -13,9 +13,10 @@ from functools import lru_cache
 from typing import Any, Literal
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from rasura.interfaces import InputError
+from rasura.rng import Randomness, integers
 from rasura.shadows.table import POLICY, RELAXED, ShadowTable, embedding_digest, token_embedding
 
 TOGETHER = 8192
@@ -79,7 +80,7 @@ class Selector:
         self._centre = lru_cache(maxsize=None)(self._mean_of_group)
         self._causal = self._looks_back_only()
 
-    def __call__(self, texts: Sequence[Sequence[int]], rng: Generator) -> list[Obfuscated]:
+    def __call__(self, texts: Sequence[Sequence[int]], rng: Randomness) -> list[Obfuscated]:
         """Obfuscate ``texts`` (ids, special tokens included), those of one length together."""
         buckets: dict[int, list[int]] = defaultdict(list)
         for row, text in enumerate(texts):
@@ -148,7 +149,7 @@ class Selector:
 class _Bucket:
     """Texts of one length on their way: of each, the best texts so far with their errors."""
 
-    def __init__(self, selector: Selector, texts: list[list[int]], rng: Generator) -> None:
+    def __init__(self, selector: Selector, texts: list[list[int]], rng: Randomness) -> None:
         self.selector, self.settings, self.texts = selector, selector.settings, texts
         self.wanted = torch.stack([selector.wanted(text) for text in texts])
         with torch.no_grad():
@@ -156,13 +157,13 @@ class _Bucket:
         self.options = [[selector.options(token) for token in text] for text in texts]
         self.beams = self._scored([{self._first(row, rng): float("nan")} for row in range(len(texts))])
 
-    def _first(self, row: int, rng: Generator) -> Text:
+    def _first(self, row: int, rng: Randomness) -> Text:
         out = []
         for place, (token, options) in enumerate(zip(self.texts[row], self.options[row])):
             if not len(options):
                 out.append(token)
             elif self.settings.start == "random":
-                out.append(int(options[torch.randint(len(options), (1,), generator=rng)]))
+                out.append(int(options[integers(len(options), (1,), rng)]))
             else:
                 away = self.selector.embedded(options) - self.wanted[row, place]
                 out.append(int(options[away.square().sum(1).argmin()]))

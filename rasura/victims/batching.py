@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rasura.rng import uniform
+from rasura.rng import Randomness, permutation, uniform
 from rasura.values import Batch
 
 POOL = 16
@@ -66,17 +66,17 @@ def renamed(row: Batch, ids: Tensor) -> Batch:
     return replace(row, input_ids=ids, labels=labels)
 
 
-def batches(lengths: Sequence[int], size: int, rng: torch.Generator) -> list[list[int]]:
+def batches(lengths: Sequence[int], size: int, rng: Randomness) -> list[list[int]]:
     """Rows in random batches of ``size``, of like ``lengths`` within a pool of ``POOL`` batches: little is padded."""
-    order = torch.randperm(len(lengths), generator=rng).tolist()
+    order = permutation(len(lengths), rng).tolist()
     out = []
     for start in range(0, len(order), size * POOL):
         pool = sorted(order[start : start + size * POOL], key=lengths.__getitem__)
         out += [pool[k : k + size] for k in range(0, len(pool), size)]
-    return [out[k] for k in torch.randperm(len(out), generator=rng).tolist()]
+    return [out[k] for k in permutation(len(out), rng).tolist()]
 
 
-def drawn(count: int, size: int, rng: torch.Generator) -> list[list[int]]:
+def drawn(count: int, size: int, rng: Randomness) -> list[list[int]]:
     """Rows for the batches of an epoch, each row in each with probability ``size / count`` (Poisson sampling): their sizes
     vary, and some may be empty."""
     steps = math.ceil(count / size)

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rasura.interfaces import Defense, InputError
-from rasura.rng import child
+from rasura.rng import Randomness, drawing, secret_generator
 from rasura.updates import FEDSGD, Local, changed
 from rasura.values import Batch, Gradients, ImageBatch, Message, Stage, Task, Transcript, Vocabulary
 from rasura.victims.per_example import per_example
@@ -24,7 +23,7 @@ def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
     done: list[tuple[Any, Any]] = []
     try:
         for part in (p for p in defense if p.stage is Stage.MODEL):
-            model, state = part.apply(model, part.init(model), torch.Generator())
+            model, state = part.apply(model, part.init(model), secret_generator())
             done.append((part, state))
         yield model
     finally:
@@ -50,7 +49,7 @@ def message_for(
     inputs: Mapping[str, Tensor],
     size: int,
     defense: Defense,
-    rng: torch.Generator,
+    rng: Randomness,
     *,
     local: Local = FEDSGD,
     expected: float | None = None,
@@ -59,15 +58,13 @@ def message_for(
     and the wall seconds that the WIRE part took."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     losses: list[float] = []
-    seed = child(rng)
 
     def mean() -> Gradients:
         found, loss = gradients(model, inputs, local)
         losses.append(loss)
         return found
 
-    with defended(model, defense), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with defended(model, defense), drawing(rng):
         examples = per_example(model, inputs, size, mean=mean, told=losses.append, expected=expected)
         if by_stage[Stage.AGGREGATE]:
             part = by_stage[Stage.AGGREGATE][0]
@@ -89,7 +86,7 @@ def step(
     *,
     task: Task,
     vocabulary: Vocabulary,
-    rng: torch.Generator,
+    rng: Randomness,
     local: Local = FEDSGD,
     expected: float | None = None,
     public: nn.Module | None = None,
@@ -98,7 +95,8 @@ def step(
 
     MODEL transforms are applied for the duration of the step. Without an AGGREGATE transform the message holds the gradient
     of the mean loss, or what ``local`` training sends. Active dropout draws from ``rng``: the same generator state gives the
-    same masks. ``expected``: the mean size of a batch where texts join it by chance; None for batches of a fixed size.
+    same masks, and of a ``SecretGenerator`` nothing repeats them. ``expected``: the mean size of a batch where texts
+    join it by chance; None for batches of a fixed size.
     ``public``: the model that the client knew before, where a server sent ``model``; protections of the data ask it.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):

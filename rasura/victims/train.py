@@ -15,7 +15,7 @@ from rasura.accumulation import counted, gathered, least_tokens
 from rasura.answers import Answers
 from rasura.interfaces import Defense, InputError
 from rasura.records import write_whole
-from rasura.rng import generator, secret_generator
+from rasura.rng import Randomness, generator, secret_generator
 from rasura.values import Batch, Stage, Task, Vocabulary
 from rasura.victims.batching import batches, drawn, joined, none_of, renamed
 from rasura.victims.step import step
@@ -209,7 +209,7 @@ class FineTuning:
             losses += [taken.loss] if part else []
         return sum(losses) / max(1, len(losses))
 
-    def _rng(self, *names: str | int) -> torch.Generator:
+    def _rng(self, *names: str | int) -> Randomness:
         return secret_generator() if self.secret else generator(self.recipe.seed, *names)
 
     def _book(self, figures: dict[str, float]) -> None:

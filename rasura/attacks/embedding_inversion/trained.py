@@ -135,7 +135,7 @@ def own_service(seen: ServiceObservation, count: int, seed: int) -> OwnService:
         raise NotApplicable(f"no reference text has 1 to {LONGEST} tokens to learn from")
     rng, told = generator(seed, "own"), dict[str, Any](seen.mechanism.parameters)
     if isinstance(seen.served, Split):
-        return OwnService(seen, seen.served, ids, ids, states_sent(seen.served, ids, seed))
+        return OwnService(seen, seen.served, ids, ids, states_sent(seen.served, ids, rng))
     match seen.mechanism.name:
         case "none":
             made = plain(seen.public, words)
