@@ -1,19 +1,20 @@
 """A message as bytes, and back: what a client puts on the wire, and what a server checks before it allocates anything.
 
 Layout: eight bytes of magic with the schema's version; the header's length (four bytes, big-endian) and the header, JSON;
-the clear entries as safetensors, of a tensor with hidden entries the visible ones alone and a mask of one bit an entry; then
-the ciphertexts, each behind its length (four bytes).
+the tensors in the header's order, of each first the mask, one bit an entry, where some entries are hidden, then the visible
+entries, little-endian; then the ciphertexts. Every length follows from the header: there is one that fits, and the
+message must have it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -22,19 +23,33 @@ from torch import Tensor
 from rasura.interfaces import InputError
 from rasura.values import Message
 
-MAGIC = b"RASURA\x00\x01"
+MAGIC = b"RASURA\x00\x02"
 """Ends in the schema's version."""
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+START = len(MAGIC) + 4
+"""Where the header begins."""
+
+DIMENSIONS = 16
+"""Dimensions of a tensor, at most."""
+
+LONGEST_NAME = 256
+
+
+class WireError(InputError):
+    """Bytes that are not a message, or that do not agree with their own header."""
 
 
 @dataclass(frozen=True)
 class Limits:
     """What a receiver takes: ``total`` bytes of a message, ``header`` bytes, ``entries`` of all tensors together,
-    ``tensors`` and ``ciphertexts``, and ``ciphertext`` bytes of one."""
+    ``tensors`` and ``ciphertexts``, and ``ciphertext`` bytes of one.
+
+    Opened tensors take at most 72 times the bytes of the message: entries of a tensor that is hidden as a whole take none.
+    """
 
     total: int = 1 << 31
-    header: int = 1 << 24
+    header: int = 1 << 22
     entries: int = 1 << 31
     tensors: int = 1 << 16
     ciphertexts: int = 1 << 20
@@ -42,6 +57,35 @@ class Limits:
 
 
 USUAL = Limits()
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the header says of one tensor, checked: its ``count`` entries, and how many of them are ``shown``."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shown: int
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def mask_bytes(self) -> int:
+        return -(-self.count // 8) if 0 < self.shown < self.count else 0
+
+    @property
+    def entry_bytes(self) -> int:
+        return self.shown * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Header:
+    kind: str
+    header: Mapping[str, Any]
+    tensors: Mapping[str, _Told]
+    sealed: tuple[tuple[str, int], ...]
 
 
 def mask_digest(visible: Mapping[str, Tensor]) -> str:
@@ -55,119 +99,139 @@ def mask_digest(visible: Mapping[str, Tensor]) -> str:
 
 
 def to_bytes(message: Message) -> bytes:
-    """``message`` as bytes. Raises ``InputError`` for a tensor of a kind that is not sent."""
-    from safetensors.torch import save
-
+    """``message`` as bytes. Raises ``InputError`` for a tensor of a kind that is not sent, and for names or header values
+    that a receiver would refuse."""
     tensors: dict[str, Any] = {}
-    clear: dict[str, Tensor] = {}
+    parts: list[bytes] = []
     for name, gradient in message.gradients.items():
         kind = str(gradient.dtype).removeprefix("torch.")
         if kind not in DTYPES:
             raise InputError(f"{name} is {kind}; expected one of {', '.join(DTYPES)}")
+        entries = gradient.detach().cpu().reshape(-1)
         mask = message.visible.get(name)
-        entries = gradient.reshape(-1)
-        hidden = "none"
-        if mask is not None and not bool(mask.all()):
+        if mask is not None:
             flat = mask.reshape(-1)
-            hidden = "some" if bool(flat.any()) else "all"
             entries = entries[flat]
-            if hidden == "some":
-                clear[f"mask/{name}"] = torch.from_numpy(np.packbits(flat.numpy()))
-        if hidden != "all":
-            clear[f"entries/{name}"] = entries.contiguous()
-        tensors[name] = {"shape": list(gradient.shape), "dtype": kind, "hidden": hidden}
-    blob: bytes = save(clear)
+            if 0 < len(entries) < len(flat):
+                parts.append(np.packbits(flat.numpy()).tobytes())
+        parts.append(entries.contiguous().view(torch.uint8).numpy().tobytes())
+        tensors[name] = {"shape": list(gradient.shape), "dtype": kind, "shown": len(entries)}
     header = {
-        "kind": message.kind, "header": dict(message.header), "tensors": tensors, "clear": len(blob),
+        "kind": message.kind, "header": dict(message.header), "tensors": tensors,
         "sealed": [[name, len(data)] for name, data in message.sealed.items()],
     }  # fmt: skip
-    head = json.dumps(header, sort_keys=True, allow_nan=False).encode()
-    sealed = b"".join(struct.pack(">I", len(data)) + data for data in message.sealed.values())
-    return MAGIC + struct.pack(">I", len(head)) + head + blob + sealed
+    _checked(header)
+    head = json.dumps(header, allow_nan=False).encode()
+    return b"".join([MAGIC, struct.pack(">I", len(head)), head, *parts, *message.sealed.values()])
 
 
 def from_bytes(data: bytes, limits: Limits = USUAL) -> Message:
-    """The message that ``data`` holds. Raises ``InputError`` that says what is wrong, before anything of the announced size
-    is allocated; no pickle, no code."""
-    header, start = _header(data, limits)
-    tensors, sealed = header["tensors"], header["sealed"]
-    _within("tensors", len(tensors), limits.tensors)
-    _within("entries", sum(prod(t["shape"]) for t in tensors.values()), limits.entries)
-    _within("ciphertexts", len(sealed), limits.ciphertexts)
-    for _, size in sealed:
-        _within("bytes of a ciphertext", size, limits.ciphertext)
-    if start + header["clear"] + sum(4 + size for _, size in sealed) != len(data):
-        raise InputError(f"the message has {len(data)} bytes, its header announces another length: it was cut or added to")
-    gradients, visible = _clear(data[start : start + header["clear"]], tensors)
-    place, found = start + header["clear"], {}
-    for name, size in sealed:
-        if struct.unpack(">I", data[place : place + 4])[0] != size:
-            raise InputError(f"ciphertext {name} has another length than its header says")
-        found[name] = data[place + 4 : place + 4 + size]
-        place += 4 + size
-    return Message(gradients, visible, found, header["kind"], header["header"])
+    """The message that ``data`` holds. Raises ``WireError`` that says what is wrong in one line, before anything of the
+    announced size is allocated; no pickle, no code."""
+    _within("bytes", len(data), limits.total)
+    if len(data) < START or data[: len(MAGIC) - 1] != MAGIC[:-1]:
+        raise WireError("these bytes are not a message of Rasura")
+    if data[len(MAGIC) - 1] != MAGIC[-1]:
+        raise WireError(f"the message has schema {data[len(MAGIC) - 1]}; this version reads {MAGIC[-1]}")
+    (size,) = struct.unpack(">I", data[len(MAGIC) : START])
+    _within("bytes of header", size, min(limits.header, len(data) - START))
+    found = _parsed(data[START : START + size])
+    _within("tensors", len(found.tensors), limits.tensors)
+    _within("entries", sum(t.count for t in found.tensors.values()), limits.entries)
+    _within("ciphertexts", len(found.sealed), limits.ciphertexts)
+    for _, length in found.sealed:
+        _within("bytes of a ciphertext", length, limits.ciphertext)
+    place = START + size
+    told = place + sum(t.mask_bytes + t.entry_bytes for t in found.tensors.values()) + sum(n for _, n in found.sealed)
+    if told != len(data):
+        raise WireError(f"the message has {len(data)} bytes, its header announces {told}: it was cut or added to")
+    gradients, visible, sealed = {}, {}, {}
+    for name, tensor in found.tensors.items():
+        bits, place = data[place : place + tensor.mask_bytes], place + tensor.mask_bytes
+        entries, place = data[place : place + tensor.entry_bytes], place + tensor.entry_bytes
+        gradients[name], mask = _opened(name, tensor, bits, entries)
+        if mask is not None:
+            visible[name] = mask
+    for name, length in found.sealed:
+        sealed[name], place = data[place : place + length], place + length
+    return Message(gradients, visible, sealed, found.kind, found.header)
+
+
+def _opened(name: str, told: _Told, bits: bytes, entries: bytes) -> tuple[Tensor, Tensor | None]:
+    """The tensor, and which of its entries are visible; None for all."""
+    if told.shown == 0 and told.count > 0:
+        # One zero, repeated without memory: nothing of this size was sent.
+        return torch.zeros((), dtype=told.dtype).expand(told.shape), torch.zeros((), dtype=torch.bool).expand(told.shape)
+    shown = torch.frombuffer(bytearray(entries), dtype=told.dtype) if entries else torch.empty(0, dtype=told.dtype)
+    if not bool(torch.isfinite(shown).all()):
+        raise WireError(f"{name} holds entries that are not finite numbers")
+    if not bits:
+        return shown.reshape(told.shape), None
+    mask = torch.from_numpy(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=told.count).astype(bool))
+    if int(mask.sum()) != told.shown or np.packbits(mask.numpy()).tobytes() != bits:
+        raise WireError(f"the mask of {name} shows another number of entries than the {told.shown} that were sent")
+    gradient = torch.zeros(told.count, dtype=told.dtype)
+    gradient[mask] = shown
+    return gradient.reshape(told.shape), mask.reshape(told.shape)
 
 
 def _within(what: str, found: int, most: int) -> None:
-    if not 0 <= found <= most:
-        raise InputError(f"the message has {found} {what}; at most {most} are taken")
+    if found > most:
+        raise WireError(f"the message has {found} {what}; at most {most} are taken")
 
 
-def _header(data: bytes, limits: Limits) -> tuple[dict[str, Any], int]:
-    _within("bytes", len(data), limits.total)
-    if len(data) < len(MAGIC) + 4 or data[: len(MAGIC) - 1] != MAGIC[:-1]:
-        raise InputError("these bytes are no message of Rasura")
-    if data[len(MAGIC) - 1] != MAGIC[-1]:
-        raise InputError(f"the message has schema {data[len(MAGIC) - 1]}; this version reads {MAGIC[-1]}")
-    (size,) = struct.unpack(">I", data[len(MAGIC) : len(MAGIC) + 4])
-    start = len(MAGIC) + 4 + size
-    _within("bytes of header", size, min(limits.header, len(data)))
+def _parsed(text: bytes) -> _Header:
     try:
-        header = json.loads(data[len(MAGIC) + 4 : start])
-        whole = isinstance(header["kind"], str) and isinstance(header["clear"], int) and header["clear"] >= 0
-        whole &= isinstance(header["header"], dict)
-        whole &= all(isinstance(v, str | int | float | bool | None) for v in header["header"].values())
-        whole &= all(isinstance(n, str) and type(s) is int and s >= 0 for n, s in header["sealed"])
-        whole &= len({n for n, _ in header["sealed"]}) == len(header["sealed"])
-        for told in header["tensors"].values():
-            whole &= told["dtype"] in DTYPES and told["hidden"] in ("none", "some", "all")
-            whole &= all(type(n) is int and n >= 0 for n in told["shape"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        whole = False
-    if not whole:
-        raise InputError("the message's header is malformed")
-    return header, start
+        found = json.loads(text.decode(), parse_constant=_refused)
+    except (ValueError, RecursionError):
+        raise WireError("the message's header is malformed: it is not JSON") from None
+    return _checked(found)
 
 
-def _clear(blob: bytes, tensors: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
+def _refused(constant: str) -> NoReturn:
+    raise ValueError(constant)
 
-    try:
-        found = load(blob)
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise InputError(f"the message's clear entries cannot be read ({str(error).splitlines()[0]})") from None
-    wanted = {f"entries/{n}" for n, t in tensors.items() if t["hidden"] != "all"}
-    wanted |= {f"mask/{n}" for n, t in tensors.items() if t["hidden"] == "some"}
-    if set(found) != wanted:
-        raise InputError("the message's clear entries are not those of its header")
-    gradients, visible = {}, {}
-    for name, told in tensors.items():
-        shape, count = tuple(told["shape"]), prod(told["shape"])
-        mask = torch.full((count,), told["hidden"] == "none")
-        if told["hidden"] == "some":
-            bits = found[f"mask/{name}"]
-            if bits.dtype != torch.uint8 or bits.numel() != -(-count // 8):
-                raise InputError(f"the mask of {name} does not have {count} bits")
-            mask = torch.from_numpy(np.unpackbits(bits.numpy(), count=count).astype(bool))
-        entries = found.get(f"entries/{name}", torch.empty(0, dtype=DTYPES[told["dtype"]]))
-        if entries.dtype != DTYPES[told["dtype"]] or entries.shape != (int(mask.sum()),):
-            raise InputError(f"{name} has {tuple(entries.shape)} {entries.dtype} entries, its header says otherwise")
-        if not bool(torch.isfinite(entries).all()):
-            raise InputError(f"{name} holds entries that are no finite numbers")
-        if told["hidden"] == "none":
-            gradients[name] = entries.reshape(shape)
-        else:
-            gradients[name] = torch.zeros(count, dtype=entries.dtype).masked_scatter(mask, entries).reshape(shape)
-            visible[name] = mask.reshape(shape)
-    return gradients, visible
+
+def _checked(header: Any) -> _Header:
+    """The header of a message. Raises ``WireError`` that names the part which is wrong."""
+
+    def expect(right: bool, what: str) -> None:
+        if not right:
+            raise WireError(f"the message's header is malformed: {what}")
+
+    expect(isinstance(header, dict) and set(header) == {"kind", "header", "tensors", "sealed"}, "its parts")
+    kind, told, tensors, sealed = header["kind"], header["header"], header["tensors"], header["sealed"]
+    expect(_name(kind), "its kind")
+    expect(isinstance(told, dict) and all(_name(k) and _plain(v) for k, v in told.items()), "what it tells")
+    expect(isinstance(tensors, dict), "its tensors")
+    found: dict[str, _Told] = {}
+    for name, one in tensors.items():
+        expect(_name(name), "the name of a tensor")
+        expect(isinstance(one, dict) and set(one) == {"shape", "dtype", "shown"}, f"the parts of {name}")
+        shape, dtype, shown = one["shape"], one["dtype"], one["shown"]
+        expect(isinstance(dtype, str) and dtype in DTYPES, f"the kind of {name}")
+        expect(isinstance(shape, list) and len(shape) <= DIMENSIONS, f"the shape of {name}")
+        expect(all(_count(n) for n in shape) and math.prod(max(n, 1) for n in shape) < 1 << 62, f"the shape of {name}")
+        expect(_count(shown) and shown <= math.prod(shape), f"the entries of {name}")
+        found[name] = _Told(tuple(shape), DTYPES[dtype], shown)
+    pairs = isinstance(sealed, list) and all(isinstance(s, list) and len(s) == 2 for s in sealed)
+    expect(pairs and all(_name(n) and _count(size) for n, size in sealed), "its ciphertexts")
+    expect(len({n for n, _ in sealed}) == len(sealed), "two of its ciphertexts have one name")
+    return _Header(kind, told, found, tuple((n, size) for n, size in sealed))
+
+
+def _name(value: object) -> bool:
+    return isinstance(value, str) and len(value) <= LONGEST_NAME and value.isprintable()
+
+
+def _count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def _plain(value: object) -> bool:
+    """A value that a header may hold; what a receiver prints of it stays one line."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return abs(value) < 1 << 62
+    return value is None or (isinstance(value, str) and value.isprintable())

@@ -151,7 +151,7 @@ def test_flower_goes_on_without_those_who_fail(keys: Keys, caplog: pytest.LogCap
     refused = {record.getMessage() for record in caplog.records if "is left out" in record.getMessage()}
     assert refused == {
         "round 1: client 2 is left out: its reply holds no message of Rasura",
-        "round 2: client 1 is left out: these bytes are no message of Rasura",
+        "round 2: client 1 is left out: these bytes are not a message of Rasura",
     }
     weights = dict(clients.start)
     for present in ((0, 1), (0, 2, 3), (1, 2, 3)):

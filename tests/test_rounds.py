@@ -185,26 +185,33 @@ def unveiled(data: bytes) -> bytes:
     return to_bytes(replace(message, visible={}))
 
 
-def of_schema_two(data: bytes) -> bytes:
-    return data[:7] + b"\x02" + data[8:]
+def of_another_schema(data: bytes) -> bytes:
+    return data[:7] + b"\x01" + data[8:]
 
 
-def announcing_too_much(data: bytes) -> bytes:
+def announcing(shape: list[int]) -> Callable[[bytes], bytes]:
+    return lambda data: announcing_too_much(data, shape)
+
+
+def announcing_too_much(data: bytes, shape: Iterable[int] = (1 << 40,)) -> bytes:
     (size,) = struct.unpack(">I", data[8:12])
     told = json.loads(data[12 : 12 + size])
     name = sorted(told["tensors"])[0]
-    told["tensors"][name]["shape"] = [1 << 40]
+    told["tensors"][name]["shape"] = list(shape)
     head = json.dumps(told).encode()
     return data[:8] + struct.pack(">I", len(head)) + head + data[12 + size :]
 
 
 BAD: dict[str, tuple[Callable[[bytes], object], str]] = {
-    "nothing": (lambda data: None, "no message of Rasura"),
-    "garbage": (lambda data: os.urandom(5000), "no message of Rasura"),
-    "empty": (lambda data: b"", "no message of Rasura"),
+    "nothing": (lambda data: None, "holds no message of Rasura"),
+    "garbage": (lambda data: os.urandom(5000), "not a message of Rasura"),
+    "empty": (lambda data: b"", "not a message of Rasura"),
     "cut": (cut, "was cut or added to"),
-    "schema": (of_schema_two, "has schema 2"),
+    "schema": (of_another_schema, "has schema 1; this version reads 2"),
     "announces too much": (announcing_too_much, "entries; at most"),
+    "announces no entries": (announcing([0, 10**30]), "the shape of"),
+    "announces less": (announcing([0]), "unlike the start"),
+    "not even bytes": (lambda data: {"message": [data]}, "its reply holds no message"),
     "too long": (lambda data: data + bytes(100_000_000), "bytes; at most"),
     "truncated ciphertext": (shorter_ciphertext, "cannot be read"),
     "garbage ciphertext": (garbage_ciphertext, "cannot be read"),
@@ -218,7 +225,7 @@ BAD: dict[str, tuple[Callable[[bytes], object], str]] = {
     "no scales": (header(scales="[1]"), "no scale for each tensor"),
     "huge scales": (header(scales="[" * 100_000), "no scale for each tensor|bytes of header; at most"),
     "other scales": (header(scales=None), "no scale for each tensor"),
-    "not finite": (not_finite, "no finite numbers"),
+    "not finite": (not_finite, "not finite numbers"),
     "shows sealed entries": (unveiled, "shows entries that were to be sealed"),
     "other shapes": (entries(lambda m: {**m.gradients, "classifier.bias": torch.zeros(2)}), "unlike the start"),
     "other names": (entries(lambda m: {**m.gradients, "more": torch.zeros(1)}), "tensors; (expected|at most)"),
@@ -241,6 +248,20 @@ def test_a_bad_message_is_refused_and_nothing_of_it_enters(name: str, keys: Keys
     import re
 
     assert re.search(reason, side.said[0]), side.said[0]
+
+
+def test_any_failure_of_one_client_leaves_the_others(keys: Keys) -> None:
+    for examples in (float("nan"), -1.0, 10**400, "3", None, [1], 0):
+        side = Side(DEFENSES[2], keys, {"most_examples": 4})
+        replies = [(0, side.message(1, 0, 2.0), examples), (1, side.message(1, 1, 2.0), 2.0)]
+        assert side.server.collect(replies) == [1]  # type: ignore[arg-type]  # what a stranger may send
+        assert len(side.said) == 1 and "client 0 is left out: " in side.said[0]
+    # A header that decodes into what Python itself cannot compare or print.
+    side = Side(DEFENSES[2], keys, {"least": 2})
+    replies = [(0, header(start="x" * 100_000)(side.message(1, 0)), 1.0), (1, side.message(1, 1), 1.0)]
+    with pytest.raises(RoundFailed, match="1 updates count, at least 2 are needed") as caught:
+        side.server.collect(replies)
+    assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
 
 
 def test_a_replayed_message_counts_once(keys: Keys) -> None:
@@ -280,7 +301,7 @@ def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Keys) -> Non
     before = side.model()
     side.server.ticket(1, 0)
     with pytest.raises(
-        RoundFailed, match=r"round 1: 1 updates count, at least 2 are needed \(client 0: .*no message of Rasura"
+        RoundFailed, match=r"round 1: 1 updates count, at least 2 are needed \(client 0: .*not a message of Rasura"
     ):
         side.server.collect([(0, b"?", 1.0), (1, side.message(1, 1), 1.0)])
     assert side.server.aggregate == b"" and largest(side.model(), before) == 0

@@ -192,15 +192,19 @@ def strategy(
 
 
 def _bytes(message: Any) -> object:
-    record = message.content.get(RECORD)
-    return record.get("message") if hasattr(record, "get") else None
+    try:
+        return message.content[RECORD]["message"]
+    except Exception:  # whatever one client sent, the others go on: the collector refuses what is not bytes
+        return None
 
 
 def _metrics(message: Any) -> dict[str, float]:
     """The plain finite numbers of a reply's one metric record; nothing where the reply has another number of them."""
-    found = list(message.content.metric_records.values())
-    items = found[0].items() if len(found) == 1 else []
-    return {n: v for n, v in items if isinstance(v, int | float) and math.isfinite(v)}
+    try:
+        (found,) = message.content.metric_records.values()
+        return {n: float(v) for n, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+    except Exception:  # as above: without examples, the reply counts for nothing
+        return {}
 
 
 def _weighed(app: Any, found: list[dict[str, float]]) -> Any:

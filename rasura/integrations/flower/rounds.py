@@ -221,16 +221,17 @@ class Collector:
     def collect(self, replies: Sequence[tuple[int, object, float]]) -> list[int]:
         """Take a round's ``replies`` (node, bytes, examples); the nodes whose update counts, in order.
 
-        What is wrong is refused with a logged reason, and nothing of it enters the aggregate. Raises ``RoundFailed`` when
-        fewer than ``least`` are left; what the server knew before then stays as it was.
+        What is wrong with one client, whatever it is, refuses this client with a logged reason: nothing of it enters the
+        aggregate, and the others go on. Raises ``RoundFailed`` when fewer than ``least`` are left; what the server knew
+        before then stays as it was.
         """
         taken: list[Taken] = []
         refused: list[tuple[int, str]] = []
         for node, data, examples in replies:
             try:
                 taken.append((node, *self.read(node, data, examples)))
-            except InputError as error:
-                refused.append((node, str(error)))
+            except Exception as error:
+                refused.append((node, _reason(error)))
         if self.agreement.sealed and taken:
             votes = Counter(str(m.header["scales"]) for _, m, _ in taken).most_common(2)
             agreed = None if len(votes) > 1 and votes[0][1] == votes[1][1] else votes[0][0]
@@ -277,8 +278,19 @@ class Collector:
             try:
                 self.check_clients(len(counted) + 1)
                 sums = homomorphic.added([sums, own] if counted else [own], self.agreement.keys)
-            except InputError as error:
-                refused.append((node, str(error)))
+            except Exception as error:
+                refused.append((node, _reason(error)))
                 continue
             counted.append((node, message, share))
         return counted, sums
+
+
+LONGEST_REASON = 300
+
+
+def _reason(error: Exception) -> str:
+    """Why a client is left out, in one line of bounded length: a stranger wrote part of it."""
+    if not isinstance(error, InputError):
+        return f"its message could not be read ({type(error).__name__})"
+    line = "".join(c if c.isprintable() else " " for c in str(error))
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"
