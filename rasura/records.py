@@ -6,14 +6,29 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rasura.errors import InputError
+from rasura.files import write_whole
 
-SCHEMA = 1
+SCHEMA = 2
+LONGEST = 1 << 28
+"""Bytes of one stored value, at most."""
+
+BROKEN = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
+"""What Python's SQLite raises for a damaged file."""
+
+TABLES = (
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL, digest TEXT NOT NULL)",
+    "CREATE TABLE records (key TEXT PRIMARY KEY, record TEXT NOT NULL, digest TEXT NOT NULL)",
+)
+
+Details = Mapping[str, Any]
+"""What an attack tells beside its scores: of any form, and nothing that a verdict relies on."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Record:
     scores: Mapping[str, Any] = field(default_factory=dict)
     blind: Mapping[str, Any] = field(default_factory=dict)
     recovered: list[dict[str, Any]] = field(default_factory=list)
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Details = field(default_factory=dict)
     n_tokens: int = 0
     sent_bytes: int = 0
     defense_seconds: float = 0.0
@@ -73,64 +88,111 @@ def cell_key(**coordinates: Any) -> str:
 class RunStore:
     """The records of one run, in ``folder/run.sqlite``. Open it with the plan to write, without one to read.
 
-    Raises ``InputError`` for a folder that holds another plan, a store of a newer schema, or one that cannot be written.
+    Its files are readable by their owner alone, since records tell of private texts. Every row is stored with a digest, so
+    that a damaged one is never taken for a result. Raises ``InputError`` for a folder that holds another plan, a store of
+    another schema, one that is damaged, and one that cannot be written.
     """
 
     def __init__(self, folder: str | Path, plan: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
-        path = self.folder / "run.sqlite"
-        if plan is None and not path.is_file():
+        self.path = self.folder / "run.sqlite"
+        if plan is None and not self.path.is_file():
             raise InputError(f"{self.folder} holds no run (no run.sqlite); expected the --out folder of an audit")
         if plan is not None and self.folder.exists() and not self.folder.is_dir():
             raise InputError(f"{self.folder} is a file; expected a folder for the results")
         try:
+            self._open(plan)
+        except (OSError, *BROKEN) as error:
+            raise InputError(f"{self.path} cannot be used ({error}); check the disk and the folder's rights") from None
+        try:
+            self._check(plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, plan: Mapping[str, Any] | None) -> None:
+        if plan is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path)
+            # SQLite gives the files beside it the rights of the database.
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+            for beside in ("", "-wal", "-shm", "-journal"):
+                with suppress(FileNotFoundError):
+                    os.chmod(f"{self.path}{beside}", 0o600)
+        self._db = sqlite3.connect(self.path)
+        self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+        self._db.execute("PRAGMA trusted_schema=OFF")
+        if plan is not None:
             self._db.execute("PRAGMA journal_mode=WAL")
             with self._db:
-                self._db.execute("CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
-                self._db.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, record TEXT NOT NULL)")
-                self._db.execute("INSERT OR IGNORE INTO meta VALUES ('schema', ?)", (str(SCHEMA),))
-                if plan is not None:
-                    self._db.execute("INSERT OR IGNORE INTO meta VALUES ('plan', ?)", (canonical(plan),))
-        except (OSError, sqlite3.Error) as error:
-            raise InputError(f"{path} cannot be used ({error}); check the disk and the folder's rights") from None
-        schema = int(self._meta("schema"))
-        if schema > SCHEMA:
-            raise InputError(f"{path} has schema {schema}, this version reads up to {SCHEMA}; update rasura")
+                self._db.execute("BEGIN IMMEDIATE")
+                if not self._db.execute("SELECT 1 FROM sqlite_master").fetchall():
+                    for table in TABLES:
+                        self._db.execute(table)
+                    for name, value in (("schema", str(SCHEMA)), ("plan", canonical(plan))):
+                        self._db.execute("INSERT INTO meta VALUES (?, ?, ?)", (name, value, _digest(name, value)))
+
+    def _check(self, plan: Mapping[str, Any] | None) -> None:
+        tables = {sql for (sql,) in self._rows("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+        if tables != set(TABLES):
+            raise InputError(f"{self.path} is not a run store of this version; run again with another --out")
+        if self._rows("PRAGMA integrity_check(1)") != [("ok",)]:
+            raise self._damaged("its pages do not fit together")
+        schema = self._rows("SELECT value FROM meta WHERE name = 'schema'")
+        if schema != [(str(SCHEMA),)]:
+            found = str(schema[0][0])[:9] if schema else "none"
+            raise InputError(f"{self.path} has schema {found}, this version reads {SCHEMA}; run again with another --out")
+        held = self.plan
         if plan is not None and self._meta("plan") != canonical(plan):
-            old, new = json.loads(self._meta("plan")), json.loads(canonical(plan))
-            differs = ", ".join(sorted(k for k in {*old, *new} if old.get(k) != new.get(k)))
+            new = json.loads(canonical(plan))
+            differs = ", ".join(sorted(k for k in {*held, *new} if held.get(k) != new.get(k)))
             raise InputError(f"{self.folder} holds another plan's results (different: {differs}); choose another --out")
 
+    def _damaged(self, why: str) -> InputError:
+        return InputError(f"{self.path} is damaged ({why}); restore it from a copy, or run again with another --out")
+
+    def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(query, values).fetchall()
+        except BROKEN as error:
+            raise self._damaged(str(error)) from None
+
     def _meta(self, name: str) -> str:
-        row = self._db.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
-        return str(row[0]) if row else ""
+        rows = self._rows("SELECT value, digest FROM meta WHERE name = ?", name)
+        if len(rows) != 1 or rows[0][1] != _digest(name, rows[0][0]):
+            raise self._damaged(f"its {name} was changed")
+        return str(rows[0][0])
 
     @property
     def plan(self) -> dict[str, Any]:
         """The plan that the run was started with."""
-        found: dict[str, Any] = json.loads(self._meta("plan") or "{}")
+        found = _parsed(self._meta("plan"))
+        if not isinstance(found, dict):
+            raise self._damaged("its plan is not a plan")
         return found
 
     def __contains__(self, key: str) -> bool:
-        return self._db.execute("SELECT 1 FROM records WHERE key = ?", (key,)).fetchone() is not None
+        return bool(self._rows("SELECT 1 FROM records WHERE key = ?", key))
 
     def add(self, record: Record) -> None:
         """Store a finished cell. Raises ``InputError`` when the disk does not take it."""
         text = json.dumps(_finite(record.as_dict()), sort_keys=True, ensure_ascii=False, allow_nan=False)
         try:
             with self._db:
-                self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?)", (record.key, text))
+                row = (record.key, text, _digest(record.key, text))
+                self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?, ?)", row)
         except sqlite3.Error as error:
             raise InputError(f"{self.folder}: a record could not be stored ({error}); free some space, resume") from None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for (text,) in self._db.execute("SELECT record FROM records ORDER BY key").fetchall():
-            yield json.loads(text)
+        for key, text, digest in self._rows("SELECT key, record, digest FROM records ORDER BY key"):
+            found = _parsed(text) if digest == _digest(key, text) else None
+            wrong = "it was changed" if found is None else wrong_in(found)
+            if wrong or found is None:
+                raise self._damaged(f"record {str(key)[:24]!r}: {wrong}")
+            yield found
 
     def __len__(self) -> int:
-        return int(self._db.execute("SELECT COUNT(*) FROM records").fetchone()[0])
+        return int(self._rows("SELECT COUNT(*) FROM records")[0][0])
 
     def export(self, summary: Mapping[str, Any]) -> None:
         """Write ``records.jsonl`` and ``summary.json`` beside the store, each whole or not at all."""
@@ -143,15 +205,74 @@ class RunStore:
         self._db.close()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader, or a kill, finds the old file or the new one."""
-    part = path.with_name(path.name + ".part")
+@contextmanager
+def refused_if_damaged(folder: str | Path) -> Iterator[None]:
+    """Around what reports on a run: records whose contents do not have the expected form are refused by ``InputError``."""
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise InputError(f"{path} cannot be written ({error})") from None
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"the results in {folder} do not have the form that this version writes ({type(error).__name__}); "
+            "restore them from a copy, or run again with another --out"
+        ) from error
+
+
+def _digest(name: object, text: object) -> str:
+    return hashlib.sha256(f"{name}\n{text}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _parsed(text: object) -> Any:
+    """The JSON value of ``text``, or None."""
+    try:
+        return json.loads(text) if isinstance(text, str) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def wrong_in(record: object) -> str:
+    """What is wrong with a stored record: which of the fields that a report relies on. Empty where nothing is."""
+    if not isinstance(record, dict):
+        return "it is not a record"
+    for one in fields(Record):
+        if one.name not in record or not _FORMS[str(one.type)](record[one.name]):
+            return f"its {one.name} is not as expected"
+    if record["status"] not in STATES:
+        return "its status is not as expected"
+    return ""
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < float("inf")  # type: ignore[arg-type]  # a number by then
+
+
+def _scores(value: object) -> bool:
+    """Metric -> what was measured of it: numbers, or null where there is none."""
+    if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
+        return False
+    every = [v for score in value.values() for v in score.get("per_record", [])] if _lists(value) else [""]
+    every += [score[name] for score in value.values() for name in ("mean", "low", "high", "worst") if name in score]
+    return all(v is None or _number(v) for v in every)
+
+
+def _lists(scores: dict[str, Any]) -> bool:
+    return all(isinstance(score.get("per_record", []), list) for score in scores.values())
+
+
+STATES = ("ok", "failed", "not_applicable")
+
+_FORMS: Mapping[str, Callable[[Any], bool]] = {
+    "str": lambda value: isinstance(value, str),
+    "int": lambda value: type(value) is int and value >= 0,
+    "bool": lambda value: isinstance(value, bool),
+    "float": _number,
+    "Mapping[str, Any]": _scores,
+    "Details": lambda value: isinstance(value, dict),
+    "list[dict[str, Any]]": lambda value: isinstance(value, list) and all(isinstance(v, dict) for v in value),
+    "Mapping[str, str]": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
+}
+"""By the annotation of a field of ``Record``: whether a stored value has its form."""
 
 
 def _finite(value: Any) -> Any:

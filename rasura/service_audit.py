@@ -17,11 +17,11 @@ import torch
 from rasura import recipes
 from rasura.answers import ServiceObservation, ServiceTranscript, TokenReading
 from rasura.data.text import load_examples
+from rasura.files import write_whole
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
 from rasura.obfuscation.services import Service
-from rasura.records import write_whole
 from rasura.rng import generator
 from rasura.service_protection import learned, parsed, protected
 from rasura.threat import observe_service, service_transcript

@@ -18,11 +18,12 @@ from torch import nn
 from rasura.accounting import Guarantee, Run, assumes_poisson, checked_delta, formal, guarantee
 from rasura.auditing import versions
 from rasura.data.text import Example, data_hash, encode, load_examples
+from rasura.files import write_whole
 from rasura.interfaces import Defense, InputError
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.obfuscation.services import Service
 from rasura.recipes import known, parse_defense
-from rasura.records import canonical, write_whole
+from rasura.records import canonical
 from rasura.rng import Randomness, generator
 from rasura.service_protection import parsed
 from rasura.service_protection import protected as protected_service

@@ -286,7 +286,7 @@ def test_what_cannot_be_is_told_in_one_line(public: Path, tmp_path: Path) -> Non
     junk = tmp_path / "junk.key"
     junk.touch(0o600)
     junk.write_bytes(b"\x80\x04 not a key")
-    with pytest.raises(InputError, match="holds no key"):
+    with pytest.raises(InputError, match="holds no whole key"):
         Key.load(junk)
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.key").exists()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -10,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from rasura.files import write_whole
 from rasura.interfaces import InputError
-from rasura.records import Record, RunStore, canonical, cell_key, write_whole
+from rasura.records import Record, RunStore, canonical, cell_key
+from rasura.report.page import write_report
 
 PLAN = {"model": "m", "seeds": 1}
 
@@ -62,10 +67,146 @@ def test_export_is_whole(tmp_path: Path) -> None:
         store.add(record(k))
     store.export({"x": float("inf")})
     lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert [r["key"] for r in lines] == ["a", "b"] and lines[0]["schema"] == 1
+    assert [r["key"] for r in lines] == ["a", "b"] and lines[0]["schema"] == 2
     assert json.loads((tmp_path / "summary.json").read_text()) == {"x": None}
     with pytest.raises(InputError, match="cannot be written"):
         write_whole(tmp_path / "no" / "folder", "x")
+
+
+def test_what_a_run_writes_is_its_owners_alone(tmp_path: Path) -> None:
+    umask = os.umask(0o022)
+    try:
+        store = RunStore(tmp_path / "run", PLAN)
+        store.add(record(scores={"token_recall": {"mean": 0.5, "per_record": [0.5], "low": 0.0, "high": 1.0, "worst": 0.5}}))
+        modes = {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "run").iterdir()}
+        store.close()
+        write_report(tmp_path / "run")
+        modes |= {p.name: p.stat().st_mode & 0o777 for p in (tmp_path / "run").iterdir()}
+        # A store that others could read is theirs no longer once it is written to.
+        (tmp_path / "run" / "run.sqlite").chmod(0o644)
+        RunStore(tmp_path / "run", PLAN).close()
+        modes["again"] = (tmp_path / "run" / "run.sqlite").stat().st_mode & 0o777
+    finally:
+        os.umask(umask)
+    names = {"run.sqlite", "run.sqlite-wal", "run.sqlite-shm", "records.jsonl", "summary.json", "report.html", "again"}
+    assert modes == dict.fromkeys(names, 0o600)
+
+
+def altered(folder: Path, table: str, column: str, value: object, digest: bool) -> None:
+    """Change a stored value, with the digest that fits it or without."""
+    with sqlite3.connect(folder / "run.sqlite") as db:
+        db.execute(f"UPDATE {table} SET {column} = ?", (value,))
+        if digest:
+            name = db.execute(f"SELECT * FROM {table}").fetchone()[0]
+            told = hashlib.sha256(f"{name}\n{value}".encode()).hexdigest()[:32]
+            db.execute(f"UPDATE {table} SET digest = ?", (told,))
+    db.close()
+
+
+def test_a_changed_figure_is_never_reported(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, PLAN)
+    store.add(record(scores={"token_recall": {"mean": 0.91, "per_record": [0.91]}}))
+    text = json.dumps(next(iter(store))).replace("0.91", "0.11")
+    store.close()
+    altered(tmp_path, "records", "record", text, digest=False)
+    with pytest.raises(InputError, match=r"run.sqlite is damaged \(record 'k': it was changed\)"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("status", "perfect"), ("status", None), ("scores", []), ("scores", {"token_recall": 1}), ("seed", "1"),
+        ("scores", {"token_recall": {"per_record": "0.5"}}), ("scores", {"token_recall": {"per_record": ["0.5"]}}),
+        ("blind", {"token_recall": {"mean": []}}), ("recovered", [1]), ("recovered", {}), ("wall_seconds", None),
+        ("batch_size", True), ("batch_size", -1), ("crafted", 1), ("versions", {"torch": 2}), ("details", []),
+        ("wall_seconds", float("inf")), ("attack", 5),
+    ],
+)  # fmt: skip
+def test_a_record_of_wrong_types_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    store = RunStore(tmp_path, PLAN)
+    store.add(record())
+    found = next(iter(store))
+    store.close()
+    altered(tmp_path, "records", "record", json.dumps({**found, field: value}), digest=True)
+    with pytest.raises(InputError, match=f"its {field} is not as expected"):
+        write_report(tmp_path)
+    altered(tmp_path, "records", "record", json.dumps({k: v for k, v in found.items() if k != field}), digest=True)
+    with pytest.raises(InputError, match=f"its {field} is not as expected"):
+        list(RunStore(tmp_path))
+
+
+@pytest.mark.parametrize("value", ["[1]", "{", "[" * 100_000, "3"])
+def test_a_plan_or_record_that_is_not_an_object_is_refused(tmp_path: Path, value: str) -> None:
+    store = RunStore(tmp_path, PLAN)
+    store.add(record())
+    store.close()
+    altered(tmp_path, "records", "record", value, digest=True)
+    with pytest.raises(InputError, match=r"it was changed|it is not a record"):
+        list(RunStore(tmp_path))
+    with sqlite3.connect(tmp_path / "run.sqlite") as db:
+        told = hashlib.sha256(f"plan\n{value}".encode()).hexdigest()[:32]
+        db.execute("UPDATE meta SET value = ?, digest = ? WHERE name = 'plan'", (value, told))
+    for plan in (None, PLAN):
+        with pytest.raises(InputError, match="its plan is not a plan"):
+            RunStore(tmp_path, plan)
+
+
+def test_a_report_of_what_it_does_not_know_is_refused_in_one_line(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, {"kind": "membership"})
+    store.add(record(scores={"auc": {"mean": 0.5}}))
+    store.close()
+    with pytest.raises(InputError, match=r"do not have the form that this version writes \(KeyError\)"):
+        write_report(tmp_path)
+
+
+def test_other_tables_and_views_are_not_looked_at(tmp_path: Path) -> None:
+    RunStore(tmp_path, PLAN).close()
+    with sqlite3.connect(tmp_path / "run.sqlite") as db:
+        db.execute("DROP TABLE records")
+        # It never ends.
+        forever = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT i AS key, i AS record, i AS digest"
+        db.execute(f"CREATE VIEW records AS {forever} FROM n")
+    for plan in (None, PLAN):
+        with pytest.raises(InputError, match="is not a run store of this version"):
+            RunStore(tmp_path, plan)
+
+
+def test_a_damaged_store_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
+    store = RunStore(tmp_path / "run", PLAN)
+    for k in range(12):
+        store.add(record(f"k{k:02d}", reason="x" * (300 * k), scores={"token_recall": {"mean": 0.5, "per_record": [0.5]}}))
+    whole = list(store)
+    store.close()
+    good = (tmp_path / "run" / "run.sqlite").read_bytes()
+    draw = random.Random(7)
+    refused = 0
+    for number in range(400):
+        bad = bytearray(good)
+        for _ in range(draw.randint(1, 8)):
+            # Half of them where SQLite keeps its own structure.
+            at = (
+                draw.randrange(len(bad))
+                if draw.random() < 0.5
+                else 4096 * draw.randrange(len(bad) // 4096) + draw.randrange(64)
+            )
+            bad[at] = draw.randrange(256)
+        if number % 4 == 0:
+            del bad[draw.randrange(len(bad)) :]
+        folder = tmp_path / "bad"
+        folder.mkdir(exist_ok=True)
+        (folder / "run.sqlite").write_bytes(bad)
+        try:
+            found = RunStore(folder)
+            assert list(found) == whole and found.plan == PLAN
+            found.close()
+        except InputError as error:
+            refused += 1
+            assert "\n" not in str(error)
+        for beside in folder.iterdir():
+            beside.unlink()
+    assert refused > 300
 
 
 def test_keys_are_the_same_in_every_process() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rasura.errors import InputError, MissingExtra
+from rasura.files import read_limited, write_whole
 
 Scheme = Literal["bfv", "ckks"]
 
@@ -129,39 +129,39 @@ class Context:
         return Context(self.parameters, False, self.key, _bytes(context, secret=False))
 
     def save(self, path: str | Path) -> None:
-        """Write the context; one that holds a secret key is readable by its owner alone from its first byte on."""
-        file = Path(path)
-        if file.exists():
-            raise InputError(f"{file} exists already; keys are not overwritten, remove it or choose another name")
-        head = f"{MAGIC}\n{self.parameters.scheme} {self.parameters.most} {self.key}\n".encode()
-        number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if self.secret else 0o644)
-        with os.fdopen(number, "wb") as out:
-            out.write(head + self.data)
+        """Write the context, whole or not at all; one that holds a secret key is readable by its owner alone from its first
+        byte on. Raises ``InputError`` where a file of this name exists: keys are not overwritten."""
+        about = f"{self.parameters.scheme} {self.parameters.most} {self.key}".encode()
+        head = b"%s\n%s %s\n" % (MAGIC, about, _digest(about + self.data).encode())
+        write_whole(path, head + self.data, private=self.secret, replace=False)
 
     @classmethod
     def load(cls, path: str | Path) -> Context:
-        """Read a file of ``save``. Raises ``InputError`` for another file, and for a secret one that others can read."""
-        file = Path(path)
-        try:
-            found, mode = file.read_bytes() if file.stat().st_size <= LIMIT else b"", file.stat().st_mode & 0o077
-        except OSError as error:
-            raise InputError(f"{file} cannot be read ({error.strerror}); make keys with rasura keys") from None
+        """Read a file of ``save``. Raises ``InputError`` for another file, a damaged one, and a secret one that others can
+        read."""
+        found, others = read_limited(path, "file of keys", LIMIT)
         _tenseal()  # Without it nothing is wrong with the file.
         try:
             magic, about, data = found.split(b"\n", 2)
-            scheme, most, key = about.decode().split()
-            if magic.decode() != MAGIC:
+            told, digest = about.rsplit(b" ", 1)
+            # TenSEAL gets only what was written: its parser trusts what it is given.
+            if magic != MAGIC or digest.decode() != _digest(told + data):
                 raise ValueError
+            scheme, most, key = told.decode().split()
             chosen = parameters_for(int(most), scheme)  # type: ignore[arg-type]  # checked there
             secret = bool(_opened(data).is_private())
-        except (ValueError, RuntimeError, UnicodeDecodeError):
-            raise InputError(f"{file} holds no keys of Rasura; make some with rasura keys") from None
-        if secret and mode:
-            raise InputError(f"{file} holds a secret key that others can read; chmod 600 it")
+        except (ValueError, RuntimeError):
+            raise InputError(f"{path} holds no keys of Rasura, or damaged ones; make some with rasura keys") from None
+        if secret and others:
+            raise InputError(f"{path} holds a secret key that others can read; chmod 600 it")
         return cls(chosen, secret, key, data)
 
 
-MAGIC = "rasura keys 1"
+MAGIC = b"rasura keys 2"
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def make_keys(clients: int, scheme: Scheme = "bfv") -> Context:
@@ -179,7 +179,7 @@ def make_keys(clients: int, scheme: Scheme = "bfv") -> Context:
         context = ts.context(ts.SCHEME_TYPE.CKKS, chosen.degree, coeff_mod_bit_sizes=list(chosen.moduli), n_threads=1)
         context.global_scale = 2.0**chosen.plain
     data = _bytes(context, secret=True)
-    key = hashlib.sha256(data).hexdigest()[:16]
+    key = _digest(data)[:16]
     return Context(chosen, True, key, data)
 
 

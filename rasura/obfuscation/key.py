@@ -6,6 +6,7 @@ passphrase those bytes are sealed by AES-256-GCM under a key that scrypt derives
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rasura.files import read_private, write_whole
 from rasura.interfaces import InputError, MissingExtra
 
 PAIR = "obfuslm_pair"
@@ -25,6 +27,7 @@ PAIR = "obfuslm_pair"
 MAGIC = b"RASURA-OBFUSLM\x00\x01"
 """Begins a file with a passphrase; ends in the schema's version."""
 
+SCHEMA = 2
 SALT, NONCE = 16, 12
 LIMIT = 1 << 28
 """Bytes of a key file, at most: 256 MiB."""
@@ -46,42 +49,31 @@ class Key:
         return f"Key(for the obfuscated model {self.pair}, {len(self.tokens)} tokens)"
 
     def save(self, path: str | Path, passphrase: str | None = None) -> None:
-        """Write the key; its owner alone can read it, from its first byte on. Raises ``InputError`` where one exists."""
-        file = Path(path)
-        if file.exists():
-            raise InputError(f"{file} exists already; keys are not overwritten, remove it or choose another name")
+        """Write the key, whole or not at all; its owner alone can read it, from its first byte on. Raises ``InputError``
+        where a file of this name exists: keys are not overwritten."""
         data = self._bytes()
         if passphrase is not None:
             data = _sealed(data, passphrase)
-        try:
-            number = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except OSError as error:
-            raise InputError(f"{file} cannot be written ({error.strerror}); choose another place for the key") from None
-        with os.fdopen(number, "wb") as out:
-            out.write(data)
+        write_whole(path, data, replace=False)
 
     def _bytes(self) -> bytes:
         from safetensors.torch import save
 
         about = {
-            "schema": 1, "options": dict(self.options), "pair": self.pair, "base": self.base,
+            "schema": SCHEMA, "options": dict(self.options), "pair": self.pair, "base": self.base,
             "settings": dict(self.settings),
         }  # fmt: skip
+        about["digest"] = _digest(about, self.tokens, self.tokenizer.encode())
         text = torch.from_numpy(np.frombuffer(self.tokenizer.encode(), dtype=np.uint8).copy())
         data: bytes = save({"tokens": self.tokens, "tokenizer": text}, metadata={"rasura": json.dumps(about)})
         return data
 
     @classmethod
     def load(cls, path: str | Path, passphrase: str | None = None) -> Key:
-        """Read a file of ``save``. Raises ``InputError`` for another file, one that others can read, a wrong passphrase."""
+        """Read a file of ``save``. Raises ``InputError`` for another file, one that others can read, a damaged one, a wrong
+        passphrase."""
         file = Path(path)
-        try:
-            about = file.stat()
-            data = file.read_bytes() if about.st_size <= LIMIT else b""
-        except OSError as error:
-            raise InputError(f"the key {file} cannot be read ({error.strerror})") from None
-        if about.st_mode & 0o077:
-            raise InputError(f"the key {file} can be read by others; chmod 600 it")
+        data = read_private(file, "key", LIMIT)
         if data.startswith(MAGIC):
             if passphrase is None:
                 raise InputError(f"the key {file} has a passphrase; pass it")
@@ -97,12 +89,25 @@ class Key:
             found = load(data)
             size = int.from_bytes(data[:8], "little")
             head = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["rasura"])
-            tokens, text = found["tokens"], bytes(found["tokenizer"].numpy())
-            if head["schema"] != 1 or not torch.equal(tokens.sort().values, torch.arange(len(tokens))):
+            tokens, text = found["tokens"], found["tokenizer"].numpy().tobytes()
+            told = head.pop("digest")
+            whole = head["schema"] == SCHEMA and tokens.dtype == torch.int64 and told == _digest(head, tokens, text)
+            whole = whole and torch.equal(tokens.sort().values, torch.arange(len(tokens)))
+            whole = whole and all(isinstance(head[name], dict) for name in ("options", "settings"))
+            if not whole or not all(isinstance(head[name], str) for name in ("pair", "base")):
                 raise ValueError
-            return cls(tokens, text.decode(), head["options"], str(head["pair"]), str(head["base"]), head["settings"])
-        except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError):
-            raise InputError(f"{file} holds no key of an obfuscated model; make one with rasura protect obfuslm") from None
+            return cls(tokens, text.decode(), head["options"], head["pair"], head["base"], head["settings"])
+        except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError):
+            raise InputError(
+                f"{file} holds no whole key of an obfuscated model; restore it from a copy, or make one with rasura protect "
+                "obfuslm"
+            ) from None
+
+
+def _digest(about: Mapping[str, Any], tokens: Tensor, tokenizer: bytes) -> str:
+    """Of all that a damaged file would change unseen: the permutation, the tokenizer and its options."""
+    head = json.dumps(dict(about), sort_keys=True).encode()
+    return hashlib.sha256(head + tokens.numpy().tobytes() + tokenizer).hexdigest()
 
 
 def _cipher(passphrase: str, salt: bytes) -> Any:

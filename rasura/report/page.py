@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rasura.records import RunStore, write_whole
+from rasura.files import write_whole
+from rasura.records import RunStore, refused_if_damaged
 from rasura.report.calibration import finished, render_calibration
 from rasura.report.findings import Findings, Level, findings, summarise
 from rasura.report.membership import membership_findings, render_membership
@@ -27,18 +29,18 @@ def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
 
     ``show_text`` reveals texts only where the run stored them (an audit with ``--show-text``); else they stay masked.
     """
-    store = RunStore(run_dir)
     path = Path(run_dir) / "report.html"
-    try:
+    with closing(RunStore(run_dir)) as store, refused_if_damaged(run_dir):
         records, plan = list(store), store.plan
         if plan.get("kind") == "calibration":
-            write_whole(path, render_calibration(finished(run_dir)))
-            return path
-        trained = plan.get("kind") == "membership"
-        store.export(asdict(membership_findings(records, plan)) if trained else summarise(records, plan))
-    finally:
-        store.close()
-    write_whole(path, render_membership(records, plan) if trained else render(records, plan, show_text=show_text))
+            page = render_calibration(finished(run_dir))
+        elif plan.get("kind") == "membership":
+            page = render_membership(records, plan)
+            store.export(asdict(membership_findings(records, plan)))
+        else:
+            page = render(records, plan, show_text=show_text)
+            store.export(summarise(records, plan))
+    write_whole(path, page)
     return path
 
 

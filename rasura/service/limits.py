@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rasura.errors import InputError
+from rasura.files import read_private
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of models and tenants: they never become a path, and could not leave a folder if they did."""
@@ -94,17 +95,10 @@ class Tenants:
 
 def private_text(path: str | Path, what: str) -> str:
     """A small text file that its owner alone can read. Raises ``InputError`` else."""
-    file = Path(path)
     try:
-        about = file.stat()
-        text = file.read_text(encoding="utf-8") if about.st_size <= MIB else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"the {what} {file} cannot be read ({getattr(error, 'strerror', None) or 'not text'})") from None
-    if about.st_mode & 0o077:
-        raise InputError(f"the {what} {file} can be read by others; chmod 600 it")
-    if text is None:
-        raise InputError(f"the {what} {file} has {about.st_size} bytes; expected at most {MIB}")
-    return text
+        return read_private(path, what, MIB).decode()
+    except UnicodeDecodeError:
+        raise InputError(f"the {what} {path} cannot be read (not text)") from None
 
 
 def _digest(token: bytes) -> bytes:

@@ -9,10 +9,10 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
+from rasura.files import write_whole
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.plan import Plan
-from rasura.records import write_whole
 from rasura.report.findings import pooled
 from rasura.service_audit import ServicePlan
 from rasura.studies.files import CELL, FOLDER, Study
@@ -309,4 +309,4 @@ def write_section(text: str, path: Path = RESULTS) -> None:
     name = text.split("\n", 1)[0].split(":")[0]
     parts = re.split(r"(?m)^(?=## )", old)
     kept = [p.rstrip() + "\n" for p in parts if not p.startswith(name + ":")]
-    write_whole(path, "\n".join([kept[0], *sorted([*kept[1:], text.rstrip() + "\n"])]))
+    write_whole(path, "\n".join([kept[0], *sorted([*kept[1:], text.rstrip() + "\n"])]), private=False)

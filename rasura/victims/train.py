@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from rasura.accumulation import counted, gathered, least_tokens
 from rasura.answers import Answers
+from rasura.files import write_whole
 from rasura.interfaces import Defense, InputError
-from rasura.records import write_whole
 from rasura.rng import Randomness, generator, secret_generator
 from rasura.values import Batch, Stage, Task, Vocabulary
 from rasura.victims.batching import batches, drawn, joined, none_of, renamed
