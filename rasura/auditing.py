@@ -16,7 +16,17 @@ from torch import nn
 
 from rasura.accumulation import gathered, least_tokens, tokens_in
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
-from rasura.data.text import E, Example, data_hash, demo_examples, encode, groups, load_examples
+from rasura.data.text import (
+    E,
+    Example,
+    columns_of,
+    data_hash,
+    demo_examples,
+    encode,
+    groups,
+    load_examples,
+    load_reference,
+)
 from rasura.interfaces import ActiveAttack, Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
@@ -100,12 +110,17 @@ class Audit:
 
     def _examples(self) -> list[Example]:
         plan = self.plan
+        found: list[Example]
         if plan.texts:
             if any(not t.strip() for t in plan.texts):
                 raise InputError("--text is empty; expected a text")
-            found = [Example(t, None, k % 2) for k, t in enumerate(plan.texts)]
+            found = [Example(t, None, k % 2, source="--text", row=k + 1) for k, t in enumerate(plan.texts)]
+        elif plan.data is None:
+            found = demo_examples()
         else:
-            found = demo_examples() if plan.data is None else load_examples(plan.data, limit=plan.skip + plan.limit)
+            read = load_examples(plan.data, limit=plan.skip + plan.limit, columns=columns_of(plan), model=plan.model)
+            self.plan = replace(plan, label_names=read.label_names or ())
+            found = read
         return self._wanted(found)
 
     def _wanted(self, found: list[E]) -> list[E]:
@@ -117,7 +132,7 @@ class Audit:
     def _reference(self) -> tuple[str, ...] | None:
         if self.plan.reference is None:
             return None
-        found = load_examples(self.plan.reference)
+        found = load_reference(self.plan.reference, columns_of(self.plan))
         private = {e.text.strip() for e in self.examples}
         both = sum(e.text.strip() in private for e in found)
         if both:

@@ -15,12 +15,12 @@ from typing import Any
 
 from rasura.accounting import Run, assumes_poisson, guarantee
 from rasura.auditing import Audit, Cell
-from rasura.data.text import load_examples
+from rasura.data.text import columns_of, load_examples
 from rasura.errors import MissingExtra
 from rasura.interfaces import InputError
 from rasura.knobs import Family, family
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.plan import Plan
+from rasura.plan import COLUMNS, Plan
 from rasura.recipes import METRICS, USUAL_METRICS, known, parse_defense
 from rasura.records import RunStore
 from rasura.report.calibration import recommendation
@@ -136,6 +136,7 @@ class Calibration:
         self.wanted = wanted = wanted.checked()
         self.plan, self.folder, self.device = wanted.plan, Path(folder), device
         first = Audit(replace(self.plan, defenses=("none",)), device=device)
+        self.label_names = first.plan.label_names
         self.victim, self.n_texts = first.victim, len(first.examples or first.images)
         (self.model,) = first.models.values()
         entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
@@ -167,6 +168,7 @@ class Calibration:
             TrainPlan(
                 str(w.train or p.data), w.test, p.model, p.task, defenses, w.train_limit, num_labels=self.victim.num_labels
                 if p.task == "classification" else None, lora=self.lora, truncate=p.truncate, recipe=w.recipe,
+                **{name: getattr(p, name) for name in COLUMNS},
             ), self.folder / "utility", device=self.device,
         )  # fmt: skip
 
@@ -193,6 +195,7 @@ class Calibration:
             "threat_plain": first.get("threat_plain", ""), "budget": p.budget, "utility": w.utility,
             "versions": first.get("versions", {}), "families": found, "checks": self._checks(found),
         }  # fmt: skip
+        result |= {"label_names": list(self.label_names)} if self.label_names else {}
         result["recommendation"] = recommendation(result)
         self.store.export(result)
         return result
@@ -250,8 +253,10 @@ class Calibration:
         source = self.wanted.train or self.plan.data
         if self.training is not None:
             examples = len(self.training.rows)
+        elif source is None or self.plan.task == "vision":
+            examples = self.n_texts
         else:
-            examples = self.n_texts if source is None or self.plan.task == "vision" else len(load_examples(source))
+            examples = len(load_examples(source, columns=columns_of(self.plan)))
         sampling: Any = "poisson" if assumes_poisson(mechanisms) else "shuffled"
         run = Run(examples, recipe.batch_size, recipe.epochs, sampling=sampling)
         with defended(self.model, parts):

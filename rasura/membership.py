@@ -15,7 +15,7 @@ import torch
 
 from rasura.answers import Answers, Membership, OwnModel
 from rasura.auditing import versions
-from rasura.data.text import Example, data_hash, load_examples
+from rasura.data.text import Example, columns_of, data_hash, load_examples
 from rasura.interfaces import AttackFailed, InputError, NotApplicable
 from rasura.metrics.membership import auc, auc_bound, leakage, needed, roc, split_check, tpr_at
 from rasura.recipes import MEMBERSHIP, known, membership_attack, parse_defense
@@ -44,6 +44,8 @@ class MembershipPlan:
     adversary imitates in ``own_models`` models, each on a random half of the candidates and of ``reference``, a file of
     other texts. ``fprs``: false positive rates; empty for those of 1 % and .1 % that the number of texts allows.
     ``epsilon``, ``delta``: a guarantee that the figures are held against. ``limit``: texts of each side.
+    ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text
+    stand for the model's classes of the same names.
     """
 
     model: str
@@ -63,6 +65,9 @@ class MembershipPlan:
     num_labels: int | None = None
     truncate: bool = False
     max_length: int | None = None
+    text_column: str | None = None
+    pair_column: str | None = None
+    label_column: str | None = None
     recipe: Recipe = field(default_factory=lambda: Recipe(epochs=5))
 
     def checked(self) -> MembershipPlan:
@@ -96,8 +101,9 @@ class MembershipAudit:
     def __init__(self, plan: MembershipPlan, folder: str | Path, *, device: str = "cpu") -> None:
         self.plan = plan = plan.checked()
         self.folder, self.device = Path(folder), device
+        self.label_names: tuple[str, ...] | None = None
         sides = self._sides()
-        other = load_examples(plan.reference) if plan.reference else []
+        other = self._read(plan.reference) if plan.reference else []
         self._apart(sides, other)
         if min(map(len, sides)) < 2:
             raise InputError(f"{len(sides[0])} members and {len(sides[1])} others; expected at least 2 of each")
@@ -128,16 +134,18 @@ class MembershipAudit:
             **json.loads(json.dumps(asdict(plan))), "kind": "membership", "data_hash": self.data,
             "n_members": len(sides[0]), "n_others": len(sides[1]), "n_reference": len(other),
         }  # fmt: skip
+        self.identity |= {"label_names": list(self.label_names)} if self.label_names else {}
         self._known: dict[str, Answers] = {}
         self._own: tuple[OwnModel, ...] | None = None
 
     def _sides(self) -> list[list[Example]]:
         """Members and others."""
         plan = self.plan
-        others = None if plan.non_members is None else load_examples(plan.non_members, limit=plan.limit)
+        inside = self._read(plan.members, plan.limit if plan.rows is None else None)
+        others = None if plan.non_members is None else self._read(plan.non_members, plan.limit)
         if plan.rows is None:
-            return [load_examples(plan.members, limit=plan.limit), others or []]
-        everything = load_examples(plan.members)
+            return [inside, others or []]
+        everything = inside
         try:
             told = json.loads(Path(plan.rows).read_text(encoding="utf-8"))
             trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
@@ -146,9 +154,17 @@ class MembershipAudit:
                 f"{plan.rows} does not name rows of {plan.members}; expected rows.json of its training"
             ) from None
         if others is None:  # a text that occurs twice may stand on both sides: it was trained on
-            inside = {(e.text.strip(), e.text_pair) for e in trained}
-            others = [e for e in held if (e.text.strip(), e.text_pair) not in inside]
+            seen = {(e.text.strip(), e.text_pair) for e in trained}
+            others = [e for e in held if (e.text.strip(), e.text_pair) not in seen]
         return [trained[: plan.limit], others[: plan.limit]]
+
+    def _read(self, source: str, limit: int | None = None) -> list[Example]:
+        """A file's texts, their labels by the names of the first file that was read (the members), else of the model."""
+        read = load_examples(
+            source, limit=limit, columns=columns_of(self.plan), label_names=self.label_names, model=self.plan.model
+        )
+        self.label_names = read.label_names if self.label_names is None else self.label_names
+        return read
 
     def _apart(self, sides: Sequence[Sequence[Example]], other: Sequence[Example]) -> None:
         plan = self.plan

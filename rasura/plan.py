@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from rasura.fields import toml, typed
 from rasura.interfaces import Budget, InputError
 from rasura.recipes import (
     ATTACKS,
@@ -23,6 +23,9 @@ from rasura.recipes import (
 )
 from rasura.values import Task
 
+COLUMNS = ("text_column", "pair_column", "label_column")
+"""Fields that name the columns of data files."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -31,7 +34,9 @@ class Plan:
     ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, ``language_model``: folder or
     hub id of a causal model; both are granted to the adversary. ``limit``: texts used, after the first ``skip``.
     ``num_labels``: size of a fresh head; None takes what the labels need. ``max_memory``: MiB that an attack may hold at
-    once. ``entries``: share of the entries that matching attacks form where they need them one by one.
+    once. ``entries``: share of the entries that matching attacks form where they need them one by one. ``text_column``,
+    ``pair_column``, ``label_column``: where ``data`` and ``reference`` have unusual names for them. ``label_names``: what
+    labels stand for that are text in ``data``; the audit fills it in.
     """
 
     model: str = "minilm"
@@ -56,6 +61,10 @@ class Plan:
     max_memory: int = Budget.memory_mb
     entries: float | None = None
     skip: int = 0
+    text_column: str | None = None
+    pair_column: str | None = None
+    label_column: str | None = None
+    label_names: tuple[str, ...] = ()
 
     def checked(self) -> Plan:
         """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it."""
@@ -119,33 +128,18 @@ class Plan:
         """What the results depend on, as plain JSON values: the identity of a run's folder."""
         found = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         del found["max_memory"]
-        for name in ("updates", "language_model", "entries", "skip"):
+        for name in ("updates", "language_model", "entries", "skip", *COLUMNS, "label_names"):
             if getattr(self, name) == getattr(Plan, name):
                 del found[name]
         return found
 
 
 def from_toml(path: Path, base: Plan | None = None) -> Plan:
-    """A plan from a TOML file with the fields of ``Plan``; unknown keys are refused by name."""
-    if not path.is_file():
-        raise InputError(f"{path} does not exist; expected a TOML file with the fields of a plan")
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is no TOML: {error}") from None
-    return plan_of(found, str(path), base)
+    """A plan from a TOML file with the fields of ``Plan``; unknown keys and wrong types are refused by name."""
+    return plan_of(toml(path, "a TOML file with the fields of a plan"), str(path), base)
 
 
 def plan_of(found: Mapping[str, Any], source: str, base: Plan | None = None) -> Plan:
     """A plan from plain values with the names of ``Plan``'s fields; unknown names and wrong types are refused."""
-    kinds = {f.name: type(getattr(Plan(), f.name)) for f in fields(Plan)}
-    values: dict[str, Any] = {}
-    for key, value in found.items():
-        known(f"key in {source}", key, kinds)
-        wanted = kinds[key]
-        if wanted is tuple:
-            value = tuple(value) if isinstance(value, list) else (value,)
-        elif wanted in (int, bool, str) and (not isinstance(value, wanted) or (wanted is int and isinstance(value, bool))):
-            raise InputError(f"{source}: {key} is {value!r}; expected {wanted.__name__}")
-        values[key] = value
-    return replace(base or Plan(), **values)
+    names = [f.name for f in fields(Plan) if f.name != "label_names"]
+    return replace(base or Plan(), **typed(Plan, found, source, names))

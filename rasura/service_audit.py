@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +17,7 @@ import torch
 from rasura import recipes
 from rasura.answers import ServiceObservation, ServiceTranscript, TokenReading
 from rasura.data.text import load_examples
+from rasura.fields import typed
 from rasura.files import write_whole
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.metrics.service import BagF1, RougeL, TopTokens
@@ -230,8 +231,8 @@ def _text(example: Any) -> str:
 
 def service_plan_of(found: Mapping[str, Any], source: str) -> ServicePlan:
     """A plan from plain values with the names of ``ServicePlan``'s fields."""
-    names = [f.name for f in fields(ServicePlan)]
-    for key in found:
-        recipes.known(f"key in {source}", key, names)
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+    values = typed(ServicePlan, found, source)
+    for name in ("data", "reference"):
+        if name not in values:
+            raise InputError(f"{source}: no {name}; expected a data file")
     return ServicePlan(**values)

@@ -17,7 +17,7 @@ from torch import nn
 
 from rasura.accounting import Guarantee, Run, assumes_poisson, checked_delta, formal, guarantee
 from rasura.auditing import versions
-from rasura.data.text import Example, data_hash, encode, load_examples
+from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.files import write_whole
 from rasura.interfaces import Defense, InputError
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
@@ -43,6 +43,8 @@ class TrainPlan:
     text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights. ``delta``: probability with
     which a formal guarantee may fail; None for a tenth of 1 / number of training texts. ``service``: ``defenses`` are
     protections of a model service (``recipes.SERVICE_PROTECTIONS``), which is sent all texts, those it is judged on too.
+    ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text are
+    numbered; ``result.json`` and the model's folder say what each number stands for.
     """
 
     data: str
@@ -60,6 +62,9 @@ class TrainPlan:
     delta: float | None = None
     recipe: Recipe = field(default_factory=Recipe)
     service: bool = False
+    text_column: str | None = None
+    pair_column: str | None = None
+    label_column: str | None = None
 
     def parts(self, defense: str) -> Defense:
         """What ``defense`` does in a training step; nothing where it protects a service."""
@@ -94,8 +99,12 @@ class Training:
     def __init__(self, plan: TrainPlan, folder: str | Path, *, device: str = "cpu") -> None:
         self.plan = plan = plan.checked()
         self.folder, self.device = Path(folder), device
-        everything = load_examples(plan.data)
-        tested = None if plan.test is None else load_examples(plan.test)
+        columns = columns_of(plan)
+        everything = load_examples(plan.data, columns=columns, model=plan.model)
+        self.label_names = everything.label_names
+        tested = None
+        if plan.test is not None:
+            tested = load_examples(plan.test, columns=columns, label_names=self.label_names, model=plan.model)
         labels = [e.label or 0 for e in [*everything, *(tested or [])]]
         self.labels = plan.num_labels or max(2, 1 + max(labels))
         victim = self.victim(plan.recipe.seed)
@@ -110,6 +119,7 @@ class Training:
             enough(plan.parts(text), victim.model, self.rows)
         told = {k: v for k, v in asdict(plan).items() if k not in ("defenses", "seeds")}  # to which others may be added
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(told))}
+        self.about |= {"label_names": list(self.label_names)} if self.label_names else {}
         for defense in plan.defenses:
             self._guarantee(plan.parts(defense), ())
         self._claim()
@@ -206,6 +216,7 @@ class Training:
         if service is not None:
             save_model(model, str(place / SERVED))
         elif (saved := getattr(model, "save_pretrained", None)) is not None:
+            self._name_classes(model)
             saved(place / "model", safe_serialization=True)
             victim.tokenizer.save_pretrained(place / "model")
         result = {
@@ -219,8 +230,17 @@ class Training:
             "encode_seconds": self.encoding, "protect_seconds": protecting,
             "device": self.device, "versions": versions(),
         }  # fmt: skip
+        result |= {"label_names": list(self.label_names)} if self.label_names else {}
         run.finish(result)
         return result
+
+    def _name_classes(self, model: nn.Module) -> None:
+        """Let the saved model's folder say what its classes stand for, so that they are read alike from then on."""
+        config: Any = getattr(model, "config", None)
+        if self.plan.task == "classification" and self.label_names and config is not None:
+            names = [*self.label_names, *(f"unused {k}" for k in range(len(self.label_names), self.labels))]
+            config.id2label = dict(enumerate(names))
+            config.label2id = {name: k for k, name in enumerate(names)}
 
     def _figures(self, model: nn.Module, rows: Sequence[Batch]) -> dict[str, float]:
         with torch.random.fork_rng(devices=[]):

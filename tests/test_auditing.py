@@ -153,7 +153,7 @@ def test_plan_from_toml(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="did you mean attacks"):
         from_toml(path)
     path.write_text('limit = "three"\n')
-    with pytest.raises(InputError, match="limit is 'three'; expected int"):
+    with pytest.raises(InputError, match="limit is the text 'three'; expected a whole number"):
         from_toml(path)
     path.write_text("limit = = 3\n")
     with pytest.raises(InputError, match="is no TOML"):

@@ -9,7 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import app, device_named, err, numbers, out, split, watched
+from rasura.cli.shared import (
+    LabelColumn,
+    PairColumn,
+    TextColumn,
+    app,
+    device_named,
+    err,
+    numbers,
+    out,
+    split,
+    watched,
+)
 from rasura.errors import AttackFailed, InputError, NotApplicable
 
 
@@ -43,6 +54,9 @@ def audit(
     engine: Annotated[str, typer.Option(help="local, or ray to spread cells over a Ray cluster")] = "local",
     address: Annotated[str | None, typer.Option(help="of a running Ray cluster; else one is started here")] = None,
     workers: Annotated[int | None, typer.Option(help="processes of the engine ray; default all cores")] = None,
+    text_column: TextColumn = None,
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Measure what attacks read back from the updates that your texts would cause, behind each protection.
@@ -65,6 +79,7 @@ def audit(
         "batch_sizes": numbers(batch_size, "batch-size"),
         "limit": limit, "seeds": seeds, "seed": seed, "budget": budget, "num_labels": num_labels,
         "max_memory": max_memory, "truncate": truncate or None, "show_text": show_text or None,
+        "text_column": text_column, "pair_column": pair_column, "label_column": label_column,
     }  # fmt: skip
     if file and text:
         raise InputError("FILE and --text were both given; pass one of them")

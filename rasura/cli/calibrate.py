@@ -10,7 +10,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import app, device_named, err, out, split, watched
+from rasura.cli.shared import (
+    LabelColumn,
+    PairColumn,
+    TextColumn,
+    app,
+    device_named,
+    err,
+    out,
+    split,
+    watched,
+)
 from rasura.errors import InputError
 
 
@@ -49,6 +59,9 @@ def calibrate(
         "runs/calibrate"
     ),
     device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
+    text_column: TextColumn = None,
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Find the least protection that keeps what attacks read below a share, and what it costs.
@@ -68,6 +81,7 @@ def calibrate(
         model or Plan.model, task, file, tuple(text or ()), reference, language_model, attacks, split(defense) or (),
         (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds, seed=seed,
         budget=budget, truncate=truncate, num_labels=num_labels, max_memory=max_memory, entries=entries,
+        text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
     recipe = Recipe(epochs, train_batch_size, learning_rate, patience=epochs, seed=seed)
     wanted = CalibrationPlan(

@@ -10,7 +10,17 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import app, device_named, err, out, split, watched
+from rasura.cli.shared import (
+    LabelColumn,
+    PairColumn,
+    TextColumn,
+    app,
+    device_named,
+    err,
+    out,
+    split,
+    watched,
+)
 from rasura.errors import InputError
 
 
@@ -42,6 +52,9 @@ def membership(
         "runs/membership"
     ),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    text_column: TextColumn = None,
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the records as JSON")] = False,
 ) -> None:
     """Measure whether those who may ask a trained model can tell which texts it was trained on.
@@ -60,7 +73,7 @@ def membership(
         raise InputError(f"--fpr is {fpr!r}; expected shares with commas between them, as 0.01,0.001") from None
     plan = MembershipPlan(
         model, members, non_members, rows, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, own_models,
-        rates, epsilon, delta, limit, num_labels, truncate, max_length, recipe,
+        rates, epsilon, delta, limit, num_labels, truncate, max_length, text_column, pair_column, label_column, recipe,
     )  # fmt: skip
     told(plan, folder, device_named(device), as_json)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -24,6 +24,11 @@ protect = typer.Typer(no_args_is_help=True, help="Put a protection on: ghost on 
 app.add_typer(protect, name="protect")
 out = Console()
 err = Console(stderr=True)
+
+
+TextColumn = Annotated[str | None, typer.Option(help="column of the text, where its name is unusual")]
+PairColumn = Annotated[str | None, typer.Option(help="column of the second text of a pair; none: not read")]
+LabelColumn = Annotated[str | None, typer.Option(help="column of the label, a number or a name; none: not read")]
 
 
 def split(text: str | None) -> tuple[str, ...] | None:

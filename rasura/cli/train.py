@@ -10,7 +10,18 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from rasura.cli.shared import app, device_named, err, out, protect, split, watched
+from rasura.cli.shared import (
+    LabelColumn,
+    PairColumn,
+    TextColumn,
+    app,
+    device_named,
+    err,
+    out,
+    protect,
+    split,
+    watched,
+)
 
 
 @protect.command()
@@ -28,6 +39,9 @@ def ghost(
     language: Annotated[str, typer.Option(help="of the lemmas, as simplemma names it: en, de ...; none")] = "en",
     table: Annotated[Path | None, typer.Option(help="file of the search's result; written if it does not exist")] = None,
     seed: Annotated[int, typer.Option(help="seed of the first choice")] = 0,
+    text_column: TextColumn = None,
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
 ) -> None:
     """Obfuscate a data set before training: tokens give way to near ones of other meaning.
@@ -89,6 +103,9 @@ def train(
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="repeatable, and without any guarantee")] = False,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
     folder: Annotated[Path, typer.Option("--out", help="where models go; the same command resumes")] = Path("runs/train"),
+    text_column: TextColumn = None,
+    pair_column: PairColumn = None,
+    label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
     """Fine-tune behind each protection, and compare what the models are worth on original text.
@@ -119,7 +136,7 @@ def train(
     )
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
-        delta, recipe, service,
+        delta, recipe, service, text_column, pair_column, label_column,
     )  # fmt: skip
     trained(prepared(plan, folder, device_named(device)), as_json)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -13,8 +14,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from rasura.interfaces import InputError, MissingExtra
+from rasura.data.columns import NAMES, Chosen, Columns, Labels, model_classes, taken
+from rasura.data.rows import MAX_CELL, Source, shown
+from rasura.interfaces import InputError
 from rasura.values import Batch, Task
+
+_LOG = logging.getLogger("rasura.data")
+
+MAX_TEXT, MAX_ROWS = 1 << 30, 10_000_000
+"""Characters and rows that are read of one file, at most."""
 
 E = TypeVar("E")
 
@@ -24,114 +32,139 @@ class Example:
     """One text (or pair of texts), with its label where the task has one.
 
     ``input_ids``: its tokens, special ones included, where a protection chose them; the text alone may give others.
+    ``token_type_ids``: of a pair's, which of both each belongs to. ``source`` and ``row``: where it was read, for messages,
+    which never quote the text itself.
     """
 
     text: str
     text_pair: str | None = None
     label: int | None = None
     input_ids: tuple[int, ...] | None = None
+    token_type_ids: tuple[int, ...] | None = None
+    source: str = field(default="", compare=False)
+    row: int | None = field(default=None, compare=False)
+
+
+class Examples(list[Example]):
+    """The examples of one file. ``label_names``: what their labels stand for; empty for numbers, None without labels."""
+
+    label_names: tuple[str, ...] | None = None
 
 
 def demo_examples() -> list[Example]:
     """The short fictional notes that the package brings: a clinic, a bank, e-mails; label 1 asks for action."""
     lines = resources.files("rasura.data").joinpath("examples.jsonl").read_text(encoding="utf-8").splitlines()
-    return [Example(**json.loads(line)) for line in lines]
+    return [Example(**json.loads(line), source="the demo notes", row=n) for n, line in enumerate(lines, 1)]
 
 
-def load_examples(source: str | Path, *, limit: int | None = None) -> list[Example]:
-    """Read ``text``, ``text_pair`` and ``label`` from a ``.jsonl``, ``.csv`` or ``.parquet`` file, or a data set id.
+def load_examples(
+    source: str | Path,
+    *,
+    limit: int | None = None,
+    columns: Columns | None = None,
+    label_names: Sequence[str] | None = None,
+    model: str | None = None,
+) -> Examples:
+    """Read texts and labels from a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, or a data set id.
 
-    Raises ``InputError`` for a missing or empty file, a missing ``text`` column, an empty text or a bad label, with its row.
+    Encoding and separator of a CSV file are found; ``columns`` names the columns where they have unusual names. Labels that
+    are text are numbered in the order of their first rows, as ``label_names`` says (those of another file, empty for
+    numbers), or as the classes of the trained ``model``. How the file was read is logged, unless it is as plain as can be.
+    No more than ``limit`` rows are read. Raises ``InputError`` for a missing, empty or damaged file, a missing column, an
+    empty text or a bad label, with its row; the message never quotes a text.
     """
-    path = Path(source)
-    readers = {".jsonl": _jsonl, ".json": _jsonl, ".csv": _csv, ".parquet": _parquet}
-    if path.is_file():
-        if path.suffix not in readers:
-            raise InputError(f"{path}: unknown file type {path.suffix or '(none)'}; expected .jsonl, .csv or .parquet")
-        if path.stat().st_size == 0:
-            raise InputError(f"{path} is empty; expected rows with a column text")
-        rows = readers[path.suffix](path)
-    elif path.suffix in readers or path.is_absolute() or str(source).startswith(".") or path.exists():
-        raise InputError(f"{source} does not exist or is not a file; expected a .jsonl, .csv or .parquet file")
-    else:
-        rows = _hub(str(source))
-    examples = [_example(row, number, str(source)) for number, row in enumerate(islice(rows, limit), 1)]
+    chosen = Chosen(columns or Columns(), str(source))
+    rows = Source(source, chosen.wanted)
+    labels = Labels(str(source), label_names, model_classes(model) if model else ())
+    examples = Examples()
+    size = 0
+    for number, row in islice(rows, limit):
+        if chosen.text is None:
+            chosen.wanted(tuple(map(str, row)))
+        elif None in (chosen.pair, chosen.label):
+            chosen.also(row)
+        example = _example(row, number, chosen, labels)
+        examples.append(example)
+        size += len(example.text) + len(example.text_pair or "")
+        if size > MAX_TEXT or len(examples) > MAX_ROWS:
+            raise InputError(
+                f"{source}: more than {MAX_TEXT >> 20} million characters or {MAX_ROWS} rows; split it, or pass --limit "
+                "where the command has it"
+            )
     if not examples:
         raise InputError(f"{source} holds no rows; expected at least one with a column text")
+    settled = labels.settled([e.label for e in examples])
+    for k, label in enumerate(settled):
+        if label != examples[k].label:
+            examples[k] = replace(examples[k], label=label)
+    examples.label_names = labels.names
+    encoding = [] if rows.encoding in (None, "ASCII", "UTF-8") else [f"read as {rows.encoding}"]
+    if (line := taken(chosen, labels, encoding + rows.taken)) is not None:
+        _LOG.info(line)
     return examples
 
 
-def _jsonl(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise InputError(f"{path}, line {number}: not JSON ({error.msg}); expected one object a line") from None
-            if not isinstance(row, dict):
-                raise InputError(f"{path}, line {number}: found {type(row).__name__}, expected one object a line")
-            yield row
+def columns_of(plan: Any) -> Columns:
+    """The columns that the fields ``text_column``, ``pair_column`` and ``label_column`` of ``plan`` name."""
+    return Columns(plan.text_column, plan.pair_column, plan.label_column)
 
 
-def _csv(path: Path) -> Iterator[Mapping[str, Any]]:
-    import csv
-
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        for row in csv.DictReader(file):
-            yield {k: v for k, v in row.items() if not (k != "text" and v == "")}
-
-
-def _parquet(path: Path) -> Iterator[Mapping[str, Any]]:
-    import pyarrow.parquet as parquet
-
+def load_reference(source: str | Path, columns: Columns) -> Examples:
+    """The texts of a second file: from the columns of the first if it has them, else found by their usual names. Its labels
+    are not read."""
     try:
-        table = parquet.ParquetFile(path)
-    except Exception as error:
-        raise InputError(f"{path} cannot be read as Parquet ({str(error).splitlines()[0]})") from None
-    for batch in table.iter_batches(1024):
-        yield from batch.to_pylist()
+        return load_examples(source, columns=replace(columns, label="none"))
+    except InputError:
+        if columns.text is None:
+            raise
+        return load_examples(source, columns=Columns(label="none"))
 
 
-def _hub(name: str) -> Iterator[Mapping[str, Any]]:
-    try:
-        import datasets
-    except ImportError:
-        raise MissingExtra(f"{name} is no file; to read it as a data set id, run: pip install 'rasura[datasets]'") from None
-    try:
-        found = datasets.load_dataset(name)
-    except Exception as error:
-        first = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{name} is neither a file nor a data set that can be loaded here ({first})") from None
-    split = next(iter(found.values())) if hasattr(found, "values") else found
-    yield from split
-
-
-def _example(row: Mapping[str, Any], number: int, source: str) -> Example:
-    if "text" not in row:
-        found = ", ".join(sorted(map(str, row))) or "none"
-        raise InputError(f"{source}, row {number}: no column text (found: {found}); rename the column that holds the text")
-    text, pair, label = row["text"], row.get("text_pair"), row.get("label")
+def _example(row: Mapping[str, Any], number: int, chosen: Chosen, labels: Labels) -> Example:
+    source, place = chosen.source, f"{chosen.source}, row {number}"
+    if chosen.text is None or chosen.text not in row:
+        raise InputError(f"{place}: no column {chosen.text} (found: {shown(row)}); every row needs it")
+    text, pair = row[chosen.text], row.get(chosen.pair) if chosen.pair else None
     if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{source}, row {number}: the text is empty; remove the row or fill it")
-    if label is not None:
-        try:
-            if float(label) != int(label):
-                raise ValueError
-            label = int(label)
-        except (TypeError, ValueError):
-            raise InputError(f"{source}, row {number}: label {label!r} is no whole number; expected 0, 1, ...") from None
-    return Example(text, pair if isinstance(pair, str) and pair else None, label, _ids(row.get("input_ids"), number, source))
+        raise InputError(f"{place}: the text is empty or no text; remove the row or fill it")
+    pair = pair if isinstance(pair, str) and pair else None
+    for one in (text, pair or ""):
+        if len(one) > MAX_CELL:
+            raise InputError(f"{place}: the text has {len(one)} characters, {MAX_CELL} at most; split it")
+        if not _encodable(one):
+            raise InputError(f"{place}: the text holds half a character (a lone surrogate); remove it")
+    label = None
+    if chosen.label is not None:
+        label = labels.add(row.get(chosen.label), row.get(NAMES) if chosen.label == "label" else None, number)
+    ids, types = (_ids(row.get(name), name, place) for name in ("input_ids", "token_type_ids"))
+    if types is not None and (ids is None or len(types) != len(ids)):
+        raise InputError(f"{place}: token_type_ids are not as many as input_ids")
+    return Example(text, pair, label, ids, types, source, number)
 
 
-def _ids(found: Any, number: int, source: str) -> tuple[int, ...] | None:
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _ids(found: Any, name: str, place: str) -> tuple[int, ...] | None:
     if found is None or found == "":
         return None
     try:
-        return tuple(int(i) for i in (found.split() if isinstance(found, str) else found))
-    except (TypeError, ValueError):
-        raise InputError(f"{source}, row {number}: input_ids {found!r} are no whole numbers; expected token ids") from None
+        ids = tuple(int(i) for i in (found.split() if isinstance(found, str) else found))
+    except (TypeError, ValueError, OverflowError):
+        raise InputError(f"{place}: {name} are no whole numbers; expected token ids") from None
+    if not all(0 <= i < 1 << 31 for i in ids):
+        raise InputError(f"{place}: {name} are below 0 or huge; expected token ids")
+    return ids
+
+
+def _place(example: Example, number: int) -> str:
+    """Where ``example`` was read, or its ``number`` among those given."""
+    return f"text {number}" if example.row is None else f"{example.source}, row {example.row}"
 
 
 def encode(
@@ -147,39 +180,48 @@ def encode(
     second = [e.text_pair or "" for e in examples] if paired else None
     coded = tokenizer(first, second, truncation=truncate, max_length=max_length if truncate else None)
     rows: list[list[int]] = coded["input_ids"]
+    types: list[list[int]] | None = coded["token_type_ids"] if paired and "token_type_ids" in coded else None
     for k, e in enumerate(examples):
-        if e.input_ids is not None and not paired:
-            if not all(0 <= i < len(tokenizer) for i in e.input_ids):
-                raise InputError(f"the text {e.text[:30]!r}... has ids outside the model's 0 .. {len(tokenizer) - 1}")
-            rows[k] = list(e.input_ids[: max_length if truncate else None])
+        if e.input_ids is None or (paired and types is not None and e.token_type_ids is None):
+            continue
+        if not all(0 <= i < len(tokenizer) for i in e.input_ids):
+            raise InputError(f"{_place(e, k + 1)}: input_ids outside the model's 0 .. {len(tokenizer) - 1}")
+        cut = max_length if truncate else None
+        rows[k] = list(e.input_ids[:cut])
+        if types is not None and e.token_type_ids is not None:
+            types[k] = list(e.token_type_ids[:cut])
     longest = max(map(len, rows))
     if longest > max_length:
         worst = max(range(len(rows)), key=lambda k: len(rows[k]))
         raise InputError(
-            f"the text {first[worst][:30]!r}... has {longest} tokens but the model takes {max_length}; "
+            f"{_place(examples[worst], worst + 1)}: the text has {longest} tokens but the model takes {max_length}; "
             "pass --truncate to cut it"
         )
+    if not all(rows):
+        empty = next(k for k, row in enumerate(rows) if not row)
+        raise InputError(f"{_place(examples[empty], empty + 1)}: the text has no token; remove the row or fill it")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     ids = torch.tensor([r + [pad] * (longest - len(r)) for r in rows])
     mask = torch.tensor([[1] * len(r) + [0] * (longest - len(r)) for r in rows])
-    types = None
-    if paired and "token_type_ids" in coded:
-        types = torch.tensor([t + [0] * (longest - len(t)) for t in coded["token_type_ids"]])
+    segments = None if types is None else torch.tensor([t + [0] * (longest - len(t)) for t in types])
     if task == "causal":
         labels = ids.masked_fill(mask == 0, -100)
     else:
-        for e in examples:
+        for k, e in enumerate(examples):
             if e.label is None:
-                raise InputError(f"the text {e.text[:30]!r}... has no label; classification needs a column label")
-            if not 0 <= e.label < num_labels:
+                raise InputError(f"{_place(e, k + 1)} has no label; classification needs a column label")
+            if e.label < 0:
+                raise InputError(f"{_place(e, k + 1)}: label {e.label} is below 0; expected 0 .. {num_labels - 1}")
+            if e.label >= num_labels:
                 raise InputError(
-                    f"label {e.label} is outside the head's 0 .. {num_labels - 1}; pass --num-labels {e.label + 1} or more"
+                    f"{_place(e, k + 1)}: label {e.label} is outside the head's 0 .. {num_labels - 1}; "
+                    f"pass --num-labels {e.label + 1} or more"
                 )
         labels = torch.tensor([e.label for e in examples])
     texts = tuple(e.text if not e.text_pair else f"{e.text} {e.text_pair}" for e in examples)
     special = frozenset(tokenizer.all_special_ids)
     seen = tuple(str(tokenizer.decode([i for i in r if i not in special])) for r in rows)
-    return Batch(ids, mask, labels, texts, seen, types, special)
+    return Batch(ids, mask, labels, texts, seen, segments, special)
 
 
 def groups(examples: Sequence[E], size: int) -> list[list[E]]:
@@ -190,6 +232,10 @@ def groups(examples: Sequence[E], size: int) -> list[list[E]]:
 
 def data_hash(examples: Sequence[Example]) -> str:
     """Sixteen hex digits that name the data, independent of the file's format."""
-    plain = ({k: v for k, v in asdict(e).items() if k != "input_ids" or v is not None} for e in examples)
+    late = ("input_ids", "token_type_ids")
+    plain = (
+        {k: v for k, v in asdict(e).items() if k not in ("source", "row") and (k not in late or v is not None)}
+        for e in examples
+    )
     lines = (json.dumps(e, sort_keys=True, ensure_ascii=False) for e in plain)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rasura.fields import text, texts, toml, typed, whole
 from rasura.interfaces import InputError
 from rasura.membership import MembershipPlan
 from rasura.metrics.utility import HIGHER_IS_BETTER
@@ -64,16 +64,21 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         raise InputError(f"no study found in the folder {folder}; run this in a checkout of the repository")
     known("study", name, there)
     path = folder / f"{name}.toml"
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is no TOML: {error}") from None
+    found = toml(path, "a study")
     for key in found:
         known(f"key in {path}", key, ("title", "source", "differs", "metrics", *PLANS, "figures"))
-    for figure in found.get("figures", []):
+    for name_of_table in PLANS:
+        if not isinstance(found.get(name_of_table, {}), dict):
+            raise InputError(f"{path}: {name_of_table} is no table; write [{name_of_table}]")
+    told = found.get("figures", [])
+    if not isinstance(told, list) or not all(isinstance(figure, dict) for figure in told):
+        raise InputError(f"{path}: figures are no tables; write each as [[figures]]")
+    for figure in told:
         for key in figure:
             more = ("model",) * ("deviations" in found) + ("protection", "weights") * ("service" in found)
             known(f"key of a figure in {path}", key, (*CELL, *more, "paper"))
+        if "paper" not in figure:
+            raise InputError(f"{path}: a figure has no key paper; expected the paper's own text")
     if "service" in found and found.keys() & (set(PLANS) - {"service", "train"}):
         raise InputError(f"{path}: beside the table service only train can stand")
     if "membership" in found and ("train" not in found or "plan" in found):
@@ -98,15 +103,15 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
             raise InputError(f"{path}: train has {len(training.defenses)} defenses, plan {len(plan.defenses)}; pair them")
     return Study(
         name,
-        str(found.get("title", name)),
-        str(found.get("source", "")),
-        tuple(found.get("differs", ())),
+        text(found.get("title", name), f"{path}: title"),
+        text(found.get("source", ""), f"{path}: source"),
+        texts(found.get("differs", ()), f"{path}: differs"),
         plan,
-        tuple(found.get("metrics", usual)),
-        tuple(found.get("figures", ())),
+        texts(found.get("metrics", usual), f"{path}: metrics"),
+        tuple(told),
         training,
         attacked,
-        int(compared.get("texts", 0)),
+        whole(compared.get("texts", 0), f"{path}: texts"),
     )
 
 
@@ -116,10 +121,11 @@ def _training(found: Mapping[str, Any], source: str, service: ServicePlan | None
     recipe = {f.name for f in fields(Recipe)}
     for key in found:
         known(f"key in {source}", key, own | recipe)
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own}
-    return TrainPlan(
-        **values, **given, recipe=Recipe(**{"noise": "seeded", **{k: v for k, v in found.items() if k in recipe}})
-    )
+    values = typed(TrainPlan, {k: v for k, v in found.items() if k in own}, source)
+    if "data" not in {**values, **given}:
+        raise InputError(f"{source}: train has no data; expected a data file")
+    learning = typed(Recipe, {k: v for k, v in found.items() if k in recipe}, source)
+    return TrainPlan(**values, **given, recipe=Recipe(**{"noise": "seeded", **learning}))
 
 
 def _of_service(plan: ServicePlan) -> dict[str, Any]:
@@ -132,9 +138,7 @@ def _of_service(plan: ServicePlan) -> dict[str, Any]:
 
 def _membership(found: Mapping[str, Any], training: TrainPlan, source: str) -> MembershipPlan:
     """The attacks on the models of ``training``; ``prepared_membership`` names each and how it was trained."""
-    for key in found:
-        known(f"key in {source}", key, ("attacks", "own_models", "reference", "fprs"))
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in found.items()}
+    values = typed(MembershipPlan, found, source, ("attacks", "own_models", "reference", "fprs"))
     return replace(MembershipPlan("", training.data, rows="rows.json"), **values)
 
 

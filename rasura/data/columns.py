@@ -1,0 +1,241 @@
+"""Which columns of a table are meant, and what its labels are: numbers, or names that get one each."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from rasura.data.rows import shown
+from rasura.errors import InputError
+
+TEXT = (
+    "text", "texts", "sentence", "content", "body", "note", "message", "comment", "review", "document", "sentence1",
+    "premise", "question1", "satz", "inhalt", "notiz", "nachricht", "kommentar", "bericht", "dokument", "freitext",
+)  # fmt: skip
+"""Names of columns that hold the text, in lower case; the first goes before the others."""
+
+PAIR = {"text": "text_pair", "sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
+"""Name of the text's column -> name of its pair's."""
+
+LABEL = ("label", "labels", "class", "category", "target", "sentiment", "klasse", "kategorie")
+"""Names of columns that hold the label, in lower case; the first goes before the others."""
+
+NAMES = "label_text"
+"""Column with the name of each row's label, beside ``label`` with its number."""
+
+MAX_CLASSES = 10_000
+"""Labels are below this, so that no head is made for a number that is none."""
+
+MAX_NAME = 80
+"""Characters of a label's name, at most."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of the columns that hold the text, the second text of a pair, and the label; None: found by their usual names.
+
+    ``none`` as ``pair`` or ``label`` leaves that column unread.
+    """
+
+    text: str | None = None
+    pair: str | None = None
+    label: str | None = None
+
+
+class Chosen:
+    """The columns of one file: those of ``asked``, or with usual names. ``text`` is known after the first row."""
+
+    def __init__(self, asked: Columns, source: str) -> None:
+        self.asked, self.source = asked, source
+        self.text: str | None = None
+        self.pair: str | None = None
+        self.label: str | None = None
+
+    def wanted(self, names: tuple[str, ...]) -> list[str]:
+        """Of the columns ``names``, those to read, the text's first. Raises ``InputError`` where none holds the text."""
+        text = self._one("text", self.asked.text, names, TEXT)
+        if text is None:
+            option = "" if self.asked.text is None else f" named {self.asked.text!r}"
+            raise InputError(
+                f"{self.source}, row 1: no column text{option} (found: {shown(names)}); "
+                "name the text's column with --text-column"
+            )
+        self.text = text
+        pair = self.asked.pair or PAIR.get(text.casefold(), "")
+        self.pair = self._one("pair", self.asked.pair, names, (pair.casefold(),))
+        self.label = self._one("label", self.asked.label, names, LABEL)
+        more = [n for n in names if n in ("input_ids", "token_type_ids") or (n == NAMES and self.label == "label")]
+        return list(dict.fromkeys([n for n in (text, self.pair, self.label) if n is not None] + more))
+
+    def also(self, names: Iterable[str]) -> None:
+        """Of rows with keys of their own: the pair or the label, where only a later row has one."""
+        for kind, asked, usual in (
+            ("pair", self.asked.pair, (PAIR.get(str(self.text).casefold(), ""),)), ("label", self.asked.label, LABEL)
+        ):  # fmt: skip
+            if getattr(self, kind) is None:
+                setattr(self, kind, self._one(kind, asked, tuple(names), usual, strict=False))
+
+    def _one(
+        self, kind: str, asked: str | None, names: Sequence[str], usual: Sequence[str], strict: bool = True
+    ) -> str | None:
+        if asked == "none" and kind != "text":
+            return None
+        if asked is not None:
+            found = [n for n in names if n == asked] or [n for n in names if n.casefold() == asked.casefold()]
+            if len(found) == 0 and strict and kind != "text":
+                raise InputError(f"{self.source}: no column {asked!r} (found: {shown(names)}); see --{kind}-column")
+        else:
+            lower = {n.casefold().strip() for n in names}
+            first = usual[0] if usual and usual[0] in lower else None
+            found = [n for n in names if n.casefold().strip() in ((first,) if first else usual)]
+        if len(set(found)) > 1:
+            raise InputError(f"{self.source}: {kind} may be column {shown(set(found))}; choose with --{kind}-column")
+        return found[0] if found else None
+
+
+class Labels:
+    """The labels of one file, in order of their rows: numbers, or names with the number at which each appeared first.
+
+    ``names``: None for the file's own; empty where numbers are expected; else the names that the numbers stand for.
+    ``usual``: names of the model's classes, which are taken if the file's are among them.
+    """
+
+    def __init__(self, source: str, names: Sequence[str] | None = None, usual: Sequence[str] = ()) -> None:
+        self.source, self.usual = source, tuple(usual)
+        self.given = None if names is None else tuple(names)
+        self._first: tuple[int, bool] | None = None
+        self._numbers: dict[str, int] = {n: k for k, n in enumerate(self.given or ())}
+        self._told: dict[int, str] = {}
+        self._unknown: int | None = None
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """What the numbers stand for; empty for numbers alone, None where no row has a label."""
+        if self._first is None:
+            return None
+        if self._told:
+            return tuple(self._told.get(k, str(k)) for k in range(1 + max(self._told)))
+        return tuple(self._numbers)
+
+    def add(self, value: Any, name: Any, row: int) -> int | None:
+        """The number of a row's label, given as ``value`` and perhaps with its ``name``; None without any."""
+        place = f"{self.source}, row {row}"
+        if value is None or (isinstance(value, str) and not value.strip()):
+            return None
+        number = _whole(value, place)
+        if number is not None and isinstance(name, str) and name.strip():
+            return self._named(number, name.strip(), row, place)
+        text = number is None
+        if self._first is None:
+            self._first = (row, text)
+        elif self._first[1] != text:
+            kinds = ("a number", "text")
+            raise InputError(
+                f"{place}: the label is {kinds[text]}, that of row {self._first[0]} is {kinds[not text]}; use one of both"
+            )
+        if number is not None:
+            if self.given:
+                raise InputError(f"{place}: the label is a number; expected, as in the other file, {_few(self.given)}")
+            return number
+        return self._of(str(value).strip(), row, place)
+
+    def _of(self, name: str, row: int, place: str) -> int:
+        if len(name) > MAX_NAME:
+            raise InputError(f"{place}: the label has {len(name)} characters, {MAX_NAME} at most; see --label-column")
+        if self.given is not None:
+            if not self.given:
+                raise InputError(f"{place}: the label is text; expected a number, as in the other file")
+            if name not in self._numbers:
+                raise InputError(f"{place}: the label is none of the other file's: {_few(self.given)}")
+            return self._numbers[name]
+        if name not in self._numbers:
+            self._numbers[name] = len(self._numbers)
+            if len(self._numbers) > MAX_CLASSES:
+                raise InputError(f"{place}: more than {MAX_CLASSES} different labels; choose the column with --label-column")
+            if self._unknown is None and name not in self.usual:
+                self._unknown = row
+        return self._numbers[name]
+
+    def _named(self, number: int, name: str, row: int, place: str) -> int:
+        """A label with its number and its name, as files have it that were obfuscated."""
+        if self._first is None:
+            self._first = (row, True)
+        if len(name) > MAX_NAME or self._told.setdefault(number, name) != name or number < 0:
+            raise InputError(f"{place}: label {number} has another name than before; one number stands for one name")
+        return self._of(name, row, place) if self.given else number
+
+    def settled(self, labels: Sequence[int | None]) -> list[int | None]:
+        """``labels`` by the model's own numbers, where its classes have the file's names. Raises ``InputError`` where only
+        some do: the head would be told other classes than it knows."""
+        own = {name: k for k, name in enumerate(self.usual)}
+        names = list(self._numbers)
+        if self.given is not None or not names or not any(n in own for n in names):
+            return list(labels)
+        if self._unknown is not None:
+            raise InputError(
+                f"{self.source}, row {self._unknown}: the label is none of the model's classes ({_few(self.usual)}), "
+                "others are; rename it, or pass a model without a trained head"
+            )
+        self._numbers = own
+        return [None if k is None else own[names[k]] for k in labels]
+
+
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)", re.ASCII | re.IGNORECASE)
+
+
+def _whole(value: Any, place: str) -> int | None:
+    """The whole number that ``value`` is; None for text. Raises ``InputError`` for what is neither, and for huge numbers."""
+    if isinstance(value, str):
+        if not _NUMBER.fullmatch(value.strip()):
+            return None
+        value = float(value)
+    if not isinstance(value, Real):
+        raise InputError(f"{place}: the label is a {type(value).__name__}; expected a whole number or a name")
+    if isinstance(value, Integral):
+        number = int(value)
+    else:
+        figure = float(value)
+        if math.isnan(figure):
+            raise InputError(f"{place}: the label is NaN; fill it or remove the row")
+        if math.isinf(figure) or figure != int(figure):
+            raise InputError(f"{place}: label {figure:g} is no whole number; expected 0, 1, ... or names")
+        number = int(figure)
+    if abs(number) >= MAX_CLASSES:
+        raise InputError(f"{place}: the label is a number above {MAX_CLASSES - 1}; expected classes 0, 1, ...")
+    return number
+
+
+def model_classes(model: str) -> tuple[str, ...]:
+    """Names of the classes that a model's folder gives; empty for a hub id, and where they are ``LABEL_0`` and so on."""
+    try:
+        path = Path(model) / "config.json"
+        found: Any = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else {}
+        names = {int(k): v for k, v in found["id2label"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return ()
+    usual = all(isinstance(v, str) and re.fullmatch(r"LABEL_\d+", v) for v in names.values())
+    if usual or sorted(names) != list(range(len(names))) or not all(isinstance(v, str) for v in names.values()):
+        return ()
+    return tuple(names[k] for k in range(len(names)))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
+
+
+def taken(chosen: Chosen, labels: Labels, more: Sequence[str]) -> str | None:
+    """In one line how a file was read, unless it is as plain as can be: UTF-8, commas, columns text and label, numbers."""
+    parts = list(more)
+    for kind, plain in (("text", "text"), ("pair", "text_pair"), ("label", "label")):
+        name = getattr(chosen, kind)
+        if name is not None and name != plain:
+            parts.append(f"{kind} from column {name!r}")
+    if names := labels.names:
+        parts.append("labels: " + _few([f"{k} = {n}" for k, n in enumerate(names)]))
+    return f"{chosen.source}: {', '.join(parts)}" if parts else None

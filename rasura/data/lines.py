@@ -1,0 +1,118 @@
+"""Text files of any usual encoding, line by line: what Excel, exports and editors write."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rasura.errors import InputError
+
+PIECE = 1 << 20
+"""Bytes that are read at once."""
+
+MAX_LINE = 1 << 24
+"""Characters of a line, at most."""
+
+_ENDS = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
+
+_MARKS = ((codecs.BOM_UTF8, "UTF-8"), (codecs.BOM_UTF16_LE, "UTF-16-LE"), (codecs.BOM_UTF16_BE, "UTF-16-BE"))
+
+
+class Lines:
+    """The lines of ``path`` with their ends, decoded while they are read.
+
+    A byte order mark decides between UTF-8 and UTF-16. Without one, ASCII stays open until the first other byte: the piece
+    around it is UTF-8 if it decodes as such, else cp1252, of which Latin-1's letters are a part. ``encoding`` is what was
+    found so far. Iterating raises ``InputError`` for bytes of no such encoding, zero bytes and lines above ``MAX_LINE``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.encoding = "ASCII"
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._kept = b""
+
+    def __iter__(self) -> Iterator[str]:
+        ends = io.IncrementalNewlineDecoder(None, translate=False)
+        rest, number = "", 1
+        with self.path.open("rb") as file:
+            piece = self._marked(file.read(PIECE))
+            while True:
+                following = file.read(PIECE) if piece else b""
+                # The newline decoder holds a final \r back: its \n may begin the next piece.
+                text = ends.decode(self._decoded(piece, number, not following), not following)
+                if "\0" in text:
+                    raise InputError(f"{self.path}: zero bytes near line {number}; expected text, saved as UTF-8")
+                *whole, last = _ENDS.split(rest + text)
+                for line in whole:
+                    yield self._checked(line, number)
+                    number += 1
+                rest = self._checked(last, number)
+                if not following:
+                    break
+                piece = following
+        if rest:
+            yield rest
+
+    def _checked(self, line: str, number: int) -> str:
+        if len(line) > MAX_LINE:
+            raise InputError(f"{self.path}: line {number} has more than {MAX_LINE} characters; expected one row a line")
+        return line
+
+    def _marked(self, piece: bytes) -> bytes:
+        """``piece``, the file's first, without its byte order mark, which sets the encoding."""
+        for mark, name in _MARKS:
+            if piece.startswith(mark):
+                self._decide(name)
+                return piece[len(mark) :]
+        return piece
+
+    def _decide(self, encoding: str) -> None:
+        self.encoding = encoding
+        self._decoder = codecs.getincrementaldecoder(encoding)()
+
+    def _decoded(self, piece: bytes, line: int, final: bool) -> str:
+        try:
+            if self._decoder is None:
+                piece, self._kept = self._kept + piece, b""
+                if piece.isascii():
+                    return piece.decode("ascii")
+                if not final:
+                    piece, self._kept = _without_half_a_character(piece)
+                    if piece.isascii():
+                        return piece.decode("ascii")
+                self._decide(self._guessed(piece))
+                piece, self._kept = piece + self._kept, b""
+            assert self._decoder is not None
+            return self._decoder.decode(piece, final)
+        except UnicodeDecodeError:
+            raise InputError(
+                f"{self.path}: read as {self.encoding}, and behind line {line} are bytes that it does not have; save the "
+                "file as UTF-8"
+            ) from None
+
+    def _guessed(self, piece: bytes) -> str:
+        try:
+            piece.decode("utf-8")
+            return "UTF-8"
+        except UnicodeDecodeError:
+            pass
+        # Text of one byte a letter hardly ever holds a valid UTF-8 sequence: a file that has both kinds is damaged UTF-8.
+        valid = sum(not c.isascii() for c in piece.decode("utf-8", errors="ignore"))
+        broken = piece.decode("utf-8", errors="replace").count("\ufffd")
+        return "UTF-8" if valid >= broken else "cp1252"
+
+
+def _without_half_a_character(piece: bytes) -> tuple[bytes, bytes]:
+    """``piece`` and what of its end may begin a character of UTF-8 that goes on in the next piece."""
+    for size in range(1, min(3, len(piece)) + 1):
+        byte = piece[-size]
+        if byte < 0x80:
+            break
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return (piece[:-size], piece[-size:]) if needed > size else (piece, b"")
+    return piece, b""

@@ -1,0 +1,234 @@
+"""The rows of a data file, one after the other: JSONL, JSON, CSV, Parquet, or a data set id of Hugging Face."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from rasura.data.lines import Lines
+from rasura.errors import InputError, MissingExtra
+
+Row = tuple[int, Mapping[str, Any]]
+"""Number and cells by column. Of JSONL the number is the line's; else 1 is the first row, of CSV that behind the header."""
+
+MAX_CELL = 1 << 20
+"""Characters of a cell, at most."""
+
+MAX_JSON = 1 << 28
+"""Bytes of a .json file that is one list, at most: it can only be read whole."""
+
+SAMPLE = 64
+"""Lines by which the separator of a CSV file is chosen."""
+
+SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
+
+FORMATS = (".jsonl", ".csv", ".parquet")
+
+
+class Source:
+    """Where rows come from. ``taken``: how the file was read, where that was not told (filled in while rows are read).
+
+    ``wanted(names)``: of the columns of a table, those that are needed; the first of its answer is the text's. Raises
+    ``InputError`` for files that do not exist, are empty, or of another type.
+    """
+
+    def __init__(self, source: str | Path, wanted: Callable[[tuple[str, ...]], list[str]]) -> None:
+        path = Path(source)
+        self.name, self.path, self.wanted = str(source), path, wanted
+        self.taken: list[str] = []
+        self._lines: Lines | None = None
+        readers: Mapping[str, Callable[[], Iterator[Row]]] = {
+            ".jsonl": self._jsonl, ".json": self._json, ".csv": self._csv, ".tsv": self._csv, ".parquet": self._parquet,
+        }  # fmt: skip
+        suffix = path.suffix.lower()
+        try:
+            there, exists = path.is_file(), path.exists()
+        except (OSError, ValueError):  # a name that no file can have
+            raise InputError(f"{self.name[:80]!r} is no file name; expected a {', '.join(FORMATS)} file") from None
+        if there:
+            if suffix not in readers:
+                raise InputError(f"{path}: unknown file type {path.suffix or '(none)'}; expected .jsonl, .csv or .parquet")
+            if path.stat().st_size == 0:
+                raise InputError(f"{path} is empty; expected rows with a column text")
+            self._reader = readers[suffix]
+        elif suffix in readers or path.is_absolute() or self.name.startswith(".") or exists:
+            raise InputError(f"{source} does not exist or is not a file; expected a .jsonl, .csv or .parquet file")
+        else:
+            self._reader = self._hub
+
+    def __iter__(self) -> Iterator[Row]:
+        try:
+            yield from self._reader()
+        except OSError as error:
+            raise InputError(f"{self.name} cannot be read ({error.strerror or type(error).__name__})") from None
+
+    @property
+    def encoding(self) -> str | None:
+        """The encoding of a text file, as far as it was read."""
+        return None if self._lines is None else self._lines.encoding
+
+    def _open(self) -> Lines:
+        self._lines = Lines(self.path)
+        return self._lines
+
+    def _object(self, text: str, place: str) -> Mapping[str, Any]:
+        try:
+            row = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(f"{place}: not JSON ({error.msg[:60]}); expected one object a line") from None
+        except (RecursionError, ValueError):
+            raise InputError(f"{place}: JSON nested too deep or with a number too long; expected one flat object") from None
+        if not isinstance(row, dict):
+            raise InputError(f"{place}: found {type(row).__name__}, expected one object a line")
+        return row
+
+    def _jsonl(self) -> Iterator[Row]:
+        for number, line in enumerate(self._open(), 1):
+            if line.strip():
+                yield number, self._object(line, f"{self.path}, line {number}")
+
+    def _json(self) -> Iterator[Row]:
+        """Lines of objects, or one list of them."""
+        lines = iter(self._open())
+        first = next((line for line in lines if line.strip()), "")
+        if not first.lstrip().startswith("["):
+            yield from self._jsonl()
+            return
+        if self.path.stat().st_size > MAX_JSON:
+            raise InputError(f"{self.path}: a list above {MAX_JSON >> 20} MiB; expected .jsonl, one object a line")
+        try:
+            rows = json.loads("".join(chain([first], lines)))
+        except json.JSONDecodeError as error:
+            raise InputError(f"{self.path}, line {error.lineno}: not JSON; expected one list of objects") from None
+        except (RecursionError, ValueError):
+            raise InputError(f"{self.path}: JSON nested too deep or with a number too long") from None
+        for number, row in enumerate(rows, 1):
+            if not isinstance(row, dict):
+                raise InputError(f"{self.path}, row {number}: found {type(row).__name__}, expected an object")
+            yield number, row
+
+    def _csv(self) -> Iterator[Row]:
+        csv.field_size_limit(max(MAX_CELL, csv.field_size_limit()))
+        lines = iter(self._open())
+        sample = list(islice(lines, SAMPLE))
+        separator = None
+        if sample and (said := re.fullmatch(r'"?sep=(.)"?[\r\n]*', sample[0])):  # Excel's own way to tell it
+            separator = said[1]
+            del sample[0]
+        if separator is None:
+            separator = self._separator(sample)
+        if separator != ",":
+            self.taken.append(f"separator {SEPARATORS.get(separator, repr(separator))}")
+        table = csv.reader(chain(sample, lines), delimiter=separator, strict=True)
+        names: list[str] | None = None
+        number = 0
+        while True:
+            try:
+                cells = next(table, None)
+            except csv.Error:
+                where = "the header" if names is None else f"row {number + 1}"
+                raise InputError(
+                    f"{self.path}, {where} (line {table.line_num}): a quote is not closed, text follows a closing quote, or "
+                    f'a cell has more than {MAX_CELL} characters; write quotes within quoted cells as ""'
+                ) from None
+            if cells is None:
+                return
+            if names is None:
+                if any(c.strip() for c in cells):
+                    names = [c.strip() for c in cells]
+                    needed = self.wanted(tuple(names))
+                    if double := [n for n in needed if names.count(n) > 1]:
+                        raise InputError(f"{self.path}: two columns are named {shown(double)}; rename one")
+                continue
+            number += 1
+            if not any(c.strip() for c in cells):
+                continue
+            if any(c.strip() for c in cells[len(names) :]):
+                raise InputError(
+                    f"{self.path}, row {number} (line {table.line_num}): {len(cells)} cells, the header has {len(names)} "
+                    f"(separator {SEPARATORS.get(separator, repr(separator))}); put cells that hold it into quotes"
+                )
+            yield number, {n: c for n, c in zip(names, cells) if n and not (c == "" and n != needed[0])}
+
+    def _separator(self, sample: list[str]) -> str:
+        """The separator that gives the header a column that is looked for; else the most columns, alike in all rows."""
+
+        def fit(separator: str) -> tuple[bool, bool, float, int]:
+            found = []
+            try:
+                for cells in csv.reader(sample, delimiter=separator):
+                    found.append(cells)
+            except csv.Error:
+                pass
+            found = [cells for cells in found if any(c.strip() for c in cells)]
+            if not found:
+                return False, False, 0.0, 0
+            width = len(found[0])
+            alike = sum(len(cells) == width for cells in found) / len(found)
+            try:
+                known = bool(self.wanted(tuple(c.strip() for c in found[0])))
+            except InputError:
+                known = False
+            return known, width > 1, alike, width
+
+        return max(SEPARATORS, key=fit)
+
+    def _parquet(self) -> Iterator[Row]:
+        import pyarrow as pa
+        import pyarrow.parquet as parquet
+
+        def broken(error: Exception) -> InputError:
+            # The library's own words may quote the file.
+            return InputError(f"{self.path} cannot be read as Parquet ({type(error).__name__}); expected a whole file")
+
+        try:
+            table = parquet.ParquetFile(self.path)
+            names = tuple(table.schema_arrow.names)
+        except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
+            raise broken(error) from None
+        needed = self.wanted(names)
+        if double := [n for n in needed if names.count(n) > 1]:
+            raise InputError(f"{self.path}: two columns are named {shown(double)}; rename one")
+        number = 0
+        batches = table.iter_batches(1024, columns=needed)
+        while True:
+            try:
+                batch = next(batches, None)
+                rows = [] if batch is None else batch.to_pylist()
+            except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
+                raise broken(error) from None
+            if batch is None:
+                return
+            for row in rows:
+                number += 1
+                yield number, row
+
+    def _hub(self) -> Iterator[Row]:
+        try:
+            import datasets
+        except ImportError:
+            raise MissingExtra(
+                f"{self.name} is no file; to read it as a data set id, run: pip install 'rasura[datasets]'"
+            ) from None
+        try:
+            found = datasets.load_dataset(self.name)
+        except Exception as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(f"{self.name} is neither a file nor a data set that can be loaded here ({first})") from None
+        split = next(iter(found.values())) if hasattr(found, "values") else found
+        yield from enumerate(split, 1)
+
+
+def shown(names: Any) -> str:
+    """Names of columns for a message; what does not look like a name may be private text and is given by its place."""
+    fine = re.compile(r"[^\W\d][\w.:/-]*(?: [\w.:/-]+){0,2}")
+    names = [str(n) for n in names]
+    # A header in which a cell is a number or a sentence is no header: its words are those of the first row.
+    if not all(n == "" or (len(n) <= 32 and fine.fullmatch(n)) for n in names):
+        return f"{len(names)} columns whose first row does not read like names"
+    return ", ".join(sorted(n for n in names if n)) or "none"
