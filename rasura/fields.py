@@ -23,11 +23,11 @@ def toml(path: Path, what: str) -> dict[str, Any]:
     """The values of a TOML file. Raises ``InputError`` where it is missing, huge, nested too deep or not valid TOML."""
     import tomllib
 
+    if not path.is_file():
+        raise InputError(f"{path} does not exist; expected {what}")
+    if path.stat().st_size > MAX_FILE:
+        raise InputError(f"{path} has more than {MAX_FILE >> 20} MiB; expected {what}")
     try:
-        if not path.is_file():
-            raise InputError(f"{path} does not exist; expected {what}")
-        if path.stat().st_size > MAX_FILE:
-            raise InputError(f"{path} has more than {MAX_FILE >> 20} MiB; expected {what}")
         return tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not valid TOML: {error}") from None

@@ -12,61 +12,12 @@ import torch
 from rasura.data.text import load_examples
 from rasura.interfaces import Budget, InputError, NotApplicable
 from rasura.recipes import attack as make_attack
-from rasura.recipes import known, parse_update
+from rasura.recipes import parse_update
 from rasura.rng import generator
 from rasura.threat import adversary_copy
+from rasura.update_files import load_hidden, load_update
 from rasura.values import UNKNOWN, Grant, Mechanism, Message, Observation, Stage
 from rasura.victims.loading import Victim, load
-from rasura.victims.models import parameter_shapes
-
-
-def _tensors(file: Path, victim: Victim, remedy: str) -> dict[str, torch.Tensor]:
-    """One tensor per parameter name of the victim's model, in its shape."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    if not file.is_file():
-        raise InputError(f"{file} does not exist; expected a safetensors file with one tensor per parameter name")
-    try:
-        found: dict[str, torch.Tensor] = load_file(str(file))
-    except (SafetensorError, OSError) as error:
-        first = str(error).splitlines()[0]
-        raise InputError(f"{file} is no safetensors file ({first}); {remedy}") from None
-    if not found:
-        raise InputError(f"{file} holds no tensor; expected one per parameter name")
-    shapes = parameter_shapes(victim.model)
-    for name, tensor in found.items():
-        known(f"parameter in {file.name}", name, shapes)
-        if tuple(tensor.shape) != shapes[name]:
-            shape = tuple(tensor.shape)
-            raise InputError(f"{file}: {name} has shape {shape}, the model's is {shapes[name]}; pass the model it came from")
-    return found
-
-
-def load_hidden(path: str | Path, victim: Victim) -> dict[str, torch.Tensor]:
-    """Which entries are visible, by parameter, from a file of bool tensors that are true where an entry is hidden.
-
-    Raises ``InputError`` for a missing or unreadable file, unknown names, wrong shapes, and tensors that are not bool.
-    """
-    file = Path(path)
-    found = _tensors(file, victim, "expected bool tensors by parameter name, true where an entry is hidden")
-    for name, tensor in found.items():
-        if tensor.dtype != torch.bool:
-            raise InputError(f"{file}: {name} is {tensor.dtype}; expected bool, true where an entry is hidden")
-    return {n: ~t for n, t in found.items()}
-
-
-def load_update(path: str | Path, victim: Victim) -> dict[str, torch.Tensor]:
-    """The tensors of an update file, checked against the model.
-
-    Raises ``InputError`` for a missing or unreadable file, unknown names, wrong shapes, NaN or infinity.
-    """
-    file = Path(path)
-    found = _tensors(file, victim, "write it with rasura.capture")
-    for name, tensor in found.items():
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"{file}: {name} holds NaN, infinity or whole numbers; expected finite gradients")
-    return {n: t.float() for n, t in found.items()}
 
 
 def read_update(

@@ -156,7 +156,7 @@ def test_plan_from_toml(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="limit is the text 'three'; expected a whole number"):
         from_toml(path)
     path.write_text("limit = = 3\n")
-    with pytest.raises(InputError, match="is no TOML"):
+    with pytest.raises(InputError, match="is not valid TOML"):
         from_toml(path)
     with pytest.raises(InputError, match="does not exist"):
         from_toml(tmp_path / "none.toml")

@@ -1,0 +1,149 @@
+"""Update files of strangers: what is read, and what is refused in one line."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from test_auditing import model_folder
+
+from rasura.interfaces import InputError
+from rasura.reading import load_hidden, load_update
+from rasura.victims.loading import Victim, load
+
+__all__ = ["model_folder"]
+
+NAME = "classifier.bias"
+
+
+@pytest.fixture(scope="module")
+def victim(model_folder: Path) -> Victim:
+    return load(model_folder, "classification")
+
+
+def refusal(read: Callable[..., object], path: Path, victim: Victim) -> str:
+    with pytest.raises(InputError) as caught:
+        read(path, victim)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+)
+def test_every_type_of_float_is_read(tmp_path: Path, victim: Victim, dtype: torch.dtype) -> None:
+    save_file({NAME: torch.tensor([0.5, -2.0]).to(dtype)}, tmp_path / "u.safetensors")
+    found = load_update(tmp_path / "u.safetensors", victim)[NAME]
+    assert found.dtype == torch.float32 and found.tolist() == [0.5, -2.0]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "says"),
+    [
+        (torch.tensor([1e300, 0], dtype=torch.float64), "entries above 1e[+]?14"),
+        (torch.tensor([1e30, 0.0]), "entries above"),
+        (torch.tensor([float("nan"), 0.0]), "NaN or infinity"),
+        (torch.tensor([float("nan"), 0.0]).to(torch.float8_e4m3fn), "NaN or infinity"),
+        (torch.tensor([float("inf"), 0.0]).to(torch.float8_e5m2), "NaN or infinity"),
+        (torch.tensor([1, 0]), "is I64; expected gradients"),
+        (torch.tensor([1 + 1j, 0]), "is C64; expected gradients"),
+        (torch.tensor([True, False]), "is BOOL"),
+        (torch.zeros(3), r"has shape \(3,\), the model's is \(2,\)"),
+    ],
+)
+def test_what_is_no_gradient_is_refused(tmp_path: Path, victim: Victim, tensor: torch.Tensor, says: str) -> None:
+    save_file({NAME: tensor}, tmp_path / "u.safetensors")
+    with pytest.raises(InputError, match=says):
+        load_update(tmp_path / "u.safetensors", victim)
+
+
+def raw(header: str | dict[str, object], data: bytes = b"") -> bytes:
+    text = (header if isinstance(header, str) else json.dumps(header)).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def entry(shape: list[int], end: int, dtype: str = "F32") -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [0, end]}
+
+
+ENTRY = json.dumps(entry([2], 8))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "header does not fit"),
+        (b"\x00" * 8, "no safetensors file"),
+        (struct.pack("<Q", 1 << 62) + b"{}", "header does not fit"),
+        (raw({NAME: entry([10**12], 4 * 10**12)}), "no safetensors file"),
+        (raw({NAME: entry([0, 10**15], 0)}), "has shape"),
+        (raw(f'{{"{NAME}":{ENTRY},"{NAME}":{ENTRY}}}', b"\0" * 8), f"{NAME} stands in it twice"),
+        (raw("[" * 50_000), "no safetensors file"),
+        (raw({}), "holds no tensor"),
+        (raw({"clasifier.bias": entry([2], 8)}, b"\0" * 8), "did you mean classifier.bias"),
+        (pickle.dumps({NAME: [1.0]}), "is a pickle, which is not opened"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path: Path, victim: Victim, content: bytes, says: str) -> None:
+    (tmp_path / "u.safetensors").write_bytes(content)
+    assert says in refusal(load_update, tmp_path / "u.safetensors", victim)
+
+
+class Trap:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_archives_pickles_and_folders_are_never_opened(tmp_path: Path, victim: Victim) -> None:
+    sprung = tmp_path / "sprung"
+    np.save(tmp_path / "a.npy", np.array([Trap(sprung)], dtype=object), allow_pickle=True)
+    np.savez(tmp_path / "a.npz", **{NAME: np.zeros(2)})
+    torch.save({NAME: torch.zeros(2), "trap": Trap(sprung)}, tmp_path / "a.pt")
+    for name, says in (("a.npy", "a NumPy array"), ("a.npz", "a zip archive"), ("a.pt", "a zip archive")):
+        for read in (load_update, load_hidden):
+            assert says in refusal(read, tmp_path / name, victim)
+    assert not sprung.exists()
+    assert "is a folder; expected a safetensors file" in refusal(load_update, tmp_path, victim)
+
+
+def test_hidden_entries_are_bool(tmp_path: Path, victim: Victim) -> None:
+    save_file({NAME: torch.tensor([True, False])}, tmp_path / "h.safetensors")
+    assert load_hidden(tmp_path / "h.safetensors", victim)[NAME].tolist() == [False, True]
+    save_file({NAME: torch.zeros(2)}, tmp_path / "h.safetensors")
+    assert "is F32; expected bool" in refusal(load_hidden, tmp_path / "h.safetensors", victim)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_damaged_bytes_raise_nothing_but_input_errors(
+    tmp_path_factory: pytest.TempPathFactory, victim: Victim, data: st.DataObject
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
+    content = bytearray(raw({NAME: entry([2], 8)}, struct.pack("<2f", 0.5, -2.0)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        content[place : place + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+        if not content:
+            break
+    path.write_bytes(bytes(content))
+    for read in (load_update, load_hidden):
+        try:
+            found = read(path, victim)
+        except InputError as error:
+            assert "\n" not in str(error)
+        else:
+            assert all(bool(torch.isfinite(t.float()).all()) for t in found.values())
