@@ -90,7 +90,7 @@ class Audit:
         self.device = device
         self.data = images_hash(self.images) if self.images else data_hash(self.examples)
         self.reference = self._reference()
-        prior = None if plan.language_model is None else load(plan.language_model, "causal")
+        prior = None if plan.language_model is None else load(plan.language_model, "causal", attacked=False)
         self.language_model = None if prior is None else (prior.model, prior.vocabulary)
         # By adapter rank, 0 for none: the model that is trained, and the adversary's copy of it.
         ranks = {local.lora for local, _ in self.updates.values()}

@@ -118,7 +118,7 @@ class MembershipAudit:
         task: Any = plan.task
         labels = [e.label or 0 for e in [*everything, *other]]
         count = plan.num_labels or _classes(plan.model) or max(2, 1 + max(labels))
-        self.victim = load(plan.model, task, num_labels=count, seed=plan.recipe.seed, device=device)
+        self.victim = load(plan.model, task, num_labels=count, seed=plan.recipe.seed, device=device, attacked=False)
         self.base = self._fresh(plan.recipe.seed)
         if self.base.vocabulary.size != self.victim.vocabulary.size:
             raise InputError(
@@ -178,7 +178,8 @@ class MembershipAudit:
 
     def _fresh(self, seed: int) -> Victim:
         task: Any = self.plan.task
-        return load(self.plan.base, task, num_labels=self.victim.num_labels or 2, seed=seed, device=self.device)
+        labels = self.victim.num_labels or 2
+        return load(self.plan.base, task, num_labels=labels, seed=seed, device=self.device, attacked=False)
 
     def ask(self, rows: Sequence[Batch]) -> Answers:
         """What the audited model answers; candidates and reference texts are asked once."""

@@ -130,7 +130,7 @@ def protect_file(
     if path.exists():
         raise InputError(f"{path} exists already; remove it or choose another name")
     examples = load_examples(source)
-    obfuscator = Obfuscator(load(model, "classification"), table=table, shadows=shadows, beam=beam)
+    obfuscator = Obfuscator(load(model, "classification", attacked=False), table=table, shadows=shadows, beam=beam)
     about = {
         "model": model, "embedding": obfuscator.table.model, "shadows": asdict(obfuscator.table.settings), "beam": beam,
         "seed": seed, "data": _digest(examples),

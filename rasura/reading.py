@@ -85,7 +85,7 @@ def read_update(
     if reference is not None:
         granted[Grant.REFERENCE_TEXT] = tuple(e.text for e in load_examples(reference))
     if language_model is not None:
-        prior = load(language_model, "causal")
+        prior = load(language_model, "causal", attacked=False)
         granted[Grant.LANGUAGE_MODEL] = (prior.model, prior.vocabulary)
     start = time.perf_counter()
     method = make_attack(attack)

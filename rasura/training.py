@@ -136,7 +136,8 @@ class Training:
     def victim(self, seed: int) -> Victim:
         """The model before training, its head drawn from ``seed``."""
         task: Any = self.plan.task
-        return load(self.plan.model, task, num_labels=self.labels, seed=seed, device=self.device)
+        attacked = self.plan.service or self.plan.lora > 0  # both look for the model's parts
+        return load(self.plan.model, task, num_labels=self.labels, seed=seed, device=self.device, attacked=attacked)
 
     def _parted(self, everything: Sequence[Example]) -> tuple[list[Example], list[Example]]:
         """Training texts and held-out ones, drawn once for all defenses and seeds."""

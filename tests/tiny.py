@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -14,6 +15,17 @@ WORDS = 300
 PAD, CLS, SEP = 0, 1, 2
 FAMILIES = ("bert", "roberta", "distilbert", "gpt2", "llama")
 ENCODERS = FAMILIES[:3]
+MORE = ("electra", "mpnet", "albert", "modernbert", "opt", "qwen3", "gemma", "gpt-neox", "deberta-v2", "xlnet", "t5")
+ALL = FAMILIES + MORE
+"""Sixteen families. ELECTRA and ALBERT have embeddings narrower than the model, with a projection."""
+
+DECODERS = ("gpt2", "llama", "opt", "qwen3", "gemma", "gpt-neox")
+UNSUPPORTED = ("deberta-v2", "xlnet", "t5")
+"""Families whose attention the attacks do not know: ``load`` refuses them."""
+
+UNORDERED = ("modernbert",)
+"""Encoders without a position embedding: block 0 tells the words of a text, not their order."""
+
 _NAMES = ["the", "of", "and", "to", "a", "in", ".", ","]
 
 
@@ -71,9 +83,51 @@ def tiny(
         )
         causal, classifier = transformers.GPT2LMHeadModel, transformers.GPT2ForSequenceClassification
         return (causal if task == "causal" else classifier)(config).eval()
-    config = transformers.LlamaConfig(**common, **names, **tie, bos_token_id=CLS, eos_token_id=SEP)
-    causal, classifier = transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification
-    return (causal if task == "causal" else classifier)(config).eval()
+    if family == "llama":
+        config = transformers.LlamaConfig(**common, **names, **tie, bos_token_id=CLS, eos_token_id=SEP)
+        causal, classifier = transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification
+        return (causal if task == "causal" else classifier)(config).eval()
+    return _of_another_family(family, task, common, names)
+
+
+def _of_another_family(family: str, task: str, common: dict[str, object], names: dict[str, int]) -> nn.Module:
+    """A model of one of ``MORE``, in eval mode."""
+    hidden, blocks = names["hidden_size"], names["num_hidden_layers"]
+    frame = {"bos_token_id": CLS, "eos_token_id": SEP}
+    groups = {"head_dim": hidden // 4, "num_key_value_heads": 2}
+    made: dict[str, Callable[[], object]] = {
+        "electra": lambda: transformers.ElectraConfig(**common, **names, embedding_size=hidden // 2),
+        # MPNet counts positions from a padding id of 1, whatever its config says.
+        "mpnet": lambda: transformers.MPNetConfig(**{**common, "pad_token_id": 1}, **names),
+        "albert": lambda: transformers.AlbertConfig(**common, **names, embedding_size=hidden // 2),
+        "modernbert": lambda: transformers.ModernBertConfig(**common, **names, **frame, cls_token_id=CLS, sep_token_id=SEP),
+        "opt": lambda: transformers.OPTConfig(
+            **common, **frame, hidden_size=hidden, num_hidden_layers=blocks, num_attention_heads=4, ffn_dim=2 * hidden,
+            max_position_embeddings=64, word_embed_proj_dim=hidden,
+        ),
+        "qwen3": lambda: transformers.Qwen3Config(**common, **names, **groups, **frame),
+        "gemma": lambda: transformers.GemmaConfig(**common, **names, **groups, **frame),
+        "gpt-neox": lambda: transformers.GPTNeoXConfig(**common, **names, **frame),
+        "deberta-v2": lambda: transformers.DebertaV2Config(
+            **common, **names, relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False
+        ),
+        "xlnet": lambda: transformers.XLNetConfig(
+            **common, **frame, d_model=hidden, n_layer=blocks, n_head=4, d_inner=2 * hidden
+        ),
+        "t5": lambda: transformers.T5Config(
+            **common, d_model=hidden, d_kv=hidden // 4, d_ff=2 * hidden, num_layers=blocks, num_heads=4, eos_token_id=SEP,
+            decoder_start_token_id=PAD,
+        ),
+    }  # fmt: skip
+    causal, classifier = transformers.AutoModelForCausalLM, transformers.AutoModelForSequenceClassification
+    kind = causal if task == "causal" else classifier
+    model: nn.Module = kind.from_config(made[family](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # A trained projection keeps the embeddings' scale; one drawn with BERT's deviation makes all tokens alike.
+            if name.endswith(("embeddings_project.weight", "embedding_hidden_mapping_in.weight")):
+                parameter.mul_(10.0)
+    return model
 
 
 def batch_of(rows: list[list[int]], task: Task | str, labels: list[int] | None = None) -> Batch:
@@ -95,18 +149,23 @@ def batch_for(task: Task | str, rows: int = 2) -> Batch:
 
 
 def tokenizer_folder(model: nn.Module, folder: Path) -> Path:
-    """A Hugging Face folder of ``model`` with a fast tokenizer whose words are those of ``VOCABULARY``."""
+    """A Hugging Face folder of ``model`` with a fast tokenizer whose words are those of ``VOCABULARY``.
+
+    Where the model pads with id 1 (MPNet), ids 0 and 1 change places.
+    """
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from tokenizers.processors import TemplateProcessing
 
-    words = {"[PAD]": PAD, "[CLS]": CLS, "[SEP]": SEP, **_IDS}
+    pad = model.config.pad_token_id
+    words = {"[PAD]": pad, "[CLS]": {PAD: CLS, CLS: PAD}[pad], "[SEP]": SEP, **_IDS}
     backend = Tokenizer(WordLevel(words, unk_token="[PAD]"))
     backend.pre_tokenizer = WhitespaceSplit()
     backend.post_processor = TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
-    )
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", words["[CLS]"]), ("[SEP]", SEP)],
+    )  # fmt: skip
     special = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "eos_token": "[SEP]"}
     options = {"model_max_length": 60, "model_input_names": ["input_ids", "attention_mask"]}
     transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special, **options).save_pretrained(folder)

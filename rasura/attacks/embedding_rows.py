@@ -204,6 +204,8 @@ class EmbeddingRows:
         gradient = None if name is None else seen.gradients.get(name)
         if name is None or gradient is None or not bool(torch.isfinite(gradient).all()):
             return None
+        if gradient.shape[1] != seen.gradients[found.word_embedding].shape[1]:
+            return None  # OPT with a projection: words and places have rows of different widths, which say nothing together
         mask = seen.visible.get(name)
         # A text as long as the model allows fills every row without any noise: what the word embedding shows decides.
         return present(gradient.cpu(), None if mask is None else mask.cpu(), noisy)

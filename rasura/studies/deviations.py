@@ -63,7 +63,7 @@ def measured(
     texts_of = (training.rows[:texts], training.protected_rows(plan.defenses[1], fresh)[:texts])
     task: Any = plan.task
     models = [folder / folder_of(d, seed) / "model" for d in plan.defenses]
-    victims = [fresh, *(load(path, task, num_labels=training.labels) for path in models)]
+    victims = [fresh, *(load(path, task, num_labels=training.labels, attacked=False) for path in models)]
     start = {n: p.detach().clone() for n, p in fresh.model.named_parameters()}
     drift, pairs = {}, {}
     for name, victim in zip(MODELS, victims):

@@ -23,7 +23,7 @@ def sentence_encoder(path_or_id: str = EMBEDDED) -> Callable[[Sequence[str]], np
 
     def encode(texts: Sequence[str]) -> np.ndarray:
         if not loaded:
-            loaded.append(load(path_or_id, "classification"))
+            loaded.append(load(path_or_id, "classification", attacked=False))
         victim = loaded[0]
         coded = victim.tokenizer(
             list(texts), padding=True, truncation=True, max_length=victim.max_length, return_tensors="pt"

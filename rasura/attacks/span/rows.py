@@ -6,7 +6,6 @@ row space is spanned by the inputs of the private tokens (DAGER, Petrov et al. 2
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.values import Observation
-from rasura.victims.models import Block, Linear, layer_inputs, parts, position_ids
+from rasura.victims.models import Block, Linear, first_inputs, layer_inputs, parts, segment_types
 
 CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
@@ -155,41 +154,15 @@ class Inputs:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parts = parts(model)
-        forward = inspect.signature(self._base().forward).parameters
-        self._takes_positions = self.parts.position_embedding is not None and "position_ids" in forward
-        self._takes_types = "token_type_ids" in forward and any("token_type" in n for n in self.parts.embedding_names)
-
-    def _base(self) -> nn.Module:
-        base = getattr(self.model, "get_base_model", lambda: self.model)()
-        assert isinstance(base, nn.Module)
-        return base
 
     @property
     def types(self) -> int:
         """How many segment types the model knows."""
-        if not self._takes_types:
-            return 1
-        name = next(n for n in self.parts.embedding_names if "token_type" in n)
-        return int(self.model.get_parameter(name).shape[0])
+        return segment_types(self.model)
 
-    @torch.no_grad()
     def first(self, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
         """Inputs of block 0's attention for ``tokens`` ``(k,)`` at ``position``: ``(k, hidden)``."""
-        block = self.parts.blocks[0]
-        if self.parts.position_embedding is None or self._takes_positions:
-            ids = tokens[:, None]
-            extra: dict[str, Tensor] = {}
-            if self._takes_positions:
-                known = position_ids(self.model, position + 1)
-                assert known is not None
-                extra["position_ids"] = known[-1].expand_as(ids)
-        else:  # the model counts positions itself: put the token behind fillers
-            ids = torch.cat([torch.full((len(tokens), position), 1), tokens[:, None]], 1)
-            extra = {}
-        if self._takes_types:
-            extra["token_type_ids"] = torch.full_like(ids, segment)
-        module = block.qkv[0].module
-        return layer_inputs(self.model, [module], input_ids=ids, attention_mask=torch.ones_like(ids), **extra)[module][:, -1]
+        return first_inputs(self.model, tokens, position, segment)
 
     def scan(self, space: RowSpace, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
         """``space.missing`` of the first inputs of all ``tokens``, ``(k,)``; in chunks that stay in the cache."""
@@ -216,6 +189,6 @@ class Inputs:
     def deep(self, ids: Tensor, mask: Tensor, blocks: Sequence[Block], types: Tensor | None = None) -> Mapping[int, Tensor]:
         """Inputs of the attention of ``blocks`` for sequences ``(k, length)``: block index -> ``(k, length, hidden)``."""
         modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
-        extra = {} if types is None or not self._takes_types else {"token_type_ids": types}
+        extra = {} if types is None or self.types == 1 else {"token_type_ids": types}
         found = layer_inputs(self.model, modules, input_ids=ids, attention_mask=mask, **extra)
         return {b.index: found[b.qkv[0].module] for b in blocks}

@@ -1,0 +1,179 @@
+"""Does a model work as its parts say? Asked of the model itself, on one short text, before anything relies on it.
+
+Parts are found by names and places, and these can lie: a layer that is found may not run, run twice, or read something else.
+An attack on such a model fails or reads nonsense, and a protection would look good for it. So every claim that attacks build
+on is computed once, and a model for which one does not hold is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rasura.interfaces import InputError
+from rasura.values import Vocabulary
+from rasura.victims.models import Parts, evaluating, first_inputs, parts, position_rows
+
+LENGTH = 8
+"""Tokens of the text that a model is tried on."""
+
+SAME = 1e-3
+"""Relative difference up to which two inputs are the same: float32 leaves 1e-6."""
+
+
+def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Parts:
+    """The parts of ``model``, each shown to do what attacks take it to do.
+
+    - the word embedding is asked for the text's own ids, and the position embedding for one row after the other;
+    - every query, key and value layer runs once a block's run, and those of a block read the same input, as wide as found;
+    - what goes into block 0 at a place follows from the token there and the place alone;
+    - the head is what the logits come from.
+
+    The text has the frame that ``vocabulary`` puts around every text. Raises ``InputError`` that says what was looked for
+    and what was found instead.
+    """
+    known = parts(model)
+    kind = type(model).__name__
+    ids = _text(model, known, vocabulary)
+    watched = _Watched(model, known)
+    try:
+        with evaluating(model), watched:
+            out = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    except Exception as error:  # whatever a foreign model's code raises
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+        raise InputError(f"{kind} cannot be run on a text of {ids.shape[1]} tokens: {first}") from None
+    wrong = (
+        _embeddings(watched, known, ids)
+        or _attention(watched, known, ids.shape[1])
+        or _first_block(model, watched, known, ids)
+        or _head(watched, known, out.logits)
+    )
+    if wrong:
+        raise InputError(
+            f"{kind} does not work as its parts look: {wrong}. Attacks would fail, and every protection would look good; "
+            "register an adapter with rasura.victims.models.register"
+        )
+    return known
+
+
+def _text(model: nn.Module, known: Parts, vocabulary: Vocabulary | None) -> Tensor:
+    """Different ordinary ids within the frame, ``(1, length)``."""
+    size = len(model.get_parameter(known.word_embedding))
+    frame = ((), ()) if vocabulary is None else (vocabulary.prefix, vocabulary.suffix)
+    config: Any = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    named = [getattr(text, f"{name}_token_id", None) for name in ("pad", "bos", "eos", "sep", "cls", "decoder_start")]
+    special = {i for found in named for i in (found if isinstance(found, (list, tuple)) else (found,))}
+    special |= set(frame[0]) | set(frame[1]) | (set() if vocabulary is None else set(vocabulary.special_ids))
+    # From all over the table: neighbouring ids may be unused and equal.
+    step = max(1, size // (3 * LENGTH))
+    words = [i for i in range(size // 5, size, step) if i not in special][:LENGTH] or [size - 1]
+    device = next(model.parameters()).device
+    return torch.tensor([[*frame[0], *words, *frame[1]]], device=device)
+
+
+class _Watched:
+    """Records what goes into the parts of a model, call by call, while it runs inside the block."""
+
+    def __init__(self, model: nn.Module, known: Parts) -> None:
+        self.model = model
+        # BART looks its tokens up in modules of their own, which share the table.
+        table = model.get_parameter(known.word_embedding)
+        self.embeddings = [
+            n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and m.weight.data_ptr() == table.data_ptr()
+        ]
+        names = [*self.embeddings, *(lin.module for b in known.blocks for lin in b.qkv)]
+        names += [b.module for b in known.blocks] + ([known.head.module] if known.head is not None else [])
+        self.inputs: dict[str, list[Any]] = {name: [] for name in names}
+        self.last: dict[str, Tensor] = {}
+
+    def __enter__(self) -> None:
+        self._handles = []
+        for name in self.inputs:
+            module = self.model.get_submodule(name)
+            self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self._behind(name)))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def record(_: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            self.inputs[name].append(args[0] if args else next(iter(named.values()), None))
+
+        return record
+
+    def _behind(self, name: str) -> Callable[..., None]:
+        def record(_: nn.Module, __: tuple[Any, ...], out: Any) -> None:
+            if isinstance(out, Tensor):
+                self.last[name] = out
+
+        return record
+
+
+def _embeddings(watched: _Watched, known: Parts, ids: Tensor) -> str:
+    asked = [x for name in watched.embeddings for x in watched.inputs[name]]
+    if not any(isinstance(x, Tensor) and x.shape == ids.shape and torch.equal(x, ids) for x in asked):
+        return f"{known.word_embedding} was found as the word embedding, but the model does not ask it for the text's tokens"
+    return ""
+
+
+def _attention(watched: _Watched, known: Parts, length: int) -> str:
+    for block in known.blocks:
+        runs = len(watched.inputs[block.module])
+        if not runs:
+            return f"{block.module} was found as a block, but the model does not run it"
+        inputs = []
+        for lin in block.qkv:
+            seen = watched.inputs[lin.module]
+            if len(seen) != runs:
+                return f"{lin.module} was found as an attention layer, but runs {len(seen)} times in {runs} of its block"
+            x = seen[0]
+            if not isinstance(x, Tensor) or x.numel() != length * known.hidden:
+                shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                return f"{lin.module} reads {shape} where {length} tokens of width {known.hidden} were expected"
+            if not bool(torch.isfinite(x).all()):
+                return f"{lin.module} reads NaN or infinity"
+            inputs.append(x.reshape(length, known.hidden))
+        if any(_apart(x, inputs[0]) > SAME for x in inputs[1:]):
+            return f"the query, key and value layers of {block.module} read different inputs"
+    return ""
+
+
+def _first_block(model: nn.Module, watched: _Watched, known: Parts, ids: Tensor) -> str:
+    whole = watched.inputs[known.blocks[0].qkv[0].module][0].reshape(ids.shape[1], known.hidden)
+    try:
+        position_rows(model, 1)
+    except InputError as error:
+        return str(error).split(": ", 1)[-1].split("; register")[0]
+    for place in range(ids.shape[1]):
+        alone = first_inputs(model, ids[0, place : place + 1], place)
+        if alone.shape != (1, known.hidden) or _apart(alone, whole[place : place + 1]) > SAME:
+            return (
+                f"what goes into {known.blocks[0].module} at place {place} was expected to follow from the token there and "
+                "its place, and it does not"
+            )
+    distance = torch.cdist(whole.double(), whole.double()) + torch.eye(len(whole), device=whole.device) * 1e30
+    if float(distance.min()) <= 1e-6 * float(whole.norm(dim=1).max()):
+        return f"different tokens give {known.blocks[0].module} the same input"
+    return ""
+
+
+def _head(watched: _Watched, known: Parts, logits: Tensor) -> str:
+    if known.head is None:
+        return "no output layer was found (looked for a linear layer behind the blocks)"
+    name = known.head.module
+    out = watched.last.get(name)
+    if out is None or out.shape[-1] != logits.shape[-1]:
+        found = "does not run" if out is None else f"gives {out.shape[-1]} figures where there are {logits.shape[-1]} logits"
+        return f"{name} was found as the output layer, but it {found}"
+    return ""
+
+
+def _apart(x: Tensor, y: Tensor) -> float:
+    """The largest relative difference of a row."""
+    return float(((x - y).norm(dim=-1) / y.norm(dim=-1).clamp_min(1e-12)).max())

@@ -1,0 +1,165 @@
+"""A model folder's config and weights, checked before memory is taken, and what loading found, checked before it is used.
+
+A weight that a folder lacks is drawn at random by the library that loads it. That is right for a new classification head and
+wrong everywhere else: an audit of a random network says nothing about the model that the folder claims to hold.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rasura.interfaces import InputError
+from rasura.victims.models import parts
+
+CONFIG_BYTES = 10_000_000
+HEADER_BYTES = 100_000_000
+"""Most that a config, and the header of a safetensors file, may have: real ones have thousands, and millions of shards."""
+
+LARGEST = {
+    "layers": (1_000, {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}),
+    "width": (
+        200_000,
+        {"hidden_size", "d_model", "n_embd", "dim", "intermediate_size", "hidden_dim", "n_inner", "ffn_dim", "d_ff"}
+        | {"d_inner", "embedding_size", "word_embed_proj_dim", "num_attention_heads", "num_key_value_heads", "n_head"}
+        | {"n_heads", "head_dim", "num_labels", "type_vocab_size"},
+    ),
+    "rows": (20_000_000, {"vocab_size", "max_position_embeddings", "n_positions"}),
+}
+"""What no language model has: far above those that exist, far below what no memory holds."""
+
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
+
+NAMED = 3
+"""Weights that a message names."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``. Raises ``InputError`` where there is none, or one too large."""
+    try:
+        if path.stat().st_size > CONFIG_BYTES:
+            raise InputError(f"{path} has {path.stat().st_size} bytes; expected a config of at most {CONFIG_BYTES}")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is no JSON ({str(error).splitlines()[0][:100]})") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} holds {type(found).__name__}; expected a JSON object")
+    return found
+
+
+def check_config(config: Mapping[str, Any], name: str) -> None:
+    """Refuse sizes that no model has, and quantised weights. Raises ``InputError``."""
+    if config.get("quantization_config") is not None:
+        raise InputError(f"{name}: the weights are quantised; expected a model in float32, float16 or bfloat16")
+    for nested in ("text_config", "encoder", "decoder"):
+        if isinstance(config.get(nested), Mapping):
+            check_config(config[nested], name)
+    for most, keys in LARGEST.values():
+        for key in sorted(keys & set(config)):
+            value = config[key]
+            if value is None:
+                continue
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            listed = isinstance(value, list) and all(isinstance(v, int) and 0 <= v <= most for v in value)
+            if not listed and not (whole and 0 <= value <= most):
+                raise InputError(f"{name}: config.json says {key} = {str(value)[:30]}; expected a whole number up to {most}")
+
+
+def check_files(folder: Path) -> None:
+    """Refuse weights in formats that would be taken for other values. Raises ``InputError``."""
+    for path in sorted(folder.glob("*.safetensors")):
+        for key, told in _header(path).items():
+            kind = told.get("dtype") if isinstance(told, dict) else None
+            if key == "__metadata__" or kind in FLOATS or (kind in WHOLE and not key.endswith(".weight")):
+                continue
+            raise InputError(f"{path}: {key} is {str(kind)[:20]}; expected float32, float16 or bfloat16")
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """The names, types and shapes that a safetensors file begins with; no weights."""
+    try:
+        with path.open("rb") as file:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > min(HEADER_BYTES, path.stat().st_size):
+                raise ValueError
+            found = json.loads(file.read(size))
+    except (OSError, ValueError, RecursionError, struct.error):
+        raise InputError(f"{path} is no safetensors file") from None
+    if not isinstance(found, dict):
+        raise InputError(f"{path} is no safetensors file")
+    return found
+
+
+def check_size(folder: Path, entries: int) -> None:
+    """Refuse a model of so many ``entries`` that the folder's weights cannot be its own. Raises ``InputError``."""
+    held = sum(p.stat().st_size for pattern in ("*.safetensors", "*.bin") for p in folder.glob(pattern))
+    if entries > 2 * held + 10_000_000:
+        raise InputError(
+            f"{folder}: config.json describes a model of {entries} weights, and the folder holds {held} bytes of them; "
+            "expected the config that belongs to the weights"
+        )
+
+
+def fresh_weights(model: nn.Module, info: Mapping[str, Any], name: str, *, head: bool) -> tuple[str, ...]:
+    """The weights that the folder lacked and that were drawn at random; with ``head``, a classification head's may be.
+
+    ``info``: what ``from_pretrained(output_loading_info=True)`` returns. BERT's pooler counts as head: models that were
+    trained without it have none. Raises ``InputError`` for every other weight that is missing or has another shape, and for
+    weights of blocks that the config does not know.
+    """
+    missing = sorted(info.get("missing_keys", ()))
+    mismatched = sorted(info.get("mismatched_keys", ()), key=str)
+    body = f"{getattr(model, 'base_model_prefix', '')}."
+    # Without a body under its own name the head cannot be told from the rest.
+    known = head and body != "." and any(n.startswith(body) for n, _ in model.named_parameters())
+
+    def allowed(key: str) -> bool:
+        return known and (not key.startswith(body) or key[len(body) :].startswith("pooler."))
+
+    lacking = [k for k in missing if not allowed(k)]
+    if lacking:
+        what = "only a new classification head may be drawn at random" if head else "expected a causal language model"
+        raise InputError(f"{name} lacks {len(lacking)} of the model's weights ({some(lacking)}); {what}")
+    other = [(k, tuple(a), tuple(b)) for k, a, b in mismatched if not allowed(k)]
+    if other:
+        key, found, expected = other[0]
+        raise InputError(f"{name}: {len(other)} weights have another shape ({key} is {found}; config.json says {expected})")
+    errors = [str(e).splitlines()[0][:200] for e in info.get("error_msgs", ()) if str(e)]
+    if errors:
+        raise InputError(f"{name}: the weights do not fit the model ({errors[0]})")
+    extra = _of_unknown_blocks(model, info.get("unexpected_keys", ()))
+    if extra:
+        raise InputError(f"{name} holds weights of blocks that config.json does not describe ({some(extra)})")
+    return tuple(missing) + tuple(k for k, *_ in mismatched)
+
+
+def _of_unknown_blocks(model: nn.Module, unexpected: Iterable[str]) -> list[str]:
+    """Unexpected keys that belong among the blocks: the model that was saved had other or more of them."""
+    try:
+        module = parts(model).blocks[0].module
+    except InputError:
+        return []
+    body = f"{getattr(model, 'base_model_prefix', '')}."
+    blocks = module.removeprefix(body).rsplit(".", 1)[0] + "."
+    return sorted(k for k in unexpected if k.removeprefix(body).startswith(blocks) and k.endswith(".weight"))
+
+
+def check_finite(model: nn.Module, name: str) -> None:
+    """Refuse NaN and infinity among the weights. Raises ``InputError`` that names a few."""
+    bad = [n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
+    if bad:
+        raise InputError(f"{name}: {len(bad)} weights hold NaN or infinity ({some(bad)})")
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of ``names``."""
+    return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
