@@ -53,9 +53,9 @@ def encryption(part: int) -> None:
         some = slice(None) if clients == 4 else slice(part)
         seconds, (sealed, beyond) = timed(lambda k=keys, s=some: seal(values[s], scale[s], k.public()))  # type: ignore[misc]
         count = len(values[some])
-        size = sum(map(len, sealed))
+        size = sum(map(len, sealed.ciphertexts))
         adding, total = timed(lambda c=sealed, k=keys: added([c, c], k.public()))  # type: ignore[misc]
-        opening, opened = timed(lambda t=total, k=keys, s=some: opened_sum(t, scale[s], 2, k))  # type: ignore[misc]
+        opening, opened = timed(lambda t=total, k=keys, s=some: opened_sum(t, scale[s], k))  # type: ignore[misc]
         wrong = float(np.abs(opened - 2 * np.clip(values[some], -scale[some], scale[some])).max())
         each = [1e6 * s / count for s in (seconds, adding, opening)]
         print(
@@ -67,7 +67,7 @@ def encryption(part: int) -> None:
             first = seconds / count, size / count
     keys = make_keys(4, "ckks")
     seconds, (sealed, _) = timed(lambda: seal(values[:part], scale[:part], keys.public()))
-    size = sum(map(len, sealed)) / part
+    size = sum(map(len, sealed.ciphertexts)) / part
     print(f"CKKS 8192 [60, 40, 40]: {part} values, {size:.2f} bytes each, {1e6 * seconds / part:.3f} us a value")
     print(f"BFV against it: {seconds / part / first[0]:.1f} x faster, {size / first[1]:.1f} x smaller")
     settings = Sealing("all", scheme="bfv")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_cli import rasura_command, refused
 
 from rasura.defenses.homomorphic import (
@@ -16,6 +19,7 @@ from rasura.defenses.homomorphic import (
     Context,
     Parameters,
     Scheme,
+    Sealed,
     added,
     make_keys,
     opened_sum,
@@ -47,7 +51,7 @@ def test_the_sum_of_sealed_values_is_the_plain_sum_to_the_step(clients: int) -> 
     scale = np.repeat([3.0, 6.0], COUNT // 2)
     sent = [values(k) for k in range(clients)]
     sealed = [seal(v, scale, secret.public()) for v in sent]
-    total = opened_sum(added([s for s, _ in sealed], secret.public()), scale, clients, secret)
+    total = opened_sum(added([s for s, _ in sealed], secret.public()), scale, secret)
     exact = sum(quantise(v, scale).steps for v in sent) * scale / HALF
     assert np.array_equal(total, exact), "nothing but the quantisation is lost"
     cut = [np.clip(v, -scale, scale) for v in sent]
@@ -59,7 +63,7 @@ def test_extreme_values_stay_in_their_lane(keys: Context) -> None:
     scale = np.ones(COUNT)
     for value in (1.0, -1.0, 1e9, -1e9):
         sealed, beyond = seal(np.full(COUNT, value), scale, keys)
-        total = opened_sum(added([sealed] * 4, keys.public()), scale, 4, keys)
+        total = opened_sum(added([sealed] * 4, keys.public()), scale, keys)
         assert np.allclose(total, 4 * np.sign(value)) and beyond == (COUNT if abs(value) > 1 else 0)
 
 
@@ -67,19 +71,19 @@ def test_ckks_adds_nearly(keys: Context) -> None:
     secret = make_keys(3, "ckks")
     scale = np.full(5000, 2.0)
     sent = [np.clip(values(k, 5000), -2, 2) for k in range(3)]
-    total = opened_sum(added([seal(v, scale, secret)[0] for v in sent], secret.public()), scale, 3, secret)
+    total = opened_sum(added([seal(v, scale, secret)[0] for v in sent], secret.public()), scale, secret)
     assert np.abs(total - sum(sent)).max() <= 3 * 2 / HALF
-    bfv = sum(map(len, seal(sent[0], scale, keys)[0]))
-    assert sum(map(len, seal(sent[0], scale, secret)[0])) > 5 * bfv
+    bfv = sum(map(len, seal(sent[0], scale, keys)[0].ciphertexts))
+    assert sum(map(len, seal(sent[0], scale, secret)[0].ciphertexts)) > 5 * bfv
 
 
 def test_processes_encrypt_what_one_does(keys: Context) -> None:
-    scale = np.full(57_344, 2.0)
-    sealed, _ = seal(values(0, 57_344), scale, keys.public(), processes=2)
-    alone, _ = seal(values(0, 57_344), scale, keys.public())
-    assert len(sealed) == len(alone) and sealed != alone, "encryption is randomised"
-    assert np.array_equal(opened_sum(sealed, scale, 1, keys), opened_sum(alone, scale, 1, keys))
-    size = sum(map(len, alone)) / 57_344
+    scale = np.full(57_330, 2.0)
+    sealed, _ = seal(values(0, 57_330), scale, keys.public(), processes=2)
+    alone, _ = seal(values(0, 57_330), scale, keys.public())
+    assert len(sealed.ciphertexts) == len(alone.ciphertexts) and sealed != alone, "encryption is randomised"
+    assert np.array_equal(opened_sum(sealed, scale, keys), opened_sum(alone, scale, keys))
+    size = sum(map(len, alone.ciphertexts)) / 57_330
     assert size < 7.7, f"{size} bytes a value"
 
 
@@ -119,24 +123,136 @@ def test_a_server_with_a_secret_key_is_refused(keys: Context) -> None:
     with pytest.raises(InputError, match="the server could open"):
         server_context(Context(keys.parameters, False, keys.key, keys.data))
     with pytest.raises(InputError, match="cannot open"):
-        opened_sum(sealed, np.ones(3), 1, keys.public())
+        opened_sum(sealed, np.ones(3), keys.public())
 
 
 def test_malformed_ciphertexts_are_refused_with_a_reason(keys: Context) -> None:
     good, _ = seal(np.ones(10), np.ones(10), keys)
     public = keys.public()
-    for bad in (b"", b"garbage", good[0][:-9], b"x" * (1 << 21)):
+    for bad in (b"", b"garbage", good.ciphertexts[0][:-9], b"x" * (1 << 21)):
         with pytest.raises(InputError, match="ciphertext 0"):
-            added([good, [bad]], public)
+            added([good, Sealed((bad,))], public)
     other: Scheme = "ckks"
     for context in (make_keys(64), make_keys(2, other)):
         foreign, _ = seal(np.ones(10), np.ones(10), context)
         with pytest.raises(InputError, match="ciphertext 0"):
             added([good, foreign], public)
     with pytest.raises(InputError, match="different counts"):
-        added([good, good + good], public)
+        added([good, Sealed(good.ciphertexts * 2)], public)
     with pytest.raises(InputError, match="fit 1 to 4"):
         added([good] * 5, public)
+
+
+# --- the number of clients is bound to the ciphertexts
+
+
+COUNTING = np.array([0.5, -1.0, 1.0, 0.25])
+
+
+@pytest.fixture(scope="module", params=["bfv", "ckks"])
+def counting(request: pytest.FixtureRequest) -> tuple[Context, Context, list[Sealed]]:
+    """Keys, the server's, and one client's values at every size."""
+    secret = make_keys(4, request.param)
+    public = secret.public()
+    one = seal(COUNTING, np.ones(4), public)[0]
+    sums = [one]
+    for _ in range(5):
+        # What a server may do that tells fewer than it adds.
+        sums.append(replace(added([replace(sums[-1], clients=1), one], public), clients=len(sums) + 1))
+    return secret, public, sums
+
+
+@settings(max_examples=60, deadline=None)
+@given(held=st.integers(1, 6), said=st.integers(-1, 8))
+def test_a_sum_opens_as_that_of_its_own_clients_or_not_at_all(
+    counting: tuple[Context, Context, list[Sealed]], held: int, said: int
+) -> None:
+    secret, _, sums = counting
+    told = replace(sums[held - 1], clients=said)
+    most = secret.parameters.most
+    if said == held <= most:
+        assert opened_sum(told, np.ones(4), secret) == pytest.approx(held * COUNTING, abs=2 * held / HALF)
+        return
+    with pytest.raises(
+        InputError, match=f"fit 1 to {most}" if not 1 <= said <= most else f"is the sum of {held} clients, not"
+    ):
+        opened_sum(told, np.ones(4), secret)
+
+
+@settings(max_examples=25, deadline=None)
+@given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_counts_add_up_with_the_sums_in_any_grouping(
+    counting: tuple[Context, Context, list[Sealed]], parts: list[int]
+) -> None:
+    secret, public, sums = counting
+    told = [sums[k - 1] for k in parts]
+    if sum(parts) > secret.parameters.most:
+        with pytest.raises(InputError, match=f"{sum(parts)} clients' values are to be added; these keys fit 1 to"):
+            added(told, public)
+        return
+    total = added(told, public)
+    assert total.clients == sum(parts)
+    assert opened_sum(total, np.ones(4), secret) == pytest.approx(sum(parts) * COUNTING, abs=2 * sum(parts) / HALF)
+
+
+def test_ninety_six_clients_under_keys_for_64_do_not_open() -> None:
+    secret = make_keys(64)
+    public = secret.public()
+    one, _ = seal(np.full(3, 0.1), np.ones(3), public)
+    half = added([one] * 48, public)
+    with pytest.raises(InputError, match="96 clients' values are to be added; these keys fit 1 to 64"):
+        added([half, half], public)
+    both = added([replace(half, clients=1), replace(half, clients=1)], public)
+    for said in (2, 64):
+        with pytest.raises(InputError, match=f"is the sum of 96 clients, not of {said} as was said"):
+            opened_sum(replace(both, clients=said), np.ones(3), secret)
+    with pytest.raises(InputError, match="a sum of 96 clients; these keys fit 1 to 64"):
+        opened_sum(replace(both, clients=96), np.ones(3), secret)
+
+
+def test_every_ciphertext_counts_for_itself(keys: Context) -> None:
+    public, scale = keys.public(), np.ones(keys.parameters.values + 1)
+    one, _ = seal(scale / 2, scale, public)
+    two = added([one, one], public)
+    assert len(one.ciphertexts) == 2
+    mixed = Sealed((two.ciphertexts[0], one.ciphertexts[1]), 2)
+    with pytest.raises(InputError, match="ciphertext 1 is the sum of 1 clients, not of 2"):
+        opened_sum(mixed, scale, keys)
+    assert opened_sum(two, scale, keys) == pytest.approx(scale, abs=2 / HALF)
+    with pytest.raises(InputError, match=f"{2 * keys.parameters.values} values were sealed, 5 are expected|expected"):
+        opened_sum(two, np.ones(2 * keys.parameters.values + 5), keys)
+
+
+def test_what_was_sealed_under_another_key_or_changed_does_not_open(keys: Context) -> None:
+    tenseal = pytest.importorskip("tenseal")
+    foreign, _ = seal(COUNTING, np.ones(4), make_keys(4))
+    with pytest.raises(InputError, match="not of 1 as was said"):
+        opened_sum(foreign, np.ones(4), keys)
+    context = tenseal.context_from(keys.public().data, 1)
+    slots = [0] * keys.parameters.degree
+    for place, value, good in ((1, 2 * HALF, True), (1, 2 * HALF + 1, False), (7, 1 << keys.parameters.lane, True),
+                               (7, (2 * HALF + 1) << keys.parameters.lane, False), (9, 1 << 37, False)):  # fmt: skip
+        own = [1, *slots[1:]]
+        own[place] = value
+        made = Sealed((tenseal.bfv_vector(context, own).serialize(),))
+        if good:
+            assert opened_sum(made, np.ones(4), keys).shape == (4,)
+        else:
+            with pytest.raises(InputError, match="values that 1 clients cannot have"):
+                opened_sum(made, np.ones(4), keys)
+
+
+@pytest.mark.parametrize("clients", [0, -1, 5])
+def test_counts_that_no_keys_fit_are_refused(keys: Context, clients: int) -> None:
+    good, _ = seal(COUNTING, np.ones(4), keys)
+    for call in (
+        lambda: added([replace(good, clients=clients)], keys.public()),
+        lambda: opened_sum(replace(good, clients=clients), np.ones(4), keys),
+    ):
+        with pytest.raises(InputError, match=f"a sum of {clients} clients; these keys fit 1 to 4"):
+            call()
+    with pytest.raises(InputError, match="0 clients' values"):
+        added([], keys.public())
 
 
 def test_more_clients_than_fit_and_values_that_are_none() -> None:

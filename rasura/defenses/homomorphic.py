@@ -5,6 +5,9 @@ of them in lanes with room for the sum of all clients: a sealed value takes 7.5 
 is what other frameworks use by default; its decoded results are never to be published as float64, since they tell of the key
 (Li and Micciancio 2021).
 
+Beside the values every ciphertext holds a 1 of its client, in a slot of its own: a sum says itself of how many clients it
+is, and whoever opens it takes no other number.
+
 Clients share the secret key; the server's context is public. One client who works with the server therefore opens
 everything: secure aggregation or threshold keys are the answer where that matters.
 
@@ -61,8 +64,8 @@ class Parameters:
 
     @property
     def values(self) -> int:
-        """Values of a ciphertext."""
-        return self.degree * LANES if self.scheme == "bfv" else self.degree // 2
+        """Values of a ciphertext, which has one slot more for the count of clients."""
+        return (self.degree - 1) * LANES if self.scheme == "bfv" else self.degree // 2 - 1
 
     def noise_budget(self, clients: int) -> float | None:
         """Bits that are left of BFV's noise budget in a sum of ``clients``; below zero the sum may be wrong. None for CKKS.
@@ -204,6 +207,14 @@ def server_context(context: Context) -> Context:
 
 
 @dataclass(frozen=True)
+class Sealed:
+    """Ciphertexts of one sequence of values, and of how many ``clients`` they are said to be the sum."""
+
+    ciphertexts: tuple[bytes, ...]
+    clients: int = 1
+
+
+@dataclass(frozen=True)
 class Quantised:
     """Values in steps: ``steps`` int64, and how many values lay beyond the agreed scale and were cut to it."""
 
@@ -227,8 +238,8 @@ def quantise(values: NDArray[np.float64], scale: NDArray[np.float64]) -> Quantis
 
 def seal(
     values: NDArray[np.float64], scale: NDArray[np.float64], context: Context, processes: int = 1
-) -> tuple[list[bytes], int]:
-    """Ciphertexts of ``values`` ``(n,)`` and how many of them lay beyond ``scale`` ``(n,)`` and were cut to it.
+) -> tuple[Sealed, int]:
+    """One client's ``values`` ``(n,)``, sealed, and how many of them lay beyond ``scale`` ``(n,)`` and were cut to it.
 
     ``processes``: how many encrypt in parallel; TenSEAL itself uses one core.
     """
@@ -236,10 +247,10 @@ def seal(
     width = context.parameters.values
     parts = [found.steps[start : start + width] for start in range(0, len(found.steps), width)]
     if processes < 2 or len(parts) < 2 * processes:
-        return _encrypted(parts, context), found.beyond
+        return Sealed(tuple(_encrypted(parts, context))), found.beyond
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         done = pool.map(_encrypted, _shares(parts, processes), [context] * processes)
-        return [c for share in done for c in share], found.beyond
+        return Sealed(tuple(c for share in done for c in share)), found.beyond
 
 
 def _shares(parts: Sequence[NDArray[np.int64]], count: int) -> list[list[NDArray[np.int64]]]:
@@ -252,13 +263,13 @@ def _encrypted(parts: Sequence[NDArray[np.int64]], context: Context) -> list[byt
     out = []
     for part in parts:
         if p.scheme == "bfv":
-            lanes = np.zeros((LANES, p.degree), dtype=np.int64)
-            # An offset makes every value positive, also those that only pad: the carry of a sum stays in its lane.
+            lanes = np.zeros((LANES, p.degree - 1), dtype=np.int64)
+            # An offset makes every value positive: the carry of a sum stays in its lane.
             lanes.reshape(-1)[: len(part)] = part + HALF
-            packed = sum(lanes[k] << (p.lane * k) for k in range(LANES))
-            out.append(ts.bfv_vector(opened, packed.tolist()).serialize())  # type: ignore[union-attr]
+            packed: NDArray[np.int64] = sum(lanes[k] << (p.lane * k) for k in range(LANES))  # type: ignore[assignment]
+            out.append(ts.bfv_vector(opened, [1, *packed.tolist()]).serialize())
         else:
-            out.append(ts.ckks_vector(opened, part.astype(float).tolist()).serialize())
+            out.append(ts.ckks_vector(opened, [1.0, *part.astype(float).tolist()]).serialize())
     return out
 
 
@@ -275,19 +286,21 @@ def _vector(data: bytes, opened: Any, p: Parameters, number: int) -> Any:
     return found
 
 
-def added(sealed: Sequence[Sequence[bytes]], context: Context) -> list[bytes]:
-    """The ciphertexts of the sum of several clients' ``sealed`` values, by a server's public ``context``.
+def added(sealed: Sequence[Sealed], context: Context) -> Sealed:
+    """The sum of ``sealed`` values, each of one client or of several, by a server's public ``context``.
 
-    Raises ``InputError`` for a context with a secret key, more clients than fit, different counts, and ciphertexts that are
-    malformed or of other parameters.
+    Raises ``InputError`` for a context with a secret key, more clients in all than fit, different counts of ciphertexts, and
+    ciphertexts that are malformed or of other parameters.
     """
     opened, p = _opened(server_context(context).data), context.parameters
-    if not 1 <= len(sealed) <= p.most:
-        raise InputError(f"{len(sealed)} clients' values are to be added; these keys fit 1 to {p.most}")
-    if len({len(s) for s in sealed}) != 1:
-        raise InputError(f"clients sealed different counts of ciphertexts: {sorted({len(s) for s in sealed})}")
+    clients = sum(_fits(s.clients, p) for s in sealed)
+    if not 1 <= clients <= p.most:
+        raise InputError(f"{clients} clients' values are to be added; these keys fit 1 to {p.most}")
+    counts = sorted({len(s.ciphertexts) for s in sealed})
+    if len(counts) != 1:
+        raise InputError(f"clients sealed different counts of ciphertexts: {counts}")
     out = []
-    for number, column in enumerate(zip(*sealed)):
+    for number, column in enumerate(zip(*(s.ciphertexts for s in sealed))):
         total = _vector(column[0], opened, p, number)
         for data in column[1:]:
             try:
@@ -295,28 +308,39 @@ def added(sealed: Sequence[Sequence[bytes]], context: Context) -> list[bytes]:
             except (ValueError, RuntimeError) as error:
                 raise InputError(f"ciphertext {number} does not fit the others ({error})") from None
         out.append(total.serialize())
-    return out
+    return Sealed(tuple(out), clients)
 
 
-def opened_sum(sealed: Sequence[bytes], scale: NDArray[np.float64], clients: int, context: Context) -> NDArray[np.float64]:
-    """The sum ``(n,)`` of the values of ``clients`` that ``sealed`` holds, for who has the secret key.
+def _fits(clients: int, p: Parameters) -> int:
+    if not 1 <= clients <= p.most:
+        raise InputError(f"a sum of {clients} clients; these keys fit 1 to {p.most}")
+    return clients
 
-    Off by at most ``clients * scale / HALF / 2``, the quantisation step; BFV adds nothing to that.
+
+def opened_sum(sealed: Sealed, scale: NDArray[np.float64], context: Context) -> NDArray[np.float64]:
+    """The sum ``(n,)`` of the values of ``sealed.clients`` clients, for who has the secret key.
+
+    Off by at most ``clients * scale / HALF / 2``, the quantisation step; BFV adds nothing to that. Raises ``InputError``
+    where a ciphertext holds the values of another number of clients than was said, of more than the keys fit, or values that
+    no clients can have (it was made under another key, or changed).
     """
     if not context.secret:
         raise InputError("this context is public, it cannot open anything; pass the clients' own")
     p, opened = context.parameters, _opened(context.data)
-    if not 1 <= clients <= p.most:
-        raise InputError(f"{clients} clients; these keys fit 1 to {p.most}")
+    clients = _fits(sealed.clients, p)
     rows = []
-    for number, data in enumerate(sealed):
+    for number, data in enumerate(sealed.ciphertexts):
         plain = np.asarray(_vector(data, opened, p, number).decrypt(opened.secret_key()))
+        slots = plain.astype(np.int64) % p.plain if p.scheme == "bfv" else np.rint(plain)
+        if not slots[0] == clients:
+            raise InputError(f"ciphertext {number} is the sum of {slots[0]:.0f} clients, not of {clients} as was said")
         if p.scheme == "bfv":
-            slots = plain.astype(np.int64) % p.plain
-            mask = (1 << p.lane) - 1
-            rows.append(np.concatenate([(slots >> (p.lane * k)) & mask for k in range(LANES)]) - clients * HALF)
+            lanes = np.concatenate([slots[1:] & ((1 << p.lane) - 1), slots[1:] >> p.lane])
+            if int(lanes.max()) > 2 * HALF * clients:
+                raise InputError(f"ciphertext {number} holds values that {clients} clients cannot have; it was changed")
+            rows.append(lanes - clients * HALF)
         else:
-            rows.append(np.rint(plain))
+            rows.append(slots[1:])
     found = np.concatenate(rows)[: len(scale)] if rows else np.empty(0)
     if len(found) != len(scale):
         raise InputError(f"{len(found)} values were sealed, {len(scale)} are expected")

@@ -178,8 +178,8 @@ def sealing(
             state.keys = state.keys or make_keys(settings.clients, scheme)
             values, scale = flattened(message.gradients, sealed, state.scales or agreed_scales(message.gradients, 1.0))
             found, beyond = seal(values, scale, state.keys, processes=processes or os.cpu_count() or 1)
-            ciphertexts = {f"{scheme}/{k:06d}": data for k, data in enumerate(found)}
-            header |= {"key": state.keys.key, "clients": settings.clients, "sealed": len(values), "beyond": beyond}
+            ciphertexts = {f"{scheme}/{k:06d}": data for k, data in enumerate(found.ciphertexts)}
+            header |= {"key": state.keys.key, "clients": found.clients, "sealed": len(values), "beyond": beyond}
             state.beyond += beyond
         return replace(
             message, gradients=clear, visible=visible, sealed=ciphertexts, header={**message.header, **header}

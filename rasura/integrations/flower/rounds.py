@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +84,8 @@ def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) 
         raise InputError(f"the aggregate is of {clients!r} clients with {shares!r} shares")
     sealing, homomorphic = sealing_modules()
     _, scale = sealing.flattened(nothing, agreement.sealed, read_scales(message.header.get("scales"), agreement))
-    total = homomorphic.opened_sum(list(message.sealed.values()), scale, clients, agreement.keys) / shares
+    held = homomorphic.Sealed(tuple(message.sealed.values()), clients)
+    total = homomorphic.opened_sum(held, scale, agreement.keys) / shares
     moved = sealing.unflattened(total, nothing, {n: ~m for n, m in agreement.sealed.items()})
     weights = {n: torch.where(agreement.sealed[n], agreement.start[n] - moved[n], w) for n, w in weights.items()}
     return Opened(weights, moved)
@@ -262,19 +264,19 @@ class Collector:
                 "clients": len(counted), "shares": float(shares), "scales": counted[0][1].header["scales"],
             }  # fmt: skip
             scheme = self.agreement.keys.parameters.scheme
-            sealed = {f"{scheme}/{k:06d}": data for k, data in enumerate(sums)}
+            sealed = {f"{scheme}/{k:06d}": data for k, data in enumerate(sums.ciphertexts)}
             self.aggregate = to_bytes(Message({}, {}, sealed, "aggregate", header))
         return [node for node, _, _ in counted]
 
-    def _added(self, taken: Sequence[Taken], refused: list[tuple[int, str]]) -> tuple[list[Taken], list[bytes]]:
+    def _added(self, taken: Sequence[Taken], refused: list[tuple[int, str]]) -> tuple[list[Taken], Any]:
         """Who counts, and the sum of their ciphertexts; one after the other, so that a bad one is known by its client."""
         if not self.agreement.sealed:
-            return list(taken), []
+            return list(taken), None
         _, homomorphic = sealing_modules()
         counted: list[Taken] = []
-        sums: list[bytes] = []
+        sums: Any = None
         for node, message, share in taken:
-            own = list(message.sealed.values())
+            own = homomorphic.Sealed(tuple(message.sealed.values()))
             try:
                 self.check_clients(len(counted) + 1)
                 sums = homomorphic.added([sums, own] if counted else [own], self.agreement.keys)
