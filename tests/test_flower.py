@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def test_flower_trains_as_its_own_fedavg_does(defense: str, keys: Keys) -> None:
     clients, server = sides(defense, keys)
     start = ArrayRecord({n: Array(t.numpy()) for n, t in clients.start.items()})
     plain = FedAvg(min_available_nodes=3).start(grid=LocalGrid(range(3), app_of(None)), initial_arrays=start, num_rounds=2)
-    made = strategy(server, least=2, first_scale=FIRST)
+    made = strategy(server, first_scale=FIRST)
     result = made.start(grid=LocalGrid(range(3), app_of(clients)), num_rounds=2)
     expected = {n: torch.tensor(a.numpy()) for n, a in plain.arrays.items()}
     found = opened(clients, made.collector.visible(), made.collector.aggregate).weights
@@ -143,7 +144,7 @@ def test_flower_goes_on_without_those_who_fail(keys: Keys, caplog: pytest.LogCap
 
     grid = LocalGrid(range(3), app_of(clients, tamper))
     grid.gone, grid.joins = {3: {0}}, {1: 3}
-    made = strategy(server, least=1, first_scale=FIRST)
+    made = strategy(server, least=1, first_scale=FIRST, allow_few_clients=True)
     with caplog.at_level(logging.WARNING, logger="flwr"):
         logging.getLogger("flwr").addHandler(caplog.handler)
         made.start(grid=grid, num_rounds=3)
@@ -180,7 +181,7 @@ def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(ke
         answers.append((node, mixed[node](node, message)))
         return answers[-1][1]
 
-    strategy(server, least=2, first_scale=FIRST).start(grid=LocalGrid(range(3), kept), num_rounds=2)
+    strategy(server, least=2, first_scale=FIRST, allow_few_clients=True).start(grid=LocalGrid(range(3), kept), num_rounds=2)
     errors = {reply.error.reason for node, reply in answers if node == 2 and reply.has_error()}
     assert len(errors) == 1 and errors.pop().startswith("rasura: its key is")
 
@@ -217,13 +218,12 @@ def app_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def simulated(place: Path, folder: Path, **given: Any) -> dict[str, Any]:
     """Two rounds of the generated app with two clients, in this process."""
     import importlib
-    import tomllib
 
     from flwr.app import Context, RecordDict
 
     config = tomllib.loads((place / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     config |= {"num-server-rounds": 2, "model": str(folder / "model"), "data": str(folder / "texts.jsonl"), "local-steps": 2}
-    config |= {"results": str(folder / "results.json"), **given}
+    config |= {"least-clients": 2, "allow-few-clients": True, "results": str(folder / "results.json"), **given}
     client, server = (importlib.import_module(f"federated.{n}_app") for n in ("client", "server"))
     contexts = {
         k: Context(1, k, {"partition-id": k, "num-partitions": 2}, RecordDict(), config) for k in range(2)
@@ -298,6 +298,36 @@ def test_the_app_holds_keys_for_its_owner_and_sends_code_alone(tmp_path: Path) -
         new_app(place)
     with pytest.raises(InputError, match="fits 64 clients, found 65"):
         new_app(tmp_path / "other", 65)
+    with pytest.raises(InputError, match=r"2 clients: of two, .*expected at least 3"):
+        new_app(tmp_path / "other", 2)
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("flower")
+def test_a_round_of_two_is_refused_by_the_app_and_the_strategy_unless_asked_for(
+    app_modules: Path, folder: Path, keys: Keys
+) -> None:
+    from rasura.integrations.flower import strategy
+
+    _, server = sides("none", keys)
+    assert strategy(server).collector.least == 3
+    with pytest.raises(InputError, match="a round of 2 clients"):
+        strategy(server, least=2)
+    with pytest.raises(InputError, match="allow-few-clients = true in the app"):
+        simulated(app_modules, folder, **{"allow-few-clients": False})
+    told = tomllib.loads((app_modules / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert told["least-clients"] == 3 and told["allow-few-clients"] is False
+
+
+@pytest.mark.usefixtures("flower")
+def test_the_masks_of_a_clients_dropout_do_not_hang_on_the_runs_seed(app_modules: Path, folder: Path) -> None:
+    """Every client and the server know the seed."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        told = {"defense": "dropout:0.5+sealing:all/scheme=bfv", "num-server-rounds": 1}
+        found.append(simulated(app_modules, folder, **told)["1"]["evaluate"]["loss"])
+    assert found[0] != found[1]
 
 
 @pytest.mark.slow

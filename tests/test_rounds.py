@@ -25,6 +25,9 @@ from rasura.updates import Local, changed
 from rasura.values import Batch, Message
 from rasura.wire import from_bytes, to_bytes
 
+FEW = {"least": 1, "allow_few_clients": True}
+"""Many rounds here are of one or two clients."""
+
 RATE = 0.1
 FIRST = 0.25
 DEFENSES = ("none", "sealing:param=0.1/embeddings=sealed/scheme=bfv", "sealing:all/scheme=bfv")
@@ -83,7 +86,7 @@ class Side:
 
     def __post_init__(self) -> None:
         self.clients, server = sides(self.defense, self.keys)
-        self.server = Collector(server, first_scale=FIRST, log=self.said.append, **self.options)
+        self.server = Collector(server, first_scale=FIRST, log=self.said.append, **{**FEW, **self.options})
 
     def model(self) -> dict[str, Tensor]:
         return dict(opened(self.clients, self.server.visible(), self.server.aggregate).weights)
@@ -400,3 +403,56 @@ def test_a_capture_holds_what_the_server_saw(tmp_path: Path, keys: Keys) -> None
 
 
 # With Flower.
+
+
+# --- how few may add up
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_two_clients_have_each_others_update_and_are_refused_unless_asked_for(least: int, keys: Keys) -> None:
+    side = Side(DEFENSES[2], keys)
+    side.server.collect([(c, side.message(1, c), 1.0) for c in (0, 1)])
+    start = dict(side.clients.start)
+    own, others = trained(0, start), trained(1, start)
+    subtracted = {n: 2 * w - own[n] for n, w in side.model().items()}
+    assert largest(subtracted, others) < 3 * side.step("") + 1e-6, "the sum less one's own is the other's"
+    for defense in (DEFENSES[0], DEFENSES[2]):
+        _, server = sides(defense, keys)
+        with pytest.raises(InputError, match=f"a round of {least} clients: of two, .*at least 3, or pass allow_few_clients"):
+            Collector(server, least=least)
+        assert Collector(server, least=least, allow_few_clients=True).least == least
+
+
+def test_three_clients_are_the_least_unless_said_otherwise(keys: Keys) -> None:
+    side = Side(DEFENSES[2], keys)
+    server = Collector(sides(DEFENSES[2], keys)[1], first_scale=FIRST)
+    assert server.least == 3
+    replies = []
+    for client in range(3):
+        ticket = server.ticket(1, client)
+        before = opened(side.clients, server.visible(), b"")
+        replies.append((client, protected(side.clients, ticket, before, trained(client, dict(before.weights)), 1)[0], 1.0))
+    with pytest.raises(RoundFailed, match="2 updates count, at least 3 are needed"):
+        server.collect([*replies[:2], (2, b"", 1.0)])
+    for client in range(2):  # those who answered are asked anew
+        ticket = server.ticket(1, client)
+        replies[client] = (client, protected(side.clients, ticket, before, dict(before.weights), 1)[0], 1.0)
+    assert server.collect(replies) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("least", [0, -1])
+def test_a_round_of_nobody_is_refused(least: int, keys: Keys) -> None:
+    with pytest.raises(InputError, match="expected"):
+        Collector(sides(DEFENSES[0], keys)[1], least=least, allow_few_clients=True)
+
+
+# --- the count of a sum is checked by who opens it
+
+
+@pytest.mark.parametrize("said", [1, 2, 4])
+def test_an_aggregate_of_another_number_of_clients_does_not_open(said: int, keys: Keys) -> None:
+    side = Side(DEFENSES[2], keys)
+    side.server.collect([(c, side.message(1, c), 1.0) for c in range(3)])
+    changed_header = header(clients=said, shares=float(said))(side.server.aggregate)
+    with pytest.raises(InputError, match=f"is the sum of 3 clients, not of {said} as was said"):
+        opened(side.clients, side.server.visible(), changed_header)

@@ -1,7 +1,7 @@
 """Federated training with Flower behind any protection: a mod for clients, a strategy for the server.
 
     app = ClientApp(mods=[protect(setup)])      # setup(context) -> Client(agree(defense, model, keys), keys' processes)
-    strategy(agree(defense, model, public_keys), least=2).start(grid=grid, num_rounds=3)
+    strategy(agree(defense, model, public_keys), least=3).start(grid=grid, num_rounds=3)
 
 ``rasura new federated DIR`` writes a whole app. What is protected and what is not: ``docs/federated.md``.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rasura.integrations.flower.agreement import Agreement, agree, local_part
 from rasura.integrations.flower.capture import Capture, as_tensors, check_folder
-from rasura.integrations.flower.rounds import Collector, RoundFailed, Ticket, opened, protected
+from rasura.integrations.flower.rounds import LEAST, Collector, RoundFailed, Ticket, opened, protected
 from rasura.interfaces import InputError, MissingExtra
 
 __all__ = ["Agreement", "Capture", "Client", "RoundFailed", "agree", "check_folder", "local_part", "protect", "strategy"]
@@ -109,16 +109,18 @@ def protect(setup: Callable[[Any], Client]) -> Callable[[Any, Any, Callable[[Any
 def strategy(
     agreement: Agreement,
     *,
-    least: int = 2,
+    least: int = LEAST,
     most_examples: int = 0,
     first_scale: float = 1e-3,
+    allow_few_clients: bool = False,
     capture: Capture | None = None,
     **options: Any,
 ) -> Any:
     """A ``FedAvg`` that takes clients' messages through checks, adds what it cannot read, and passes on the sum.
 
-    ``agreement``: with the public keys. ``least``: clients that a round needs, to start and to count. ``most_examples``: how
-    many texts weigh 1, the most that a client has; 0: clients weigh the same. ``first_scale``: the most that one round
+    ``agreement``: with the public keys. ``least``: clients that a round needs, to start and to count; fewer than three only
+    with ``allow_few_clients``, since two subtract themselves from the sum. ``most_examples``: how many texts weigh 1, the
+    most that a client has; 0: clients weigh the same. ``first_scale``: the most that one round
     changes an entry, which the scales of sealed entries start from. ``capture`` keeps what the server sees. ``options`` are
     FedAvg's. The strategy's ``figures`` hold, by round, clients asked and counted, bytes to each client and from all, wall
     seconds of waiting and CPU seconds of adding; its ``collector`` what the server knows. Raises ``InputError`` for a secret
@@ -126,7 +128,9 @@ def strategy(
     than ``least`` updates that count.
     """
     app, strategies = _flwr()
-    collector = Collector(agreement, least, most_examples, first_scale, _log, seen=capture)
+    collector = Collector(
+        agreement, least, most_examples, first_scale, _log, seen=capture, allow_few_clients=allow_few_clients
+    )
     options = {"min_train_nodes": least, "min_evaluate_nodes": least, "min_available_nodes": least, **options}
 
     figures: dict[int, dict[str, float]] = {}

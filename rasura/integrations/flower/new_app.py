@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from rasura.integrations.flower.rounds import LEAST
 from rasura.interfaces import InputError
 from rasura.recipes import sealing_keys
 
@@ -23,7 +24,7 @@ PLACES = {
 def new_app(folder: str | Path, clients: int = 4) -> Path:
     """Write the app to ``folder``, which must not hold one, with keys for the sum of ``clients``.
 
-    Raises ``InputError`` for a folder that holds such files, and for more clients than any keys fit.
+    Raises ``InputError`` for a folder that holds such files, for fewer than three clients, and for more than any keys fit.
     """
     place = Path(folder).resolve()
     taken = [target for target in (*PLACES.values(), "keys") if (place / target).exists()]
@@ -31,6 +32,11 @@ def new_app(folder: str | Path, clients: int = 4) -> Path:
         raise InputError(f"{place / taken[0]} exists already; choose a new folder")
     if '"' in str(place) or "\\" in str(place):
         raise InputError(f"{place} cannot be written into TOML; choose a folder without quotes and backslashes")
+    if clients < LEAST:
+        raise InputError(
+            f"{clients} clients: of two, each subtracts itself from the sum and has the other's update; "
+            f"expected at least {LEAST}"
+        )
     keys = sealing_keys(clients, "bfv")
     for name, target in PLACES.items():
         text = resources.files("rasura.integrations.flower").joinpath("template", f"{name}.txt").read_text(encoding="utf-8")

@@ -26,6 +26,9 @@ from rasura.values import Message, Parameter, Stage
 from rasura.victims.per_example import as_one
 from rasura.wire import from_bytes, to_bytes
 
+LEAST = 3
+"""Clients of a round. Of two, each subtracts itself from the sum and has the other's update."""
+
 
 class RoundFailed(RuntimeError):
     """Too few clients sent an update that counts; the message says why each of the others does not."""
@@ -141,16 +144,18 @@ Taken = tuple[int, Message, float]
 class Collector:
     """The server's side: what it knows of the model, and the sum that it cannot read.
 
-    ``agreement.keys`` is the public context; a secret one is refused. ``least``: how many clients a round needs.
+    ``agreement.keys`` is the public context; a secret one is refused. ``least``: how many clients a round needs, not below
+    ``LEAST`` unless ``allow_few_clients``: the sum of few tells each of them of the others.
     ``seen`` is told of every message that counts.
     """
 
     agreement: Agreement
-    least: int = 1
+    least: int = LEAST
     most_examples: int = 0
     first_scale: float = 1e-3
     log: Callable[[str], None] = print
     seen: Callable[[int, int, Message], None] | None = None
+    allow_few_clients: bool = False
     clear: dict[str, Tensor] = field(default_factory=dict)
     aggregate: bytes = b""
     round: int = 0
@@ -165,6 +170,12 @@ class Collector:
             raise InputError(
                 f"least {self.least} clients, most examples {self.most_examples}, first scale {self.first_scale}; expected "
                 "at least 1, at least 0, and a number above 0"
+            )
+
+        if self.least < LEAST and not self.allow_few_clients:
+            raise InputError(
+                f"a round of {self.least} clients: of two, each subtracts itself from the sum and has the other's update; "
+                f"expected at least {LEAST}, or pass allow_few_clients=True (allow-few-clients = true in the app)"
             )
 
     @property
