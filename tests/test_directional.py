@@ -133,13 +133,21 @@ def test_epsilon_is_the_least_over_orders_and_at_most_the_pure_one(kappa: float)
             assert found <= max(by_order, 0) * (1 + 3 * MARGIN)
 
 
+@pytest.mark.parametrize("sizes", [[25] * 4, [25, 25, 75], [3, 400, 3, 1]])
+def test_blocks_add_up_each_with_its_share_of_kappa(sizes: list[int]) -> None:
+    kappa, releases, delta = 50.0, 3, 1e-5
+    found = []
+    for order in GRID:
+        spent = releases * sum(renyi_divergence(order, kappa * size / sum(sizes), size) for size in sizes)
+        found.append(spent + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
+    least = min(*found, 2 * kappa * releases)
+    assert least <= directional_epsilon(kappa, sizes, releases, delta) <= least * (1 + 2 * MARGIN)
+
+
 def test_epsilon_grows_with_kappa_and_releases_and_shrinks_with_the_dimension() -> None:
     base = directional_epsilon(50.0, [100], 2, 1e-5)
     assert directional_epsilon(40.0, [100], 2, 1e-5) < base < directional_epsilon(50.0, [100], 3, 1e-5)
     assert directional_epsilon(50.0, [1000], 2, 1e-5) < base < directional_epsilon(50.0, [100], 2, 1e-7)
-    # Blocks have their share of kappa each; equal ones are counted together.
-    one = sum(3 * renyi_divergence(4.0, 12.5, 25) for _ in range(4))
-    assert directional_epsilon(50.0, [25] * 4, 3, 1e-5) <= one - math.log(1e-5 * 4) / 3 + math.log(0.75)
     mixed = directional_epsilon(50.0, [25, 75], 2, 1e-5)
     assert mixed == directional_epsilon(50.0, [75, 25], 2, 1e-5) != base
 

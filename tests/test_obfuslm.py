@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 import rasura
+from rasura.accounting import Run, guarantee
 from rasura.interfaces import InputError
 from rasura.obfuscation.clusters import embed_cluster
 from rasura.obfuscation.folder import obfuscate_model
@@ -24,6 +25,7 @@ from rasura.obfuscation.model import obfuscate, obfuscate_embedding
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.synthesis import weight_synth
 from rasura.rng import generator, laplace
+from rasura.values import Mechanism, Stage
 from tests.tiny import FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
 
 SPECIAL = VOCABULARY.special_ids
@@ -95,6 +97,25 @@ def test_weights_are_those_of_the_plain_reading(disjoint: bool) -> None:
             dense[i, rows] += u.exp() / u.exp().sum()
     assert torch.allclose(weights.apply(table), dense @ table, atol=1e-12)
     assert torch.allclose(torch.cat([weights.matrix(n).sum(1) for n in range(len(clusters))]), torch.ones(1).double())
+
+
+def test_no_epsilon_of_the_mixing_is_a_guarantee() -> None:
+    """(k, epsilon)-anonymity as defined does not hold, so it is said nowhere: ``benchmarks/obfuslm_anonymity.py``."""
+    for plus in (False, True):
+        told = ObfuscationSettings(plus=plus).told()
+        found = guarantee([Mechanism("obfuslm", Stage.MODEL, told)], Run(100, 10, 1))
+        assert found.told() == {"statement": found.statement} and found.statement.startswith("no formal guarantee")
+
+
+def test_noise_of_a_cluster_has_other_widths_for_other_rows() -> None:
+    """Why no finite epsilon holds: far out the ratio of two such densities has no bound."""
+    table = torch.randn(60, 8, generator=generator(3), dtype=torch.float64)
+    clusters = embed_cluster(table, 5, 0.9)
+    for number in range(len(clusters)):
+        unit = nn.functional.normalize(table[clusters[number]], dim=1)
+        cosines = unit @ unit.T
+        widths = cosines.amax(1) - cosines.amin(1)
+        assert float(widths.max() / widths.min()) > 1.001
 
 
 def precise(model: nn.Module) -> nn.Module:

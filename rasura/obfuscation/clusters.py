@@ -2,7 +2,7 @@
 
 Where this departs from the paper, each an option of ``embed_cluster``: rows that have a cluster are skipped (the printed
 line 13 takes them again, against "each embedding will only be assigned to one cluster"), and clusters that stay smaller than
-``k``, which the definition of (k, epsilon)-anonymity does not allow, are merged into the nearest of full size.
+``k``, which the paper's definition of (k, epsilon)-anonymity does not allow, are merged into the nearest of full size.
 """
 
 from __future__ import annotations

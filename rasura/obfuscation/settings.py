@@ -10,7 +10,8 @@ from rasura.interfaces import InputError
 
 @dataclass(frozen=True)
 class ObfuscationSettings:
-    """Rows a cluster ``k``, privacy parameter ``epsilon``, threshold ratio ``beta``; ``k=1`` only permutes the vocabulary.
+    """Rows a cluster ``k``, strength ``epsilon`` of a row's own share in its mixture, threshold ratio ``beta``; ``k=1`` only
+    permutes the vocabulary. Neither k nor epsilon is a guarantee: ``docs/obfuslm.md`` says what they are worth as measured.
 
     ``plus``: ObfusLM+, the hidden dimension too, with ``hidden_k`` and ``hidden_epsilon`` (the paper's 10 and 3).
     ``disjoint=False`` and ``merge_leftovers=False`` are the algorithms as printed. Raises ``InputError`` for what cannot be.
