@@ -244,10 +244,15 @@ def _normal_like(rng: SecretGenerator, like: Tensor, **kind: Any) -> Tensor:
     return normal(like.shape, rng).to(kind.get("device") or like.device, dtype)
 
 
+def _rand(rng: SecretGenerator, size: Sequence[int], **kind: Any) -> Tensor:
+    return _uniform_(rng, torch.empty(size, **kind))
+
+
 _DRAWN: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.bernoulli_.float: _bernoulli_,
     torch.ops.aten.native_dropout.default: _dropout,
     torch.ops.aten.uniform_.default: _uniform_,
+    torch.ops.aten.rand.default: _rand,
     torch.ops.aten.randn_like.default: _normal_like,
 }
 """Operations of PyTorch that draw, and what draws in their place."""

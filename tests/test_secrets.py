@@ -390,6 +390,9 @@ def test_noise_of_layers_has_its_distribution() -> None:
         assert stats.kstest(found.double().numpy(), stats.uniform(-2, 5).cdf).pvalue > 1e-6
         law = torch.distributions.Laplace(0.0, 1.0).sample((20_000,))
         assert stats.kstest(law.double().numpy(), "laplace").pvalue > 1e-6
+        rand = torch.rand(200, 100, dtype=torch.float64)
+        assert rand.shape == (200, 100) and stats.kstest(rand.flatten().numpy(), "uniform").pvalue > 1e-6
+        assert torch.rand([]).shape == ()  # as models ask whether to drop a layer
         half = torch.randn_like(like[:9], dtype=torch.bfloat16)
         assert half.dtype == torch.bfloat16
 
@@ -421,7 +424,7 @@ def test_attention_with_dropout_draws_the_secret_mask_too(monkeypatch: pytest.Mo
 
 
 UNKNOWN: dict[str, Callable[[], Any]] = {
-    "rand": lambda: torch.rand(3),
+    "randn": lambda: torch.randn(3),
     "randperm": lambda: torch.randperm(3),
     "exponential": lambda: torch.empty(3).exponential_(),
     "multinomial": lambda: torch.multinomial(torch.ones(3), 1),
