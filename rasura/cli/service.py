@@ -34,6 +34,8 @@ def serve(
     max_model: Annotated[int, typer.Option(help="MiB of a model, at most")] = 2048,
     max_data: Annotated[int, typer.Option(help="MiB of a data set, at most")] = 256,
     quota: Annotated[int, typer.Option(help="MiB of a tenant's models together")] = 20480,
+    max_memory: Annotated[int, typer.Option(help="MiB that answering takes beside the weights, at most")] = 1024,
+    max_training: Annotated[int, typer.Option(help="MiB that a training job takes, at most")] = 8192,
     rate: Annotated[float, typer.Option(help="requests a second of a tenant; twice as many at once")] = 50.0,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
 ) -> None:
@@ -44,7 +46,10 @@ def serve(
     from rasura.service.limits import MIB, Limits
     from rasura.service.server import serve as run
 
-    limits = Limits(max_model * MIB, max_data * MIB, quota * MIB, rate=rate, burst=max(1, round(2 * rate)))
+    limits = Limits(
+        max_model * MIB, max_data * MIB, quota * MIB, rate=rate, burst=max(1, round(2 * rate)), memory=max_memory * MIB,
+        training_memory=max_training * MIB,
+    )  # fmt: skip
     if host not in ("127.0.0.1", "localhost", "::1"):
         err.print(f"{host} is open to others, and tokens are sent as they are: put a TLS proxy in front")
     told = f"serving on http://{host}:{port}, described at http://{host}:{port}/docs"

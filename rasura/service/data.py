@@ -16,6 +16,7 @@ import torch
 
 from rasura.service.container import DATA, tensor_shapes
 from rasura.service.limits import Limits, Refused
+from rasura.service.memory import check_job
 from rasura.values import NO_TEXT, Batch, Vocabulary
 
 EXPECTED = {"ids": "I32", "lengths": "I32", "labels": "I32", "types": "U8"}
@@ -92,8 +93,9 @@ def write(rows: Sequence[Batch], path: Path) -> None:
     save_file(tensors, str(path))
 
 
-def check(folder: Path, about: Mapping[str, Any], limits: Limits) -> int:
-    """The number of texts in the data of a job for the model that ``about`` describes. Raises ``Refused``."""
+def check(folder: Path, about: Mapping[str, Any], settings: JobSettings, limits: Limits) -> int:
+    """The number of texts in the data of a job for the model that ``about`` describes. Raises ``Refused``, also where the
+    training would take more memory than ``limits`` allow."""
     from safetensors.numpy import load_file
 
     shapes = tensor_shapes(folder / DATA)
@@ -120,6 +122,7 @@ def check(folder: Path, about: Mapping[str, Any], limits: Limits) -> int:
             raise Refused(422, f"there must be one label for each text, from 0 to {about['labels'] - 1}")
     if "types" in found and (len(found["types"]) != len(ids) or int(found["types"].max()) > 1):
         raise Refused(422, "types must be 0 or 1, one for each id")
+    check_job(about, min(settings.batch_size or 1, count), int(lengths.max()), limits.training_memory)
     return count
 
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rasura.service.limits import Refused
+from rasura.service.limits import Limits, Refused
+from rasura.service.memory import groups, together
 from rasura.service.models import opened
 from rasura.service.store import Model, Store
 from rasura.values import Batch
@@ -22,9 +24,6 @@ from rasura.victims.train import predictions
 
 WINDOW = 0.004
 """Seconds that the first of a batch waits for others."""
-
-TOGETHER = 32
-"""Texts that are generated side by side, at most."""
 
 T = TypeVar("T")
 
@@ -65,9 +64,10 @@ class Decoding:
     @torch.no_grad()
     def step(self) -> list[int]:
         """The next id of every prompt."""
+        # The logits of the last token alone: those of a long prompt would take more than the model.
         found = self.model(
             input_ids=self.next, attention_mask=self.mask, position_ids=self.positions, past_key_values=self.cache,
-            use_cache=True,
+            use_cache=True, logits_to_keep=1,
         )  # fmt: skip
         self.cache = found.past_key_values
         logits = found.logits[:, -1].float().cpu()
@@ -89,20 +89,22 @@ def _chosen(logits: Tensor, prompt: Prompt, generator: torch.Generator) -> int:
 
 
 class Engine:
-    """Models of ``store`` on ``device``, the ``loaded`` last used of them in memory; one thread computes.
+    """Models of ``store`` on ``device``, the last used of them in memory; one thread computes.
 
-    At most ``waiting`` requests wait; more are refused (429).
+    No batch takes more memory than ``limits.memory``, by ``rasura.service.memory``: texts that are more go one batch after
+    the other, with others' requests in between. More waiting requests than ``limits`` allow, in all or of one tenant, are
+    refused (429).
     """
 
-    def __init__(self, store: Store, device: str, *, loaded: int, waiting: int) -> None:
-        self.store, self.device, self.loaded, self.most = store, device, loaded, waiting
+    def __init__(self, store: Store, device: str, limits: Limits) -> None:
+        self.store, self.device, self.limits = store, device, limits
         self._models: OrderedDict[str, nn.Module] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="model")
         self._lock = threading.Lock()
         self._texts: dict[str, list[tuple[list[Batch], asyncio.Future[Tensor]]]] = {}
         self._prompts: dict[str, list[Prompt]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._count = 0
+        self._waiting: Counter[str] = Counter()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -120,7 +122,7 @@ class Engine:
             first = len(waiting) == 1
         if first:
             self._later(self._classify_all(model))
-        with self._counted():
+        with self._counted(model.tenant):
             return await future
 
     async def generate(self, model: Model, prompt: Prompt) -> AsyncIterator[int]:
@@ -132,7 +134,7 @@ class Engine:
         if first:
             self._later(self._generate_all(model))
         try:
-            with self._counted():
+            with self._counted(model.tenant):
                 while (found := await prompt.out.get()) is not None:
                     if isinstance(found, Exception):
                         raise found
@@ -140,18 +142,20 @@ class Engine:
         finally:
             prompt.closed = True
 
-    def check_room(self) -> None:
+    def check_room(self, tenant: str) -> None:
         """Raises ``Refused`` where too many requests wait already."""
-        if self._count >= self.most:
+        if self._waiting[tenant] >= self.limits.tenant_waiting:
+            raise Refused(429, f"{self.limits.tenant_waiting} of your requests wait for the models; wait for one")
+        if self._waiting.total() >= self.limits.waiting:
             raise Refused(429, "too many requests wait for the models; try again")
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self._count += 1
+    def _counted(self, tenant: str) -> Iterator[None]:
+        self._waiting[tenant] += 1
         try:
             yield
         finally:
-            self._count -= 1
+            self._waiting[tenant] -= 1
 
     def _later(self, what: Any) -> None:
         task = asyncio.get_running_loop().create_task(what)
@@ -168,7 +172,7 @@ class Engine:
                 self._models[model.id] = opened(self.store.path(model), model.about["kind"], self.device)
             except OSError:
                 raise Refused(404, "there is no such model") from None
-            while len(self._models) > self.loaded:
+            while len(self._models) > self.limits.loaded:
                 self._models.popitem(last=False)
         self._models.move_to_end(model.id)
         return self._models[model.id]
@@ -176,16 +180,24 @@ class Engine:
     async def _classify_all(self, model: Model) -> None:
         await asyncio.sleep(WINDOW)
         taken: list[tuple[list[Batch], asyncio.Future[Tensor]]] = []
+        rows: list[Batch] = []
 
-        def work() -> Tensor:
+        def begin() -> list[list[int]]:
             # Whoever came while the thread was busy is taken along.
             with self._lock:
                 taken.extend(self._texts.pop(model.id))
-            rows = [row for some, _ in taken for row in some]
-            return predictions(self._model(model), rows, model.about["pad"])
+            rows.extend(row for some, _ in taken for row in some)
+            return groups(model.about, [row.input_ids.shape[1] for row in rows], self.limits.memory)
+
+        def answered(some: list[int]) -> Tensor:
+            return predictions(self._model(model), [rows[k] for k in some], model.about["pad"])
 
         try:
-            logits = await self.run(work)
+            parts = await self.run(begin)
+            # One batch at a time, so that other models and requests get their turn in between.
+            found = torch.cat([await self.run(partial(answered, some)) for some in parts])
+            logits = torch.empty_like(found)
+            logits[[k for some in parts for k in some]] = found
         except Exception as error:
             for _, future in taken:
                 if not future.done():
@@ -202,9 +214,11 @@ class Engine:
         def begin() -> Decoding:
             with self._lock:
                 everyone = self._prompts.pop(model.id)
-                live.extend(everyone[:TOGETHER])
-                if everyone[TOGETHER:]:
-                    self._prompts[model.id] = everyone[TOGETHER:]
+                sizes = [(len(p.ids), p.new_tokens) for p in everyone]
+                count = together(model.about, sizes, self.limits.memory)
+                live.extend(everyone[:count])
+                if everyone[count:]:
+                    self._prompts[model.id] = everyone[count:]
                     loop.call_soon_threadsafe(lambda: self._later(self._generate_all(model)))
             return Decoding(self._model(model), live, model.about["pad"])
 

@@ -32,7 +32,9 @@ class Refused(InputError):
 class Limits:
     """Bytes of a model, of a data set, of a tenant's models together, and of any other body; requests a second and at once
     (``burst``) of a tenant; jobs of a tenant that are not finished; texts of a data set; inputs of one request; new tokens
-    of one generation; requests that wait for the model; models kept in memory; downloads of a tenant at the same time."""
+    of one generation; requests that wait for the models, in all and of one tenant; models kept in memory; downloads of a
+    tenant at the same time; bytes of memory that one computation takes beside the weights, and that a training job takes in
+    all (``rasura.service.memory``)."""
 
     model_bytes: int = 2048 * MIB
     data_bytes: int = 256 * MIB
@@ -45,8 +47,11 @@ class Limits:
     inputs: int = 256
     new_tokens: int = 1024
     waiting: int = 1024
+    tenant_waiting: int = 64
     loaded: int = 4
     downloads: int = 4
+    memory: int = 1024 * MIB
+    training_memory: int = 8192 * MIB
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ def checked(folder: Path) -> dict[str, Any]:
     """What there is to know of the model in ``folder``, without allocating it.
 
     Returns ``kind`` (classification or causal), ``vocabulary``, ``max_length`` in tokens, ``labels``, ``pad``, ``ends`` (ids
-    that end a text), ``hidden``, ``blocks``, ``pair``. Raises ``Refused`` for a config that is none, of another family, or
-    whose model has other tensors than the file: what is allocated later is as large as what was sent.
+    that end a text), ``hidden``, ``blocks``, ``heads``, ``inner`` (width of the feed-forward part), ``parameters``,
+    ``pair``. Raises ``Refused`` for a config that is none, of another family, or whose model has other tensors than the
+    file: what is allocated later is as large as what was sent.
     """
     config = _config(folder / CONFIG)
     kinds = config.get("architectures")
@@ -73,8 +75,17 @@ def checked(folder: Path) -> dict[str, Any]:
         "ends": [i for i in (end if isinstance(end, list) else [end]) if isinstance(i, int)],
         "hidden": int(text.hidden_size),
         "blocks": int(text.num_hidden_layers),
+        "heads": int(text.num_attention_heads),
+        "inner": _inner(text),
+        "parameters": sum(prod(shape) for shape in wanted.values()),
         "pair": pair if isinstance(pair, str) else None,
     }
+
+
+def _inner(config: Any) -> int:
+    """The width of the feed-forward part, which each family names differently."""
+    found = [getattr(config, name, None) for name in ("intermediate_size", "hidden_dim", "n_inner")]
+    return next((n for n in found if isinstance(n, int)), 4 * int(config.hidden_size))
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 
 from rasura.errors import InputError, MissingExtra
-from rasura.service import data, models
+from rasura.service import data, memory, models
 from rasura.service.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, Outgoing, checked_name
 from rasura.service.guard import Guard
 from rasura.service.inference import Engine, Prompt
@@ -38,7 +38,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
         from pydantic import BaseModel, Field
     except ImportError:
         raise MissingExtra("the service needs FastAPI; run: pip install 'rasura[service]'") from None
-    engine = Engine(store, device, loaded=limits.loaded, waiting=limits.waiting)
+    engine = Engine(store, device, limits)
     supervisor = Supervisor(store, device)
     arriving: dict[str, int] = {}
     leaving: dict[str, int] = {}
@@ -175,7 +175,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
             raise Refused(413, f"your models may have {limits.tenant_bytes} bytes together; delete one first")
         with store.incoming() as place:
             head = await received(request, place, {DATA: limits.data_bytes}, check)
-            await asyncio.to_thread(data.check, place, model.about, limits)
+            await asyncio.to_thread(data.check, place, model.about, settings[0], limits)
             job = store.add_job(model, head["output"], asdict(settings[0]), place, limits.jobs)
         supervisor.wake()
         return job.told()
@@ -196,7 +196,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
         if not supervisor.cancel(store.job(number, tenant_of(request))):
             raise Refused(409, "the job is at its end already")
 
-    def checked_ids(model: Model, kind: str, texts: list[list[int]], longest: int) -> None:
+    def checked_ids(model: Model, kind: str, texts: list[list[int]], longest: int, new_tokens: int = 0) -> None:
         if model.about["kind"] != kind:
             raise Refused(409, f"this model is not for that; its kind is {model.about['kind']}")
         size = model.about["vocabulary"]
@@ -205,7 +205,8 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
                 raise Refused(422, f"text {number} must have 1 to {longest} tokens")
             if max(ids) >= size:
                 raise Refused(422, f"text {number} has ids outside the vocabulary's 0 .. {size - 1}")
-        engine.check_room()
+            memory.check_text(model.about, number, len(ids), limits.memory, new_tokens)
+        engine.check_room(model.tenant)
 
     @app.post("/v1/models/{name}/classify", dependencies=bearer)
     async def classify(request: Request, name: str, body: Texts) -> dict[str, Any]:
@@ -231,7 +232,7 @@ def application(store: Store, tenants: Tenants, limits: Limits, device: str = "c
         longest = model.about["max_length"] - body.new_tokens
         if longest < 1 and model.about["kind"] == "causal":
             raise Refused(422, f"new_tokens must be below the model's {model.about['max_length']} tokens")
-        checked_ids(model, "causal", [body.input], longest)
+        checked_ids(model, "causal", [body.input], longest, body.new_tokens)
         ids = engine.generate(model, Prompt(body.input, body.new_tokens, body.temperature, body.top_k, body.seed))
 
         async def lines() -> AsyncIterator[str]:

@@ -41,7 +41,7 @@ def train(store: Store, job: Job, device: str) -> None:
         model = with_partial_adapter(model, task, settings.rank or 1, settings.alpha, settings.seed)
 
     def figures(m: nn.Module) -> dict[str, float]:
-        return _figures(m, held, task, about["pad"])
+        return _figures(m, held, task, about["pad"], settings.batch_size or 1)
 
     watched = "loss" if task == "causal" else "accuracy"
     recipe = Recipe(
@@ -64,10 +64,11 @@ def train(store: Store, job: Job, device: str) -> None:
         store.add_model(job.tenant, job.output, models.checked(part), part, by=job.id)
 
 
-def _figures(model: nn.Module, held: list[Batch], task: Task, pad: int) -> dict[str, float]:
+def _figures(model: nn.Module, held: list[Batch], task: Task, pad: int, most: int) -> dict[str, float]:
+    """Of the ``held`` texts, at most as many at once as a step of the training takes, which the memory was counted for."""
     if task == "causal":
-        return causal(*nats(model, held, pad))
-    return classification(predictions(model, held, pad), [int(row.labels[0]) for row in held])
+        return causal(*nats(model, held, pad, together=min(16, most)))
+    return classification(predictions(model, held, pad, together=min(64, most)), [int(row.labels[0]) for row in held])
 
 
 def _end_with_parent() -> None:
