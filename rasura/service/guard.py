@@ -27,7 +27,7 @@ log = logging.getLogger("rasura.service")
 
 
 class Guard:
-    """Lets a request through to ``app`` with its tenant in ``scope["state"]``, or answers it: 401, 411, 413, 415, 429.
+    """Lets a request through to ``app`` with its tenant in ``scope["state"]``, or answers it: 400, 401, 411, 413, 415, 429.
 
     What goes wrong inside is answered by 500 and logged by the kind of the error alone: its message may quote a body.
     """
@@ -70,7 +70,9 @@ class Guard:
         if length is None:
             if b"transfer-encoding" in headers or scope["method"] not in ("GET", "HEAD", "DELETE", "OPTIONS"):
                 raise Refused(411, "the size must be known; expected a Content-Length")
-        elif int(length) > self._most(scope["method"], path):
+        elif not length.isdigit():
+            raise Refused(400, "the Content-Length is not a number")
+        elif len(length) > 18 or int(length) > self._most(scope["method"], path):
             raise Refused(413, f"the body is larger than the {self._most(scope['method'], path)} bytes that are taken here")
         return tenant
 

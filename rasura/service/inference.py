@@ -170,7 +170,7 @@ class Engine:
         if model.id not in self._models:
             try:
                 self._models[model.id] = opened(self.store.path(model), model.about["kind"], self.device)
-            except OSError:
+            except (OSError, ValueError):  # deleted meanwhile: the libraries raise either
                 raise Refused(404, "there is no such model") from None
             while len(self._models) > self.limits.loaded:
                 self._models.popitem(last=False)

@@ -93,7 +93,7 @@ def _config(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise Refused(422, f"{CONFIG} is no JSON") from None
-    if not isinstance(found, dict) or found.get("model_type") not in FAMILIES:
+    if not isinstance(found, dict) or str(found.get("model_type")) not in FAMILIES:
         raise Refused(422, f"{CONFIG}: model_type must be one of {', '.join(sorted(FAMILIES))}")
     if any(name in found for name in CODE):
         raise Refused(422, f"{CONFIG} must not hold any of {', '.join(CODE)}")
