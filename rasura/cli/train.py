@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,20 +25,37 @@ from rasura.cli.shared import (
 )
 
 
+class Rate:
+    """Rows a second since the first call, and how long the rest takes."""
+
+    def __init__(self) -> None:
+        self.first: tuple[int, float] | None = None
+
+    def __call__(self, done: int, total: int) -> str:
+        now = time.monotonic()
+        if self.first is None:
+            self.first = (done, now)
+        rows, seconds = done - self.first[0], now - self.first[1]
+        if not rows or seconds <= 0:
+            return "the first rows"
+        left = (total - done) * seconds / rows
+        return f"{rows / seconds:.2f} rows/s, {left / 60:.1f} minutes left"
+
+
 @protect.command()
 def ghost(
     source: Annotated[str, typer.Argument(help="JSONL, CSV, Parquet or data set id")],
     target: Annotated[Path, typer.Argument(help="the file to write: .jsonl, .csv or .parquet")],
     model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
-    k: Annotated[int, typer.Option(help="neighbours of a token among which a substitute is looked for")] = 70,
-    overlap: Annotated[float, typer.Option(help="share of common neighbours above which two tokens mean the same")] = 0.1,
-    group: Annotated[int, typer.Option(help="tokens that share their substitutes; 1: as published, 8: balanced")] = 1,
+    k: Annotated[int | None, typer.Option(help="neighbours among which a token's substitute is looked for (70)")] = None,
+    overlap: Annotated[float | None, typer.Option(help="share of neighbours above which two mean the same (0.1)")] = None,
+    group: Annotated[int | None, typer.Option(help="tokens that share substitutes; 1: as published, 8: balanced")] = None,
     beam: Annotated[int, typer.Option(help="texts kept while substitutes are chosen")] = 1,
     keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="marks stay as they are")] = False,
     keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="numbers stay as they are")] = False,
     round_trip: Annotated[bool, typer.Option("--round-trip", help="only words that the text alone gives back")] = False,
-    language: Annotated[str, typer.Option(help="of the lemmas, as simplemma names it: en, de ...; none")] = "en",
-    table: Annotated[Path | None, typer.Option(help="file of the search's result; written if it does not exist")] = None,
+    language: Annotated[str | None, typer.Option(help="of the lemmas, as simplemma names it: en, de ...; none")] = None,
+    table: Annotated[Path | None, typer.Option(help="file of the search; written if it does not exist")] = None,
     seed: Annotated[int, typer.Option(help="seed of the first choice")] = 0,
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
@@ -52,19 +70,31 @@ def ghost(
     """
     from dataclasses import asdict
 
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+
+    from rasura.data.columns import Columns
     from rasura.protection import protect_file
     from rasura.shadows.table import ShadowSettings
 
-    settings = ShadowSettings(
-        k, overlap, most=max(k, ShadowSettings.most), language=None if language == "none" else language, group=group,
-        keep_punctuation=keep_punctuation, keep_numbers=keep_numbers, round_trip=round_trip,
-    )  # fmt: skip
-    with watched() as bar:
-        task = bar.add_task("texts", total=None)
+    given = {"k": k, "overlap": overlap, "group": group}
+    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if k is not None:
+        asked["most"] = max(k, ShadowSettings.most)
+    if language is not None:
+        asked["language"] = None if language == "none" else language
+    flags = {"keep_punctuation": keep_punctuation, "keep_numbers": keep_numbers, "round_trip": round_trip}
+    asked |= {name: True for name, value in flags.items() if value}
+    there = table is not None and table.exists()
+    with watched(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()) as bar:
+        task = bar.add_task("loading the model, looking for substitutes", total=None)
+        rate = Rate()
         found = protect_file(
-            source, target, model=model, table=table, shadows=settings, beam=beam, seed=seed,
-            progress=lambda done, total: bar.update(task, completed=done, total=total),
+            source, target, model=model, table=table, shadows=asked, beam=beam, seed=seed,
+            columns=Columns(text_column, pair_column, label_column),
+            progress=lambda done, total: bar.update(task, completed=done, total=total, description=rate(done, total)),
         )  # fmt: skip
+    if there:
+        err.print(f"settings of {table}: {found.settings}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
         return

@@ -162,7 +162,7 @@ def _ids(found: Any, name: str, place: str) -> tuple[int, ...] | None:
     return ids
 
 
-def _place(example: Example, number: int) -> str:
+def place_of(example: Example, number: int) -> str:
     """Where ``example`` was read, or its ``number`` among those given."""
     return f"text {number}" if example.row is None else f"{example.source}, row {example.row}"
 
@@ -182,24 +182,26 @@ def encode(
     rows: list[list[int]] = coded["input_ids"]
     types: list[list[int]] | None = coded["token_type_ids"] if paired and "token_type_ids" in coded else None
     for k, e in enumerate(examples):
-        if e.input_ids is None or (paired and types is not None and e.token_type_ids is None):
+        if e.input_ids is None:
             continue
+        if types is not None and e.token_type_ids is None and e.text_pair:
+            raise InputError(f"{place_of(e, k + 1)}: input_ids of a pair, but no token_type_ids; protect the file anew")
         if not all(0 <= i < len(tokenizer) for i in e.input_ids):
-            raise InputError(f"{_place(e, k + 1)}: input_ids outside the model's 0 .. {len(tokenizer) - 1}")
+            raise InputError(f"{place_of(e, k + 1)}: input_ids outside the model's 0 .. {len(tokenizer) - 1}")
         cut = max_length if truncate else None
         rows[k] = list(e.input_ids[:cut])
-        if types is not None and e.token_type_ids is not None:
-            types[k] = list(e.token_type_ids[:cut])
+        if types is not None:
+            types[k] = list(e.token_type_ids or (0,) * len(e.input_ids))[:cut]
     longest = max(map(len, rows))
     if longest > max_length:
         worst = max(range(len(rows)), key=lambda k: len(rows[k]))
         raise InputError(
-            f"{_place(examples[worst], worst + 1)}: the text has {longest} tokens but the model takes {max_length}; "
+            f"{place_of(examples[worst], worst + 1)}: the text has {longest} tokens but the model takes {max_length}; "
             "pass --truncate to cut it"
         )
     if not all(rows):
         empty = next(k for k, row in enumerate(rows) if not row)
-        raise InputError(f"{_place(examples[empty], empty + 1)}: the text has no token; remove the row or fill it")
+        raise InputError(f"{place_of(examples[empty], empty + 1)}: the text has no token; remove the row or fill it")
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     ids = torch.tensor([r + [pad] * (longest - len(r)) for r in rows])
     mask = torch.tensor([[1] * len(r) + [0] * (longest - len(r)) for r in rows])
@@ -209,12 +211,12 @@ def encode(
     else:
         for k, e in enumerate(examples):
             if e.label is None:
-                raise InputError(f"{_place(e, k + 1)} has no label; classification needs a column label")
+                raise InputError(f"{place_of(e, k + 1)} has no label; classification needs a column label")
             if e.label < 0:
-                raise InputError(f"{_place(e, k + 1)}: label {e.label} is below 0; expected 0 .. {num_labels - 1}")
+                raise InputError(f"{place_of(e, k + 1)}: label {e.label} is below 0; expected 0 .. {num_labels - 1}")
             if e.label >= num_labels:
                 raise InputError(
-                    f"{_place(e, k + 1)}: label {e.label} is outside the head's 0 .. {num_labels - 1}; "
+                    f"{place_of(e, k + 1)}: label {e.label} is outside the head's 0 .. {num_labels - 1}; "
                     f"pass --num-labels {e.label + 1} or more"
                 )
         labels = torch.tensor([e.label for e in examples])

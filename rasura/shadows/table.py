@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -113,9 +113,40 @@ class ShadowTable:
             raise InputError(f"{path} is no shadow table: {error}") from None
         if about.get("schema") != str(SCHEMA) or set(found) != set(TENSORS):
             raise InputError(f"{path} is no shadow table of this version; make it anew with rasura protect ghost")
-        if model is not None and about["model"] != model:
+        try:
+            told = json.loads(about["settings"])
+            usual = asdict(PAPER)
+            if told.keys() != usual.keys() or not all(_alike(told[name], usual[name]) for name in usual):
+                raise ValueError
+            settings = ShadowSettings(**told)
+            made = cls(**found, settings=settings, model=str(about["model"]))
+        except (KeyError, ValueError, RecursionError):
+            raise InputError(f"{path} is damaged: its settings cannot be read; make it anew") from None
+        if model is not None and made.model != model:
             raise InputError(f"{path} was made for another model; make one for this model with rasura protect ghost")
-        return cls(**found, settings=ShadowSettings(**json.loads(about["settings"])), model=about["model"])
+        made._check(path)
+        return made
+
+    def _check(self, path: str | Path) -> None:
+        """Raises ``InputError`` where the tensors cannot be a table's."""
+        bounds, count = self.offsets, len(self.offsets) - 1
+        kinds = (torch.int8, torch.int16, torch.int32, torch.int64)
+        whole = all(t.dim() == 1 and t.dtype in kinds for t in (getattr(self, name) for name in TENSORS))
+        fits = whole and count > 0 and all(len(t) == count for t in (self.k, self.relaxed, self.groups))
+        fits = fits and int(bounds[0]) == 0 and int(bounds[-1]) == len(self.ids) and bool((bounds.diff() >= 0).all())
+        for tensor, most in ((self.ids, count), (self.groups, count), (self.relaxed, len(RELAXED))):
+            fits = fits and (not len(tensor) or (int(tensor.min()) >= 0 and int(tensor.max()) < most))
+        if not fits:
+            raise InputError(f"{path} is damaged: its tensors are none of a shadow table; make it anew")
+
+    def differs(self, asked: Mapping[str, Any]) -> str:
+        """Which settings ``asked`` differ from the table's, in words; empty where none does."""
+        own = asdict(self.settings)
+        return ", ".join(f"{name} {own[name]}, asked {value}" for name, value in asked.items() if own[name] != value)
+
+
+def _alike(value: Any, usual: Any) -> bool:
+    return type(value) is type(usual) or (value is None and isinstance(usual, str))
 
 
 def token_embedding(model: nn.Module) -> Tensor:

@@ -1,0 +1,142 @@
+"""Files of training text behind GHOST: the table's settings, pairs that an ordinary trainer takes, names of labels."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_auditing import TEXTS, model_folder
+from test_cli import refused
+
+from rasura import protection
+from rasura.cli.train import Rate
+from rasura.data.text import encode, load_examples
+from rasura.interfaces import InputError
+from rasura.shadows.table import ShadowSettings, ShadowTable
+
+__all__ = ["model_folder"]
+
+SETTINGS = ShadowSettings(k=12, overlap=0.5, language=None)
+
+
+def written(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_table_of_other_settings_is_refused_and_its_own_are_taken(tmp_path: Path, model_folder: Path) -> None:
+    source = written(tmp_path / "notes.jsonl", [{"text": t, "label": 0} for t in TEXTS])
+    table, model = tmp_path / "table.safetensors", str(model_folder)
+    first = protection.protect(source, tmp_path / "a.jsonl", model=model, table=table, shadows=SETTINGS)
+    again = protection.protect(source, tmp_path / "b.jsonl", model=model, table=table)
+    assert again.settings == first.settings and "k 12 up to 170, overlap 0.5" in again.settings
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    line = refused("protect", "ghost", source, tmp_path / "c.jsonl", "--model", model, "--table", table, "--group", "8")
+    assert "made with other settings (group 1, asked 8)" in line
+    with pytest.raises(InputError, match=r"k 12, asked 70.*language None, asked en"):
+        protection.protect(source, tmp_path / "c.jsonl", model=model, table=table, shadows=ShadowSettings())
+    assert not (tmp_path / "c.jsonl.part").exists()
+
+
+def test_a_damaged_table_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    victim = protection.load(model_folder, "classification")
+    path = tmp_path / "table.safetensors"
+    protection.Obfuscator(victim, table=path, shadows=SETTINGS)
+    whole = ShadowTable.load(path)
+    about = {"schema": "2", "model": whole.model, "settings": json.dumps({**vars(SETTINGS), "k": "12"})}
+    save_file(load_file(path), path, metadata=about)
+    with pytest.raises(InputError, match="its settings cannot be read"):
+        ShadowTable.load(path)
+    about["settings"] = json.dumps(vars(SETTINGS))
+    for name, bad in (("ids", whole.ids + 10_000), ("offsets", whole.offsets.flip(0)), ("k", whole.k.float())):
+        save_file({**load_file(path), name: bad.contiguous()}, tmp_path / "bad.safetensors", metadata=about)
+        with pytest.raises(InputError, match="its tensors are none of a shadow table"):
+            ShadowTable.load(tmp_path / "bad.safetensors")
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_pairs_are_trained_on_by_a_plain_trainer(suffix: str, tmp_path: Path, model_folder: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows: list[dict[str, object]] = [{"text": TEXTS[0], "label": 0}]
+    rows += [{"text": a, "text_pair": b, "label": k % 2} for k, (a, b) in enumerate(zip(TEXTS, TEXTS[1:] + TEXTS[:1]))]
+    source = written(tmp_path / "pairs.jsonl", rows)
+    target = tmp_path / f"hidden{suffix}"
+    found = protection.protect(source, target, model=str(model_folder), shadows=SETTINGS)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
+    kind = {".jsonl": "json", ".parquet": "parquet"}[suffix]
+    data = datasets.load_dataset(kind, data_files=str(target), split="train", cache_dir=str(tmp_path / "cache"))
+    for row, original in zip(data, rows, strict=True):
+        private = tokenizer(original["text"], original.get("text_pair"))
+        assert row["token_type_ids"] == private["token_type_ids"] and len(row["input_ids"]) == len(private["input_ids"])
+        special = set(tokenizer.all_special_ids)
+        for new, old in zip(row["input_ids"], private["input_ids"]):
+            assert (new == old) == (old in special)
+        assert row["text"].split() == tokenizer.decode(row["input_ids"]).split("[SEP]")[0].split()[1:]
+    assert found.tokens == sum(sum(i not in special for i in r["input_ids"]) for r in data)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_folder)
+    before = model.bert.embeddings.word_embeddings.weight.detach().clone()
+    arguments = transformers.TrainingArguments(
+        str(tmp_path / "out"), max_steps=1, per_device_train_batch_size=3, report_to=[], use_cpu=True, save_strategy="no",
+        disable_tqdm=True, learning_rate=0.1, weight_decay=0.0,
+    )  # fmt: skip
+    collator = transformers.DataCollatorWithPadding(tokenizer)
+    transformers.Trainer(model, arguments, train_dataset=data, data_collator=collator).train()
+    assert not torch.equal(before, model.bert.embeddings.word_embeddings.weight)
+    batch = encode(load_examples(target), tokenizer, "classification", max_length=64, num_labels=2)
+    assert batch.token_type_ids is not None
+    assert [list(batch.ids(k)) for k in range(len(data))] == [row["input_ids"] for row in data]
+
+
+def test_a_data_set_of_pairs_is_mapped(model_folder: Path) -> None:
+    hide = protection.Obfuscator(protection.load(model_folder, "classification"), shadows=SETTINGS)
+    out = hide({"text": [TEXTS[0], TEXTS[1]], "text_pair": [TEXTS[1], None]})
+    assert out["token_type_ids"][0].count(1) > 0 and set(out["token_type_ids"][1]) == {0}
+    assert out["text_pair"][0] and len(out["input_ids"][0]) == len(out["token_type_ids"][0])
+
+
+def test_a_pair_that_is_too_long_together_is_refused_before_the_first_row(tmp_path: Path, model_folder: Path) -> None:
+    rows: list[dict[str, object]] = [{"text": "alpha"}] * 40 + [{"text": "alpha " * 40, "text_pair": "bravo " * 40}]
+    source = written(tmp_path / "long.jsonl", rows)
+    with pytest.raises(InputError, match=r"long.jsonl, row 41: the text has 83 tokens, the model takes 64"):
+        protection.protect(source, tmp_path / "x.jsonl", model=str(model_folder), shadows=SETTINGS)
+    assert not (tmp_path / "x.jsonl.part").exists()
+
+
+def test_names_of_labels_go_along(tmp_path: Path, model_folder: Path) -> None:
+    names = ["spam", "ham", "spam"]
+    source = written(tmp_path / "notes.jsonl", [{"text": t, "label": n} for t, n in zip(TEXTS, names)])
+    protection.protect(source, tmp_path / "hidden.csv", model=str(model_folder), shadows=SETTINGS)
+    hidden = load_examples(tmp_path / "hidden.csv")
+    assert hidden.label_names == ("spam", "ham") and [e.label for e in hidden] == [0, 1, 0]
+    other = written(tmp_path / "test.jsonl", [{"text": TEXTS[0], "label": "ham"}])
+    assert load_examples(other, label_names=hidden.label_names)[0].label == 1
+
+
+def test_the_rate_is_told_from_the_first_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 110.0])
+    monkeypatch.setattr("rasura.cli.train.time.monotonic", lambda: next(clock))
+    rate = Rate()
+    assert rate(32, 100) == "the first rows"
+    assert rate(52, 100) == "2.00 rows/s, 0.4 minutes left"
+
+
+def test_every_sixteen_rows_are_kept(tmp_path: Path, model_folder: Path) -> None:
+    random.seed(0)
+    source = written(tmp_path / "notes.jsonl", [{"text": random.choice(TEXTS), "label": 0} for _ in range(40)])
+    seen: list[tuple[int, int]] = []
+
+    def stop(done: int, total: int) -> None:
+        seen.append((done, total))
+        if done == 32:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        protection.protect(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS, progress=stop)
+    assert seen == [(0, 40), (16, 40), (32, 40)]
+    again = protection.protect(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS)
+    assert (again.resumed, again.rows) == (32, 40)
