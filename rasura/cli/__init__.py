@@ -20,24 +20,25 @@ _ORDER = (
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
 
 
-def tell_how_files_were_read() -> None:
-    """Print what the readers of data files log, each line once: encoding, separator, columns and labels that they found."""
-    told: set[str] = set()
+class Told(logging.Handler):
+    """Prints what the readers of data files log, each line once: encoding, separator, columns and labels that they found."""
 
-    class Told(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if (line := record.getMessage()) not in told:
-                told.add(line)
-                err.print(line, markup=False, highlight=False, soft_wrap=True)
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: set[str] = set()
 
-    log = logging.getLogger("rasura.data")
-    log.addHandler(Told())
-    log.setLevel(logging.INFO)
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        if line not in self.lines:
+            self.lines.add(line)
+            err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> None:
     """Entry point: one line and exit code 2 for what the user can mend, never a traceback."""
-    tell_how_files_were_read()
+    log, told = logging.getLogger("rasura.data"), Told()
+    log.addHandler(told)
+    log.setLevel(logging.INFO)
     try:
         app(standalone_mode=True)
     except InputError as error:
@@ -45,3 +46,5 @@ def main() -> None:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    finally:
+        log.removeHandler(told)

@@ -41,7 +41,7 @@ class Lines:
         with self.path.open("rb") as file:
             piece = self._marked(file.read(PIECE))
             while True:
-                following = file.read(PIECE) if piece else b""
+                following = file.read(PIECE)
                 # The newline decoder holds a final \r back: its \n may begin the next piece.
                 text = ends.decode(self._decoded(piece, number, not following), not following)
                 if "\0" in text:
