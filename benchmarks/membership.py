@@ -22,7 +22,7 @@ from rasura.accounting import epsilon
 from rasura.answers import Answers, OwnModel
 from rasura.data.text import encode, load_examples
 from rasura.metrics.intervals import mean_interval
-from rasura.metrics.membership import auc, auc_bound, leakage, needed, split_check, tpr_at
+from rasura.metrics.membership import auc, auc_bound, largest_leakage, needed, split_check, tpr_at
 from rasura.recipes import membership_attack
 from rasura.rng import derive, generator
 from rasura.threat import MODEL_USER, observe_model
@@ -165,8 +165,8 @@ def main() -> None:
         for name in names:
             scores = membership_attack(name)(seen, rng=generator(options.seed, name)).scores.tolist()
             rates = (tpr_at(scores, members, f).mean if len(rows) >= 2 * needed(f) else np.nan for f in (0.01, 0.001))
-            figures[name].append((auc(scores, members).mean, *rates, leakage(scores, members)[0]))
-    print("| attack | AUC | TPR at 1 % FPR | TPR at .1 % FPR | leakage |\n|---|---|---|---|---|")
+            figures[name].append((auc(scores, members).mean, *rates, largest_leakage(scores, members)[0]))
+    print("| attack | AUC | TPR at 1 % FPR | TPR at .1 % FPR | largest leakage |\n|---|---|---|---|---|")
     for name in names:
         cells = []
         for column in range(4):

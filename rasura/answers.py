@@ -14,9 +14,14 @@ from rasura.values import Batch, Grant, Granted, Mechanism, Parameter, Task, Voc
 
 @dataclass(frozen=True)
 class Membership:
-    """A guess for each candidate: the higher the score, the likelier a member."""
+    """A guess for each candidate: the higher the score, the likelier a member.
+
+    ``threshold``: where the attack itself takes a text for a member, the score above it, settled without knowing who is one.
+    None where its paper leaves that to whoever uses it.
+    """
 
     scores: Tensor
+    threshold: float | None = field(default=None, kw_only=True)
     details: Mapping[str, Parameter] = field(default_factory=dict)
 
 

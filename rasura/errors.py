@@ -25,3 +25,15 @@ class NotSent(RuntimeError):
 
 class Unavailable(RuntimeError):
     """A metric cannot be computed on this machine; the message says what is missing and the remedy."""
+
+
+def crash(error: Exception) -> str:
+    """Why an attack gave no figure. The words of errors that are not ours may hold private text: they are left out, and
+    it is told where the attack broke."""
+    if isinstance(error, AttackFailed | InputError):
+        return str(error)
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        place, trace = f" in {code.co_name} ({code.co_filename.rpartition('/')[2]}, line {trace.tb_lineno})", trace.tb_next
+    return f"the attack broke with {type(error).__name__}{place}"

@@ -16,19 +16,21 @@ import torch
 from rasura.answers import Answers, Membership, OwnModel
 from rasura.auditing import versions
 from rasura.data.text import Example, columns_of, data_hash, load_examples
-from rasura.interfaces import AttackFailed, InputError, NotApplicable
-from rasura.metrics.membership import auc, auc_bound, leakage, needed, roc, split_check, tpr_at
+from rasura.errors import InputError, NotApplicable, crash
+from rasura.metrics.membership import auc, auc_bound, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.recipes import MEMBERSHIP, known, membership_attack, parse_defense
 from rasura.records import Record, RunStore, cell_key
 from rasura.rng import generator
 from rasura.threat import MODEL_USER, adversary_copy, observe_model
 from rasura.training import encoded
-from rasura.values import Batch, Task
+from rasura.values import Batch, Grant, Task
 from rasura.victims.loading import Victim, load
 from rasura.victims.train import FineTuning, Recipe, answers, protected
 
 FPRS = (0.01, 0.001)
 """False positive rates that are looked at where there are texts enough."""
+
+NO_THRESHOLD = "the attack has no threshold of its own"
 
 POINTS = 120
 """Points of a ROC curve that are kept for the plot."""
@@ -93,6 +95,14 @@ class MembershipPlan:
         elif self.delta:
             raise InputError(f"delta is {self.delta} without an epsilon; pass --epsilon, too")
         return self
+
+
+@dataclass(frozen=True)
+class Told:
+    """What came of one attack: its figures, and what is kept beside them."""
+
+    scores: dict[str, Any]
+    details: dict[str, Any]
 
 
 class MembershipAudit:
@@ -250,30 +260,27 @@ class MembershipAudit:
 
     def _beside(self) -> dict[str, Any]:
         """What stands beside every figure: the blind attack, and how far words alone tell members from others."""
-        _, _, guess = self._attempt("blind", None)
-        assert guess is not None  # it asks nothing that could fail
+        _, _, told = self._attempt("blind", None)
         texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
-        seed = self.plan.recipe.seed
-        members = self.members.tolist()
-        return {"auc": asdict(auc(guess.scores.tolist(), members)), "words": asdict(split_check(texts, members, seed))}
+        words = split_check(texts, self.members.tolist(), self.plan.recipe.seed)
+        return {"auc": None if told is None else told.scores["auc"], "words": asdict(words)}
 
     def _one(
         self, name: str, key: str, beside: Mapping[str, Any], progress: Callable[[str, int, int], None] | None
     ) -> Record:
         plan = self.plan
         wall, cpu = time.perf_counter(), time.process_time()
-        status, reason, guess = self._attempt(name, progress)
+        status, reason, told = self._attempt(name, progress)
         return Record(
             key=key, attack=name, defense=plan.defense, threat=MODEL_USER.name, model=Path(plan.model).name, data=self.data,
             batch_size=len(self.rows), seed=plan.recipe.seed, batch=0, status=status, update="model", reason=reason,
-            scores={} if guess is None else self.scores(guess), blind=beside,
-            details={} if guess is None else {**guess.details, "roc": self._curve(guess)},
+            scores={} if told is None else told.scores, blind=beside, details={} if told is None else told.details,
             n_tokens=sum(row.lengths[0] for row in self.rows), threat_plain=MODEL_USER.plain,
             wall_seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu,
             peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, device=self.device, versions=versions(),
         )  # fmt: skip
 
-    def _attempt(self, name: str, progress: Callable[[str, int, int], None] | None) -> tuple[str, str, Membership | None]:
+    def _attempt(self, name: str, progress: Callable[[str, int, int], None] | None) -> tuple[str, str, Told | None]:
         attack, v = membership_attack(name), self.victim
         seen = observe_model(
             MODEL_USER, v.task, ask=self.ask, candidates=self.rows, reference=self.reference,
@@ -283,21 +290,35 @@ class MembershipAudit:
         missing = sorted(g.name for g in attack.needs if g not in seen)
         if missing:
             return "not_applicable", f"{MODEL_USER.name} does not grant {', '.join(missing)}", None
+        if Grant.TRAINING in attack.needs:  # what is wrong with their training is the run's fault, not the attack's
+            self.own(progress)
         try:
-            return "ok", "", attack(seen, rng=generator(self.plan.recipe.seed, "membership", name))
+            guess = attack(seen, rng=generator(self.plan.recipe.seed, "membership", name))
+            return "ok", "", Told(self.scores(guess), {**guess.details, "roc": self._curve(guess)})
         except NotApplicable as error:
             return "not_applicable", str(error), None
-        except AttackFailed as error:
-            return "failed", str(error), None
+        except (OSError, MemoryError):  # the machine's fault: the same command goes on once it is mended
+            raise
+        except Exception as error:
+            return "failed", crash(error), None
 
     def scores(self, guess: Membership) -> dict[str, Any]:
-        """AUC, true positives at each asked rate of false ones, and privacy leakage, with their intervals."""
+        """AUC, true positives at each asked rate of false ones, and privacy leakage, with their intervals.
+
+        ``leakage`` is that at the attack's own threshold, None with a reason where it has none; ``largest_leakage`` the
+        greatest over thresholds, with the level that a coin reaches.
+        """
         values, members = guess.scores.tolist(), self.members.tolist()
         found = {"auc": auc(values, members)} | {f"tpr@{fpr:g}": tpr_at(values, members, fpr) for fpr in self.fprs}
-        most, chance = leakage(values, members)
+        most, chance = largest_leakage(values, members)
+        about = {"unit": "share", "higher_is": "worse"}
+        own: dict[str, Any] = {"mean": None, "low": None, "high": None, "n": len(values), "reason": NO_THRESHOLD}
+        if guess.threshold is not None:
+            own = {**asdict(leakage(values, members, guess.threshold)), "threshold": guess.threshold}
         return {
-            **{name: {**asdict(rate), "unit": "share", "higher_is": "worse"} for name, rate in found.items()},
-            "leakage": {"mean": most, "chance": chance, "n": len(values), "unit": "share", "higher_is": "worse"},
+            **{name: {**asdict(rate), **about} for name, rate in found.items()},
+            "leakage": {**own, **about},
+            "largest_leakage": {"mean": most, "chance": chance, "n": len(values), **about},
         }
 
     def _curve(self, guess: Membership) -> list[tuple[float, float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +18,10 @@ import torch
 from rasura import recipes
 from rasura.answers import ServiceObservation, ServiceTranscript, TokenReading
 from rasura.data.text import load_examples
+from rasura.errors import AttackFailed, InputError, NotApplicable, crash
 from rasura.fields import typed
 from rasura.files import write_whole
-from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
+from rasura.interfaces import Budget
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
 from rasura.obfuscation.services import Service
@@ -199,11 +201,14 @@ class ServiceAudit:
         start, scores, status, why = time.process_time(), {}, "ok", ""
         try:
             guess = recipes.SERVICE_ATTACKS[attack]()(seen, rng=generator(self.plan.seed, attack), budget=Budget(level))
-            scores = self._scores_of_halves(guess, truth) if self._generates else _scores(guess, truth)
+            found = self._scores_of_halves(guess, truth) if self._generates else _scores(guess, truth)
+            scores = _whole(found, len(truth.ids))
         except NotApplicable as reason:
             status, why = "not_applicable", str(reason)
-        except AttackFailed as reason:
-            status, why = "failed", str(reason)
+        except (OSError, MemoryError):  # the machine's fault: the same command goes on once it is mended
+            raise
+        except Exception as reason:
+            status, why = "failed", crash(reason)
         return {"status": status, "reason": why, "scores": scores, "cpu_seconds": time.process_time() - start}
 
     def _scores_of_halves(self, guess: TokenReading, truth: ServiceTranscript) -> dict[str, list[float]]:
@@ -223,6 +228,14 @@ class ServiceAudit:
 def _scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, list[float]]:
     found = {m.name: m(guess, truth) for m in METRICS}
     return {name: list(values) for name, values in found.items() if values is not None}
+
+
+def _whole(scores: dict[str, list[float]], texts: int) -> dict[str, list[float]]:
+    """``scores``, or ``AttackFailed`` where a figure is no number or a text has none: then nothing can be averaged."""
+    for name, values in scores.items():
+        if len(values) != texts or not all(map(math.isfinite, values)):
+            raise AttackFailed(f"{name} is not a number for every text")
+    return scores
 
 
 def _text(example: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,18 @@ from transformers import BertConfig, BertForMaskedLM
 from rasura import recipes
 from rasura.answers import Answers, Membership, ModelObservation, OwnModel
 from rasura.interfaces import InputError, MembershipAttack
-from rasura.metrics.membership import auc, auc_bound, clopper_pearson, leakage, needed, roc, split_check, tpr_at
+from rasura.metrics.intervals import pairs_interval, proportion_interval
+from rasura.metrics.membership import (
+    auc,
+    auc_bound,
+    coin_level,
+    largest_leakage,
+    leakage,
+    needed,
+    roc,
+    split_check,
+    tpr_at,
+)
 from rasura.report.membership import membership_findings
 from rasura.rng import generator
 from rasura.threat import MODEL_USER, observe_model
@@ -252,7 +264,7 @@ def test_metrics_equal_counting(rows: list[tuple[int, bool]]) -> None:
     assert (false[0], true[0], false[-1], true[-1]) == (0, 0, 1, 1)
     assert np.trapezoid(true, false) == pytest.approx(found.mean)
     gaps = [sum(s >= t for s in inside) / len(inside) - sum(s >= t for s in outside) / len(outside) for t in {*scores}]
-    assert leakage(scores, members)[0] == pytest.approx(max(0.0, *gaps))
+    assert largest_leakage(scores, members)[0] == pytest.approx(max(0.0, *gaps))
     for fpr in (0.3, 0.5):
         if min(len(inside), len(outside)) < needed(fpr):
             continue
@@ -262,22 +274,94 @@ def test_metrics_equal_counting(rows: list[tuple[int, bool]]) -> None:
         )
 
 
-def test_intervals_hold_what_they_promise() -> None:
-    assert clopper_pearson(0, 100) == pytest.approx((0.0, 1 - 0.025 ** (1 / 100)))
-    assert clopper_pearson(7, 7)[1] == 1.0
-    for hits, n in ((3, 50), (40, 41)):
-        low, high = clopper_pearson(hits, n)
-        tails = [sum(math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in ks) for p, ks in
-                 ((low, range(hits, n + 1)), (high, range(hits + 1)))]  # fmt: skip
-        assert tails == pytest.approx([0.025, 0.025])
-    rng = np.random.default_rng(0)
-    truth = norm.cdf(1 / math.sqrt(2))
-    covered = 0
-    for _ in range(300):
-        rows = [*rng.normal(1, 1, 60), *rng.normal(0, 1, 80)]
-        found = auc(rows, [True] * 60 + [False] * 80)
-        covered += found.low <= truth <= found.high
-    assert 270 <= covered <= 298
+def test_an_area_has_an_interval_at_every_number_of_texts() -> None:
+    """Ten and ten texts told apart without a fault had the interval [1, 1]."""
+    found = auc([*range(20)], [False] * 10 + [True] * 10)
+    assert (found.mean, found.high, found.n) == (1.0, 1.0, 20) and found.low == pytest.approx(0.025**0.1)
+    one = auc([1.0, 0.0], [True, False])
+    assert (one.low, one.high) == (pytest.approx(0.025), 1.0)
+    many = auc([*range(5), 2.5], [True] * 5 + [False])
+    assert many.mean == pytest.approx(0.4) and (many.low, many.high) == pairs_interval(many.mean, 5, 1)
+
+
+def placed(n: int, fpr: float) -> tuple[int, int]:
+    """The last rank among ``n`` others that surely takes at most ``fpr``, the first that surely takes more; by sums."""
+    more = [sum(math.comb(n, j) * fpr**j * (1 - fpr) ** (n - j) for j in range(k, n + 1)) for k in range(1, n + 1)]
+    return max((k for k, p in enumerate(more, 1) if p >= 0.9875), default=0), min(
+        (k for k, p in enumerate(more, 1) if p <= 0.0125), default=0
+    )
+
+
+def test_members_found_at_few_false_alarms_have_the_thresholds_doubt_in_their_interval() -> None:
+    n, fpr = 40, 0.2
+    high_enough, low_enough = placed(n, fpr)
+    assert (high_enough, low_enough) == (3, 15)
+    members = [39.5, 38.5, 33.5, 30.5, 25.5, 24.5, 20.5, 9.5, 2.5, 0.5] * 3
+    found = tpr_at([*range(n), *members], [False] * n + [True] * 30, fpr)
+    # Others fall from 39: the third is 37, the ninth 31, the fifteenth 25.
+    assert found.mean == 9 / 30 and found.n == 30
+    assert found.low == proportion_interval(6, 30, 0.975)[0] and found.high == proportion_interval(15, 30, 0.975)[1]
+    few = tpr_at([*range(10), *[20.0] * 10], [False] * 10 + [True] * 10, 0.1)
+    assert (few.mean, few.low) == (1.0, 0.0), "from ten others nobody knows what a tenth of all others exceeds"
+    assert few.high == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("n", "fpr"), [(20, 0.1), (100, 0.01), (100, 0.1), (1000, 0.01)])
+def test_coverage_of_members_found(n: int, fpr: float) -> None:
+    rng, hits, draws = np.random.default_rng(0), 0, 1000
+    truth = norm.sf(norm.isf(fpr) - 1)
+    for _ in range(draws):
+        found = tpr_at([*rng.normal(1, 1, n), *rng.normal(0, 1, n)], [True] * n + [False] * n, fpr)
+        hits += found.low <= truth <= found.high
+    assert hits >= 0.94 * draws
+
+
+def test_leakage_is_at_the_attacks_own_threshold_and_may_be_negative() -> None:
+    scores, members = [0.9, 0.8, 0.3, 0.2, 0.5, 0.4], [True, True, True, True, False, False]
+    found = leakage(scores, members, 0.45)
+    assert found.mean == pytest.approx(0.5 - 0.5) and found.n == 6
+    assert leakage(scores, members, 0.4).mean == pytest.approx(0.5 - 0.5), "only what is above the threshold is taken"
+    assert leakage(scores, members, 0.6).mean == pytest.approx(0.5)
+    assert leakage([-s for s in scores], members, -0.45).mean == pytest.approx(0.5 - 0.5)
+    worse = leakage(scores, [not m for m in members], 0.6)
+    assert worse.mean == pytest.approx(-0.5) and -1 <= worse.low < worse.mean < worse.high <= 1
+    rates = proportion_interval(2, 4, 0.975), proportion_interval(0, 2, 0.975)
+    of_rates = (rates[0][0] - rates[1][1], rates[0][1] - rates[1][0])
+    ours = leakage(scores, members, 0.6)
+    assert (ours.low, ours.high) == pytest.approx(of_rates)
+    with pytest.raises(InputError, match="threshold is not a number"):
+        leakage(scores, members, math.nan)
+
+
+@settings(max_examples=30, deadline=None)
+@given(some.integers(1, 5), some.integers(1, 5), some.sampled_from([0.5, 0.8, 0.95]))
+def test_the_level_of_a_coin_is_that_of_all_orders(members: int, others: int, level: float) -> None:
+    n = members + others
+    reached = []
+    for inside in combinations(range(n), members):
+        scores, who = [float(-k) for k in range(n)], [k in inside for k in range(n)]
+        reached.append(largest_leakage(scores, who)[0])
+    reached.sort()
+    at = coin_level(members, others, level)
+    assert sum(r <= at + 1e-9 for r in reached) >= level * len(reached) - 1e-9
+    assert at == pytest.approx(reached[math.ceil(level * len(reached) - 1e-9) - 1]), "and no lower level will do"
+
+
+def test_the_level_of_a_coin_at_the_sizes_of_audits() -> None:
+    assert [coin_level(n, n) for n in (2, 3, 10, 50)] == pytest.approx([1.0, 2 / 3, 0.5, 0.24])
+    assert coin_level(100, 80) == coin_level(80, 100) == pytest.approx(0.1775)
+    for n in (1000, 3000):  # counted, and the limit that stands for more texts than can be counted
+        assert coin_level(n, n) == pytest.approx(math.sqrt(math.log(20) / n), rel=0.02)
+    assert coin_level(4000, 1001) == pytest.approx(math.sqrt(math.log(20) / 2 * (1 / 4000 + 1 / 1001)), rel=1e-12)
+    assert largest_leakage([2.0, 1.0, 0.0], [True, False, False]) == (1.0, coin_level(1, 2))
+    with pytest.raises(InputError, match="at least one of each"):
+        coin_level(0, 4)
+    rng, above = np.random.default_rng(0), 0
+    for _ in range(1000):
+        most, level = largest_leakage(rng.random(40).tolist(), [True] * 15 + [False] * 25)
+        above += most > level
+    assert 15 <= above <= 65, "a coin is above it at most once in 20"
 
 
 def test_too_few_texts_for_a_false_positive_rate_are_refused_with_the_number_needed() -> None:
@@ -321,10 +405,53 @@ def test_a_split_that_words_tell_is_seen_and_a_random_one_is_not() -> None:
     assert split_check([w + " page one" if m else w for w, m in zip(words, members)], members).mean > 0.95
 
 
+def of_leakage(most: float, chance: float, own: float | None = None) -> dict[str, Any]:
+    ends = {"low": None if own is None else own - 0.1, "high": None if own is None else own + 0.1}
+    return {"leakage": {"mean": own, **ends}, "largest_leakage": {"mean": most, "chance": chance}}
+
+
+def page_of(*scored: dict[str, Any], **plan: Any) -> tuple[str, list[tuple[str, ...]]]:
+    """Sentences and rows of attacks a, b, ... with these scores."""
+    middle = {"mean": 0.5, "low": 0.45, "high": 0.55, "n": 400}
+    names = "abc"[: len(scored)]
+    records = [
+        {"attack": n, "status": "ok", "reason": "", "scores": s, "blind": {"auc": middle, "words": middle}}
+        for n, s in zip(names, scored)
+    ]
+    found = membership_findings(records, {"attacks": [*names], "n_members": 200, "n_others": 200, **plan})
+    return " ".join((*found.sentences, *found.checks)), [*found.rows]
+
+
+def area(low: float, high: float) -> dict[str, Any]:
+    return {"auc": {"mean": (low + high) / 2, "low": low, "high": high, "n": 400}, **of_leakage(0.3, 0.1)}
+
+
+def test_the_verdict_is_beyond_an_interval_or_not_told() -> None:
+    said, _ = page_of(area(0.45, 0.62))
+    assert "Not told from guessing: with 400 texts, an AUC of up to 0.620 is not ruled out" in said
+    assert "Above guessing: b ranks" in page_of(area(0.45, 0.62), area(0.51, 0.6))[0]
+    assert "Above guessing: a ranks" in page_of(area(0.38, 0.49))[0], "turned around, it tells as much"
+    assert "up to 0.650" in page_of(area(0.35, 0.52))[0]
+
+    def rate(low: float) -> dict[str, Any]:
+        return {"tpr@0.01": {"mean": 0.2, "low": low, "high": 0.5, "n": 200}}
+
+    assert "gives away who it was trained on" in page_of({**area(0.45, 0.62), **rate(0.02)})[0]
+    assert "Not told from guessing" in page_of({**area(0.45, 0.62), **rate(0.01)})[0]
+    assert "so many texts do not settle" in page_of({**area(0.51, 0.62), **rate(0.01)})[0]
+
+
+def test_leakage_is_shown_twice_with_the_level_of_a_coin() -> None:
+    said, rows = page_of(area(0.45, 0.55), {**area(0.45, 0.55), **of_leakage(0.1, 0.1, own=-0.02)})
+    assert rows[0][-2:] == ("no threshold of its own", "0.300 (above a coin's 0.100)")
+    assert rows[1][-2:] == ("-0.020 (-0.120 to 0.080)", "0.100 (not above a coin's 0.100)")
+    assert "a coin stays at or below 0.100 in 19 of 20 draws" in said
+
+
 def found_with(low: float, high: float, **plan: Any) -> str:
     """What the page checks when an attack's AUC lies between ``low`` and ``high``."""
     middle = {"mean": 0.5, "low": 0.45, "high": 0.55, "n": 400}
-    scores = {"auc": {"mean": (low + high) / 2, "low": low, "high": high, "n": 400}, "leakage": {"mean": 0.3, "chance": 0.1}}
+    scores = {"auc": {"mean": (low + high) / 2, "low": low, "high": high, "n": 400}, **of_leakage(0.3, 0.1)}
     record = {"attack": "rmia", "status": "ok", "scores": scores, "blind": {"auc": middle, "words": middle}}
     known = {"attacks": ["rmia"], "n_members": 200, "n_others": 200, **plan}
     return " ".join(membership_findings([record], known).checks)

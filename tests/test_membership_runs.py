@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from test_auditing import model_folder
 from typer.testing import CliRunner
 
 from rasura import recipes
+from rasura.answers import Membership, ModelObservation
 from rasura.cli import app
 from rasura.interfaces import InputError
 from rasura.membership import MembershipAudit, MembershipPlan, infer_membership
-from rasura.metrics.membership import auc
+from rasura.metrics.membership import auc, coin_level
 from rasura.records import RunStore
 from rasura.report.page import write_report
 from rasura.training import Training, TrainPlan
+from rasura.values import Grant
 from rasura.victims.train import Recipe
 
 __all__ = ["model_folder"]
@@ -126,6 +129,77 @@ def test_bad_input_is_refused_before_anything_is_trained(
     assert not (tmp_path / "run").exists()
 
 
+class Broken:
+    """An attack with a fault, which names a private text in its message."""
+
+    name = "loss"
+    needs = frozenset({Grant.CANDIDATES})
+    uses: frozenset[Grant] = frozenset()
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __call__(self, seen: ModelObservation, *, rng: torch.Generator) -> Membership:
+        n = len(seen.candidates)
+        if self.fault == "key":
+            raise KeyError("Patient Ingrid")
+        if self.fault == "machine":
+            raise OSError("no space left on device")
+        return Membership(torch.full((n if self.fault == "nan" else n - 1,), math.nan if self.fault == "nan" else 0.0))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("key", "the attack broke with KeyError in __call__ (test_membership_runs.py, line"),
+        ("nan", "a score is not a number"),
+        ("short", "47 scores for 48 candidates"),
+    ],
+)
+def test_a_broken_attack_is_a_reason_and_no_figure(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
+) -> None:
+    plan = plan_for(model_folder, tmp_path, attacks=("loss", "mia-n"))
+    monkeypatch.setitem(recipes.MEMBERSHIP, "loss", (lambda: Broken(fault), ""))
+    broken, other = infer_membership(plan, out=tmp_path / "run")
+    assert (broken["status"], broken["scores"], broken["details"]) == ("failed", {}, {})
+    assert says in broken["reason"] and "Ingrid" not in json.dumps(broken)
+    assert other["status"] == "ok" and other["scores"]["auc"]["n"] == 48
+    page = write_report(tmp_path / "run").read_text()
+    assert "<li>loss: " in page and page.count("<polyline") == 2, "guessing and the attack that gave figures"
+
+
+def test_a_broken_blind_attack_is_said_to_be_unmeasured(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(recipes.MEMBERSHIP, "blind", (lambda: Broken("key"), ""))
+    (record,) = infer_membership(plan_for(model_folder, tmp_path, attacks=("loss",)), out=tmp_path / "run")
+    assert record["blind"]["auc"] is None and record["status"] == "ok"
+    assert "by length with AUC (not measured)" in " ".join(write_report(tmp_path / "run").read_text().split())
+
+
+def test_what_the_machine_lacks_ends_the_run_and_is_not_kept(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_for(model_folder, tmp_path, attacks=("loss",))
+    with monkeypatch.context() as patch:
+        patch.setitem(recipes.MEMBERSHIP, "loss", (lambda: Broken("machine"), ""))
+        with pytest.raises(OSError, match="no space"):
+            infer_membership(plan, out=tmp_path / "run")
+    assert [r["status"] for r in infer_membership(plan, out=tmp_path / "run")] == ["ok"]
+
+
+def test_leakage_needs_a_threshold_of_the_attacks_own(tmp_path: Path, model_folder: Path) -> None:
+    records = infer_membership(plan_for(model_folder, tmp_path), out=tmp_path / "run")
+    own = {r["attack"]: r["scores"]["leakage"] for r in records}
+    assert {name for name, score in own.items() if score["mean"] is not None} == {"mia", "lira"}
+    assert own["loss"]["low"] is None and own["loss"]["reason"] == "the attack has no threshold of its own"
+    assert own["mia"]["threshold"] == 0.0 and -1 <= own["mia"]["low"] <= own["mia"]["mean"] <= own["mia"]["high"] <= 1
+    for r in records:
+        largest = r["scores"]["largest_leakage"]
+        assert largest["chance"] == coin_level(24, 24) and largest["mean"] >= (own[r["attack"]]["mean"] or 0)
+
+
 def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, model_folder: Path) -> None:
     members, others = write(tmp_path / "members.jsonl", 0, 30), write(tmp_path / "others.jsonl", 30, 30)
     common = ["membership", model_folder, "--base", model_folder, "--members", members, "--non-members", others]
@@ -139,7 +213,7 @@ def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, mode
     assert page.count("<polyline") == 4 and "http" not in page and "others taken for members" in page
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
     assert {r["attack"] for r in records} == {"blind", "loss", "rmia"}
-    assert all({"auc", "tpr@0.1", "leakage"} == set(r["scores"]) for r in records)
+    assert all({"auc", "tpr@0.1", "leakage", "largest_leakage"} == set(r["scores"]) for r in records)
     assert write_report(tmp_path / "run").read_text() == page
     wrong = CliRunner().invoke(app, [str(part) for part in (*common, "--fpr", "few")])
     assert isinstance(wrong.exception, InputError) and "expected shares" in str(wrong.exception)

@@ -7,15 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from test_auditing import TEXTS, model_folder
 from test_cli import rasura_command, refused
 from test_studies import notes, study_folder
 from tiny import SEP, tiny, tokenizer_folder
 from typer.testing import CliRunner
 
+from rasura import recipes
+from rasura.answers import ServiceObservation, TokenReading
 from rasura.cli import app
-from rasura.interfaces import InputError
-from rasura.service_audit import ServiceAudit, ServicePlan
+from rasura.errors import AttackFailed
+from rasura.interfaces import Budget, InputError
+from rasura.service_audit import ServiceAudit, ServicePlan, _whole
 from rasura.studies.figures import of_service
 from rasura.studies.files import load_study, prepared
 from rasura.training import Training, TrainPlan
@@ -56,8 +60,8 @@ def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
     rows = {tuple(line.strip("| ").split(" | ")[:2]): line for line in results.read_text().splitlines() if " | " in line}
     assert "](figures/" not in results.read_text()  # no protection at two strengths, so no curve
     # A permuted table's rows are the public ones: the nearest names them; noise hides them.
-    assert "| 100.0 [100, 100] |" in rows["obfuslm:k=1", "knn"] and rows["obfuslm:k=1", "knn"].endswith("| 12.3 |")
-    assert "| 100.0 [100, 100] |" in rows["none", "knn"] and "| 100.0" not in rows["dp-forward:epsilon=1", "knn"]
+    assert "| 100.0 [13, 100] |" in rows["obfuslm:k=1", "knn"] and rows["obfuslm:k=1", "knn"].endswith("| 12.3 |")
+    assert "| 100.0 [13, 100] |" in rows["none", "knn"] and "| 100.0" not in rows["dp-forward:epsilon=1", "knn"]
     assert ("none", "preimage") not in rows and "- preimage:" in results.read_text()  # there is nothing to turn round
     kept = written(tmp_path / "runs")
     first = results.read_text()
@@ -132,7 +136,7 @@ def test_a_study_trains_a_service_and_reads_it_before_and_after(
     # Other ids for the same tokens change nothing of what is learned.
     assert plain[2:4] == permuted[2:4] and permuted[-1] == "45.6"
     for protection in ("none", "obfuslm:k=1"):
-        assert rows[protection, "knn", "uploaded"][3] == "100.0 [100, 100]"
+        assert rows[protection, "knn", "uploaded"][3] == "100.0 [13, 100]"
         assert float(rows[protection, "knn", "trained"][3].split(" ")[0]) > 50  # learning moved the rows a little
     assert ("cape:depth=1", "knn", "trained") in rows and ("cape:depth=1", "knn", "uploaded") not in rows
     kept = written(tmp_path / "runs")
@@ -184,6 +188,45 @@ def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path)
     assert set(rows["obfuslm:k=2", "era", "trained"]["scores"]) >= {"answer_rougeL", "continuation_rougeL"}
     more = Training(replace(training.plan, defenses=(*protections, "sentinellms")), tmp_path / "training")
     assert json.dumps([*rows.values()]) == json.dumps(list(ServiceAudit(plan, tmp_path / "run", more).run()))
+
+
+class Broken:
+    name = "knn"
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
+        if self.fault == "index":
+            raise IndexError("Patient Ingrid")
+        return TokenReading(tuple(torch.zeros(len(ids), 1, dtype=torch.int64) for ids in seen.ids[1:]))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("index", "broke with IndexError in __call__ (test_service_audit.py"), ("few", "broke with ValueError")],
+)
+def test_a_broken_attack_is_a_reason_and_no_figure(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
+) -> None:
+    for name, texts in (("notes", TEXTS), ("more", [f"{t} w9 w8" for t in TEXTS])):
+        notes(tmp_path / f"{name}.jsonl", texts)
+    plan = ServicePlan(
+        str(tmp_path / "notes.jsonl"), str(tmp_path / "more.jsonl"), str(model_folder), protections=("none",),
+        attacks=("knn", "blind"), limit=2,
+    )  # fmt: skip
+    monkeypatch.setitem(recipes.SERVICE_ATTACKS, "knn", lambda: Broken(fault))
+    broken, other = ServiceAudit(plan, tmp_path / "run").run()
+    assert (broken["status"], broken["scores"]) == ("failed", {})
+    assert says in broken["reason"] and "Ingrid" not in json.dumps(broken)
+    assert other["status"] == "ok" and len(other["scores"]["bag_f1"]) == 2
+
+
+def test_a_figure_that_is_no_number_is_none() -> None:
+    assert _whole({"top1": [0.5, 1.0]}, 2) == {"top1": [0.5, 1.0]}
+    for values in ([0.5], [0.5, float("nan")], [0.5, float("inf")]):
+        with pytest.raises(AttackFailed, match="top1 is not a number for every text"):
+            _whole({"top1": values}, 2)
 
 
 def test_the_command_trains_behind_protections_of_a_service(tmp_path: Path, model_folder: Path) -> None:

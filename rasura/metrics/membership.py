@@ -1,6 +1,8 @@
 """How well members were told from others: AUC, true positives at few false ones, privacy leakage, with intervals.
 
 ``scores`` are one a candidate, the higher the likelier a member; ``members`` says who is one. An AUC of .5 is guessing.
+Intervals cover at every number of texts, where members and others are independent draws of their kind and what the attack
+does was settled before it saw who is a member.
 """
 
 from __future__ import annotations
@@ -8,17 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from rasura.errors import InputError
+from rasura.metrics.intervals import pairs_interval, proportion_interval
 
 Array = np.ndarray
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A figure in [0, 1] with its 95 % interval, and the number of texts behind it."""
+    """A figure with its 95 % interval, and the number of texts behind it. NaN for both ends: nothing is known to cover."""
 
     mean: float
     low: float
@@ -37,27 +41,18 @@ def _parted(scores: Sequence[float], members: Sequence[bool]) -> tuple[Array, Ar
     return values[inside], values[~inside]
 
 
-def clopper_pearson(hits: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact binomial interval of ``hits`` out of ``n`` (Clopper and Pearson 1934): never narrower than ``level``."""
-    from scipy.stats import beta
-
-    tail = (1 - level) / 2
-    low = 0.0 if hits == 0 else float(beta.ppf(tail, hits, n - hits + 1))
-    high = 1.0 if hits == n else float(beta.ppf(1 - tail, hits + 1, n - hits))
-    return low, high
+def _area(inside: Array, outside: Array) -> float:
+    """The share of pairs in which the member is above, ties counted half."""
+    low = np.sort(outside)
+    wins = np.searchsorted(low, inside, "left") + np.searchsorted(low, inside, "right")
+    return float(wins.sum() / (2 * len(inside) * len(outside)))
 
 
 def auc(scores: Sequence[float], members: Sequence[bool]) -> Rate:
-    """The chance that a member scores above another text, ties counted half, with DeLong's interval (1988)."""
+    """The chance that a member scores above another text, ties counted half, with ``pairs_interval``."""
     inside, outside = _parted(scores, members)
-    # Placements: of each text, the share of the other side that it beats.
-    low, high = np.sort(outside), np.sort(inside)
-    wins = (np.searchsorted(low, inside, "left") + np.searchsorted(low, inside, "right")) / (2 * len(outside))
-    lost = 1 - (np.searchsorted(high, outside, "left") + np.searchsorted(high, outside, "right")) / (2 * len(inside))
-    mean = float(wins.mean())
-    variance = sum(float(p.var(ddof=1)) / len(p) if len(p) > 1 else 0.25 for p in (wins, lost))
-    half = 1.959964 * math.sqrt(variance)
-    return Rate(mean, max(0.0, mean - half), min(1.0, mean + half), len(inside) + len(outside))
+    mean = _area(inside, outside)
+    return Rate(mean, *pairs_interval(mean, len(inside), len(outside)), len(inside) + len(outside))
 
 
 def needed(fpr: float) -> int:
@@ -68,10 +63,13 @@ def needed(fpr: float) -> int:
 
 
 def tpr_at(scores: Sequence[float], members: Sequence[bool], fpr: float) -> Rate:
-    """The share of members found where at most ``fpr`` of the others are taken for members (Clopper-Pearson).
+    """The share of members found where at most ``fpr`` of the others are taken for members.
 
-    Texts that tie at the threshold are not taken. The interval is that of the members, the threshold taken as it is. Raises
-    ``InputError`` with the number needed when there are fewer than ``1 / fpr`` members or others.
+    Texts that tie at the threshold are not taken. The interval is of the share found at the threshold that takes ``fpr`` of
+    *all* others, which few others place badly: Clopper and Pearson's of the members above a threshold that is surely high
+    enough, and above one that is surely low enough (order statistics of the others). Where no threshold is, the end is 0 or
+    1: from 100 others, nobody knows which one takes 1 % of all. Raises ``InputError`` with the number needed when there are
+    fewer than ``1 / fpr`` members or others.
     """
     inside, outside = _parted(scores, members)
     least = needed(fpr)
@@ -80,9 +78,22 @@ def tpr_at(scores: Sequence[float], members: Sequence[bool], fpr: float) -> Rate
             f"{len(inside)} members and {len(outside)} others are too few for a false positive rate of {fpr:g}; "
             f"it needs {least} of each"
         )
-    threshold = np.sort(outside)[::-1][math.floor(fpr * len(outside) + 1e-9)]
-    hits = int((inside > threshold).sum())
-    return Rate(hits / len(inside), *clopper_pearson(hits, len(inside)), len(inside))
+    from scipy.stats import beta
+
+    falling, n = np.sort(outside)[::-1], len(outside)
+    mean = float((inside > falling[math.floor(fpr * n + 1e-9)]).mean())
+    # The share of all others above the k-th of n is at most a draw from beta(k, n - k + 1), and with ties included at least
+    # one. An end errs where its threshold does or its count does, a quarter of 5 % each.
+    quarter = 0.0125
+    places = np.arange(1, n + 1)
+    above = beta.cdf(fpr, places, n - places + 1)
+    high_enough, low_enough = np.flatnonzero(above >= 1 - quarter), np.flatnonzero(above <= quarter)
+    low, high = 0.0, 1.0
+    if len(high_enough):
+        low = proportion_interval(int((inside > falling[high_enough[-1]]).sum()), len(inside), 1 - 2 * quarter)[0]
+    if len(low_enough):
+        high = proportion_interval(int((inside > falling[low_enough[0]]).sum()), len(inside), 1 - 2 * quarter)[1]
+    return Rate(mean, min(low, mean), max(high, mean), len(inside))
 
 
 def roc(scores: Sequence[float], members: Sequence[bool]) -> tuple[Array, Array]:
@@ -93,16 +104,78 @@ def roc(scores: Sequence[float], members: Sequence[bool]) -> tuple[Array, Array]
     return np.concatenate([[0.0], false]), np.concatenate([[0.0], true])
 
 
-def leakage(scores: Sequence[float], members: Sequence[bool]) -> tuple[float, float]:
-    """Privacy leakage, the greatest TPR minus FPR (Jayaraman and Evans 2019), and what guessing stays below 19 times in 20.
+def leakage(scores: Sequence[float], members: Sequence[bool], threshold: float) -> Rate:
+    """Privacy leakage as the papers print it (Yeom et al. 2018): TPR minus FPR where scores above ``threshold`` are members.
 
-    A maximum over thresholds is above 0 by chance: it is the statistic of Kolmogorov and Smirnov, whose 5 % point is the
-    second figure.
+    In [-1, 1], below 0 where the attack errs more than it finds. ``threshold`` is the attack's own, not chosen by these
+    scores. The interval is Clopper and Pearson's of both rates at 97.5 %, so that both hold together.
+    """
+    inside, outside = _parted(scores, members)
+    if math.isnan(threshold):
+        raise InputError("the threshold is not a number; expected a score above which a text is taken for a member")
+    found, false = int((inside > threshold).sum()), int((outside > threshold).sum())
+    true_low, true_high = proportion_interval(found, len(inside), 0.975)
+    false_low, false_high = proportion_interval(false, len(outside), 0.975)
+    mean = found / len(inside) - false / len(outside)
+    return Rate(mean, true_low - false_high, true_high - false_low, len(inside) + len(outside))
+
+
+def largest_leakage(scores: Sequence[float], members: Sequence[bool]) -> tuple[float, float]:
+    """The greatest TPR minus FPR over all thresholds (Jayaraman and Evans 2019), and the level that a coin reaches.
+
+    A maximum over thresholds is above 0 by chance. The second figure is ``coin_level`` for as many members and others: only
+    a greatest difference *above* it says that members were told from others.
     """
     inside, outside = _parted(scores, members)
     false, true = roc(scores, members)
-    chance = 1.358 * math.sqrt((len(inside) + len(outside)) / (len(inside) * len(outside)))
-    return float((true - false).max()), min(1.0, chance)
+    return float((true - false).max()), coin_level(len(inside), len(outside))
+
+
+EXACT = 4_000_000
+"""Pairs of a member and another text up to which ``coin_level`` is counted; above, its limit is off by less than .1 %."""
+
+
+@lru_cache(maxsize=64)
+def coin_level(members: int, others: int, level: float = 0.95) -> float:
+    """What the greatest TPR minus FPR of scores that say nothing stays at or below with a chance of ``level``.
+
+    The law of Smirnov's one-sided statistic of two samples, by counting the orders in which ``members`` and ``others`` can
+    stand, all equally likely; ties only lower it. 1 where there are too few texts for anything to be above it. Over
+    ``EXACT`` pairs, the limit ``sqrt(-log(1 - level) (1 / members + 1 / others) / 2)``.
+    """
+    if min(members, others) < 1:
+        raise InputError(f"{members} members and {others} others; expected at least one of each")
+    pairs = members * others
+    if pairs > EXACT:
+        return min(1.0, math.sqrt(-math.log(1 - level) * (1 / members + 1 / others) / 2))
+    # Differences are whole multiples of 1 / (members * others), and of the divisor that both share.
+    step = math.gcd(members, others)
+    least, most = -1, pairs // step
+    while most - least > 1:
+        middle = (least + most) // 2
+        if _below(members, others, middle * step) >= level - 1e-9:  # sums of many orders, rounded
+            most = middle
+        else:
+            least = middle
+    return most * step / pairs
+
+
+def _below(members: int, others: int, most: int) -> float:
+    """The share of orders in which, of every number of highest texts, i are members and j others with
+    ``i / members - j / others`` at most ``most / (members * others)``."""
+    # orders[j]: in how many ways the i members and j others that rank highest can stand, divided by e^scale.
+    orders, scale = np.ones(others + 1), 0.0
+    for i in range(1, members + 1):
+        least = max(0, -((most - i * others) // members))  # so many others at least are among them
+        orders[:least] = 0
+        orders = np.cumsum(orders)  # the i-th member comes after any number of others
+        orders[:least] = 0
+        top = float(orders.max())
+        if top == 0:
+            return 0.0
+        orders, scale = orders / top, scale + math.log(top)
+    every = math.lgamma(members + others + 1) - math.lgamma(members + 1) - math.lgamma(others + 1)
+    return float(orders[-1]) * math.exp(scale - every)
 
 
 def auc_bound(epsilon: float, delta: float = 0.0) -> float:
@@ -120,19 +193,31 @@ def auc_bound(epsilon: float, delta: float = 0.0) -> float:
 def split_check(texts: Sequence[str], members: Sequence[bool], seed: int = 0) -> Rate:
     """The AUC of telling members from others by their words alone, the model not asked: it should be .5.
 
-    A logistic regression on counted words and pairs of words that is shown who is a member, judged on fifths that it was not
-    shown. No adversary: a check of how the texts were chosen. Above .5, attacks need not look at the model to succeed.
+    A logistic regression on counted words and pairs of words that is shown who is a member. Texts are parted into fifths;
+    each but the first is judged by what the ones before it taught, and the AUC is the mean over these. No adversary: a check
+    of how the texts were chosen. Above .5, attacks need not look at the model to succeed.
+
+    If the words say nothing, .5 lies in the interval with a chance of 95 % at least: whatever was learned before, the next
+    fifth's AUC has the expectation .5, so ``pairs_interval`` holds for the sum. (Judging every fifth by all the others would
+    break that: each text would be judge and judged.)
     """
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import StratifiedKFold, cross_val_predict
+    from sklearn.model_selection import StratifiedKFold
     from sklearn.pipeline import make_pipeline
 
     inside = np.asarray(members, dtype=bool)
     parts = min(5, int(inside.sum()), int((~inside).sum()))
     if parts < 2:
         raise InputError("fewer than two members or others; expected at least two of each")
-    words = TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\w+|[^\w\s]", sublinear_tf=True)
-    folds = StratifiedKFold(parts, shuffle=True, random_state=seed)
-    judge = make_pipeline(words, LogisticRegression(C=10.0))
-    return auc(cross_val_predict(judge, list(texts), inside, cv=folds, method="decision_function"), members)
+    folds = [there for _, there in StratifiedKFold(parts, shuffle=True, random_state=seed).split(inside, inside)]
+    areas, sizes = [], []
+    for k, there in enumerate(folds[1:], 1):
+        known = np.concatenate(folds[:k])
+        words = TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\w+|[^\w\s]", sublinear_tf=True)
+        judge = make_pipeline(words, LogisticRegression(C=10.0)).fit([texts[i] for i in known], inside[known])
+        said = judge.decision_function([texts[i] for i in there])
+        areas.append(_area(said[inside[there]], said[~inside[there]]))
+        sizes.append(int(min(inside[there].sum(), (~inside[there]).sum())))
+    mean = float(np.average(areas, weights=sizes))
+    return Rate(mean, *pairs_interval(mean, sum(sizes), sum(sizes)), len(texts) - len(folds[0]))

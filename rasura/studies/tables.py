@@ -139,7 +139,7 @@ def membership_section(
 
 
 def _rate(score: Mapping[str, Any] | None) -> str:
-    if score is None:
+    if score is None or score["mean"] is None:
         return "–"
     ends = f" [{100 * score['low']:.0f}, {100 * score['high']:.0f}]" if "low" in score else ""
     return f"{100 * score['mean']:.1f}{ends}"

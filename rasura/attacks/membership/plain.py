@@ -10,7 +10,10 @@ from rasura.values import Grant
 
 
 class Loss:
-    """A member's loss is lower (Yeom et al. 2018): the score is minus the loss."""
+    """A member's loss is lower (Yeom et al. 2018): the score is minus the loss.
+
+    Their threshold is the model's mean loss over its training, which somebody who only asks is not told: there is none here.
+    """
 
     name = "loss"
     needs = frozenset({Grant.MODEL, Grant.CANDIDATES})

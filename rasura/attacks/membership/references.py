@@ -78,7 +78,8 @@ class Lira:
                 variance = squares.sum() / max(1, int((count - 1).sum()))
             variance = variance.clamp(min=1e-12)
             likelihood.append(-0.5 * (target - mean).square() / variance - 0.5 * torch.log(2 * math.pi * variance))
-        return Membership(likelihood[0] - likelihood[1], {"own_models": len(own)})
+        # Likelier with the text than without it. The paper sweeps the threshold; this is the one of even odds.
+        return Membership(likelihood[0] - likelihood[1], {"own_models": len(own)}, threshold=0.0)
 
 
 class Rmia:

@@ -50,4 +50,5 @@ class Shadow:
             attack = make_pipeline(StandardScaler(), LogisticRegression(class_weight="balanced"))
             attack.fit(np.concatenate([rows[here] for rows, _ in shadows]), known)
             scores[here] = attack.decision_function(target[here])
-        return Membership(torch.tensor(scores, dtype=torch.float64), {"own_models": len(shadows)})
+        # The classifier's own border. A class of which nothing was learned lies on it, and is not taken for members.
+        return Membership(torch.tensor(scores, dtype=torch.float64), {"own_models": len(shadows)}, threshold=0.0)
