@@ -24,7 +24,26 @@ def imports(module: str) -> frozenset[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{module}: relative import"
             found.add(node.module)
+        elif isinstance(node, ast.Call):
+            found |= named_modules(node)
     return frozenset(found)
+
+
+def named_modules(call: ast.Call) -> set[str]:
+    """Modules of ours that a call imports by name: ``import_module``, ``__import__``, ``_lazy`` and the like.
+
+    Any string among the arguments of any call counts that is the name of a module, or of a folder, in the package; but for
+    those calls that only look at files or set up a log.
+    """
+    if getattr(call.func, "id", getattr(call.func, "attr", "")) in {"files", "metadata", "getLogger", "PackageLoader"}:
+        return set()
+    strings = [a.value for a in (*call.args, *(k.value for k in call.keywords)) if isinstance(a, ast.Constant)]
+    return {s for s in strings if isinstance(s, str) and s.split(".")[0] == "rasura" and is_module(s)}
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return path.is_dir() or path.with_suffix(".py").is_file()
 
 
 def ours(module: str) -> set[str]:
@@ -33,6 +52,40 @@ def ours(module: str) -> set[str]:
 
 def family(module: str) -> str:
     return module.split("/")[0] if "/" in module else module.removesuffix(".py")
+
+
+IMPORTERS = {"importlib", "pkgutil", "runpy", "imp"}
+READERS = ("importlib.resources", "importlib.metadata")
+BY_NAME = {
+    "recipes.py": "its tables name every concrete method",
+    "__init__.py": "public names are imported when they are first used, so that the command line is instant",
+}
+"""Who may import a module by its name, and why."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_those_listed_import_by_name(module: str) -> None:
+    tree = ast.parse((ROOT / module).read_text(encoding="utf-8"))
+    nodes = list(ast.walk(tree))
+    found = {getattr(n.func, "id", getattr(n.func, "attr", "")) for n in nodes if isinstance(n, ast.Call)}
+    found &= {"__import__", "import_module", "exec", "find_spec", "spec_from_file_location"}
+    found |= {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names if a.name.split(".")[0] in IMPORTERS}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in IMPORTERS:
+            found |= {f"{node.module}.{a.name}" for a in node.names}
+    found -= {f for f in found if f.startswith(READERS)}
+    found |= {m for n in nodes if isinstance(n, ast.Call) for m in named_modules(n)}
+    assert module in BY_NAME or found == set()
+
+
+def test_the_walls_see_what_is_imported_by_name() -> None:
+    for code in (
+        "import_module('rasura.attacks.span')", "importlib.import_module(name='rasura.attacks.span')",
+        "__import__('rasura.attacks.span')", "_lazy('rasura.attacks.span', 'Span')",
+    ):  # fmt: skip
+        (call,) = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Call)]
+        assert named_modules(call) == {"rasura.attacks.span"}
+    assert "rasura.attacks.span" in imports("recipes.py") and "rasura.defenses.sealing" in imports("recipes.py")
 
 
 def test_values_and_errors_import_nothing_of_ours() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -261,7 +262,9 @@ def _with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tup
     if type(rank) is not int or not 0 < rank <= LARGEST_RANK:
         raise InputError(f"{folder}/adapter_config.json says r = {str(rank)[:30]}; expected 1 to {LARGEST_RANK}")
     try:
-        made: Any = PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of missing keys, which are refused below
+            made: Any = PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[arg-type]
         held = {n: tuple(t.shape) for n, t in load_file(str(file)).items()}
         wanted = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(made, save_embedding_layers=False).items()}
     except Exception as error:
