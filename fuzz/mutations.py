@@ -6,6 +6,7 @@ import json
 import re
 import struct
 from collections.abc import Sequence
+from copy import deepcopy
 from random import Random
 from typing import Any
 
@@ -107,6 +108,11 @@ def retyped(rng: Random, value: Any) -> Any:
     return out
 
 
+def _value(rng: Random) -> Any:
+    # A copy: values that are put into each other must not change those of later inputs.
+    return deepcopy(rng.choice(VALUES))
+
+
 def _changed(rng: Random, root: Any) -> Any:
     place, key = None, None
     here = root
@@ -116,10 +122,10 @@ def _changed(rng: Random, root: Any) -> Any:
         key = rng.choice(list(here)) if isinstance(here, dict) else rng.randrange(len(here))
         here = here[key]
     if place is None or rng.random() < 0.02:
-        return rng.choice(VALUES)
+        return _value(rng)
     what = rng.random()
     if what < 0.6:
-        place[key] = rng.choice(VALUES)
+        place[key] = _value(rng)
     elif what < 0.7:
         del place[key]
     elif what < 0.8 and isinstance(place, dict):

@@ -9,11 +9,14 @@ import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rasura.errors import InputError, MissingExtra
 from rasura.service.container import CHUNK, CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, header_bytes, tensor_shapes
 from rasura.service.limits import Refused
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,11 @@ class Client:
                 raise InputError(f"{place} holds no {file}; expected a folder of rasura protect obfuslm")
         from rasura.obfuscation.key import PAIR
 
-        if PAIR not in json.loads((place / CONFIG).read_text(encoding="utf-8")):
+        try:
+            config = json.loads((place / CONFIG).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError):
+            raise InputError(f"{place / CONFIG} is not JSON; expected a folder of rasura protect obfuslm") from None
+        if not isinstance(config, dict) or PAIR not in config:
             raise InputError(f"{place} is not obfuscated: a server would read every id; make it with rasura protect obfuslm")
         self._known.pop(name, None)
         return self._send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
@@ -156,8 +163,6 @@ class Client:
         self, name: str, texts: Sequence[str], pairs: Sequence[str] | None = None, *, truncate: bool = False
     ) -> list[Answer]:
         """The label of every text (of every pair, with ``pairs``)."""
-        import torch
-
         from rasura.data.text import Example
 
         seconds: Sequence[str | None] = pairs or [None] * len(texts)
@@ -169,8 +174,8 @@ class Client:
             types = [row.token_type_ids for row in some]
             if all(t is not None for t in types):
                 body["types"] = [t[0].tolist() for t in types if t is not None]
-            logits = torch.tensor(self._ask("POST", f"/v1/models/{_quoted(name)}/classify", body)["logits"])
-            out += [Answer(int(p.argmax()), tuple(p.tolist())) for p in logits.double().softmax(1)]
+            logits = _logits(self._ask("POST", f"/v1/models/{_quoted(name)}/classify", body), len(some), self.url)
+            out += [Answer(int(p.argmax()), tuple(p.tolist())) for p in logits.softmax(1)]
         return out
 
     def generate(
@@ -278,7 +283,10 @@ class Client:
             raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
         if answer.status_code >= 400:
             raise InputError(_reason(answer.status_code, answer.content))
-        return answer.json() if answer.content else None
+        try:
+            return answer.json() if answer.content else None
+        except (ValueError, RecursionError):
+            raise InputError(f"what {self.url} answered is not JSON; is it a server of rasura serve?") from None
 
     def _stream(self, path: str, body: Any) -> Iterator[int]:
         try:
@@ -286,13 +294,30 @@ class Client:
                 if answer.status_code >= 400:
                     raise InputError(_reason(answer.status_code, answer.read()))
                 for line in answer.iter_lines():
-                    found = json.loads(line)
-                    if found.get("end"):
+                    try:
+                        found = json.loads(line)
+                        token = None if found.get("end") else int(found["id"])
+                    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                        raise InputError(f"what {self.url} answered is not a line with an id") from None
+                    if token is None:
                         return
-                    yield int(found["id"])
+                    yield token
         except self._failed as error:
             raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
         raise InputError("the server ended the text early; try again")
+
+
+def _logits(answer: Any, rows: int, url: str) -> Tensor:
+    """``(rows, labels)`` as a server told them. Raises ``InputError`` for anything else."""
+    import torch
+
+    try:
+        found = torch.tensor(answer["logits"], dtype=torch.float64)
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
+        found = torch.empty(0)
+    if found.dim() != 2 or len(found) != rows or found.shape[1] < 1 or not bool(found.isfinite().all()):
+        raise InputError(f"what {url} answered are not the logits of {rows} texts")
+    return found
 
 
 def _quoted(name: str) -> str:
