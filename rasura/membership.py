@@ -158,8 +158,11 @@ class MembershipAudit:
         everything = inside
         try:
             told = json.loads(Path(plan.rows).read_text(encoding="utf-8"))
+            numbers = [k for name in ("trained", "held_out") for k in told[name]]
+            if not all(type(k) is int and 0 <= k < len(everything) for k in numbers) or len(set(numbers)) < len(numbers):
+                raise ValueError
             trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise InputError(
                 f"{plan.rows} does not name rows of {plan.members}; expected rows.json of its training"
             ) from None
@@ -333,9 +336,11 @@ def _classes(model: str) -> int | None:
     path = Path(model) / "config.json"
     if not path.is_file():
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    labels = found.get("id2label")
-    return len(labels) if labels else None
+    try:
+        labels = json.loads(path.read_text(encoding="utf-8")).get("id2label")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        raise InputError(f"{path} is no JSON object; expected the config.json of a model") from None
+    return len(labels) if isinstance(labels, dict) and labels else None
 
 
 def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[dict[str, Any]]:

@@ -380,3 +380,19 @@ def test_any_value_has_its_field_s_type_or_is_refused(cls: type, value: object, 
         assert name in str(error) and "\n" not in str(error)
     else:
         assert isinstance(found, str | int | float | tuple)
+
+
+def test_a_text_in_place_of_a_file_is_neither_quoted_nor_asked_of_a_server() -> None:
+    for name in (NOTE, f"{NOTE}: 4250 euros, {NOTE}" * 90, f"{SECRET}\0"):
+        with pytest.raises(InputError, match="FILE") as caught:
+            load_examples(name)
+        assert SECRET not in str(caught.value)
+
+
+def test_a_date_in_an_image_s_name_makes_no_head_of_millions(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    from rasura.data.images import load_images
+
+    image.new("RGB", (4, 4)).save(tmp_path / "IMG_20240131.png")
+    with pytest.raises(InputError, match="is its label, 9999 at most; rename it"):
+        load_images(tmp_path)

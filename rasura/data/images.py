@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rasura.data.columns import MAX_CLASSES
 from rasura.interfaces import InputError, MissingExtra
 from rasura.values import ImageBatch
 
@@ -76,10 +77,13 @@ def _read(file: Path) -> ImageExample:
     try:
         with image.open(file) as opened:
             pixels = np.asarray(opened.convert("RGB"), dtype=np.float32) / 255
-    except (OSError, ValueError, SyntaxError):
+    except Exception:  # the decoders of damaged files raise whatever comes
         raise InputError(f"{file} cannot be read as an image; expected a PNG or JPEG file") from None
     number = re.search(r"(\d+)$", file.stem)
-    return ImageExample(file.name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), int(number[1]) if number else 0)
+    label = int(number[1]) if number else 0
+    if label >= MAX_CLASSES:
+        raise InputError(f"{file}: the number at the end of its name is its label, {MAX_CLASSES - 1} at most; rename it")
+    return ImageExample(file.name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), label)
 
 
 def _fitted(example: ImageExample, size: int, scale: bool) -> Tensor:

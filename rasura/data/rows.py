@@ -27,8 +27,6 @@ SAMPLE = 64
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
-FORMATS = (".jsonl", ".csv", ".parquet")
-
 
 class Source:
     """Where rows come from. ``taken``: how the file was read, where that was not told (filled in while rows are read).
@@ -49,7 +47,7 @@ class Source:
         try:
             there, exists = path.is_file(), path.exists()
         except (OSError, ValueError):  # a name that no file can have
-            raise InputError(f"{self.name[:80]!r} is no file name; expected a {', '.join(FORMATS)} file") from None
+            raise InputError("FILE is no file name; expected a .jsonl, .csv or .parquet file") from None
         if there:
             if suffix not in readers:
                 raise InputError(f"{path}: unknown file type {path.suffix or '(none)'}; expected .jsonl, .csv or .parquet")
@@ -58,6 +56,9 @@ class Source:
             self._reader = readers[suffix]
         elif suffix in readers or path.is_absolute() or self.name.startswith(".") or exists:
             raise InputError(f"{source} does not exist or is not a file; expected a .jsonl, .csv or .parquet file")
+        elif not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", self.name):
+            # Not quoted, and not asked of a server: it may be a text instead of a file.
+            raise InputError("FILE does not exist, and its name is no data set id; expected a .jsonl, .csv or .parquet file")
         else:
             self._reader = self._hub
 
