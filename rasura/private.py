@@ -1,97 +1,87 @@
-"""A protected training loop in one line: the model gives private gradients, the loader draws texts as accounting assumes."""
+"""A protected training loop in one line: the model gives private gradients, the loader draws texts as accounting assumes,
+and a ledger counts what was released."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
-from rasura.accounting import Guarantee, Run, assumes_poisson, formal, guarantee
+from rasura.accounting import Draw, Ledger, Run, assumes_poisson, formal
+from rasura.drawing import DrawnLoader
+from rasura.guard import Guard, guarded, put, taken_off
 from rasura.interfaces import Defense, InputError
 from rasura.recipes import parse_defense
-from rasura.rng import Randomness, generator, secret_generator
+from rasura.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.values import Stage
-from rasura.victims.batching import drawn
 from rasura.victims.step import defended, message_for
+from rasura.victims.train import local
 
 
 class Private(NamedTuple):
-    """A protected loop: the model (the same object), the optimizer, the loader to train with, and what is guaranteed."""
+    """A protected loop: the model (the same object), the optimizer, the loader to train with, and the ledger, which knows
+    what is planned (``ledger.planned``) and what was spent (``ledger.spent()``)."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
     loader: Any
-    guarantee: Guarantee
+    ledger: Ledger
 
 
-class PoissonBatches:
-    """Row numbers of batches that each row joins by chance; as many batches an epoch as ``size`` rows a batch would make."""
+class _Step:
+    """One batch's gradients, private already, until its backward pass hands them out."""
 
-    def __init__(self, count: int, size: int, rng: Randomness) -> None:
-        self.count, self.size, self.rng = count, size, rng
+    def __init__(self, guard: Guard, ledger: Ledger, draw: Draw, rows: int, secret: bool) -> None:
+        self.guard, self.ledger, self.draw, self.rows, self.secret = guard, ledger, draw, rows, secret
+        self.gradients: list[tuple[str, Tensor | None]] = []
+        self.sizes: list[int] = []
+        self.done = False
 
-    def __len__(self) -> int:
-        return -(-self.count // self.size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from drawn(self.count, self.size, self.rng)
-
-
-def poisson_loader(loader: Any, rng: Randomness) -> Any:
-    """``loader`` with Poisson sampling at its batch size. An empty batch has the first row's tensors without any row."""
-    data, size = loader.dataset, loader.batch_size
-    if size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
-        raise InputError("the loader has no batch size, or a data set without a length; Poisson sampling needs both: pass a "
-                         "DataLoader over a list or map-style data set")  # fmt: skip
-    collate: Callable[[list[Any]], Any] = loader.collate_fn
-
-    def collated(rows: list[Any]) -> Any:
-        return collate(rows) if rows else _emptied(collate([data[0]]))
-
-    return DataLoader(
-        data, batch_sampler=PoissonBatches(len(data), size, rng), collate_fn=collated, num_workers=loader.num_workers,
-        pin_memory=loader.pin_memory,
-    )  # fmt: skip
-
-
-def _emptied(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return type(batch)({k: _emptied(v) for k, v in batch.items()})  # type: ignore[call-arg]  # a dict or its like
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_emptied(v) for v in batch)
-    raise InputError(f"a batch of {type(batch).__name__} cannot be made empty; let the collate function return tensors")
+    def hand_out(self, factor: Tensor) -> list[Tensor | None]:
+        """The gradients times ``factor``, counted as one release."""
+        if self.done:
+            raise InputError("this loss had its backward pass; a batch is released once")
+        self.ledger.made(self.draw, self.sizes, secret=self.secret)
+        self.done = True
+        found = [None if g is None else factor * g for _, g in self.gradients]
+        self.guard.expect({n: g for (n, _), g in zip(self.gradients, found) if g is not None})
+        self.gradients = []
+        return found
 
 
 class _Release(torch.autograd.Function):
     """A loss whose backward pass hands out gradients that were made before."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, loss: Tensor, step: _Step, *parameters: Tensor) -> Tensor:
+        ctx.step = step
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *grad: Tensor) -> Any:
-        return None, None, *(None if g is None else grad[0] * g for g in ctx.gradients)
+        return None, None, *ctx.step.hand_out(grad[0])
 
 
-class _Forward:
-    """The forward of a protected model: in training, a loss whose gradients are private; else the model's own."""
+class _Protected:
+    """The forward of a protected model: a loss whose gradients are private; without autograd, the model's own."""
 
-    def __init__(self, model: nn.Module, defense: Defense, rng: Randomness, expected: int | None) -> None:
-        self.model, self.defense, self.rng, self.expected = model, defense, rng, expected
-        self.original = model.forward
-        self.inside = False
+    def __init__(
+        self, model: nn.Module, defense: Defense, ledger: Ledger, rng: Randomness, loader: DrawnLoader | None,
+        expected: int | None,
+    ) -> None:  # fmt: skip
+        self.defense, self.ledger, self.rng, self.loader, self.expected = defense, ledger, rng, loader, expected
+        self.last: _Step | None = None
+        self.guard = put(model, self)
 
-    def __call__(self, *positional: Any, **inputs: Any) -> Any:
-        if self.inside or not self.model.training or not torch.is_grad_enabled():
-            return self.original(*positional, **inputs)
+    def __call__(self, own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
+        model = self.guard.model()
+        assert model is not None  # it is being called
+        if self.guard.inside or not torch.is_grad_enabled():
+            return own(*positional, **inputs)
+        if not model.training and inputs.get("labels") is None:
+            return own(*positional, **inputs)  # the guard refuses a backward pass through it
         if positional:
             raise InputError("call the protected model with keywords: model(**batch)")
         # The Trainer's count of tokens belongs to losses over the whole batch.
@@ -102,19 +92,31 @@ class _Forward:
         other = [k for k, v in inputs.items() if not isinstance(v, Tensor) or v.shape[:1] != labels.shape[:1]]
         if other:
             raise InputError(f"{', '.join(other)}: expected tensors with a row for each of the {len(labels)} texts")
-        self.inside = True
+        return self._step(model, inputs, len(labels))
+
+    def _step(self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int) -> Any:
+        if self.last is not None and not self.last.done and not self.last.rows:
+            raise InputError("an empty batch had no backward pass; make it as well: its noise hides that it was empty")
+        draw = Draw() if self.loader is None else self.loader.take(rows)
+        self.ledger.room(draw)
+        self.guard.watch()
+        self.guard.forget()
+        step = self.last = _Step(self.guard, self.ledger, draw, rows, isinstance(self.rng, SecretGenerator))
+        self.guard.inside = True
         try:
             message, loss, _ = message_for(
-                self.model, inputs, len(labels), self.defense, self.rng, expected=self.expected
+                model, inputs, rows, self.defense, self.rng, expected=self.expected, record=step.sizes.extend
             )  # fmt: skip
         finally:
-            self.inside = False
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        found = [None if (g := message.gradients.get(n)) is None else g.to(p.device, p.dtype) for n, p in named.items()]
+            self.guard.inside = False
+        named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        step.gradients = [
+            (n, None if (g := message.gradients.get(n)) is None else g.to(p.device, p.dtype)) for n, p in named.items()
+        ]
         from transformers.utils import ModelOutput
 
         value = torch.tensor(loss, device=next(iter(named.values())).device)
-        return ModelOutput(loss=_Release.apply(value, found, *named.values()))  # type: ignore[no-untyped-call]  # of torch
+        return ModelOutput(loss=_Release.apply(value, step, *named.values()))  # type: ignore[no-untyped-call]  # of torch
 
 
 def protect_training(
@@ -128,51 +130,64 @@ def protect_training(
     poisson: bool = True,
     seed: int | None = None,
 ) -> Private:
-    """Protect a training loop: ``model, optimizer, loader, told = protect(model, optimizer, loader, "dp-sgd:1.0")``.
+    """Protect a training loop: ``model, optimizer, loader, ledger = protect(model, optimizer, loader, "dp-sgd:1.0")``.
 
-    From then on ``model(**batch).loss.backward()`` in training mode, labels in the batch, leaves protected gradients in
-    ``.grad``; every optimizer and schedule works behind it. The returned loader draws texts as the guarantee assumes
-    (Poisson sampling for DP-SGD); train with it, for ``epochs`` passes and one optimizer step a batch.
-    ``poisson=False`` keeps the
-    given loader, and the guarantee says what that costs. Noise comes from the operating system unless ``seed`` is given,
-    which is for experiments. Not covered: the loss that is returned, and whatever else is told of the texts.
+    From then on ``model(**batch).loss.backward()``, labels in the batch, leaves protected gradients in ``.grad``, whether
+    the model is in training or in eval mode; every optimizer and schedule works behind it. Any other backward pass to the
+    model's weights raises ``InputError``, and so does ``optimizer.step()`` on gradients that were put in by hand. Under
+    ``torch.no_grad()`` the model is as it was. The returned loader draws texts as the guarantee assumes (Poisson sampling
+    for DP-SGD, disjoint batches for DirDP-SGD); each of its batches is released once. The ledger counts each release, gives
+    epsilon, and refuses a step beyond ``epochs`` passes.
 
-    Raises ``InputError`` for a defense of the data, and for an optimizer of parameters that the model does not have.
+    ``poisson=False`` keeps the given loader: then nothing is proven for the run, which the ledger says. Noise comes from the
+    operating system unless ``seed`` is given, which is for experiments. Not covered: the loss that is returned, and whatever
+    else is told of the texts.
+
+    Raises ``InputError`` for a defense of the data, for ``sealing`` and ``accumulate``, which belong to a client and its
+    server, and for an optimizer of parameters that the model does not have.
     """
-    parts = parse_defense(defense) if isinstance(defense, str) else defense
+    parts = local(parse_defense(defense) if isinstance(defense, str) else defense)
     if any(p.stage is Stage.DATA for p in parts):
         raise InputError("a protection of the data acts before training; make the texts with rasura protect ghost first")
-    if hasattr(vars(model).get("forward"), "__rasura__"):
+    if any(p.mechanism.name == "accumulate" for p in parts):
+        raise InputError("accumulate holds an update back until it has enough text, which a backward pass cannot do; gather "
+                         "batches first (rasura.accumulation), or use rasura train")  # fmt: skip
+    _trainable(model, optimizer)
+    mechanisms = [p.mechanism for p in parts]
+    carrier = formal(mechanisms)
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+    by_chance = assumes_poisson(mechanisms)
+    if carrier is None:
+        run = Run(1, 1, epochs)
+    elif not hasattr(loader.dataset, "__len__"):
+        raise InputError("the loader's data set has no length, which the guarantee depends on")
+    else:
+        run = Run(len(loader.dataset), size, epochs, delta, "poisson" if by_chance and poisson else "shuffled")
+    with defended(model, parts):
+        sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    ledger = Ledger(mechanisms, run, sizes=sizes, secure=seed is None)
+    rng = secret_generator() if seed is None else generator(seed, "protect")
+    drawing = None
+    if carrier is not None and (poisson or not by_chance):
+        drawing = loader = DrawnLoader(loader, ledger, rng, poisson=by_chance)
+    if (earlier := guarded(model)) is not None and earlier.copied:
+        taken_off(model)
+    expected = min(size, run.examples) if by_chance and drawing is not None else None
+    _Protected(model, parts, ledger, rng, drawing, expected)
+    return Private(model, optimizer, loader, ledger)
+
+
+def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raises ``InputError`` for a model that cannot be protected, and for an optimizer of other parameters."""
+    earlier = guarded(model)
+    if earlier is not None and not earlier.copied:
         raise InputError("the model is protected already; load it anew to protect it otherwise")
+    if hasattr(model, "_orig_mod"):
+        raise InputError("protect the model before torch.compile; a compiled one gives no gradients of single texts")
+    if "forward" in vars(model):
+        raise InputError("the model's forward was replaced (by accelerate?); protect the model before anything wraps it")
     own = {id(p) for p in model.parameters()}
     if optimizer is not None and any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise InputError(
             "the optimizer trains parameters that the model does not have; their gradients would be unprotected"
         )
-    rng = secret_generator() if seed is None else generator(seed, "protect")
-    mechanisms = [p.mechanism for p in parts]
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    by_chance = assumes_poisson(mechanisms) and poisson
-    with defended(model, parts):
-        sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    if formal(mechanisms) is None:
-        told = guarantee(mechanisms, Run(1, 1, epochs))
-    else:
-        if not hasattr(loader.dataset, "__len__"):
-            raise InputError("the loader's data set has no length, which the guarantee depends on")
-        run = Run(len(loader.dataset), size, epochs, delta, "poisson" if by_chance else "shuffled")
-        told = guarantee(mechanisms, run, sizes=sizes, secure=seed is None)
-        if not by_chance and isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
-            raise InputError("the loader draws texts with replacement, which no guarantee covers; pass replacement=False")
-    if by_chance:
-        loader = poisson_loader(loader, rng)
-    forward = _Forward(model, parts, rng, min(size, len(loader.dataset)) if by_chance else None)
-
-    # Whoever looks at the signature (the Trainer drops columns by it) finds the model's own.
-    @functools.wraps(forward.original)
-    def protected(*positional: Any, **inputs: Any) -> Any:
-        return forward(*positional, **inputs)
-
-    protected.__rasura__ = forward  # type: ignore[attr-defined]  # a mark
-    model.forward = protected
-    return Private(model, optimizer, loader, told)

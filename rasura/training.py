@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from rasura.accounting import Guarantee, Run, assumes_poisson, checked_delta, formal, guarantee
+from rasura.accounting import Ledger, Run, assumes_poisson, carries, checked_delta
 from rasura.auditing import versions
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.files import write_whole
@@ -31,7 +31,7 @@ from rasura.values import Batch, Task
 from rasura.victims.batching import renamed, split
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import defended
-from rasura.victims.train import FineTuning, Recipe, enough, nats, predictions, protected
+from rasura.victims.train import FineTuning, Recipe, enough, local, nats, predictions, protected
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class TrainPlan:
     def parts(self, defense: str) -> Defense:
         """What ``defense`` does in a training step; nothing where it protects a service."""
         if not self.service:
-            return parse_defense(defense)
+            return local(parse_defense(defense))
         parsed(defense)
         return ()
 
@@ -121,17 +121,17 @@ class Training:
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(told))}
         self.about |= {"label_names": list(self.label_names)} if self.label_names else {}
         for defense in plan.defenses:
-            self._guarantee(plan.parts(defense), ())
+            self._ledger(plan.parts(defense), ())
         self._claim()
 
-    def _guarantee(self, parts: Defense, sizes: Sequence[int]) -> Guarantee:
-        """What ``parts`` guarantee after all epochs, whether or not training ends before."""
+    def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
+        """A ledger for a training behind ``parts``, of all epochs that it may take."""
         known, recipe = [p.mechanism for p in parts], self.plan.recipe
         run = Run(
             len(self.rows), recipe.batch_size, max(1, recipe.epochs), self.plan.delta,
             "poisson" if assumes_poisson(known) else "shuffled",
         )  # fmt: skip
-        return guarantee(known, run, sizes=sizes, secure=recipe.noise == "secure")
+        return Ledger(known, run, sizes=sizes, secure=recipe.noise == "secure")
 
     def victim(self, seed: int) -> Victim:
         """The model before training, its head drawn from ``seed``."""
@@ -204,12 +204,12 @@ class Training:
         watched = "accuracy" if plan.task == "classification" else "loss"
         before = self._figures(model, test)
         with defended(model, parts):
-            told = self._guarantee(parts, [p.numel() for p in model.parameters() if p.requires_grad])
+            ledger = self._ledger(parts, [p.numel() for p in model.parameters() if p.requires_grad])
         mechanisms = [p.mechanism for p in parts] if service is None else [service.mechanism]
         run = FineTuning(
             model, rows, parts, replace(plan.recipe, seed=seed), place, task=victim.task, vocabulary=vocabulary,
             evaluate=lambda m: self._figures(m, held), watched=watched, higher=HIGHER_IS_BETTER[watched],
-            poisson=assumes_poisson(mechanisms), secret=plan.recipe.noise == "secure" and formal(mechanisms) is not None,
+            poisson=assumes_poisson(mechanisms), secret=plan.recipe.noise == "secure" and carries(mechanisms), ledger=ledger,
         )  # fmt: skip
         history = run.run(
             None if progress is None else lambda done, total, told: progress(f"{defense}: epoch", done, total, told)
@@ -226,7 +226,8 @@ class Training:
             "tested_on": "test" if plan.test else "holdout", "before": before, "after": self._figures(model, test),
             "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
             "mechanism": [asdict(m) | {"stage": m.stage.value} for m in mechanisms], "lora": plan.lora,
-            "privacy": told.told(), "noise": plan.recipe.noise,
+            "privacy": ledger.spent().told(), "planned": ledger.planned.told(), "ledger": ledger.state_dict(),
+            "noise": plan.recipe.noise,
             "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
             "encode_seconds": self.encoding, "protect_seconds": protecting,
             "device": self.device, "versions": versions(),

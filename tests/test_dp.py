@@ -13,14 +13,12 @@ from scipy import stats
 from test_training import RECIPE, fine_tuning
 from tiny import VOCABULARY, batch_for, tiny
 from torch import Tensor
-from torch.utils.data import DataLoader
 
-import rasura
 from rasura.defenses import directional as directional_module
 from rasura.defenses.directional import directional
 from rasura.defenses.dp_sgd import dp_sgd, normalised_gaussian
 from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
-from rasura.interfaces import Defense, InputError
+from rasura.interfaces import InputError
 from rasura.recipes import parse_defense
 from rasura.rng import gamma, generator, normal, secret_generator, uniform
 from rasura.values import Gradients, PerExample, Weigh
@@ -245,95 +243,6 @@ def test_training_behind_a_guarantee(defense: str, tmp_path: Path) -> None:
         weights.append(torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]))
         assert bool(torch.isfinite(weights[-1]).all())
     assert not torch.equal(weights[1], weights[2])
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {k: torch.tensor([r[k] for r in rows]) for k in rows[0]}
-
-
-DATA: Any = [{"input_ids": [1, 40 + k % 9, 3, 41, 2], "attention_mask": [1] * 5, "labels": k % 2} for k in range(24)]
-
-
-def loop(defense: str | Defense, **options: Any) -> Any:
-    model = tiny("bert", "classification", num_labels=2).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return rasura.protect(model, optimizer, DataLoader(DATA, 2, shuffle=True, collate_fn=collate), defense, **options)
-
-
-@pytest.mark.parametrize("defense", ["dp-sgd:1.0", "directional:1e6", "frozen-embeddings+normalised:1.0"])
-def test_a_loop_of_ones_own_is_protected_in_one_line(defense: str) -> None:
-    model, optimizer, loader, told = loop(defense, epochs=2)
-    assert told.epsilon is not None and not told.warnings
-    sizes = []
-    for _ in range(2):
-        for batch in loader:
-            sizes.append(len(batch["labels"]))
-            optimizer.zero_grad()
-            loss = model(**batch).loss
-            loss.backward()
-            assert math.isfinite(float(loss))
-            optimizer.step()
-    assert len(sizes) == 24 and (("directional" in defense) == (set(sizes) == {2}))
-    frozen = [n for n, p in model.named_parameters() if p.grad is None]
-    assert bool(frozen) == defense.startswith("frozen")
-    model.eval()
-    assert model(**collate(DATA[:3])).logits.shape == (3, 2)
-
-
-def test_its_gradients_are_those_of_the_step() -> None:
-    told = loop("dp-sgd:1.0", poisson=False, seed=0).guarantee
-    assert "loader shuffles" in told.warnings[-1] and told.statement.startswith("no formal guarantee for this run")
-    assert "seeded" in told.warnings[0]
-    model, _, _, told = loop("dp-sgd:1e-9/clip=1e3", poisson=False, seed=0)
-    assert told.epsilon is None and "too small" in told.statement
-    model.eval().training = True  # in training, without dropout
-    (2 * model(**collate(DATA[:4])).loss).backward()
-    plain = tiny("bert", "classification", num_labels=2)
-    plain(**collate(DATA[:4])).loss.backward()
-    for (name, p), (_, q) in zip(model.named_parameters(), plain.named_parameters()):
-        assert torch.allclose(p.grad, 2 * q.grad, rtol=1e-4, atol=1e-5), name
-
-
-def test_what_voids_a_protected_loop_is_refused() -> None:
-    model, _, loader, _ = loop("dp-sgd:1.0")
-    batch = collate(DATA[:2])
-    with pytest.raises(InputError, match="pass labels"):
-        model(input_ids=batch["input_ids"])
-    with pytest.raises(InputError, match="with keywords"):
-        model(batch["input_ids"], labels=batch["labels"])
-    with pytest.raises(InputError, match="position_ids: expected tensors with a row"):
-        model(**batch, position_ids=torch.arange(5)[None])
-    with pytest.raises(InputError, match="protected already"):
-        rasura.protect(model, None, loader, "dp-sgd:1.0")
-    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    with pytest.raises(InputError, match="parameters that the model does not have"):
-        rasura.protect(tiny("bert", "classification"), other, loader, "dp-sgd:1.0")
-    with pytest.raises(InputError, match="before training"):
-        loop("ghost")
-    assert loop("gaussian:0.1").guarantee.epsilon is None
-
-
-def test_the_trainer_has_a_switch(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    from transformers import TrainingArguments
-
-    from rasura.integrations.transformers import PrivateTrainer
-
-    def trainer(**options: Any) -> Any:
-        arguments = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=2, num_train_epochs=1, report_to=[], save_strategy="no", use_cpu=True,
-            disable_tqdm=True, **options,
-        )  # fmt: skip
-        model = tiny("bert", "classification", num_labels=2)
-        return PrivateTrainer(model, arguments, train_dataset=DATA, data_collator=collate, defense="dp-sgd:0.5")
-
-    with pytest.raises(InputError, match="gradient_accumulation_steps is 2"):
-        trainer(gradient_accumulation_steps=2)
-    private = trainer()
-    before = [p.detach().clone() for p in private.model.parameters()]
-    assert private.train().global_step == 12
-    assert private.guarantee.sampling == "poisson" and private.guarantee.epsilon > 0
-    assert not all(torch.equal(p, q) for p, q in zip(private.model.parameters(), before))
 
 
 def test_directional_is_described_by_plain_figures() -> None:

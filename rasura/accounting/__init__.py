@@ -1,12 +1,16 @@
-"""What a run guarantees: epsilon of sampled noise, of directional noise, and the words that say what holds."""
+"""What a run guarantees: epsilon of sampled and of directional noise, a ledger of releases, and the words for what holds."""
 
 from __future__ import annotations
 
+from rasura.accounting.compositions import Composition, composition
 from rasura.accounting.directional import directional_epsilon, log_normaliser, renyi_divergence
 from rasura.accounting.epsilon import ACCOUNTANTS, checked_delta, epsilon, sigma_for
-from rasura.accounting.guarantees import NONE, Guarantee, Run, assumes_poisson, formal, guarantee
+from rasura.accounting.guarantees import NONE, Guarantee, Run, assumes_poisson, carries, formal, guarantee
+from rasura.accounting.ledger import Ledger
+from rasura.accounting.releases import Draw, Release
 
 __all__ = [
-    "ACCOUNTANTS", "NONE", "Guarantee", "Run", "assumes_poisson", "checked_delta", "directional_epsilon", "epsilon",
-    "formal", "guarantee", "log_normaliser", "renyi_divergence", "sigma_for",
+    "ACCOUNTANTS", "NONE", "Composition", "Draw", "Guarantee", "Ledger", "Release", "Run", "assumes_poisson",
+    "carries", "checked_delta", "composition", "directional_epsilon", "epsilon", "formal", "guarantee", "log_normaliser",
+    "renyi_divergence", "sigma_for",
 ]  # fmt: skip

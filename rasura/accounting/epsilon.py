@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,10 @@ from rasura.errors import InputError, MissingExtra
 
 Accountant = Literal["pld", "rdp", "paper"]
 ACCOUNTANTS = ("pld", "rdp", "paper")
+NOISES = ("gaussian", "laplace")
 
 LEAST_SIGMA = 1e-3
-"""Below it epsilon is said to be infinite: it is a million and more after a single step."""
+"""Below it no epsilon is given: it is a million and more after a single step."""
 
 PAPER_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64))
 ORDERS = (*(1 + 10 ** (-4 + k / 15) for k in range(60)), *(2 + k / 10 for k in range(1, 90)), *range(12, 64), 128, 256, 512)
@@ -39,10 +40,10 @@ def checked_delta(delta: float) -> float:
 def _library() -> Iterator[Any]:
     try:
         import dp_accounting
-        from dp_accounting import pld, rdp
+        from dp_accounting import pld
     except ImportError:
         raise MissingExtra("epsilon needs dp-accounting; pip install 'rasura[dp]'") from None
-    assert pld is not None and rdp is not None  # they are attributes of the package from here on
+    assert pld is not None  # it is an attribute of the package from here on
     # It tells of every order that it leaves out, which only makes the bound larger.
     log = logging.getLogger("absl")
     level = log.level
@@ -53,86 +54,131 @@ def _library() -> Iterator[Any]:
         log.setLevel(level)
 
 
-@lru_cache(256)
+class Sampled(NamedTuple):
+    """``steps`` releases with noise multiplier ``sigma``, each text in each with probability ``rate``."""
+
+    sigma: float
+    rate: float
+    steps: int
+    noise: str = "gaussian"
+
+    def checked(self) -> Sampled:
+        """These figures, or ``InputError`` for what cannot be."""
+        if not 0 < self.sigma < math.inf:
+            raise InputError(f"accounting: sigma is {self.sigma}; expected a finite number above 0")
+        if self.sigma < LEAST_SIGMA:
+            raise InputError(
+                f"accounting: sigma {self.sigma:.3g} is too small for any guarantee; expected {LEAST_SIGMA} or more"
+            )
+        if not 0 < self.rate <= 1 or not 1 <= self.steps < math.inf:
+            raise InputError(
+                f"accounting: rate {self.rate}, {self.steps} steps; expected a rate above 0 and at most 1, at least 1 step"
+            )
+        if self.noise not in NOISES:
+            raise InputError(f"accounting: unknown noise {self.noise!r}; known: {', '.join(NOISES)}")
+        return self
+
+
+def finite(what: str, value: float) -> float:
+    """``value`` if it is a finite number; else ``InputError``: no statement stands on anything else."""
+    if not math.isfinite(value):
+        raise InputError(f"accounting: {what} came out as {value}; nothing is guaranteed. Use more noise or fewer steps")
+    return value
+
+
 def epsilon(
     sigma: float, rate: float, steps: int, delta: float, *, by: Accountant = "pld", noise: str = "gaussian"
 ) -> float:
     """Epsilon of ``steps`` releases with noise multiplier ``sigma``, each text in each with probability ``rate``.
 
     Neighbours differ in one text that is there or not. Never below the true value by ``pld`` and ``rdp``. Laplace noise is
-    known to ``pld`` alone. Raises ``InputError`` for values that cannot be.
+    known to ``pld`` alone. Raises ``InputError`` for values that cannot be, and where no finite number was found.
     """
-    if not 0 < sigma < math.inf:
-        raise InputError(f"accounting: sigma is {sigma}; expected a finite number above 0")
-    if not 0 < rate <= 1 or steps < 1:
-        raise InputError(f"accounting: rate {rate}, {steps} steps; expected a rate above 0 and at most 1, at least 1 step")
+    return composed_epsilon((Sampled(sigma, rate, steps, noise),), delta, by=by)
+
+
+@lru_cache(256)
+def composed_epsilon(parts: tuple[Sampled, ...], delta: float, *, by: Accountant = "pld") -> float:
+    """Epsilon of all ``parts`` together, one after the other, as ``epsilon`` has it of one."""
+    if not parts:
+        raise InputError("accounting: no release; expected at least one")
+    for part in parts:
+        part.checked()
     checked_delta(delta)
     if by not in ACCOUNTANTS:
         raise InputError(f"unknown accountant {by!r}; known: {', '.join(ACCOUNTANTS)}")
-    if noise == "laplace" and by != "pld":
+    gaussian = all(part.noise == "gaussian" for part in parts)
+    if not gaussian and by != "pld":
         raise InputError(f"the accountant {by} knows Gaussian noise only; use pld")
-    if sigma < LEAST_SIGMA:
-        return math.inf
-    if by == "paper":
-        return _by_orders(sigma, rate, steps, delta, PAPER_ORDERS)
-    found = math.inf
+    if by != "pld":
+        return finite("epsilon", _by_orders(parts, delta, PAPER_ORDERS if by == "paper" else ORDERS))
     for less in (0.0, 1e-4, 1e-3, 1e-2):
         # The library's numbers overflow at single points. Less noise never has a smaller epsilon: a bound, too.
-        found = _by_library(sigma * (1 - less), rate, steps, delta, by, noise)
+        found = _by_library(tuple(p._replace(sigma=p.sigma * (1 - less)) for p in parts), delta)
         if math.isfinite(found):
             return found
-    return found if noise == "laplace" else _by_orders(sigma, rate, steps, delta, ORDERS)
+    return finite("epsilon", _by_orders(parts, delta, ORDERS) if gaussian else found)
 
 
-def _by_library(
-    sigma: float, rate: float, steps: int, delta: float, by: Accountant, noise: str, digits: float | None = None
-) -> float:
+def _by_library(parts: Sequence[Sampled], delta: float, digits: float | None = None) -> float:
     with _library() as library:
-        one = library.LaplaceDpEvent(sigma) if noise == "laplace" else library.GaussianDpEvent(sigma)
-        event = library.SelfComposedDpEvent(library.PoissonSampledDpEvent(rate, one) if rate < 1 else one, steps)
 
-        if by == "rdp":
-            accountant = library.rdp.RdpAccountant(ORDERS)
-            accountant.compose(event)
-            return float(accountant.get_epsilon(delta))
+        def event(part: Sampled) -> Any:
+            one = library.LaplaceDpEvent(part.sigma) if part.noise == "laplace" else library.GaussianDpEvent(part.sigma)
+            return library.SelfComposedDpEvent(
+                library.PoissonSampledDpEvent(part.rate, one) if part.rate < 1 else one, part.steps
+            )
+
+        events = [event(part) for part in parts]
 
         def by_loss(width: float) -> float:
             accountant = library.pld.PLDAccountant(value_discretization_interval=width)
             try:
                 with np.errstate(all="ignore"):
-                    accountant.compose(event)
-                    return float(accountant.get_epsilon(delta))
+                    for one in events:
+                        accountant.compose(one)
+                    found = float(accountant.get_epsilon(delta))
             except OverflowError:
                 return math.inf
+            return math.inf if math.isnan(found) else found
 
         # The loss is rounded up to a grid: fine enough for four digits, not so fine that large losses fill the memory.
         if digits is not None:
             return by_loss(digits)
-        about = steps / sigma if noise == "laplace" else _by_orders(sigma, rate, steps, delta, ORDERS)
+        laplace = [part for part in parts if part.noise == "laplace"]
+        others = [part for part in parts if part.noise != "laplace"]
+        about = sum(part.steps / part.sigma for part in laplace) + (_by_orders(others, delta, ORDERS) if others else 0.0)
         found = by_loss(max(1e-4, about / 1e4))
         return found if about < 1.5 * found else by_loss(max(1e-4, found / 1e5))
 
 
-def _by_orders(sigma: float, rate: float, steps: int, delta: float, orders: Sequence[float]) -> float:
-    """Epsilon of the sampled Gaussian mechanism by RDP on a grid of orders (Mironov et al. 2019).
+def _by_orders(parts: Sequence[Sampled], delta: float, orders: Sequence[float]) -> float:
+    """Epsilon of sampled Gaussian mechanisms by RDP on a grid of orders (Mironov et al. 2019)."""
+    return min(
+        converted(order, sum(part.steps * _divergence(part.sigma, part.rate, order) for part in parts), delta)
+        for order in orders
+    )
 
-    By quadrature: dp_accounting leaves out low orders whose series is slow, and so has another epsilon than Opacus.
+
+def _divergence(sigma: float, rate: float, order: float) -> float:
+    """The Renyi divergence of ``order`` of one sampled release.
+
+    By quadrature: quick, and right for all orders, of which dp_accounting leaves out those whose series is slow.
     """
-    best = math.inf
-    for order in orders:
-        # At order a the integrand is a row of bells of width sigma between 0 and a.
-        x = np.arange(-12 * sigma, order + 12 * sigma, sigma / 8)
-        ratio = (2 * x - 1) / (2 * sigma**2)
-        mixed = np.logaddexp(math.log1p(-rate), math.log(rate) + ratio) if rate < 1 else ratio
-        logs = order * mixed - x**2 / (2 * sigma**2)
-        top = float(logs.max())
-        moment = top + math.log(float(np.exp(logs - top).sum()) / 8) - 0.5 * math.log(2 * math.pi)
-        best = min(best, converted(order, steps * max(moment, 0.0) / (order - 1), delta))
-    return best
+    # At order a the integrand is a row of bells of width sigma between 0 and a.
+    x = np.arange(-12 * sigma, order + 12 * sigma, sigma / 8)
+    ratio = (2 * x - 1) / (2 * sigma**2)
+    mixed = np.logaddexp(math.log1p(-rate), math.log(rate) + ratio) if rate < 1 else ratio
+    logs = order * mixed - x**2 / (2 * sigma**2)
+    top = float(logs.max())
+    moment = top + math.log(float(np.exp(logs - top).sum()) / 8) - 0.5 * math.log(2 * math.pi)
+    return max(0.0, finite("a moment", moment)) / (order - 1)
 
 
 def converted(order: float, spent: float, delta: float) -> float:
     """Epsilon at ``delta`` of a Renyi divergence ``spent`` (Canonne, Kamath, Steinke 2020, prop. 12)."""
+    if math.isnan(spent) or spent < 0 or not 1 < order < math.inf:
+        raise InputError(f"accounting: a divergence of {spent} at order {order}; expected at least 0, at an order above 1")
     return max(0.0, spent + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
 
 
@@ -145,16 +191,21 @@ def sigma_for(
 
     epsilon(1.0, rate, steps, delta, by="pld" if noise == "laplace" else "paper", noise=noise)  # says what cannot be
     if by == "paper":
-        return _as_opacus(lambda sigma: epsilon(sigma, rate, steps, delta, by=by), target)
+        return _as_opacus(
+            lambda sigma: math.inf if sigma < LEAST_SIGMA else epsilon(sigma, rate, steps, delta, by=by), target
+        )
 
     def spent(sigma: float) -> float:
-        return _by_library(sigma, rate, steps, delta, by, noise, max(1e-4, target / 1e4))
+        return _by_library((Sampled(sigma, rate, steps, noise),), delta, max(1e-4, target / 1e4))
 
     # RDP is quick and asks for somewhat more noise than is needed.
-    high = steps / target if noise == "laplace" else _least(lambda s: _by_orders(s, rate, steps, delta, ORDERS), target)
+    if noise == "laplace":
+        high = steps / target
+    else:
+        high = _least(lambda s: _by_orders((Sampled(s, rate, steps),), delta, ORDERS), target)
     low = high
-    while spent(low) <= target:
-        low, high = 0.8 * low, low
+    while low > LEAST_SIGMA and spent(low) <= target:
+        low, high = max(LEAST_SIGMA, 0.8 * low), low
     while spent(high) > target:
         low, high = high, 1.05 * high
     while high - low > 5e-4 * high:

@@ -1,27 +1,20 @@
-"""What a protected training run guarantees: (epsilon, delta) of DP-SGD, the guarantees of DirDP-SGD, or that there is none.
+"""What releases guarantee, in words: (epsilon, delta) of DP-SGD, the guarantees of DirDP-SGD, or that there is none.
 
-Epsilon is an upper bound for every text. A mechanism that is not known here has no formal guarantee, and no number stands in
-for one.
+The same words serve a plan, where the releases are those that would be made, and a run, where the ledger counted them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-import numpy as np
-
-from rasura.accounting.directional import directional_epsilon
-from rasura.accounting.epsilon import checked_delta, epsilon
+from rasura.accounting.compositions import DIRECTIONAL, FORMAL, POISSON, composition
+from rasura.accounting.epsilon import LEAST_SIGMA, checked_delta
+from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release, Spent, spent
 from rasura.errors import InputError
-from rasura.values import Mechanism, Stage
-
-POISSON = ("dp-sgd", "normalised")
-"""Mechanisms whose guarantee assumes that every text joins a batch by chance, each for itself."""
-
-DIRECTIONAL = "directional"
+from rasura.values import Mechanism
 
 NONE = "no formal guarantee"
 
@@ -42,7 +35,7 @@ class Run:
 
     def __post_init__(self) -> None:
         for name in ("examples", "batch_size", "epochs"):
-            if getattr(self, name) < 1:
+            if not 1 <= getattr(self, name) < math.inf:
                 raise InputError(f"accounting: {name} is {getattr(self, name)}; expected at least 1")
         checked_delta(self.fails)
 
@@ -69,11 +62,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What holds for each text of a run, in words, with the figures behind them.
+    """What holds for each text, in words, with the figures behind them.
 
     ``epsilon`` and ``delta`` are None where nothing is guaranteed. ``pure`` is epsilon at delta 0, ``metric`` the factor of
-    the metric guarantee on directions (``DirDP``), ``cross_check`` epsilon by the other accountant. ``warnings`` say what
-    weakens or voids it.
+    the metric guarantee on directions (``DirDP``), ``cross_check`` epsilon by the other accountant; ``steps`` the releases
+    that are counted. ``otherwise``: epsilon and delta that would hold if what voids the guarantee (a seed, a loader that
+    shuffles) were mended. ``warnings`` say what weakens or voids it.
     """
 
     statement: str
@@ -86,6 +80,7 @@ class Guarantee:
     steps: int | None = None
     rate: float | None = None
     sampling: str | None = None
+    otherwise: tuple[float, float] | None = None
     warnings: tuple[str, ...] = ()
 
     def told(self) -> dict[str, Any]:
@@ -98,67 +93,116 @@ def assumes_poisson(defense: Sequence[Mechanism]) -> bool:
     return any(m.name in POISSON for m in defense)
 
 
+def carries(defense: Sequence[Mechanism]) -> bool:
+    """Whether a part of ``defense`` is a mechanism that could carry a guarantee, proven for the whole or not."""
+    return any(m.name in FORMAL for m in defense)
+
+
 def formal(defense: Sequence[Mechanism]) -> Mechanism | None:
-    """The part of ``defense`` that carries a formal guarantee; None where there is none."""
-    return next((m for m in defense if m.name in (*POISSON, DIRECTIONAL)), None)
+    """The part of ``defense`` that carries a formal guarantee; None where nothing is proven for the whole."""
+    return composition(defense).formal
 
 
 def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = (), secure: bool = True) -> Guarantee:
-    """What ``defense`` guarantees to each text after ``run``.
+    """What ``defense`` would guarantee to each text after all of ``run``: a plan, not what took place.
 
-    ``sizes``: entries of each trained parameter tensor, which DirDP's guarantee depends on. ``secure``: the noise came from
-    the operating system; a seeded generator's noise can be taken off again by whoever knows the seed.
+    ``sizes``: entries of each trained parameter tensor, which DirDP's guarantee depends on; without them it is said in its
+    pure form. ``secure``: the noise comes from the operating system; a seeded generator's noise can be taken off again by
+    whoever knows the seed.
     """
-    part = formal(defense)
+    standing = composition(defense)
+    part = standing.formal
     if part is None:
-        names = " + ".join(m.name for m in defense) or "none"
-        return Guarantee(f"{NONE}: nothing is proven for {names}; only an audit says what it stops")
-    notes = [] if secure else ["the noise is seeded: nothing is guaranteed against whoever knows or guesses the seed"]
-    if any(m.stage is Stage.DATA for m in defense):
-        notes.append("the protection of the data changes texts one by one; what it looks up in other texts is not covered")
+        return stated((), run, carrier=None, why=standing.why, planned=True)
+    if part.name == DIRECTIONAL:
+        # Batches that a loader shuffles are disjoint within a pass; otherwise every step counts.
+        draws = [Draw("disjoint", number=k + 1) for k in range(run.epochs)]
+        if run.sampling == "poisson":
+            draws = [Draw("poisson", run.rate)]
+        count = 1 if run.sampling == "shuffled" else run.steps
+    else:
+        draws, count = [Draw("poisson", run.rate) if run.sampling == "poisson" else Draw()], run.steps
+    runs = [(Release.of(part, draw, sizes or [1], secret=secure), count) for draw in draws]
+    return stated(runs, run, carrier=part.name, planned=True, sized=bool(sizes))
+
+
+def stated(
+    runs: Sequence[Counted], run: Run, *, carrier: str | None, planned: bool, why: str = "", sized: bool = True
+) -> Guarantee:
+    """What holds for each text after ``runs``, in words that say whether they are ``planned`` or took place.
+
+    ``run``: how many texts there are, and delta. ``carrier``: the mechanism with the guarantee; None where nothing is
+    proven, and ``why``. ``sized``: the entries of the draws are known.
+    """
+    if carrier is None or any(release.mechanism == UNPROVEN for release, _ in runs):
+        why = why or "its releases were made without a proof"
+        return Guarantee(f"{NONE}: {why}; only an audit says what it stops")
+    made = sum(count for _, count in runs)
+    notes, voids = [], []
+    if not all(release.secret for release, _ in runs):
+        voids.append("the noise is seeded: nothing is guaranteed against whoever knows or guesses the seed")
     if run.fails >= 1 / run.examples:
         notes.append(
             f"delta {run.fails:.3g} is not below 1 / {run.examples} texts: publishing one text at random in full would meet "
             "this guarantee"
         )
-    known = part.parameters
-    if part.name == DIRECTIONAL:
-        return _directional(known, run, sizes, notes)
-    sigma, noise = float(known["sigma"] or 0), str(known.get("noise") or "gaussian")
-    spent = epsilon(sigma, run.rate, run.steps, run.fails, noise=noise)
-    pure = None
-    if noise == "laplace":
-        unseen = math.log1p(-run.rate) if run.rate < 1 else -math.inf
-        pure = run.steps * float(np.logaddexp(unseen, math.log(run.rate) + 1 / sigma))
-    other = None if noise == "laplace" else epsilon(sigma, run.rate, run.steps, run.fails, by="rdp")
-    if not math.isfinite(spent):
-        return Guarantee(f"{NONE}: sigma {sigma:.3g} is too small for any", warnings=tuple(notes))
-    head = ""
-    if run.sampling != "poisson":
-        head = (
-            NONE + " for this run, whose loader shuffles; with Poisson sampling, which the accountant assumes, it would be "
-        )
-        notes.append("the loader shuffles where the accountant assumes Poisson sampling: epsilon is not proven for this run")
-    return Guarantee(
-        f"{head}({spent:.4g}, {run.fails:.3g})-differential privacy for each text, after {run.epochs} epochs",
-        spent, run.fails, pure, None, other, "one text is there or not", run.steps, run.rate, run.sampling, tuple(notes),
+    if any(release.mechanism in POISSON and release.multiplier < LEAST_SIGMA for release, _ in runs):
+        least = min(release.multiplier for release, _ in runs)
+        return Guarantee(f"{NONE}: sigma {least:.3g} is too small for any", warnings=(*voids, *notes))
+    if any(release.sampling == "unknown" for release, _ in runs):
+        if carrier == DIRECTIONAL:
+            return Guarantee(f"{NONE}: how its batches were drawn is not known", warnings=(*voids, *notes))
+        voids.append("the loader shuffles where the accountant assumes Poisson sampling: epsilon is not proven for this run")
+        runs = [(_by_chance(release, run.rate), count) for release, count in runs]
+    found = spent(runs, run.fails)
+    if carrier == DIRECTIONAL:
+        return _directional(found, runs, run, (planned, sized, made), notes, voids)
+    kind = f"({found.epsilon:.4g}, {run.fails:.3g})-differential privacy for each text"
+    rates = {release.rate for release, _ in runs}
+    return _worded(
+        kind, Guarantee(
+            "", found.epsilon, run.fails, found.pure, None, found.cross_check, "one text is there or not", made,
+            rates.pop() if len(rates) == 1 else None, "shuffled" if len(voids) and "shuffles" in voids[-1] else "poisson",
+        ), planned, run, notes, voids,
     )  # fmt: skip
 
 
-def _directional(known: Mapping[str, Any], run: Run, sizes: Sequence[int], notes: list[str]) -> Guarantee:
-    kappa = float(known["kappa"])
-    releases = run.epochs if run.sampling == "shuffled" else run.steps
-    if run.sampling != "shuffled":
+def _by_chance(release: Release, rate: float) -> Release:
+    return Release(**{**vars(release), "sampling": "poisson", "rate": rate})
+
+
+def _directional(
+    found: Spent, runs: Sequence[Counted], run: Run, told: tuple[bool, bool, int], notes: list[str], voids: list[str]
+) -> Guarantee:
+    planned, sized, made = told
+    by_pass = all(release.sampling == "disjoint" for release, _ in runs)
+    if runs and not by_pass:
         notes.append(
             "batches overlap within an epoch, so that every step counts; a loader that shuffles needs the epochs only"
         )
-    pure = 2 * kappa * releases
-    spent, delta = pure, 0.0
-    if sizes:
-        blocks = list(sizes) if known.get("blocks") == "parameters" else [sum(sizes)]
-        spent, delta = directional_epsilon(kappa, blocks, releases, run.fails), run.fails
+    epsilon, delta = (found.epsilon, run.fails) if sized else (float(found.pure or 0), 0.0)
+    metric = float(found.metric or 0)
+    kind = (
+        f"({epsilon:.4g}, {delta:.3g})-differential privacy for each text; pure {found.pure:.4g}; the directions of two "
+        f"texts at distance x on the sphere are told apart by at most {metric:.4g} x"
+    )
+    counted = len({release.number for release, _ in runs}) if by_pass else made
+    figures = Guarantee(
+        "", epsilon, delta, found.pure, metric, None, "one text is replaced", counted, None,
+        "shuffled" if by_pass else "poisson",
+    )  # fmt: skip
+    return _worded(kind, figures, planned, run, notes, voids)
+
+
+def _worded(kind: str, figures: Guarantee, planned: bool, run: Run, notes: list[str], voids: list[str]) -> Guarantee:
+    """``figures`` with the statement; nothing but words, where something voids them."""
+    by_pass = figures.neighbours == "one text is replaced" and figures.sampling == "shuffled"
+    many = f"{figures.steps} {'passes over the texts' if by_pass else 'releases'}"
+    when = f"planned, for {run.epochs} epochs ({many})" if planned else f"counted, after {many}"
+    if not voids:
+        return Guarantee(**{**vars(figures), "statement": f"{kind}; {when}", "warnings": tuple(notes)})
     return Guarantee(
-        f"({spent:.4g}, {delta:.3g})-differential privacy for each text, after {run.epochs} epochs; pure {pure:.4g}; the "
-        f"directions of two texts at distance x on the sphere are told apart by at most {kappa * releases:.4g} x",
-        spent, delta, pure, kappa * releases, None, "one text is replaced", releases, None, run.sampling, tuple(notes),
+        f"{NONE} for this run: {'; '.join(voids)}. Otherwise it would be {kind}; {when}",
+        steps=figures.steps, sampling=figures.sampling, otherwise=(figures.epsilon or 0.0, figures.delta or 0.0),
+        warnings=(*voids, *notes),
     )  # fmt: skip

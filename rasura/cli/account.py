@@ -1,9 +1,10 @@
-"""``rasura account``: what noise guarantees, and how much of it a guarantee needs."""
+"""``rasura account``: what noise would guarantee, how much of it a guarantee needs, and what a training spent."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,15 +33,23 @@ def account(
     epochs: Annotated[int, typer.Option(help="times that each text comes up, on average")] = 1,
     delta: Annotated[float | None, typer.Option(help="chance that it fails; default a tenth of 1 / texts")] = None,
     noise: Annotated[str, typer.Option(help="gaussian or laplace")] = "gaussian",
+    ledger: Annotated[Path | None, typer.Option(help="a training's ledger or result.json: what was spent")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """Epsilon for each noise multiplier, or the least noise for each epsilon, by three accountants.
+    """Epsilon for each noise multiplier, or the least noise for each epsilon, by three accountants: a plan.
+
+    With --ledger, what the releases that a training made have spent; --delta for another delta than the training's.
 
     Example: rasura account --sigma 0.5,1,2 --examples 5056 --batch-size 128 --epochs 10
     """
     from rasura.accounting import ACCOUNTANTS, Run, directional_epsilon, epsilon, sigma_for
     from rasura.recipes import known
 
+    if ledger is not None:
+        if any(value is not None for value in (sigma, target_epsilon, kappa, dimension, examples, rate)):
+            raise InputError("--ledger takes no figures of a plan beside it, only --delta")
+        _spent(ledger, delta, as_json)
+        return
     known("noise", noise, ("gaussian", "laplace"))
     if examples is None:
         raise InputError("account needs --examples, the number of training texts")
@@ -77,12 +86,23 @@ def account(
         sys.stdout.write(json.dumps({**about, "rows": rows, "warnings": warnings}) + "\n")
         return
     _print(rows, accountants)
-    out.print(f"delta {run.fails:.3g}; DP-SGD: {run.steps} steps, each text in each with probability {share:.4g} (Poisson "
-              "sampling: a loader that shuffles has no such guarantee)", soft_wrap=True)  # fmt: skip
+    out.print(f"planned, delta {run.fails:.3g}; DP-SGD: {run.steps} steps, each text in each with probability {share:.4g} "
+              "(Poisson sampling: a loader that shuffles has no such guarantee)", soft_wrap=True)  # fmt: skip
     if kappas:
         out.print("DirDP-SGD: a text replaced by another, disjoint batches within an epoch", soft_wrap=True)
     for warning in warnings:
         err.print(warning, style="bold", soft_wrap=True)
+
+
+def _spent(path: Path, delta: float | None, as_json: bool) -> None:
+    from rasura.accounting.ledger import counted
+
+    found = counted(path, delta)
+    if as_json:
+        sys.stdout.write(json.dumps(found.told()) + "\n")
+        return
+    for line in (found.statement, *found.warnings):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print(rows: list[dict[str, Any]], accountants: tuple[str, ...]) -> None:

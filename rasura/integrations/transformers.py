@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import transformers
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from rasura.accounting import Guarantee
+from rasura.accounting import Guarantee, Ledger
 from rasura.interfaces import Defense, InputError
 from rasura.private import protect_training
 
+LEDGER = "rasura_ledger.json"
+"""The ledger's file in a checkpoint's folder."""
+
 
 class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
-    """A ``Trainer`` whose steps are protected by ``defense``; ``guarantee`` says what holds once training has begun.
+    """A ``Trainer`` whose steps are protected by ``defense``; ``guarantee`` says what the releases made so far guarantee.
 
-    ``delta``, ``poisson`` and ``seed`` as in ``rasura.protect``. Raises ``InputError`` for settings that a guarantee cannot
-    stand on: gradient accumulation, label smoothing, float16, several devices, a data set without a length, max_steps.
+    ``ledger`` counts them from ``train()`` on: it is saved with every checkpoint, a resumed training goes on counting, and
+    epsilon stands in the logs. ``train()`` again goes beyond the plan and is refused. ``delta``, ``poisson`` and ``seed`` as
+    in ``rasura.protect``. Raises ``InputError`` for settings that a guarantee cannot stand on: gradient accumulation, label
+    smoothing, float16, several devices, a data set without a length, max_steps, batches grouped by length.
     """
 
     def __init__(
@@ -31,7 +38,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     ) -> None:
         super().__init__(*positional, **options)
         self.defense, self.delta, self.poisson, self.noise_seed = defense, delta, poisson, seed
-        self.guarantee: Guarantee | None = None
+        self.ledger: Ledger | None = None
         self._protected_loader: Any = None
         wrong = {
             "gradient_accumulation_steps": (self.args.gradient_accumulation_steps, 1),
@@ -43,6 +50,13 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         for name, (found, expected) in wrong.items():
             if found != expected:
                 raise InputError(f"{name} is {found}; a protected Trainer needs {expected}")
+        # Batches are drawn by chance: there are none to skip when a training is resumed.
+        self.args.ignore_data_skip = True
+
+    @property
+    def guarantee(self) -> Guarantee | None:
+        """What the releases made so far guarantee; None before training. ``ledger.planned`` is the plan's."""
+        return None if self.ledger is None else self.ledger.spent()
 
     def get_train_dataloader(self) -> Any:
         """The loader of the protection; protects the model when it is first asked for."""
@@ -60,5 +74,28 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 self.model, None, plain, self.defense, epochs=math.ceil(self.args.num_train_epochs), delta=self.delta,
                 poisson=self.poisson, seed=self.noise_seed,
             )  # fmt: skip
-            self._protected_loader, self.guarantee = done.loader, done.guarantee
+            self._protected_loader, self.ledger = done.loader, done.ledger
         return self._protected_loader
+
+    def train(self, resume_from_checkpoint: Any = None, **rest: Any) -> Any:
+        """As ``Trainer.train``. Resumed, it goes on with the checkpoint's ledger; ``InputError`` where that has none."""
+        if resume_from_checkpoint:
+            found = resume_from_checkpoint
+            place = get_last_checkpoint(self.args.output_dir) if found is True else str(found)
+            self.get_train_dataloader()
+            assert self.ledger is not None  # the loader made it
+            self.ledger.load(Path(str(place)) / LEDGER)
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **rest)
+
+    def _save_checkpoint(self, *positional: Any, **named: Any) -> None:
+        super()._save_checkpoint(*positional, **named)
+        if self.ledger is not None:
+            folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            self.ledger.save(folder / LEDGER)
+
+    def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
+        """As ``Trainer.log``, with epsilon of the releases made so far, where there is a guarantee."""
+        found = self.guarantee
+        if found is not None and found.epsilon is not None:
+            logs = {**logs, "epsilon": found.epsilon}
+        super().log(logs, *positional, **named)

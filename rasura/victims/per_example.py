@@ -300,9 +300,17 @@ def per_example(
     told: Callable[[float], None],
     expected: float | None = None,
 ) -> PerExample:
-    """The gradients of a batch of ``size`` texts: together where the rules hold, else one by one; losses to ``told``."""
-    names = [n for n, p in model.named_parameters() if p.requires_grad]
+    """The gradients of a batch of ``size`` texts: together where the rules hold, else one by one; losses to ``told``.
+
+    Every trained parameter has a gradient in them, of zeros where the loss does not use it.
+    """
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    names = list(trained)
     ready: list[Together] = []
+
+    def whole(found: Gradients) -> Gradients:
+        # A parameter without a gradient has one of zeros: which ones a text uses may tell of it, and all get their noise.
+        return {n: found[n] if n in found else torch.zeros_like(p, device="cpu") for n, p in trained.items()}
 
     def together() -> Together | None:
         if size and not ready and fault(model, inputs, size) is None:
@@ -314,23 +322,23 @@ def per_example(
     def each() -> Iterator[Gradients]:
         fast = together()
         if fast is not None:
-            yield from fast.each()
+            yield from map(whole, fast.each())
             return
         for row in range(size):
             found, loss = changed(model, {k: v[row : row + 1] for k, v in inputs.items()}, names)
             told(loss)
-            yield found
+            yield whole(found)
 
     def weighted(weigh: Weigh) -> Gradients:
         fast = together()
         if fast is not None:
-            return fast.weighted(weigh)
-        out = {n: torch.zeros_like(p, device="cpu") for n, p in model.named_parameters() if p.requires_grad and not size}
+            return whole(fast.weighted(weigh))
+        out: dict[str, Tensor] = {}
         for found in each():
             norm = sum(g.double().square().sum() for g in found.values())
             weight = float(weigh(torch.as_tensor(norm).sqrt().reshape(1)))
             for n, g in found.items():
                 out[n] = out[n] + weight * g if n in out else weight * g
-        return out
+        return whole(out)
 
     return PerExample(mean, each, size, weighted, expected)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from rasura.rng import Randomness, drawing, secret_generator
 from rasura.updates import FEDSGD, Local, changed
 from rasura.values import Batch, Gradients, ImageBatch, Message, Stage, Task, Transcript, Vocabulary
 from rasura.victims.per_example import per_example
+
+Record = Callable[[Sequence[int]], None]
+"""Takes note of a release: the entries of each tensor that was released."""
 
 
 @contextmanager
@@ -53,9 +56,10 @@ def message_for(
     *,
     local: Local = FEDSGD,
     expected: float | None = None,
+    record: Record | None = None,
 ) -> tuple[Message, float, float]:
     """What leaves for ``inputs`` of ``size`` texts behind the MODEL, AGGREGATE and WIRE parts of ``defense``; the mean loss;
-    and the wall seconds that the WIRE part took."""
+    and the wall seconds that the WIRE part took. ``record`` is told of what came out of the aggregation."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     losses: list[float] = []
 
@@ -71,6 +75,8 @@ def message_for(
             entries, _ = part.apply(examples, part.init(model), rng)
         else:
             entries = mean()
+        if record is not None:
+            record([entry.numel() for entry in entries.values()])
         message = Message(entries, kind=local.kind)
         start = time.perf_counter()
         for part in by_stage[Stage.WIRE]:
@@ -90,6 +96,7 @@ def step(
     local: Local = FEDSGD,
     expected: float | None = None,
     public: nn.Module | None = None,
+    record: Record | None = None,
 ) -> Transcript:
     """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
 
@@ -98,6 +105,7 @@ def step(
     same masks, and of a ``SecretGenerator`` nothing repeats them. ``expected``: the mean size of a batch where texts
     join it by chance; None for batches of a fixed size.
     ``public``: the model that the client knew before, where a server sent ``model``; protections of the data ask it.
+    ``record``: told how many entries each tensor has that came out of the aggregation, where noise is drawn.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
@@ -108,7 +116,9 @@ def step(
     before = time.perf_counter() - start
     # Tensors may sit on another device than the caller's batch.
     inputs = batch.to(next(model.parameters()).device).inputs()
-    message, loss, after = message_for(model, inputs, len(batch), defense, rng, local=local, expected=expected)
+    message, loss, after = message_for(
+        model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record
+    )  # fmt: skip
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:
         mechanism = (local.mechanism, *mechanism)

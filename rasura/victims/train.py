@@ -11,11 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from rasura.accounting import Draw, Ledger
 from rasura.accumulation import counted, gathered, least_tokens
 from rasura.answers import Answers
 from rasura.files import write_whole
 from rasura.interfaces import Defense, InputError
-from rasura.rng import Randomness, generator, secret_generator
+from rasura.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.values import Batch, Stage, Task, Vocabulary
 from rasura.victims.batching import batches, drawn, joined, none_of, renamed
 from rasura.victims.step import step
@@ -128,7 +129,7 @@ class FineTuning:
 
     ``evaluate`` gives the figures of the held-out texts, of which ``watched`` is the one that early stopping looks at, the
     higher the better where ``higher``. ``poisson``: texts join a batch by chance; ``secret``: randomness of the training
-    comes from the operating system.
+    comes from the operating system. ``ledger`` counts the releases; it is kept with the checkpoints.
     """
 
     def __init__(
@@ -146,10 +147,11 @@ class FineTuning:
         higher: bool,
         poisson: bool = False,
         secret: bool = False,
+        ledger: Ledger | None = None,
     ) -> None:
-        self.poisson, self.secret = poisson, secret
+        self.poisson, self.secret, self.ledger = poisson, secret, ledger
         self.model, self.rows, self.recipe, self.folder = model, rows, recipe, folder
-        self.defense = tuple(p for p in defense if p.stage is not Stage.DATA)
+        self.defense = tuple(p for p in local(defense) if p.stage is not Stage.DATA)
         self.task, self.vocabulary = task, vocabulary
         self.evaluate, self.watched, self.higher = evaluate, watched, higher
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -180,8 +182,13 @@ class FineTuning:
         device = next(self.model.parameters()).device
         size = self.recipe.batch_size
         order = self._rng("order", epoch)
+        draw = Draw("poisson", min(1.0, size / len(self.rows)))
         if self.poisson:
             parts = drawn(len(self.rows), size, order)
+        elif self.ledger is not None and self.ledger.formal is not None:
+            # Batches of like lengths would depend on the texts: one that is replaced would move others between them.
+            parts = batches([1] * len(self.rows), size, order)
+            draw = Draw("disjoint", number=self.ledger.begin())
         else:
             parts = batches([row.input_ids.shape[1] for row in self.rows], size, order)
         if self.least:
@@ -191,10 +198,11 @@ class FineTuning:
         for number, part in enumerate(parts):
             batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0) if part else none_of(self.rows[0])
             rng = self._rng("train", epoch, number)
+            record = self._recorded(draw, rng)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
                 taken = step(
                     self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
-                    expected=min(size, len(self.rows)) if self.poisson else None,
+                    expected=min(size, len(self.rows)) if self.poisson else None, record=record,
                 )  # fmt: skip
             for group in self.optimizer.param_groups:
                 group["lr"] = self.recipe.rate((epoch + number / len(parts)) / self.recipe.epochs)
@@ -208,6 +216,14 @@ class FineTuning:
                 )
             losses += [taken.loss] if part else []
         return sum(losses) / max(1, len(losses))
+
+    def _recorded(self, draw: Draw, rng: Randomness) -> Callable[[Sequence[int]], None] | None:
+        """Counts one release of a batch drawn as ``draw``, once it is made. Raises ``InputError`` beyond the plan."""
+        ledger = self.ledger
+        if ledger is None:
+            return None
+        ledger.room(draw)
+        return lambda sizes: ledger.made(draw, sizes, secret=isinstance(rng, SecretGenerator))
 
     def _rng(self, *names: str | int) -> Randomness:
         return secret_generator() if self.secret else generator(self.recipe.seed, *names)
@@ -231,6 +247,8 @@ class FineTuning:
         }
         last = {**{f"weight/{n}": w for n, w in weights.items()}, **{f"moment/{n}": m for n, m in moments.items()}}
         about = {"history": json.dumps(vars(h))}
+        if self.ledger is not None:
+            about["ledger"] = json.dumps(self.ledger.state_dict())
         self._save(lambda path: save_file(last, str(path), metadata=about), "last.safetensors")
 
     def _save(self, write: Callable[[Path], None], name: str) -> None:
@@ -247,6 +265,10 @@ class FineTuning:
         with safe_open(str(path), framework="pt") as file:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             about: dict[str, str] = file.metadata() or {}
+        if self.ledger is not None:
+            if "ledger" not in about:
+                raise InputError(f"{path} has no ledger: what was released before is not known; remove it to start anew")
+            self.ledger.load_state_dict(json.loads(about["ledger"]))
         self.history = History(**json.loads(about["history"]))
         self._put({name: found[f"weight/{name}"] for name in self.trained})
         for name, parameter in self.trained.items():
@@ -265,6 +287,16 @@ class FineTuning:
         write_whole(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         for name in ("last.safetensors", "best.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def local(defense: Defense) -> Defense:
+    """``defense`` if one machine can train behind it alone. Raises ``InputError`` for sealing, which nobody opens there."""
+    if any(p.mechanism.name == "sealing" for p in defense):
+        raise InputError(
+            "sealing hides entries from a server that adds what clients send; in a training on one machine they would be "
+            "zeros and nothing would learn. Leave it out here; for clients use rasura.integrations.flower"
+        )
+    return defense
 
 
 def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:

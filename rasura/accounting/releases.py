@@ -1,0 +1,192 @@
+"""One release of a protected training step, and what several of them spend together.
+
+A release is what took place: the mechanism, how its batch was drawn, and how many entries its noise was drawn for. What
+is not known here raises; no figure stands in for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import numpy as np
+
+from rasura.accounting.compositions import DIRECTIONAL, FORMAL, POISSON
+from rasura.accounting.directional import directional_epsilon
+from rasura.accounting.epsilon import NOISES, Sampled, composed_epsilon, finite
+from rasura.errors import InputError
+from rasura.values import Mechanism
+
+Sampling = Literal["poisson", "disjoint", "unknown"]
+"""How a batch was drawn: each text by chance; from a division of all texts that does not depend on them; by someone else."""
+
+UNPROVEN = "unproven"
+"""The mechanism of a release without a formal guarantee."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How one batch was drawn: ``rate``, the probability of each text to be in it (poisson), or ``number``, the pass over
+    the texts that it belongs to (disjoint), counted from 1."""
+
+    sampling: Sampling = "unknown"
+    rate: float | None = None
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class Release:
+    """One noisy update that was handed out.
+
+    ``noise``: gaussian, laplace or von-mises-fisher. ``multiplier``: deviation (Laplace: scale) of the noise over ``clip``,
+    the most that one text adds to the sum; kappa of a directional draw. ``blocks``: entries of each draw. ``secret``: the
+    randomness came from the operating system. Raises ``InputError`` for what cannot be.
+    """
+
+    mechanism: str
+    noise: str = ""
+    multiplier: float = 0.0
+    clip: float = 0.0
+    sampling: Sampling = "unknown"
+    rate: float | None = None
+    number: int | None = None
+    blocks: tuple[int, ...] = ()
+    secret: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mechanism == UNPROVEN:
+            if (*vars(self).values(),)[1:-1] != ("", 0.0, 0.0, "unknown", None, None, ()):
+                raise InputError("accounting: a release without a formal guarantee has figures of one")
+            return
+        if self.mechanism not in FORMAL:
+            raise InputError(f"accounting: unknown mechanism {self.mechanism!r}; known: {', '.join(FORMAL)}")
+        noises = ("von-mises-fisher",) if self.mechanism == DIRECTIONAL else NOISES
+        wrong = [
+            text
+            for text, right in {
+                f"noise {self.noise!r}, expected {' or '.join(noises)}": self.noise in noises,
+                f"multiplier {self.multiplier}, expected a finite number above 0": _positive(self.multiplier),
+                f"clip {self.clip}, expected a finite number above 0": _positive(self.clip),
+                f"sampling {self.sampling!r}": self.sampling in ("poisson", "disjoint", "unknown"),
+                f"rate {self.rate}, expected above 0 and at most 1": self.rate is None
+                or (_positive(self.rate) and self.rate <= 1),
+                "no rate of a batch that was drawn by chance": self.sampling != "poisson" or self.rate is not None,
+                f"pass {self.number}, expected a whole number from 1 on": self.sampling != "disjoint"
+                or (_whole(self.number)),
+                f"blocks {list(self.blocks)[:4]}, expected whole numbers from 1 on": bool(self.blocks)
+                and all(_whole(size) for size in self.blocks),
+                f"secret {self.secret!r}, expected true or false": isinstance(self.secret, bool),
+            }.items()
+            if not right
+        ]
+        if wrong:
+            raise InputError(f"accounting: a release with {'; '.join(wrong)}")
+
+    @classmethod
+    def of(cls, mechanism: Mechanism | None, draw: Draw, sizes: Iterable[int], *, secret: bool) -> Release:
+        """The release of ``mechanism`` for a batch drawn as ``draw``; ``sizes``: entries of each tensor that came out of it.
+        None: one without a formal guarantee."""
+        every, how = [int(s) for s in sizes], asdict(draw)
+        if mechanism is None:
+            return cls(UNPROVEN, secret=secret)
+        known = mechanism.parameters
+        if mechanism.name == DIRECTIONAL:
+            blocks = tuple(every) if known["blocks"] == "parameters" else (sum(every),)
+            return cls(DIRECTIONAL, "von-mises-fisher", float(known["kappa"] or 0), 1.0, blocks=blocks, secret=secret, **how)
+        return cls(
+            mechanism.name, str(known["noise"]), float(known["sigma"] or 0), float(known["clip"] or 0),
+            blocks=(sum(every),), secret=secret, **how,
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, found: Any) -> Release:
+        """A release as ``told`` wrote it. Raises ``InputError`` for anything else."""
+        names = {f.name for f in fields(cls)}
+        if not isinstance(found, Mapping) or set(found) != names:
+            raise InputError(
+                f"accounting: {str(found)[:80]} is no release; expected an object with {', '.join(sorted(names))}"
+            )
+        sizes = found["blocks"]
+        if not isinstance(sizes, list):
+            raise InputError("accounting: the blocks of a release are no list")
+        return cls(**{**found, "blocks": tuple(sizes)})
+
+    def told(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "blocks": list(self.blocks)}
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+Counted = tuple[Release, int]
+"""A release, and how often it took place in a row."""
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What releases spent together: epsilon at the delta asked for, ``pure`` at delta 0 (None where there is none),
+    ``metric`` the factor of the metric guarantee on directions, ``cross_check`` epsilon by RDP."""
+
+    epsilon: float
+    pure: float | None = None
+    metric: float | None = None
+    cross_check: float | None = None
+
+
+def spent(runs: Sequence[Counted], delta: float) -> Spent:
+    """What ``runs`` spend together at ``delta``. Raises ``InputError`` where no composition of them is proven."""
+    kinds = {release.mechanism for release, _ in runs}
+    if UNPROVEN in kinds:
+        raise InputError("accounting: a release without a formal guarantee has no epsilon")
+    if any(release.sampling == "unknown" for release, _ in runs):
+        raise InputError("accounting: the batch of a release was drawn in a way that is not known; nothing is proven for it")
+    if not runs:
+        return Spent(0.0, 0.0)
+    if kinds <= set(POISSON) and all(release.sampling == "poisson" for release, _ in runs):
+        return _by_chance(runs, delta)
+    if kinds == {DIRECTIONAL}:
+        return _directional(runs, delta)
+    raise InputError(f"accounting: no composition is proven of {', '.join(sorted(kinds))} with these batches")
+
+
+def _by_chance(runs: Sequence[Counted], delta: float) -> Spent:
+    counts: dict[Sampled, int] = {}
+    for release, count in runs:
+        part = Sampled(release.multiplier, release.rate or 0.0, 1, release.noise)
+        counts[part] = counts.get(part, 0) + count
+    parts = tuple(part._replace(steps=count) for part, count in sorted(counts.items()))
+    found = composed_epsilon(parts, delta)
+    noises = {part.noise for part in parts}
+    pure = sum(part.steps * _pure_of_laplace(part) for part in parts) if noises == {"laplace"} else None
+    other = composed_epsilon(parts, delta, by="rdp") if noises == {"gaussian"} else None
+    return Spent(found if pure is None else min(found, pure), pure, None, other)
+
+
+def _pure_of_laplace(part: Sampled) -> float:
+    """Epsilon at delta 0 of one sampled release with Laplace noise."""
+    unseen = math.log1p(-part.rate) if part.rate < 1 else -math.inf
+    return finite("epsilon", float(np.logaddexp(unseen, math.log(part.rate) + 1 / part.sigma)))
+
+
+def _directional(runs: Sequence[Counted], delta: float) -> Spent:
+    """A text is in one batch of a pass at most, so that a pass spends what one of its releases does."""
+    seen: dict[tuple[float, tuple[int, ...]], int] = {}
+    passes: set[tuple[float, tuple[int, ...], int | None]] = set()
+    for release, count in runs:
+        kind = (release.multiplier, release.blocks)
+        if release.sampling == "disjoint":
+            count = int((*kind, release.number) not in passes)
+            passes.add((*kind, release.number))
+        seen[kind] = seen.get(kind, 0) + count
+    # Different kinds share delta: basic composition.
+    each = [directional_epsilon(kappa, blocks, count, delta / len(seen)) for (kappa, blocks), count in seen.items()]
+    metric = sum(kappa * count for (kappa, _), count in seen.items())
+    return Spent(finite("epsilon", min(sum(each), 2 * metric)), finite("epsilon", 2 * metric), metric)

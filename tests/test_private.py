@@ -1,0 +1,480 @@
+"""A training loop protected in one line: what it releases, what it counts, and every way around it that is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import math
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import tiny
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import rasura
+from rasura.accounting import epsilon
+from rasura.defenses.compose import chain
+from rasura.defenses.dp_sgd import dp_sgd
+from rasura.interfaces import Defense, InputError
+from rasura.private import Private
+
+pytest.importorskip("dp_accounting")
+
+DATA: Any = [{"input_ids": [1, 40 + k % 9, 3, 41, 2], "attention_mask": [1] * 5, "labels": k % 2} for k in range(24)]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {k: torch.tensor([r[k] for r in rows]) for k in rows[0]}
+
+
+def loop(defense: str | Defense, *, model: nn.Module | None = None, size: int = 2, **options: Any) -> Private:
+    model = model or tiny("bert", "classification", num_labels=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return rasura.protect(model, optimizer, DataLoader(DATA, size, shuffle=True, collate_fn=collate), defense, **options)
+
+
+def trained(private: Private, epochs: int) -> list[int]:
+    """The sizes of the batches of a loop as the documentation has it."""
+    model, optimizer, loader, _ = private
+    assert optimizer is not None
+    sizes = []
+    for _ in range(epochs):
+        for batch in loader:
+            sizes.append(len(batch["labels"]))
+            optimizer.zero_grad()
+            loss = model(**batch).loss
+            loss.backward()
+            assert math.isfinite(float(loss.detach()))
+            optimizer.step()
+    return sizes
+
+
+def plain_gradients(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    model = tiny("bert", "classification", num_labels=2)
+    model(**batch).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+# --- what it releases and counts
+
+
+@pytest.mark.parametrize("defense", ["dp-sgd:1.0", "directional:1e6", "frozen-embeddings+normalised:1.0"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_loop_of_ones_own_is_protected_in_one_line(defense: str, mode: str) -> None:
+    """In eval mode, too, in which models come: there the gradient was the plain one, and a guarantee was claimed for it."""
+    private = loop(defense, epochs=2)
+    model, _, _, ledger = private
+    model.train(mode == "train")
+    assert ledger.planned.epsilon is not None and not ledger.planned.warnings and ledger.releases == 0
+    sizes = trained(private, 2)
+    assert len(sizes) == 24 == ledger.releases and (("directional" in defense) == (set(sizes) == {2}))
+    frozen = [n for n, p in model.named_parameters() if p.grad is None]
+    assert bool(frozen) == defense.startswith("frozen")
+    assert ledger.spent().epsilon == pytest.approx(ledger.planned.epsilon)
+    with torch.no_grad():
+        assert model(**collate(DATA[:3])).logits.shape == (3, 2)
+
+
+def test_its_gradient_is_the_released_one_and_not_the_plain_one() -> None:
+    model, _, loader, _ = loop(chain(dp_sgd(1e-3, 1e3)), poisson=False, seed=0)
+    batch = next(iter(loader))
+    (2 * model(**batch).loss).backward()
+    plain = plain_gradients(batch)
+    noises = []
+    for name, p in model.named_parameters():
+        assert p.grad is not None
+        # 1e-3 times 1e3, over two texts, twice.
+        noises.append(((p.grad - 2 * plain[name]) if name in plain else p.grad).reshape(-1))
+    noise = torch.cat(noises)
+    assert float(noise.std()) == pytest.approx(1.0, rel=0.02) and abs(float(noise.mean())) < 0.02
+
+
+def test_epsilon_is_counted_and_the_plan_is_the_limit() -> None:
+    """Four epochs under a plan of one kept the statement of one."""
+    private = loop("dp-sgd:1.0", epochs=1)
+    _, _, loader, ledger = private
+    part = iter(loader)
+    for made in range(1, 13):
+        batch = next(part)
+        private.model(**batch).loss.backward()
+        assert ledger.releases == made
+        if made == 12:
+            assert ledger.epsilon == pytest.approx(epsilon(1.0, 2 / 24, made, 0.1 / 24))
+    assert "counted, after 12 releases" in ledger.spent().statement and "planned" in ledger.planned.statement
+    with pytest.raises(InputError, match=r"12 releases were planned \(1 epochs\), 12 were made: pass a larger"):
+        trained(private, 1)
+    assert ledger.releases == 12
+
+
+def test_a_pass_counts_once_where_batches_are_disjoint() -> None:
+    private = loop("directional:1e3", epochs=2)
+    rows: list[int] = []
+    for batch in private.loader:
+        private.model(**batch).loss.backward()
+        rows += batch["input_ids"][:, 1].tolist()
+    one = private.ledger.spent()
+    assert sorted(rows) == sorted(r["input_ids"][1] for r in DATA)
+    assert one.steps == 1 and one.pure == 2e3 and private.ledger.releases == 12
+    d = sum(p.numel() for p in private.model.parameters())
+    assert private.ledger.runs[0][0].blocks == (d,)
+    next(iter(private.loader))  # a pass that was begun and left
+    trained(private, 1)
+    assert private.ledger.spent().pure == 4e3
+    with pytest.raises(InputError, match="2 passes over the texts were planned, 2 were made"):
+        trained(private, 1)
+
+
+class Spare(nn.Module):
+    """A classifier with entries that its loss does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny("bert", "classification", num_labels=2)
+        self.unused = nn.Parameter(torch.zeros(1000))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None) -> Any:
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, labels=labels)
+
+
+@pytest.mark.parametrize("defense", ["dp-sgd:1.0", "directional:1e3", "directional:1e3/blocks=parameters"])
+def test_entries_that_the_loss_does_not_use_have_their_draw(defense: str) -> None:
+    """They were counted among the dimensions of a directional draw, and had none: 20.9 was printed where 1,006 was right."""
+    private = loop(defense, model=Spare())
+    private.model(**next(iter(private.loader))).loss.backward()
+    sizes = [p.numel() for p in private.model.parameters()]
+    (release, count), *rest = private.ledger.runs
+    assert count == 1 and not rest
+    assert list(release.blocks) == (sizes if "parameters" in defense else [sum(sizes)])
+    unused = dict(private.model.named_parameters())["unused"].grad
+    assert unused is not None and int((unused != 0).sum()) == 1000
+
+
+def test_what_is_released_has_the_same_tensors_for_an_empty_batch() -> None:
+    """Tensors that only an empty batch had told that it was empty."""
+    private = loop("dp-sgd:1.0", model=Spare(), size=1)
+    found: dict[bool, set[str]] = {}
+    for batch in private.loader:
+        private.model.zero_grad()
+        private.model(**batch).loss.backward()
+        names = {n for n, p in private.model.named_parameters() if p.grad is not None}
+        found.setdefault(len(batch["labels"]) == 0, set()).update(names)
+        if len(found) == 2:
+            break
+    assert len(found) == 2 and found[True] == found[False]
+
+
+def test_releases_are_kept_with_a_checkpoint_and_counted_on() -> None:
+    first = loop("dp-sgd:1.0", epochs=1)
+    trained(first, 1)
+    state = json.loads(json.dumps(first.ledger.state_dict()))
+    second = loop("dp-sgd:1.0", epochs=2)
+    second.ledger.load_state_dict(state)
+    trained(second, 1)
+    assert second.ledger.releases == 24 and second.ledger.epsilon == pytest.approx(epsilon(1.0, 2 / 24, 24, 0.1 / 24))
+    with pytest.raises(InputError, match="24 releases were planned"):
+        trained(second, 1)
+
+
+def test_a_seed_or_another_loader_guarantees_nothing() -> None:
+    private = loop("dp-sgd:1.0", poisson=False, seed=0)
+    trained(private, 1)
+    for told in (private.ledger.planned, private.ledger.spent()):
+        assert told.statement.startswith("no formal guarantee for this run") and told.epsilon is None
+        assert "loader shuffles" in told.warnings[1] and "seeded" in told.warnings[0] and told.otherwise is not None
+    with pytest.raises(InputError, match="no formal guarantee"):
+        assert private.ledger.epsilon
+    told = loop("dp-sgd:1e-9/clip=1e3").ledger.planned
+    assert told.epsilon is None and "too small" in told.statement
+    assert loop("gaussian:0.1").ledger.planned.epsilon is None
+
+
+# --- ways around it
+
+
+def protected() -> tuple[Private, dict[str, Tensor]]:
+    private = loop("dp-sgd:1.0", poisson=True, size=24)
+    return private, next(iter(private.loader))
+
+
+def body(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a head of one's own on the model's body."""
+    states = model.bert(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state  # type: ignore[operator]
+    return states.square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_head_of_ones_own_is_no_way_around() -> None:
+    private, batch = protected()
+    with pytest.raises(InputError, match="by another way than the protected loss"):
+        body(private.model, batch).backward()
+    with pytest.raises(InputError, match="by another way than the protected loss"):
+        (private.model(**batch).loss + body(private.model, batch)).backward()
+    with pytest.raises(InputError, match="by another way than the protected loss"):
+        torch.autograd.grad(body(private.model, batch), list(private.model.parameters()), allow_unused=True)
+
+
+def test_logits_in_eval_mode_are_no_way_around() -> None:
+    private, batch = protected()
+    private.model.eval()
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    with pytest.raises(InputError, match="by another way"):
+        private.model(**inputs).logits.sum().backward()
+
+
+def test_a_step_takes_no_gradient_that_was_put_in_by_hand() -> None:
+    private, batch = protected()
+    assert private.optimizer is not None
+    private.model(**batch).loss.backward()
+    first = next(private.model.parameters())
+    kept = first.grad
+    first.grad = torch.ones_like(first)
+    with pytest.raises(InputError, match=r"optimizer.step\(\): the gradient of .* was made by no protected backward pass"):
+        private.optimizer.step()
+    with pytest.raises(InputError, match="made by no protected"):
+        torch.optim.Adam(private.model.parameters()).step()  # an optimizer that protect has never seen
+    first.grad = kept
+    private.optimizer.step()
+    with pytest.raises(InputError, match="no protected backward pass was made since the last step"):
+        private.optimizer.step()
+    first.grad = first.grad.clone()  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="made by no protected"):
+        private.optimizer.step()
+
+
+def test_an_address_that_is_used_again_does_not_pass_for_a_release() -> None:
+    private, batch = protected()
+    assert private.optimizer is not None
+    private.model(**batch).loss.backward()
+    for p in private.model.parameters():
+        p.grad = None
+    for p in private.model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(InputError, match="made by no protected"):
+        private.optimizer.step()
+
+
+def test_clipping_and_two_optimizers_are_post_processing() -> None:
+    private, batch = protected()
+    private.model(**batch).loss.backward()
+    nn.utils.clip_grad_norm_(private.model.parameters(), 1e-3)
+    every = list(private.model.parameters())
+    before = [p.detach().clone() for p in every]
+    for some in (every[:3], every[3:]):
+        torch.optim.SGD(some, lr=0.1).step()
+    assert not all(torch.equal(p, q) for p, q in zip(every, before))
+
+
+def test_what_is_unfrozen_later_is_watched_too() -> None:
+    model = tiny("bert", "classification", num_labels=2)
+    model.bert.pooler.requires_grad_(False)  # type: ignore[union-attr]
+    private = loop("dp-sgd:1.0", model=model, size=24)
+    model.bert.pooler.requires_grad_(True)  # type: ignore[union-attr]
+    assert private.optimizer is not None
+    pooled = model.bert(input_ids=torch.tensor([[1, 40, 2]])).pooler_output  # type: ignore[operator]
+    weight = model.bert.pooler.dense.weight  # type: ignore[union-attr]
+    (weight.grad,) = torch.autograd.grad(pooled.sum(), [weight])
+    with pytest.raises(InputError, match=r"pooler\.dense\.weight was made by no protected"):
+        private.optimizer.step()
+    weight.grad = None
+    private.model(**next(iter(private.loader))).loss.backward()
+    private.optimizer.step()
+
+
+def test_batches_come_from_the_loader_and_are_released_once() -> None:
+    private, batch = protected()
+    with pytest.raises(InputError, match="no batch of 3 texts waits: take batches from the loader"):
+        private.model(**collate(DATA[:3]))
+    loss = private.model(**batch).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(InputError, match="released once"):
+        loss.backward()
+    with pytest.raises(InputError, match="no batch of 24 texts waits"):
+        private.model(**batch)
+    assert private.ledger.releases == 1
+
+
+def test_two_losses_in_one_backward_pass_are_refused() -> None:
+    private = loop("dp-sgd:1.0", size=24, epochs=2)
+    losses = [private.model(**next(iter(private.loader))).loss for _ in range(2)]
+    with pytest.raises(InputError, match="two protected losses in one backward pass"):
+        sum(losses).backward()  # type: ignore[union-attr]
+
+
+def test_an_empty_batch_is_not_left_out() -> None:
+    """That nothing was released for it would tell that it was empty."""
+    private = loop("dp-sgd:1.0", size=1)
+    left = False
+    with pytest.raises(InputError, match="an empty batch was left out"):
+        for batch in private.loader:
+            if len(batch["labels"]):
+                private.model(**batch).loss.backward()
+            left = left or not len(batch["labels"])
+    assert left
+    private = loop("dp-sgd:1.0", size=1, epochs=9)
+    with pytest.raises(InputError, match="an empty batch had no backward pass"):
+        for _ in range(9):
+            for batch in private.loader:
+                loss = private.model(**batch).loss
+                if len(batch["labels"]):
+                    loss.backward()
+
+
+# --- copies, files, compilation
+
+
+def test_a_copy_can_be_asked_and_not_trained() -> None:
+    """It stayed bound to the original: its loss was the original's, and its own backward pass plain."""
+    private, batch = protected()
+    other = copy.deepcopy(private.model)
+    with torch.no_grad():
+        assert torch.equal(other(**batch).logits, private.model(**batch).logits)
+        next(other.parameters()).add_(1)
+    assert not torch.equal(next(other.parameters()), next(private.model.parameters()))
+    with pytest.raises(InputError, match="copy of a protected one: protect the copy"):
+        other(**batch)
+    with pytest.raises(InputError, match="copy of a protected one"):
+        body(other, batch).backward()
+    assert type(other).__name__ == type(private.model).__name__ == "BertForSequenceClassification"
+    again = loop("dp-sgd:1.0", model=other, size=24)
+    again.model(**next(iter(again.loader))).loss.backward()
+    assert again.ledger.releases == 1 and private.ledger.releases == 0
+    assert all(p.grad is None for p in private.model.parameters())
+    private.model(**batch).loss.backward()
+    assert private.ledger.releases == 1
+
+
+def test_weights_are_saved_and_the_whole_is_not_pickled(tmp_path: Path) -> None:
+    private, _ = protected()
+    file = io.BytesIO()
+    torch.save(private.model.state_dict(), file)
+    file.seek(0)
+    plain = tiny("bert", "classification", num_labels=2, seed=3)
+    plain.load_state_dict(torch.load(file, weights_only=True))
+    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), private.model.parameters()))
+    private.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["BertForSequenceClassification"]
+    for dump in (lambda: torch.save(private.model, io.BytesIO()), lambda: pickle.dumps(private.model)):
+        with pytest.raises(InputError, match=r"keep model.state_dict\(\)"):
+            dump()
+
+
+def test_a_compiled_model_is_protected_all_the_same() -> None:
+    private, batch = protected()
+    compiled: Any = torch.compile(private.model, backend="eager")
+    compiled(**batch).loss.backward()
+    assert private.ledger.releases == 1 and private.optimizer is not None
+    private.optimizer.step()
+    other: Any = torch.compile(tiny("bert", "classification", num_labels=2), backend="eager")
+    with pytest.raises(InputError, match=r"protect the model before torch.compile"):
+        rasura.protect(other, None, DataLoader(DATA, 2, collate_fn=collate), "dp-sgd:1.0")
+
+
+# --- what is refused at once
+
+
+def test_what_voids_a_protected_loop_is_refused() -> None:
+    model, _, loader, _ = loop("dp-sgd:1.0")
+    model.train()
+    batch = collate(DATA[:2])
+    with pytest.raises(InputError, match="pass labels"):
+        model(input_ids=batch["input_ids"])
+    with pytest.raises(InputError, match="with keywords"):
+        model(batch["input_ids"], labels=batch["labels"])
+    with pytest.raises(InputError, match="position_ids: expected tensors with a row"):
+        model(**batch, position_ids=torch.arange(5)[None])
+    with pytest.raises(InputError, match="protected already"):
+        rasura.protect(model, None, loader, "dp-sgd:1.0")
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    with pytest.raises(InputError, match="parameters that the model does not have"):
+        rasura.protect(tiny("bert", "classification"), other, loader, "dp-sgd:1.0")
+    with pytest.raises(InputError, match="before training"):
+        loop("ghost")
+    wrapped = tiny("bert", "classification")
+    wrapped.forward = wrapped.forward  # type: ignore[method-assign]
+    with pytest.raises(InputError, match="forward was replaced"):
+        loop("dp-sgd:1.0", model=wrapped)
+
+
+@pytest.mark.parametrize(
+    ("defense", "words"),
+    [
+        ("sealing:all", "zeros and nothing would learn"),
+        ("sealing:grad=0.1", "use rasura.integrations.flower"),
+        ("dp-sgd:1.0+sealing:all", "zeros and nothing would learn"),
+        ("accumulate:16", "gather batches first"),
+        ("dp-sgd:1.0+accumulate:16", "gather batches first"),
+    ],
+)
+def test_what_belongs_to_a_client_and_its_server_is_refused(defense: str, words: str) -> None:
+    """Sealing zeroed every gradient without a word; accumulate raised out of the user's forward."""
+    with pytest.raises(InputError, match=words):
+        loop(defense)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sampler": WeightedRandomSampler([1.0] * 24, 24)}, "WeightedRandomSampler, which no guarantee can stand on"),
+        ({"sampler": torch.utils.data.RandomSampler(DATA, replacement=True)}, "with replacement"),
+        ({"batch_size": None}, "no batch size"),
+    ],
+)
+def test_loaders_whose_choice_of_texts_is_not_known_are_refused(options: dict[str, Any], words: str) -> None:
+    model = tiny("bert", "classification", num_labels=2)
+    with pytest.raises(InputError, match=words):
+        rasura.protect(model, None, DataLoader(DATA, **{"batch_size": 2, **options}), "dp-sgd:1.0")
+    assert type(model).__name__ == "BertForSequenceClassification" and "_rasura_guard" not in vars(model)
+
+
+def test_workers_hand_over_what_was_drawn() -> None:
+    model = tiny("bert", "classification", num_labels=2)
+    plain = DataLoader(DATA, 6, shuffle=True, collate_fn=collate, num_workers=1)
+    private = rasura.protect(model, torch.optim.SGD(model.parameters(), lr=0.1), plain, "dp-sgd:1.0")
+    assert trained(private, 1) and private.ledger.releases == 4
+
+
+# --- the Trainer
+
+
+def trainer(folder: Path, epochs: int = 1, defense: str = "dp-sgd:0.5", **options: Any) -> Any:
+    pytest.importorskip("accelerate")
+    from transformers import TrainingArguments
+
+    from rasura.integrations.transformers import PrivateTrainer
+
+    usual = {"save_strategy": "no", "logging_steps": 6, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(
+        str(folder), per_device_train_batch_size=2, num_train_epochs=epochs, **{**usual, **options}
+    )
+    model = tiny("bert", "classification", num_labels=2)
+    return PrivateTrainer(model, arguments, train_dataset=DATA, data_collator=collate, defense=defense)
+
+
+def test_the_trainer_has_a_switch_and_counts(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="gradient_accumulation_steps is 2"):
+        trainer(tmp_path, gradient_accumulation_steps=2)
+    private = trainer(tmp_path)
+    before = [p.detach().clone() for p in private.model.parameters()]
+    assert private.guarantee is None and private.train().global_step == 12
+    assert private.guarantee.sampling == "poisson" and private.ledger.releases == 12
+    assert private.guarantee.epsilon == pytest.approx(epsilon(0.5, 2 / 24, 12, 0.1 / 24))
+    assert not all(torch.equal(p, q) for p, q in zip(private.model.parameters(), before))
+    logged = [r["epsilon"] for r in private.state.log_history if "epsilon" in r]
+    assert logged[:2] == [pytest.approx(epsilon(0.5, 2 / 24, n, 0.1 / 24)) for n in (6, 12)]
+    with pytest.raises(InputError, match="12 releases were planned"):
+        private.train()
+
+
+def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
+    first = trainer(tmp_path, save_strategy="epoch")
+    first.train()
+    second = trainer(tmp_path, epochs=2, save_strategy="no")
+    assert second.train(resume_from_checkpoint=True).global_step == 24
+    assert second.ledger.releases == 24
+    (tmp_path / "checkpoint-12" / "rasura_ledger.json").unlink()
+    with pytest.raises(InputError, match="is no ledger"):
+        trainer(tmp_path, epochs=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-12"))
