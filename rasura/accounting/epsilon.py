@@ -25,6 +25,9 @@ NOISES = ("gaussian", "laplace")
 LEAST_SIGMA = 1e-3
 """Below it no epsilon is given: it is a million and more after a single step."""
 
+ROUNDING = 1e-13
+"""Added to the logarithm of a moment, and this share of it, so that no rounding brings a bound below the truth."""
+
 PAPER_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64))
 ORDERS = (*(1 + 10 ** (-4 + k / 15) for k in range(60)), *(2 + k / 10 for k in range(1, 90)), *range(12, 64), 128, 256, 512)
 
@@ -172,7 +175,7 @@ def _divergence(sigma: float, rate: float, order: float) -> float:
     logs = order * mixed - x**2 / (2 * sigma**2)
     top = float(logs.max())
     moment = top + math.log(float(np.exp(logs - top).sum()) / 8) - 0.5 * math.log(2 * math.pi)
-    return max(0.0, finite("a moment", moment)) / (order - 1)
+    return (max(0.0, finite("a moment", moment)) * (1 + ROUNDING) + ROUNDING) / (order - 1)
 
 
 def converted(order: float, spent: float, delta: float) -> float:

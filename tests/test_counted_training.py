@@ -1,0 +1,127 @@
+"""`rasura train` behind a guarantee: what it says was spent is what was drawn, interrupted or ended early."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from test_auditing import model_folder
+from test_training import RECIPE, figures, fine_tuning, notes, rows
+
+from rasura.accounting import Ledger, Run, epsilon
+from rasura.accounting.ledger import counted
+from rasura.interfaces import InputError
+from rasura.recipes import parse_defense
+from rasura.training import Training, TrainPlan
+from rasura.values import Batch
+from rasura.victims import train
+from rasura.victims.train import Recipe
+
+pytest.importorskip("dp_accounting")
+
+__all__ = ["model_folder"]
+
+
+def ledger(defense: str, epochs: int = RECIPE.epochs, sampling: Any = "poisson") -> Ledger:
+    """For ten texts, four a step."""
+    return Ledger([p.mechanism for p in parse_defense(defense)], Run(10, 4, epochs, 1e-3, sampling))
+
+
+def run(folder: Path, defense: str = "dp-sgd:1.0", epochs: int = RECIPE.epochs, **options: Any) -> Any:
+    made = ledger(defense, epochs)
+    return fine_tuning(folder, defense, poisson=True, secret=True, ledger=made, **options)
+
+
+def test_every_step_is_counted_with_what_was_drawn(tmp_path: Path) -> None:
+    private = run(tmp_path)
+    private.run()
+    ((release, count),) = private.ledger.runs
+    assert count == 9 and release.rate == 0.4 and release.secret and release.multiplier == 1.0
+    assert release.blocks == (sum(p.numel() for p in private.model.parameters()),)
+    assert private.ledger.epsilon == pytest.approx(epsilon(1.0, 0.4, 9, 1e-3))
+
+
+def test_a_training_does_not_go_beyond_its_plan(tmp_path: Path) -> None:
+    private = run(tmp_path, epochs=1)
+    with pytest.raises(InputError, match="3 releases were planned"):
+        private.run()
+    assert private.ledger.releases == 3
+
+
+def test_an_interrupted_training_goes_on_counting(tmp_path: Path) -> None:
+    class Stopped(Exception):
+        pass
+
+    def stop(done: int, total: int, told: Mapping[str, float]) -> None:
+        raise Stopped
+
+    first = run(tmp_path)
+    with pytest.raises(Stopped):
+        first.run(stop)
+    assert first.ledger.releases == 3
+    second = run(tmp_path)
+    second.run()
+    assert second.ledger.releases == 9
+    path = tmp_path / "last.safetensors"
+    save_file(load_file(str(path)), str(path), metadata={"history": "{}"})
+    with pytest.raises(InputError, match="has no ledger: what was released before is not known"):
+        run(tmp_path).run()
+
+
+def test_batches_of_a_guarantee_do_not_depend_on_the_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of like lengths did: a text that is replaced by a longer one moved others between them, so that a pass over
+    disjoint batches spent more than was said."""
+    seen: list[list[tuple[int, ...]]] = []
+    whole = train.joined
+
+    def watched(some: list[Batch], pad: int) -> Batch:
+        seen[-1].append(tuple(names[id(row)] for row in some))
+        return whole(some, pad)
+
+    data = rows()
+    longer = [rows(count=12)[11], *data[1:]]
+    assert longer[0].lengths > data[0].lengths
+    monkeypatch.setattr(train, "joined", watched)
+    for k, some in enumerate((data, longer)):
+        names = {id(row): place for place, row in enumerate(some)}
+        seen.append([])
+        private: Any = fine_tuning(
+            tmp_path / str(k), "directional:1e6", ledger=ledger("directional:1e6", sampling="shuffled")
+        )
+        private.rows, private.evaluate = some, lambda model: figures(model, data)
+        private._epoch(0)
+        assert sorted(place for part in seen[-1] for place in part) == list(range(10))
+        assert private.ledger.spent().pure is None or private.ledger.passes == 1
+    assert seen[0] == seen[1]
+
+
+def test_what_a_training_that_ended_early_spent(tmp_path: Path, model_folder: Path) -> None:
+    recipe = Recipe(epochs=4, batch_size=4, learning_rate=1e-9, patience=1)
+    plan = TrainPlan(str(notes(tmp_path)), model=str(model_folder), defenses=("dp-sgd:1.0", "gaussian:0.1"), recipe=recipe)
+    private, plain = list(Training(plan, tmp_path / "run").run())
+    assert private["epochs"] == 2 and private["privacy"]["steps"] == 6 and private["planned"]["steps"] == 12
+    n = private["n_train"]
+    assert private["privacy"]["epsilon"] == pytest.approx(epsilon(1.0, 4 / n, 6, 0.1 / n))
+    assert private["privacy"]["epsilon"] < private["planned"]["epsilon"]
+    assert "counted, after 6 releases" in private["privacy"]["statement"]
+    kept = json.loads((tmp_path / "run" / "dp-sgd-1.0-0" / "result.json").read_text())
+    assert counted(tmp_path / "run" / "dp-sgd-1.0-0" / "result.json").epsilon == kept["privacy"]["epsilon"]
+    assert set(plain["privacy"]) == {"statement"} and plain["privacy"]["statement"].startswith("no formal guarantee")
+    seeded = replace(plan, defenses=("dp-sgd:1.0",), recipe=replace(recipe, noise="seeded"))
+    (experiment,) = Training(seeded, tmp_path / "seeded").run()
+    assert "epsilon" not in experiment["privacy"] and experiment["privacy"]["otherwise"][0] > 0
+    assert experiment["privacy"]["statement"].startswith("no formal guarantee for this run: the noise is seeded")
+
+
+@pytest.mark.parametrize("defense", ["sealing:all", "dp-sgd:1.0+sealing:grad=0.1"])
+def test_sealing_is_no_training_on_one_machine(defense: str, tmp_path: Path, model_folder: Path) -> None:
+    """It zeroed every gradient without a word."""
+    with pytest.raises(InputError, match="zeros and nothing would learn"):
+        Training(TrainPlan(str(notes(tmp_path)), model=str(model_folder), defenses=(defense,)), tmp_path / "run")
+    with pytest.raises(InputError, match="zeros and nothing would learn"):
+        fine_tuning(tmp_path, defense)
