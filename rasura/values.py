@@ -17,6 +17,7 @@ from torch import Tensor
 
 Task = Literal["classification", "causal", "vision"]
 Confidence = Literal["verified", "span", "matched", "none"]
+ProofName = Literal["gradient", "embedding-rows"]
 Parameter = float | int | str | bool | None
 
 UNKNOWN = -1
@@ -323,16 +324,36 @@ class Observation(Granted):
 
 
 @dataclass(frozen=True)
+class Proof:
+    """Why a reconstruction is ``verified``. Only ``rasura.attacks.verify`` makes one; ``docs/attacks.md`` defines each name.
+
+    It holds the very ``tokens`` and ``labels`` that it proves, the guess's relative ``error``, and ``decoys``: the least
+    error among texts that differ from the guess by little. Raises ``ValueError`` unless the decoys are told from the guess.
+    """
+
+    name: ProofName
+    tokens: tuple[tuple[int, ...], ...]
+    error: float
+    decoys: float
+    labels: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.error < self.decoys:
+            raise ValueError(f"a proof needs decoys that fit worse: error {self.error:g}, decoys {self.decoys:g}")
+
+
+@dataclass(frozen=True)
 class Reconstruction:
     """A guess at the private texts or images.
 
     ``tokens`` holds one id sequence per guessed text, special tokens included where the attack places them and ``UNKNOWN``
-    where a position stayed open. ``ordered`` is false for a bag of tokens. ``confidence``: ``verified`` (the guess
-    reproduces the observed gradient), ``span`` (every token lies in the observed row space), ``matched`` (the best that an
-    optimisation found) or ``none``. ``residual`` is the attack's own measure of misfit, smaller is better. ``details`` holds
+    where a position stayed open. ``ordered`` is false for a bag of tokens. ``confidence``: ``verified`` (a ``proof`` says
+    so), ``span`` (every token lies in the observed row space, and hardly any other would), ``matched`` (the best that a
+    search found) or ``none``. ``residual`` is the attack's own measure of misfit, smaller is better. ``details`` holds
     plain figures for the record. ``texts`` is filled in by the caller, with the vocabulary.
 
     A guess at private images has no tokens but ``images``, ``(batch, channels, height, width)`` in ``[0, 1]``.
+    Raises ``ValueError`` for ``verified`` without a proof of these tokens, and for a proof of anything else.
     """
 
     tokens: tuple[tuple[int, ...], ...]
@@ -343,3 +364,10 @@ class Reconstruction:
     details: Mapping[str, Parameter] = field(default_factory=dict)
     texts: tuple[str, ...] = ()
     images: Tensor | None = None
+    proof: Proof | None = None
+
+    def __post_init__(self) -> None:
+        if (self.confidence == "verified") != (self.proof is not None):
+            raise ValueError(f"confidence {self.confidence!r}, proof {self.proof is not None}: verified takes a proof, and no other")
+        if self.proof is not None and (self.proof.tokens != self.tokens or not self.ordered):
+            raise ValueError("the proof is one of other tokens")

@@ -11,9 +11,11 @@ from rasura.attacks.embedding_rows import EmbeddingRows
 from rasura.attacks.gradient_matching.presets import dlg, grab
 from rasura.attacks.mask_positions import MaskPositions
 from rasura.attacks.mechanism import announced_noise
+from rasura.attacks.noise_in_sight import shows_noise
 from rasura.attacks.pursuit import Pursuit
 from rasura.attacks.span import Span
 from rasura.attacks.span_matching import SpanMatching
+from rasura.attacks.verify import check
 from rasura.interfaces import Attack, AttackFailed, Budget, NotApplicable
 from rasura.rng import child
 from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
@@ -21,22 +23,32 @@ from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 _CERTAINTY = {"verified": 3, "span": 2, "matched": 1, "none": 0}
 
 
-def _rank(guess: Reconstruction) -> tuple[int, bool, bool, int]:
+def _rank(guess: Reconstruction, seen: Observation) -> tuple[bool, int, bool, bool, int, float]:
+    """Greater is better: a text that holds words, surer, ordered, whole, with fewer holes, nearer to the gradient."""
     holes = sum(t == UNKNOWN for text in guess.tokens for t in text)
-    return _CERTAINTY[guess.confidence], guess.ordered, holes == 0, -holes
+    words = any(t != UNKNOWN and t not in seen.vocabulary.special_ids for text in guess.tokens for t in text)
+    error = check(seen, guess.tokens)[0] if guess.ordered and words and not holes else float("inf")
+    return words, _CERTAINTY[guess.confidence], guess.ordered, holes == 0, -holes, -error
 
 
-def _settled(guess: Reconstruction) -> bool:
-    """Whether nothing stronger can be expected: verified, or every token of every text named by a span."""
-    return guess.confidence == "verified" or _rank(guess)[:3] == (_CERTAINTY["span"], True, True)
+def _settled(guess: Reconstruction, seen: Observation) -> bool:
+    """Whether nothing stronger can be expected: verified, or every place of every text named by a span."""
+    if guess.confidence == "verified":
+        return True
+    lengths = sorted(seen.lengths) == sorted(map(len, guess.tokens)) if Grant.LENGTHS in seen else True
+    worded = all(any(t not in seen.vocabulary.special_ids for t in text) for text in guess.tokens)
+    whole = bool(guess.tokens) and worded and all(UNKNOWN not in text for text in guess.tokens)
+    return guess.confidence == "span" and guess.ordered and whole and lengths
 
 
 @dataclass(frozen=True)
 class Best:
     """Runs embedding rows, span, mask positions, pursuit, span matching and gradient matching (GRAB where noise was
-    announced and the budget is not quick, else DLG), in this order, until a text is certain.
+    announced or shows itself and the budget is not quick, else DLG), in this order, until a text is certain: verified, or
+    a span of whole texts in order, of the granted lengths.
 
-    Returns the guess with the highest confidence, ordered before bags, complete before holes. ``details`` says what was
+    Returns the guess with the highest confidence, ordered before bags, complete before holes, and of equals the one whose
+    gradient is nearest to the observed one. A guess without a word is the last choice. ``details`` says what was
     tried and how each ended. ``attacks`` makes the members before matching; each runs only where the threat model grants
     what it needs.
     """
@@ -48,10 +60,11 @@ class Best:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         best: Reconstruction | None = None
+        rank = None
         winner = ""
         ended: dict[str, str] = {}
         # In noise GRAB reads what no other does; elsewhere, and in a quick look, it is too slow for what it adds.
-        matching = grab if announced_noise(seen)[0] > 0 and budget.level != "quick" else dlg
+        matching = grab if budget.level != "quick" and (announced_noise(seen)[0] > 0 or shows_noise(seen)) else dlg
         for make in (*self.attacks, matching):
             attack = make()
             own = torch.Generator().manual_seed(child(rng))
@@ -64,10 +77,12 @@ class Best:
                 ended[attack.name] = str(reason)
                 continue
             ended[attack.name] = guess.confidence
-            if best is None or _rank(guess) > _rank(best):
+            if _settled(guess, seen):
                 best, winner = guess, attack.name
-            if _settled(guess):
                 break
+            own_rank = _rank(guess, seen)
+            if rank is None or own_rank > rank:
+                best, winner, rank = guess, attack.name, own_rank
         tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
         if best is None:
             raise AttackFailed(f"no attack of the portfolio read anything ({tried})")

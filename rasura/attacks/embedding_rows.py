@@ -6,14 +6,16 @@ the order (APRIL, Lu et al. 2022). Milliseconds, whatever the model's depth, and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor
 
 from rasura.attacks.tied_rows import without_output_part
+from rasura.attacks.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.values import UNKNOWN, Confidence, Grant, Observation, Reconstruction
+from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import Parts, parts
 
 FLOOR = 1e-9
@@ -22,7 +24,7 @@ FLOOR = 1e-9
 OUTLIER = 6.0
 """Under noise, a row is there when its norm lies this many robust deviations above the median: no false row in 1e8."""
 
-SAME = 1e-4
+SAME = ROWS_VERIFIED
 """Relative error within which two rows are equal, and coefficients solve for a row."""
 
 
@@ -131,6 +133,32 @@ def _solve(words: Rows, word: int, places: Rows, chosen: list[int]) -> tuple[lis
     return solved.tolist(), float(error)
 
 
+def told_apart(words: Rows, places: Rows, taken: list[int]) -> tuple[float, float, int]:
+    """How well the places ``taken`` by words add up to them, how badly any other arrangement would, and by how many numbers.
+
+    The largest relative error of a word's row; the least one that is left where two places of different words are
+    exchanged, or one place is moved to another word; the fewest entries that are visible in a place and in its word.
+    """
+    error, least, shown = 0.0, float("inf"), words.values.shape[1]
+    sizes = (words.values * words.mask).norm(dim=1)
+    owner = torch.tensor(taken)
+    for word in range(len(words)):
+        own = (owner == word).nonzero().flatten()
+        both = words.mask[word] & places.mask[own].all(0)
+        missed = (words.values[word] - places.values[own].sum(0)) * both
+        error = max(error, float(missed.norm() / (words.values[word] * both).norm().clamp_min(1e-300)))
+        shown = min(shown, int(both.sum()))
+    for place, word in enumerate(taken):
+        both = places.mask & places.mask[place] & words.mask[word]
+        apart = ((places.values - places.values[place]) * both).norm(dim=1)[owner != word]
+        if len(apart):
+            # What an exchange takes from one word it adds to the other: the larger of both relative errors shows it.
+            least = min(least, float((apart / torch.minimum(sizes[word], sizes[owner[owner != word]])).min()))
+        own_size = (places.values[place] * places.mask[place] * words.mask[word]).norm()
+        least = min(least, float(own_size / sizes[word]))
+    return error, least, shown
+
+
 def _offset(model: torch.nn.Module, found: Parts) -> int:
     """The row of the first position: RoBERTa counts from its padding id plus one, OPT from 2, others from 0."""
     assert found.position_embedding is not None
@@ -142,9 +170,10 @@ def _offset(model: torch.nn.Module, found: Parts) -> int:
 class EmbeddingRows:
     """Reads the words from the word embedding's gradient, and their order where a position embedding is trained too.
 
-    One text with positions: its tokens in place, repeats included; ``verified`` when the place rows reproduce every word row
-    exactly. More texts, or no position embedding (Llama): the bag of distinct tokens (``ordered=False``), given once for
-    every text because it cannot be told apart. Under noise the rows that stand out are kept (``matched``).
+    One text with positions: its tokens in place, repeats included; ``verified`` (proof ``embedding-rows``) when the place
+    rows reproduce every word row exactly, and no other arrangement of them does. More texts, or no position embedding
+    (Llama): the bag of distinct tokens (``ordered=False``), given once for every text because it cannot be told apart. Under
+    noise the rows that stand out are kept (``matched``).
 
     A causal model that ties its output layer to the embedding fills every row; the input rows are separated by the low rank
     of the output part. Its last token enters no loss and stays ``UNKNOWN``.
@@ -192,11 +221,30 @@ class EmbeddingRows:
                 taken, exact = order(words, places)
                 if (exact or size == 1) and set(range(len(words))) <= set(taken):
                     tokens = self._tokens(seen, words, places, taken, first)
-                    # A hole in exactly solved places is the causal model's last token.
-                    confidence: Confidence = "matched" if not exact else "span" if UNKNOWN in tokens else "verified"
-                    return Reconstruction((tokens,), confidence, details=details)
+                    return self._judged(seen, tokens, words, places, taken, exact, details)
         bag = tuple(sorted(int(i) for i in words.index))
-        return Reconstruction((bag,) * (size or 1), "matched" if words.noisy else "span", ordered=False, details=details)
+        bags = (bag,) * (size or 1)
+        return in_span(bags, seen.vocabulary, believed=not words.noisy, ordered=False, details=details)
+
+    @staticmethod
+    def _judged(
+        seen: Observation,
+        tokens: tuple[int, ...],
+        words: Rows,
+        places: Rows,
+        taken: list[int],
+        exact: bool,
+        details: Mapping[str, Parameter],
+    ) -> Reconstruction:
+        proof = None
+        if exact and seen.task != "causal":
+            proof = prove_rows(tokens, *told_apart(words, places, taken), len(words))
+        elif exact:  # the last token has no row: the tokenizer's end token is a guess, which the gradient may prove
+            proof = prove(seen, [tokens])
+        if proof is not None:
+            return verified(proof, details)
+        # A hole in exactly solved places is the causal model's last token.
+        return in_span((tokens,), seen.vocabulary, believed=exact and seen.task == "causal", details=details)
 
     @staticmethod
     def _places(seen: Observation, found: Parts, noisy: bool) -> Rows | None:

@@ -26,7 +26,7 @@ from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cros
 from rasura.attacks.span.rows import Inputs, masked_gradients
 from rasura.attacks.span.sentences import rearranged
 from rasura.attacks.span.tokens import candidates
-from rasura.attacks.verify import MOST_LABELINGS, VERIFIED, check, pad
+from rasura.attacks.verify import MOST_LABELINGS, pad, prove, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.updates import announced_update
 from rasura.values import Grant, Observation, Reconstruction
@@ -138,10 +138,10 @@ class Pursuit:
         residual = None
         if is_eager(seen.model):
             texts, residual = _Polish(seen, search, "cosine" if signs else "angle", rng)(texts, tried, sweeps)
-        error, labels = check(seen, texts)
+        proof = prove(seen, texts)
         details = {"signs": signs, "tokens": len(found)}
-        if error < VERIFIED:
-            return Reconstruction(texts, "verified", labels=labels, residual=error, details=details)
+        if proof is not None:
+            return verified(proof, details)
         return Reconstruction(texts, "matched", residual=residual, details=details)
 
 

@@ -127,8 +127,9 @@ class ShadowGeneration:
             _TRAINED[key] = trained(seen.model, table, seen.vocabulary, seen.reference_text[:count], epochs, seed=0)
         preimages = preimages_of(table, seen.model)
         texts = tuple(restored(t, _TRAINED[key], preimages, seen.vocabulary.special_ids) for t in read.tokens)
-        details = {**read.details, "substitutes": read.confidence, "strategy": "generation"}
-        return replace(read, tokens=texts, confidence="matched", details=details)
+        details = {k: v for k, v in read.details.items() if k != "proof"}
+        details |= {"substitutes": read.confidence, "strategy": "generation"}
+        return replace(read, tokens=texts, confidence="matched", proof=None, details=details)
 
 
 _TRAINED: dict[Any, Restorer] = {}

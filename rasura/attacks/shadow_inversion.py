@@ -185,9 +185,10 @@ class ShadowInversion:
             )
             for text in read.tokens
         )  # fmt: skip
-        details = {**read.details, "substitutes": read.confidence, "strategy": self.strategy}
+        details = {k: v for k, v in read.details.items() if k != "proof"}
+        details |= {"substitutes": read.confidence, "strategy": self.strategy}
         # What verifies the substitutes says nothing of the originals.
-        return replace(read, tokens=texts, confidence="matched", labels=read.labels, details=details)
+        return replace(read, tokens=texts, confidence="matched", proof=None, labels=read.labels, details=details)
 
 
 def lattice() -> ShadowInversion:

@@ -19,7 +19,7 @@ from rasura.attacks.gradient_matching.reorder import orders, reordered, shuffles
 from rasura.attacks.gradient_matching.settings import LEVELS, Settings, Work
 from rasura.attacks.mechanism import announced_dropout, announced_noise
 from rasura.attacks.span.rows import block_spaces, visible_blocks
-from rasura.attacks.verify import VERIFIED, check
+from rasura.attacks.verify import prove, verified
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
 from rasura.priors import language
 from rasura.values import UNKNOWN as OVER
@@ -147,9 +147,9 @@ class _Run:
         details |= {"objective": self.settings.objective, "l1": self.distance.alpha, "entries": self.work.entries or 1.0}
         if self.rate:  # the masks are not known exactly, so nothing can be recomputed
             return Reconstruction(read, "matched", residual=best, details=details)
-        error, labels = check(self.seen, read)
-        if error < VERIFIED:
-            return Reconstruction(read, "verified", labels=labels, residual=error, details=details)
+        proof = prove(self.seen, read)
+        if proof is not None:
+            return verified(proof, details)
         return Reconstruction(read, "matched", residual=best, details=details)
 
     def _bytes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,11 +14,12 @@ from rasura.attacks.mechanism import announced_dropout
 from rasura.attacks.span.completion import uncovered
 from rasura.attacks.span.endings import finish
 from rasura.attacks.span.grouping import affinity, cluster
+from rasura.attacks.span.null import prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.span.prefixes import Prefix, choose, grow
 from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
 from rasura.attacks.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.span.tokens import Row, Search, candidates, plain
-from rasura.attacks.verify import VERIFIED, check
+from rasura.attacks.verify import check, in_span, prove, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
 from rasura.victims.models import parts
@@ -103,7 +104,12 @@ class Span:
             return None
         texts = finish(observed, chosen, inputs)
         plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
-        return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, False)
+        open_ended = seen.task == "causal"
+
+        def believed() -> bool:
+            return prefixes_believed(spaces, inputs, candidates(seen.vocabulary), texts, open_ended=open_ended)
+
+        return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, believed)
 
     def _by_position(
         self,
@@ -122,25 +128,40 @@ class Span:
         longest = (max(seen.lengths) if known_length else space.rank) if positional else 1
         rows: list[Row] = []
         likely: list[list[int]] = []
+        owed = 0
         if not active:
             rows = self._plain(space, inputs, ids, longest, known_length)
-        if not rows and self.adaptive:  # dropout was active: somebody said so, or nothing lies in the span as it is
+        named = any(row.token not in seen.vocabulary.special_ids for row in rows)
+        if not named and self.adaptive:  # dropout was active: somebody said so, or no word lies in the span as it is
             active = True
             prefilter, rounds, _ = self.work[budget.level]
             opening = seen.vocabulary.prefix if size else ()
             look = Search(space, inputs, ids, copies=size or MOST_COPIES, opening=opening, rng=rng)
             rows = look(longest, known_length=known_length, prefilter=prefilter, rounds=rounds)
+            owed = look.owed
             likely = [[t for t in ids.tolist() if t not in seen.vocabulary.special_ids] for ids in look.nearest]
         if not rows:
             raise AttackFailed("no token's input lies in the row space of block 0")
         if not positional:
             bag = tuple(row.token for row in rows)
-            return Reconstruction((bag,) * max(1, size), "span", ordered=False, residual=max(r.residual for r in rows))
+            return in_span(
+                (bag,) * max(1, size), seen.vocabulary, residual=max(r.residual for r in rows), ordered=False,
+                believed=tokens_believed(space, inputs, ids, [[(t, 0) for t in bag]], positional=False),
+            )  # fmt: skip
         size = size or max(Counter(row.position for row in rows).values())
         texts = self._texts(seen, spaces, inputs, rows, size, active, rng, budget)
         if active:
             texts = [_completed(text, likely, seen.vocabulary) for text in texts]
-        return self._judged(observed, texts, max(row.residual for row in rows), spaces, active)
+
+        def believed() -> bool:
+            if not active:
+                return tokens_believed(space, inputs, ids, texts, positional=True)
+            here = {(row.position, row.token) for row in rows}
+            frame = seen.vocabulary.special_ids
+            fitted = all(t in frame or (n, t) in here for text in texts for n, (t, _) in enumerate(text))
+            return fitted and rows_believed(space, rows, len(ids) * longest, owed)
+
+        return self._judged(observed, texts, max(row.residual for row in rows), spaces, believed, active)
 
     def _plain(self, space: RowSpace, inputs: Inputs, ids: Tensor, longest: int, known_length: bool) -> list[Row]:
         rows: list[Row] = []
@@ -195,19 +216,24 @@ class Span:
         return [list(text) for text in _filled_up(seen, known, rest, size)]
 
     def _judged(
-        self, seen: Observation, texts: Sentences, residual: float, spaces: Mapping[int, RowSpace], active: bool
+        self,
+        seen: Observation,
+        texts: Sentences,
+        residual: float,
+        spaces: Mapping[int, RowSpace],
+        believed: Callable[[], bool],
+        active: bool = False,
     ) -> Reconstruction:
         tokens = tuple(tuple(t for t, _ in text) for text in texts)
-        segments = [[s for _, s in text] for text in texts]
-        error, labels = (float("inf"), None) if active else check(seen, tokens, segments)
         details: dict[str, Parameter] = {
             "rank": max(s.rank for s in spaces.values()),
             "blocks": ",".join(map(str, sorted(spaces))),
             "dropout_fit": active,
         }
-        if error < VERIFIED:
-            return Reconstruction(tokens, "verified", labels=labels, residual=error, details=details)
-        return Reconstruction(tokens, "span", residual=residual, details=details)
+        proof = None if active else prove(seen, tokens, [[s for _, s in text] for text in texts])
+        if proof is not None:
+            return verified(proof, details)
+        return in_span(tokens, seen.vocabulary, believed=believed(), residual=residual, details=details)
 
 
 def dager() -> Span:

@@ -183,9 +183,13 @@ class Search:
     @property
     def complete(self) -> bool:
         """Whether every dimension of the row space is explained, copies of the opening included."""
+        return len(self.rows) + self.owed >= self.space.rank
+
+    @property
+    def owed(self) -> int:
+        """Copies of the opening that need not be found."""
         counts = Counter((r.position, r.token) for r in self.rows)
-        owed = sum(self.copies - counts[key] for key in self.opening if counts[key])
-        return len(self.rows) + owed >= self.space.rank
+        return sum(self.copies - counts[key] for key in self.opening if counts[key])
 
     def _fit(self, position: int, tokens: Tensor) -> bool:
         """First fits at a position; the segment is the first one that fits anything."""

@@ -14,7 +14,7 @@ from rasura.attacks.span.completion import uncovered
 from rasura.attacks.span.rows import RowSpace, block_spaces, visible_blocks
 from rasura.attacks.span_matching.discrete import Beam, beam_search, fill_holes
 from rasura.attacks.span_matching.objective import Body, Objective, readout
-from rasura.attacks.verify import VERIFIED, check
+from rasura.attacks.verify import prove, verified
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.priors.ngram import Unigram
 from rasura.values import Grant, Observation, Parameter, Reconstruction
@@ -81,9 +81,9 @@ class SpanMatching:
         details: dict[str, Parameter] = {"rounds": search.rounds, "blocks": ",".join(map(str, sorted(spaces)))}
         worst = max(r for r, _ in found)
         if worst < FLOOR:
-            error, labels = check(observed, tokens)
-            if error < VERIFIED:
-                return Reconstruction(tokens, "verified", labels=labels, residual=error, details=details)
+            proof = prove(observed, tokens)
+            if proof is not None:
+                return verified(proof, details)
         return Reconstruction(tokens, "matched", residual=worst**0.5, details=details)
 
 

@@ -1,0 +1,93 @@
+"""Decoys: texts so near to a guess that only an update which tells the guess from them can prove it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from rasura.updates import changed
+from rasura.values import Observation, Vocabulary
+from rasura.victims.models import parts
+
+MOST_TEXTS = 4
+"""Texts of a batch that get decoys of their own: those whose share of the loss's gradient is smallest, so the worst told."""
+
+Texts = tuple[tuple[int, ...], ...]
+
+
+def free_places(tokens: Sequence[Sequence[int]], vocabulary: Vocabulary) -> list[list[int]]:
+    """Of every text, the places of tokens that are not special."""
+    return [[n for n, token in enumerate(text) if token not in vocabulary.special_ids] for text in tokens]
+
+
+def words(vocabulary: Vocabulary) -> Tensor:
+    """The ids ``(k,)`` that can stand at a free place."""
+    return torch.tensor([i for i in range(vocabulary.size) if i not in vocabulary.special_ids | vocabulary.unused_ids])
+
+
+def decoys(
+    seen: Observation, tokens: Texts, *, inputs: dict[str, Tensor], weakest: Sequence[int], rng: Generator
+) -> Iterator[Texts]:
+    """Batches of the lengths of ``tokens``, the hardest to tell first.
+
+    For each of the ``weakest`` texts: its least influential token replaced by the word nearest to it, a token by a random
+    word, its two least influential neighbours exchanged, a token exchanged with the next text's at its place. Last, random
+    words everywhere.
+    ``inputs``: the guess as keyword arguments of the model. A text without a free place yields none.
+    """
+    model, vocabulary = seen.model, seen.vocabulary
+    places, ordinary = free_places(tokens, vocabulary), words(vocabulary)
+    name = parts(model).word_embedding
+    table = model.get_parameter(name).detach().cpu()
+    influence = changed(model, inputs, [name])[0][name].norm(dim=1)
+
+    def other(token: int) -> int:
+        rest = ordinary[ordinary != token]
+        return int(rest[int(torch.randint(len(rest), (), generator=rng))])
+
+    for row in weakest:
+        text = tokens[row]
+        if not places[row] or len(ordinary) < 2:
+            continue
+        least = min(places[row], key=lambda n: float(influence[text[n]]))
+        rest = ordinary[ordinary != text[least]]
+        nearest = rest[int((table[rest] - table[text[least]]).norm(dim=1).argmin())]
+        yield _with(tokens, {(row, least): int(nearest)})
+        place = places[row][int(torch.randint(len(places[row]), (), generator=rng))]
+        yield _with(tokens, {(row, place): other(text[place])})
+        pairs = [(a, b) for a, b in zip(places[row], places[row][1:]) if text[a] != text[b]]
+        if pairs:
+            a, b = min(pairs, key=lambda pair: float(influence[text[pair[0]]] + influence[text[pair[1]]]))
+            yield _with(tokens, {(row, a): text[b], (row, b): text[a]})
+        beside = (row + 1) % len(tokens)
+        shared = [n for n in places[row] if n in places[beside] and text[n] != tokens[beside][n]]
+        if shared:
+            n = shared[int(torch.randint(len(shared), (), generator=rng))]
+            moved = _with(tokens, {(row, n): tokens[beside][n], (beside, n): text[n]})
+            if sorted(moved) != sorted(tokens):  # texts that differ in one token would only change names
+                yield moved
+    anew = {(row, n): other(tokens[row][n]) for row, free in enumerate(places) for n in free}
+    if anew:
+        yield _with(tokens, anew)
+
+
+def _with(tokens: Texts, new: dict[tuple[int, int], int]) -> Texts:
+    return tuple(tuple(new.get((row, n), t) for n, t in enumerate(text)) for row, text in enumerate(tokens))
+
+
+def weakest(logits: Tensor, labels: Tensor, mask: Tensor) -> list[int]:
+    """The texts whose logits pull least at the loss, at most ``MOST_TEXTS``, weakest first.
+
+    ``logits``: ``(batch, classes)`` with labels ``(batch,)``, or ``(batch, length, words)`` of a causal model.
+    """
+    p = logits.double().softmax(-1)
+    if p.dim() == 3:
+        target, p = labels[:, 1:], p[:, :-1]
+        there = (mask[:, 1:] * (target >= 0)).double()
+        own = p.gather(-1, target.clamp_min(0)[..., None])[..., 0]
+        pull = ((1 - own).square() * there).sum(1)
+    else:
+        pull = (1 - p.gather(-1, labels[:, None])[:, 0]).square()
+    return [int(i) for i in pull.argsort()[:MOST_TEXTS]]
