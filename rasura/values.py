@@ -368,6 +368,6 @@ class Reconstruction:
 
     def __post_init__(self) -> None:
         if (self.confidence == "verified") != (self.proof is not None):
-            raise ValueError(f"confidence {self.confidence!r}, proof {self.proof is not None}: verified takes a proof, and no other")
+            raise ValueError(f"confidence {self.confidence!r}: verified takes a proof, and nothing else does")
         if self.proof is not None and (self.proof.tokens != self.tokens or not self.ordered):
             raise ValueError("the proof is one of other tokens")
