@@ -73,13 +73,21 @@ class Cell:
 
 
 class Audit:
-    """A prepared audit: inputs checked, model loaded, cells known. Iterate ``run`` to do what is not done yet."""
+    """A prepared audit: inputs checked, model loaded, cells known. Iterate ``run`` to do what is not done yet.
 
-    def __init__(self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None) -> None:
+    ``baseline``: without protection every attack is run as well, whether the plan has ``none`` or not. Only an attack that
+    is seen to read there can say anything of a protection; without the baseline every verdict is 'not measured'.
+    """
+
+    def __init__(
+        self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None, baseline: bool = True
+    ) -> None:
         self.plan = plan = plan.checked()
+        added = () if "none" in plan.defenses or not baseline else ("none",)
+        self.columns = (*added, *plan.defenses)
         self.images = self._images() if plan.task == "vision" else []
         self.examples = [] if self.images else self._examples()
-        self.defenses = {text: parse_defense(text) for text in plan.defenses}
+        self.defenses = {text: parse_defense(text) for text in self.columns}
         self.updates = {text: parse_update(text) for text in plan.updates}
         self.metrics = {name.partition(":")[0]: make_metric(name) for name in plan.metrics}
         self.attacks = {name: make_attack(name) for name in plan.attacks}
@@ -100,7 +108,13 @@ class Audit:
         self.unavailable: dict[str, str] = {}
         # Everything is tokenized once before the first cell, so that a bad text is refused now.
         batches = {size: [self._encode(g) for g in groups(private, size)] for size in plan.batch_sizes}
-        self.batches = {(text, size): self._gathered(text, batches[size]) for text in plan.defenses for size in batches}
+        numbers = {size: list(groups(_numbered(private), size)) for size in plan.batch_sizes}
+        self.batches: dict[tuple[str, int], list[Any]] = {}
+        self.examples_in: dict[tuple[str, int], list[list[int]]] = {}
+        for text, size in product(self.columns, batches):
+            places = self._gathered(text, batches[size])
+            self.batches[text, size] = [self._joined([batches[size][k] for k in some]) for some in places]
+            self.examples_in[text, size] = [[n for k in some for n in numbers[size][k]] for some in places]
         self.cells = list(self._cells())
 
     def _images(self) -> list[ImageExample]:
@@ -147,16 +161,19 @@ class Audit:
             group, v.tokenizer, v.task, max_length=v.max_length, num_labels=v.num_labels, truncate=self.plan.truncate
         )
 
-    def _gathered(self, defense: str, batches: list[Any]) -> list[Any]:
-        """The batches as a client sends them: behind ``accumulate`` several as one, so that it is sent at all.
+    def _gathered(self, defense: str, batches: list[Any]) -> list[list[int]]:
+        """The places of the batches that a client sends as one: behind ``accumulate`` several, so that it is sent at all.
 
         What is left over is not sent, and not audited; where nothing is, one batch of all that there is says so.
         """
         least = least_tokens((p.mechanism for p in self.defenses[defense]), self.victim.model)
         if not least:
-            return batches
+            return [[k] for k in range(len(batches))]
         whole, rest = gathered([tokens_in(b.inputs()) for b in batches], least)
-        return [joined([batches[k] for k in some], self.victim.vocabulary.pad_id or 0) for some in whole or [rest]]
+        return whole or [rest]
+
+    def _joined(self, batches: list[Any]) -> Any:
+        return batches[0] if len(batches) == 1 else joined(batches, self.victim.vocabulary.pad_id or 0)
 
     def _cells(self) -> Iterator[Cell]:
         plan = self.plan
@@ -164,8 +181,8 @@ class Audit:
         known |= {name: str(value) for name in ("language_model", "entries") if (value := getattr(plan, name)) is not None}
         for size in plan.batch_sizes:
             for seed in range(plan.seed, plan.seed + plan.seeds):
-                for batch in range(max(len(self.batches[defense, size]) for defense in plan.defenses)):
-                    for update, defense, threat, attack in product(plan.updates, plan.defenses, plan.threats, plan.attacks):
+                for batch in range(max(len(self.batches[defense, size]) for defense in self.columns)):
+                    for update, defense, threat, attack in product(plan.updates, self.columns, plan.threats, plan.attacks):
                         if batch >= len(self.batches[defense, size]):
                             continue
                         where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
@@ -191,15 +208,15 @@ class Audit:
 
     def records(self, cells: Sequence[Cell], progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
         """The Records of ``cells`` that share a step, which is taken once."""
-        truth: Transcript | str | None = None
+        truth: Transcript | tuple[str, str] | None = None
         for cell in cells:
             if progress is not None:
                 progress(cell)
             truth = truth or self._step(cell)
             yield self._cell(cell, truth)
 
-    def _step(self, cell: Cell) -> Transcript | str:
-        """The step that the cell attacks; or why nothing was sent."""
+    def _step(self, cell: Cell) -> Transcript | tuple[str, str]:
+        """The step that the cell attacks; or why there is none to attack, as the status and the reason of its cells."""
         # Seeded by the cell's place, not by what ran before, so that a resumed run takes the same step.
         rng = generator(cell.seed, "step", *_named(cell), cell.batch_size, cell.batch)
         batch = self.batches[cell.defense, cell.batch_size][cell.batch]
@@ -211,7 +228,11 @@ class Audit:
             model = self._crafted(cell, public)
             return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public)
         except (NotSent, NotApplicable) as reason:
-            return str(reason)
+            return "not_applicable", str(reason)
+        except InputError:
+            raise
+        except Exception as error:
+            return "crashed", f"the training step broke: {_in_a_line(error)}"
 
     def _crafted(self, cell: Cell, public: nn.Module) -> nn.Module:
         """The model that is trained on: ``public``, or what the server sends instead under an active threat model."""
@@ -224,17 +245,17 @@ class Audit:
             self.crafted = {key: attack.craft(public, task, rng=generator(cell.seed, "craft", cell.attack))}
         return self.crafted[key]
 
-    def _cell(self, cell: Cell, truth: Transcript | str) -> Record:
+    def _cell(self, cell: Cell, truth: Transcript | tuple[str, str]) -> Record:
         wall, cpu = time.perf_counter(), time.process_time()
         threat = THREATS[cell.threat]
-        if isinstance(truth, str):
-            return self._record(cell, threat, "not_applicable", truth)
+        if isinstance(truth, tuple):
+            return self._record(cell, threat, *truth)
         if isinstance(self.attacks[cell.attack], ActiveAttack) and not threat.active:
             reason = f"it crafts the weights that are trained on, and {cell.threat} sends the model as it is"
             return self._record(cell, threat, "not_applicable", f"{reason}; pass --threat malicious-server")
         status, reason, guess = self._attempt(self.attacks[cell.attack], cell, truth, threat)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        _, _, floor = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
+        found, _, floor = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
         scored = guess is not None and (bool(guess.tokens) or guess.images is not None)
         return self._record(
             cell,
@@ -243,7 +264,7 @@ class Audit:
             reason,
             confidence=guess.confidence if guess is not None else "none",
             scores=self.scores(guess, truth) if guess is not None and scored else {},
-            blind=self.scores(floor, truth) if floor is not None else {},
+            blind=self.scores(floor, truth) if floor is not None and found == "ok" else {},
             recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
             details=dict(guess.details) if guess is not None else {},
             n_tokens=0 if self.images else sum(truth.text_batch.lengths),
@@ -266,6 +287,7 @@ class Audit:
             batch_size=cell.batch_size,
             seed=cell.seed,
             batch=cell.batch,
+            examples=self.examples_in[cell.defense, cell.batch_size][cell.batch],
             status=status,
             reason=reason,
             threat_plain=threat.plain,
@@ -293,15 +315,14 @@ class Audit:
         rng = generator(cell.seed, "attack", cell.attack, *_named(cell), cell.threat, cell.batch_size, cell.batch)
         try:
             guess = attack(seen, rng=rng, budget=self.plan.work)
+            return "ok", "", replace(guess, texts=tuple(truth.vocabulary.text(t) for t in guess.tokens))
         except NotApplicable as error:
             return "not_applicable", str(error), None
         except AttackFailed as error:
-            return "failed", str(error), None
-        except (RuntimeError, ValueError, ArithmeticError) as error:
-            # An attack that breaks is a finding about the attack, not the end of the run.
-            return "failed", f"{type(error).__name__}: {str(error).splitlines()[0]}", None
-        texts = tuple(truth.vocabulary.text(t) for t in guess.tokens)
-        return "ok", "", replace(guess, texts=texts)
+            return "failed", str(error), Reconstruction((), details=error.details)
+        except Exception as error:
+            # An attack that breaks is a finding about the attack, not the end of the run; it is no sign of protection.
+            return "crashed", _in_a_line(error), None
 
     def scores(self, guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
         """All metrics of one guess; a metric that this machine cannot compute is noted with its remedy, not faked."""
@@ -312,6 +333,21 @@ class Audit:
             except Unavailable as error:
                 self.unavailable[name] = str(error)
         return out
+
+
+def _in_a_line(error: Exception) -> str:
+    lines = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
+
+
+def _numbered(private: Sequence[Any]) -> list[int]:
+    """A number for each text or image, the same for the same one: what comes twice counts once."""
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(_content(one), len(numbers)) for one in private]
+
+
+def _content(one: Any) -> Any:
+    return one.pixels.numpy().tobytes() if isinstance(one, ImageExample) else (one.text, one.text_pair)
 
 
 def _shared(cell: Cell) -> tuple[Any, ...]:
@@ -386,7 +422,10 @@ def versions() -> dict[str, str]:
 
 
 def audit(plan: Plan, *, out: str | Path, device: str = "cpu") -> Iterator[Record]:
-    """Run ``plan`` into the folder ``out``, yielding each Record as it is done; what ``out`` holds is not redone."""
+    """Run ``plan`` into the folder ``out``, yielding each Record as it is done; what ``out`` holds is not redone.
+
+    The baseline without protection is run with it where ``plan`` lacks it.
+    """
     prepared = Audit(plan, device=device)
     store = RunStore(out, prepared.plan.canonical())
     try:

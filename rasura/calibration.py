@@ -2,7 +2,8 @@
 
 For each protection with one open figure: audits from weak to strong, then between the weakest setting that holds and the
 next that does not. A setting holds where the 95 % interval of the risk ends at or below the target, for every attack and for
-guessing, and so do all stronger ones that were tried. What is found must pass a fresh audit with other seeds.
+guessing, its verdict (``report/verdicts.py``) allows to say so, and so do all stronger ones that were tried. What is found
+must pass a fresh audit with other seeds.
 """
 
 from __future__ import annotations
@@ -24,18 +25,14 @@ from rasura.plan import COLUMNS, Plan
 from rasura.recipes import METRICS, USUAL_METRICS, known, parse_defense
 from rasura.records import RunStore
 from rasura.report.calibration import recommendation
-from rasura.report.findings import ADAPTIVE
 from rasura.report.levels import point, yardstick
+from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
 from rasura.training import Training, TrainPlan
 from rasura.victims.step import defended
 from rasura.victims.train import Recipe
 
 UNPROTECTED = -math.inf
 """The position of a protection without its open part."""
-
-NOISE = ("gaussian", "laplace", "dp-sgd", "normalised", "directional")
-EXACT = ("span", "dager", "embedding-rows")
-"""Attacks that any noise silences, long before it hides the text from others."""
 
 Measured = Sequence[float | None]
 Progress = Callable[[Cell], None]
@@ -129,6 +126,27 @@ def least(
     return chosen
 
 
+def _holds(point: Mapping[str, Any], at_most: float) -> bool:
+    return point["bound"] is not None and point["bound"] <= at_most
+
+
+def _not_found(points: Sequence[Mapping[str, Any]], at_most: float) -> dict[str, Any]:
+    """The status of a protection of which no setting was found, from weak to strong: whether the target was missed, or could
+    not be judged beyond the last setting that misses it."""
+    missed = [k for k, p in enumerate(points) if p["bound"] is not None and p["bound"] > at_most]
+    beyond = points[missed[-1] + 1 :] if missed else points
+    unjudged = list(dict.fromkeys(why for p in beyond if p["risk"] is not None for why in p["unjudged"]))
+    return {"status": "not measured" if unjudged or not missed else "unreached", "unjudged": unjudged}
+
+
+def _why_not(again: Mapping[str, Any]) -> list[str]:
+    """Why a fresh audit does not confirm a setting, beyond its risk."""
+    v = again["verdict"]
+    if v["missing"] or v["verdict"] == READS:
+        return [v["says"]]
+    return [] if again["risk"] else list(again["reasons"])
+
+
 class Calibration:
     """A prepared calibration: inputs checked, model loaded. ``run`` does what the folder does not hold yet."""
 
@@ -206,7 +224,14 @@ class Calibration:
             pass
         keys = {c.key for c in audit.cells}
         rows = [r for r in self.store if r["key"] in keys]
-        return [point(s, [r for r in rows if r["defense"] == s], plan.attacks, self.wanted.risk) for s in settings]
+        baseline = [r for r in rows if plain(r["defense"])]
+        return [
+            point(
+                s, [r for r in rows if r["defense"] == s], baseline, plan.attacks, self.wanted.risk, self.wanted.at_most,
+                images=plan.task == "vision",
+            )
+            for s in settings
+        ]  # fmt: skip
 
     def _family(self, one: Family, progress: Progress | None) -> dict[str, Any]:
         w = self.wanted
@@ -220,27 +245,30 @@ class Calibration:
             for t, measured in zip(positions, self._measure([setting(t) for t in positions], self.plan, progress)):
                 value = one.knob.value(t, one.entries) if math.isfinite(t) else None
                 points[t] = {**measured, "position": t if math.isfinite(t) else None, "value": value}
-            return [points[t]["risk"]["high"] if points[t]["risk"] else None for t in positions]
+            return [points[t]["bound"] for t in positions]
 
         chosen = least(measure, (UNPROTECTED, *one.knob.positions()), w.at_most, w.steps)
         tried = {points[t]["setting"]: points[t] for t in sorted(points)}
         found: dict[str, Any] = {
-            "family": one.text, "knob": one.knob.name, "status": "unreached", "setting": None,
+            "family": one.text, "knob": one.knob.name, "status": "unreached", "setting": None, "unjudged": [],
             "points": list(tried.values()), "yardsticks": [yardstick(a, tried.values()) for a in self.plan.attacks],
         }  # fmt: skip
+        if chosen is None:
+            found |= _not_found([points[t] for t in sorted(points)], w.at_most)
         failures: list[dict[str, Any]] = []
         # What holds here and not afresh gives way to the next stronger one, which has to pass as well.
-        for t in [] if chosen is None else [t for t in sorted(points) if t >= chosen and points[t]["risk"] is not None]:
+        for t in [] if chosen is None else [t for t in sorted(points) if t >= chosen and _holds(points[t], w.at_most)]:
             if points[t]["setting"] in [f["setting"] for f in failures]:
                 continue
             (again,) = self._measure([points[t]["setting"]], self.fresh, progress)
             worst = max(again["levels"], key=lambda level: level["mean"]) if again["risk"] else None
-            if worst is not None and worst["mean"] <= w.at_most:
+            judged = not again["verdict"]["missing"] and again["verdict"]["verdict"] != READS
+            if judged and worst is not None and worst["mean"] <= w.at_most:
                 found |= {"status": "found" if math.isfinite(t) else "no need", "setting": points[t]["setting"]}
                 found |= {"chosen": points[t], "guarantee": self._guarantee(points[t]["setting"])}
                 found["verification"] = {**again, "risk": worst, "on": self.which, "seed": self.fresh.seed}
                 break
-            failures.append({"setting": points[t]["setting"], "risk": worst, "reasons": again["reasons"]})
+            failures.append({"setting": points[t]["setting"], "risk": worst, "reasons": _why_not(again)})
         found["not_verified"] = failures
         if failures and found["setting"] is None:
             found["status"] = "not verified"
@@ -292,27 +320,15 @@ class Calibration:
     def _checks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
         """What the figures must be held against."""
         out, names, at_most = [], self.plan.attacks, self.wanted.at_most
-        need = math.ceil(math.log(0.025) / math.log1p(-at_most))
-        if self.n_texts < need:
+        if (need := texts_needed(at_most)) > self.n_texts:
             out.append(
-                f"{self.n_texts} texts: even if none is read, that does not rule out that one text in {1 / at_most:.0f} is "
-                f"read in full; it takes {need} to do so."
+                f"{self.n_texts} texts: even if none is read, the bound is above {100 * at_most:.3g} %; it takes {need}."
             )
-        for one in self.families:
-            parts = {p.partition(":")[0].partition("/")[0] for p in one.form.split("+")}
-            if parts & set(NOISE) and set(names) <= set(EXACT):
-                out.append(
-                    f"{one.text}: {', '.join(names)} look for what is exact, and the least noise silences span attacks; add "
-                    "--attack pursuit before you rely on so little."
-                )
-            if "accumulate" in parts and not {"span", "best"} & set(names):
-                out.append(
-                    f"{one.text}: span reads whole texts until an update holds as many different tokens as the hidden size; "
-                    "add --attack span."
-                )
-            for protection, (kind, attack) in ADAPTIVE.items():
-                if protection in parts and not any(a.startswith(kind) for a in names):
-                    out.append(f"{one.text}: no attack knows how {protection} works; add --attack {attack}.")
+        for f in found:
+            # The strongest setting is the one that the rest of the search stands on.
+            beyond = next((p["verdict"]["missing"] for p in reversed(f["points"]) if p["risk"]), [])
+            if beyond and f["status"] != "not measured":
+                out.append(f"{f['family']}, at its strongest: {unmeasured(beyond)}.")
         for f in found:
             tried = {level["attack"] for level in f["chosen"]["levels"]} if f["setting"] else set(names)
             for name in (n for n in names if n not in tried):
@@ -328,7 +344,8 @@ def calibrate(wanted: CalibrationPlan, *, out: str | Path, device: str = "cpu") 
 
     ``calibrate(CalibrationPlan(Plan(data="notes.jsonl", defenses=("gaussian",)), at_most=0.2), out="runs/calibrate")``.
     Interrupted, the same call goes on; another target reuses what was measured. The result says for each protection whether
-    a setting was ``found``, there is ``no need``, the target is ``unreached``, or what held was ``not verified``.
+    a setting was ``found``, there is ``no need``, the target is ``unreached``, what held was ``not verified``, or it could
+    not be judged (``not measured``).
     """
     prepared = Calibration(wanted, out, device=device)
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class InputError(ValueError):
     """The user's input was wrong: one line that says what was found, what was expected and what to do."""
@@ -12,7 +14,14 @@ class MissingExtra(InputError):
 
 
 class AttackFailed(RuntimeError):
-    """The attack ran and found nothing that it can stand behind; recorded as ``failed`` with this reason."""
+    """The attack ran and found nothing that it can stand behind; recorded as ``failed`` with this reason.
+
+    ``details``: plain figures for the record.
+    """
+
+    def __init__(self, reason: str = "", details: Mapping[str, float | int | str | bool | None] | None = None) -> None:
+        super().__init__(reason)
+        self.details = dict(details or {})
 
 
 class NotApplicable(RuntimeError):

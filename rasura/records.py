@@ -35,10 +35,11 @@ Details = Mapping[str, Any]
 class Record:
     """One cell: an attack on one batch behind one defense under one threat model.
 
-    ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is, bounds. ``status``: ok,
-    failed or not_applicable, with ``reason``; scores are empty unless ok. ``recovered`` is masked unless asked for.
-    ``sent_bytes``: of the message on the wire where something is sealed, else of its entries; ``defense_seconds``: wall, of
-    the protections on data and message. ``crafted``: the server sent weights of its own making.
+    ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is, bounds. ``status``, with
+    ``reason``: ok, failed (the attack looked and gave up), crashed (it broke) or not_applicable; scores are empty unless ok.
+    ``examples``: a number for each text or image of the batch, the same for the same one. ``recovered`` is masked unless
+    asked for. ``sent_bytes``: of the message on the wire where something is sealed, else of its entries;
+    ``defense_seconds``: wall, of the protections on data and message. ``crafted``: the server made the weights up.
     """
 
     key: str
@@ -51,6 +52,7 @@ class Record:
     seed: int
     batch: int
     status: str
+    examples: list[int] = field(default_factory=list)
     update: str = "fedsgd"
     reason: str = ""
     confidence: str = "none"

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rasura.interfaces import InputError
 from rasura.plan import Plan, from_toml
 from rasura.records import RunStore
 from rasura.report.findings import findings, summarise
+from rasura.report.gate import gate
 from rasura.report.page import write_report
 
 NAMES = ["alpha", "bravo", "carol", "delta", "echo", "the", "met", "in", "paid", "."]
@@ -183,30 +185,87 @@ def test_the_sentence_agrees_with_the_data(run: Path) -> None:
     mean = sum(r["scores"]["token_recall"]["mean"] for r in ok) / len(ok)
     assert found.matrix["span", "none"].level.mean == pytest.approx(mean) == 1.0
     assert found.sentence[0].startswith("From one update of a single note with no protection, the server read back 100 %")
-    assert found.matrix["span", "gaussian:0.1"].mark == "!"
+    assert found.matrix["span", "gaussian:0.1"].mark == "·", "it looked and gave up"
     assert found.matrix["embedding-rows", "frozen-embeddings+dropout:0.1"].mark == "–"
     summary = summarise(records, plan)
-    assert summary["highest_risk"] == 1.0 and json.dumps(summary)
+    assert summary["verdicts"]["none"]["verdict"] == "reads" and json.dumps(summary)
+    assert summary["judged"] == [d for d in found.columns if d != "none"], "the baseline is not what a run is judged by"
+    assert summary["verdicts"]["gaussian:0.1"]["says"] == (
+        "not measured against an adversary who knows it: add --attack pursuit,grab"
+    )
 
 
 def test_nothing_scored_is_said(run: Path) -> None:
     store = RunStore(run)
     failed = [{**r, "status": "failed", "scores": {}, "blind": {}, "recovered": []} for r in store]
     store.close()
-    assert "No attack gave a result" in findings(failed).sentence[0]
+    assert "No attack on the updates gave a result" in findings(failed).sentence[0]
+    assert {v.word for v in findings(failed).verdicts.values()} == {"not measured"}
     assert findings([]).cells == 0
 
 
-def test_nothing_is_said_to_hold_before_an_attack_that_knows_it_was_tried(run: Path) -> None:
-    store = RunStore(run)
-    records = [r for r in store if r["attack"] == "span" and r["defense"] == "none"]
+# --- what breaks
+
+
+class Broken:
+    """An attack that raises whatever it is given."""
+
+    name = "broken"
+    needs = uses = frozenset()
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __call__(self, seen: Any, *, rng: Any, budget: Any) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [InputError("no attention found"), KeyError(), IndexError("x\ny"), AssertionError()])
+def test_an_attack_that_breaks_is_no_protection(model_folder: Path, tmp_path: Path, error: Exception) -> None:
+    plan = plan_for(model_folder, attacks=("blind", "span"), defenses=("frozen-embeddings",))
+    prepared = Audit(plan)
+    prepared.attacks["span"] = Broken(error)
+    store = RunStore(tmp_path, plan.canonical())
+    records = [r.as_dict() for r in prepared.run(store)]
     store.close()
-    nothing = {"token_recall": {**records[0]["scores"]["token_recall"], "per_record": [0.0] * 30}}  # enough to hold
-    behind = [{**r, "defense": "ghost:group=8+dropout:0.1", "scores": nothing} for r in records]
-    advice = findings([*records, *behind]).recommendation
-    assert "no attack of this run knows how it works" in advice and "--attack ghost-lattice" in advice
-    knowing = [{**r, "attack": "ghost-mean"} for r in behind]
-    assert "ghost:group=8+dropout:0.1 holds" in findings([*records, *behind, *knowing]).recommendation
+    broken = [r for r in records if r["attack"] == "span"]
+    assert len(broken) == 2 * 3 and {r["status"] for r in broken} == {"crashed"}
+    assert all(r["reason"].startswith(type(error).__name__) and "\n" not in r["reason"] for r in broken)
+    found = findings(records, plan.canonical())
+    assert {v.word for v in found.verdicts.values()} == {"not measured"} and "frozen-embeddings" not in found.best
+    assert "holds against" not in found.recommendation
+    assert gate(found.verdicts, 0.5).exit == 4
+
+
+def test_what_a_step_cannot_do_is_no_protection(model_folder: Path, tmp_path: Path) -> None:
+    plan = plan_for(model_folder, attacks=("span",), defenses=("none",), limit=1)
+    prepared = Audit(plan)
+    prepared.batches["none", 1] = [None]
+    (record,) = prepared.run(RunStore(tmp_path, plan.canonical()))
+    assert record.status == "crashed" and record.reason.startswith("the training step broke: ")
+
+
+def test_the_baseline_is_run_with_a_plan_that_lacks_it(model_folder: Path, tmp_path: Path) -> None:
+    plan = plan_for(model_folder, attacks=("blind", "span"), defenses=("frozen-embeddings",))
+    assert [c.defense for c in Audit(plan, baseline=False).cells] == ["frozen-embeddings"] * 6
+    records = list(audit(plan, out=tmp_path))
+    assert {(r.defense, r.attack) for r in records} == set(product(("none", "frozen-embeddings"), ("blind", "span")))
+    named = Audit(plan_for(model_folder, attacks=("blind", "span"), defenses=("none",)))
+    assert {c.key for c in named.cells} == {r.key for r in records if r.defense == "none"}, "as if it were named"
+    found = findings([r.as_dict() for r in records], plan.canonical())
+    assert found.columns == ("none", "frozen-embeddings") and found.judged == ("frozen-embeddings",)
+    assert found.verdicts["none"].says == "reads (span: 3 of 3 notes nearly whole)"
+    page = write_report(tmp_path).read_text()
+    assert "none <small>(baseline)</small>" in page and found.verdicts["frozen-embeddings"].says in page
+
+
+def test_records_say_which_texts_they_hold(model_folder: Path, tmp_path: Path) -> None:
+    texts = (TEXTS[0], TEXTS[1], TEXTS[0], TEXTS[2])
+    plan = plan_for(model_folder, texts=texts, limit=4, attacks=("blind",), defenses=("accumulate:9",), batch_sizes=(1, 2))
+    held = {(r.defense, r.batch_size, r.batch): r.examples for r in audit(plan, out=tmp_path)}
+    assert [held["none", 1, k] for k in range(4)] == [[0], [1], [0], [2]], "the same text has the same number"
+    assert [held["none", 2, k] for k in range(2)] == [[0, 1], [0, 2]]
+    assert held["accumulate:9", 1, 0] == [0, 1], "what is sent as one"
 
 
 def test_the_report_masks_and_escapes(run: Path) -> None:
@@ -217,6 +276,7 @@ def test_the_report_masks_and_escapes(run: Path) -> None:
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html), "nothing is fetched"
     assert "<script" not in html and "This file is personal data" in html
     assert "Why an attack has no figure" in html  # span fails in noise
+    assert "not measured against an adversary who knows it: add --attack pursuit,grab" in html
 
 
 def test_the_report_shows_what_sealing_costs_and_at_which_strengths_it_was_tried(tmp_path: Path, model_folder: Path) -> None:
@@ -230,7 +290,8 @@ def test_the_report_shows_what_sealing_costs_and_at_which_strengths_it_was_tried
     assert ("Why an attack has no figure" in page) == any(r.reason for r in records)
     assert "Risk against the strength of sealing:grad" in page and "Risk against the bytes of an update" in page
     bytes_of = page[page.index("Risk against the bytes") :]
-    assert bytes_of[: bytes_of.index("</svg>")].count("<circle") == len(defenses)
+    assert bytes_of[: bytes_of.index("</svg>")].count("<circle") == len(defenses) - 1
+    assert findings([r.as_dict() for r in records]).verdicts[defenses[4]].risk is None, "nothing in the clear to attack"
 
 
 @pytest.mark.parametrize("width", [1280, 400])

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_auditing import TEXTS, model_folder
+from test_auditing import model_folder
 from typer.testing import CliRunner
 
 from rasura.auditing import Audit
-from rasura.calibration import UNPROTECTED, Calibration, CalibrationPlan, calibrate, least
+from rasura.calibration import UNPROTECTED, Calibration, CalibrationPlan, _not_found, calibrate, least
 from rasura.cli import app
 from rasura.interfaces import InputError
 from rasura.knobs import KNOBS, family
@@ -26,7 +26,11 @@ from rasura.report.page import write_report
 
 __all__ = ["model_folder"]
 
-NOTES = (*TEXTS, "Echo met Alpha .", "Bravo paid the 9 in echo .", "The carol met Delta .")
+NOTES = tuple(" ".join(f"w{(31 * k + n) % 275}" for n in range(36)) for k in range(8))
+TARGET = 0.7
+"""Four texts of which nothing is read leave so much possible, and a bit less."""
+
+WAITING = "frozen-embeddings+accumulate"
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +42,10 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wanted(folder: Path, notes: Path, **more: Any) -> CalibrationPlan:
     plan = Plan(
-        str(folder), data=str(notes), limit=3, attacks=("embedding-rows",), budget="quick", defenses=("gaussian", "pruning")
-    )
-    fields: dict[str, Any] = {"plan": plan, "risk": "token_recall", "at_most": 0.9, "steps": 2}
+        str(folder), data=str(notes), limit=4, attacks=("span",), budget="quick",
+        defenses=(WAITING,), metrics=("token_recall",),
+    )  # fmt: skip
+    fields: dict[str, Any] = {"plan": plan, "risk": "token_recall", "at_most": TARGET, "steps": 1}
     return CalibrationPlan(**{**fields, **more})
 
 
@@ -98,25 +103,31 @@ def record(attack: str, values: list[float], *, seed: int = 0, status: str = "ok
     guesses = {"rougeL": {"per_record": [guess] * len(values)}}
     return {
         "attack": attack, "status": status, "reason": "" if status == "ok" else "too much noise", "seed": seed, "batch": 0,
+        "examples": list(range(len(values))), "threat": "honest-server", "batch_size": len(values), "confidence": "none",
         "scores": scored, "blind": guesses, "sent_bytes": 8, "defense_seconds": 0.0,
     }  # fmt: skip
 
 
+def measured(setting: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return point(setting, rows, [], ["span"], "rougeL", 0.5)
+
+
 def test_failures_and_guessing_count_and_seeds_add_no_texts() -> None:
     rows = [record("span", [1.0, 0.0]), record("span", [0.0, 0.0], seed=1, status="failed", guess=0.3)]
-    (blind, span) = point("gaussian:1", rows, ["span"], "rougeL")["levels"]
-    assert (span["n"], span["mean"], span["failed"]) == (2, pytest.approx((0.65 + 0.15) / 2), 1)
-    assert (blind["n"], blind["mean"]) == (2, pytest.approx(0.25))
-    mixed = [record("span", [v]) | {"batch": k} for k, v in enumerate((0.1, 0.9, 0.4, 0.7))]
-    assert point("none", mixed, ["span"], "rougeL") == point("none", mixed[::-1], ["span"], "rougeL"), "whatever the order"
-    silent = point("gaussian:1", [record("span", [0.0], status="failed")], ["span"], "rougeL")
+    (blind, span) = measured("gaussian:1", rows)["levels"]
+    assert (span["n"], span["mean"], span["failed"], span["cells"]) == (2, pytest.approx((0.65 + 0.15) / 2), 1, 2)
+    assert (blind["n"], blind["mean"], blind["cells"]) == (2, pytest.approx(0.25), 2)
+    mixed = [record("span", [v]) | {"batch": k, "examples": [k]} for k, v in enumerate((0.1, 0.9, 0.4, 0.7))]
+    assert measured("none", mixed) == measured("none", mixed[::-1]), "whatever the order"
+    silent = measured("gaussian:1", [record("span", [0.0], status="failed")])
     assert silent["risk"]["mean"] == 0.2, "an attack that gives up guesses"
-    worse = point("gaussian:1", [record("span", [0.0])], ["span"], "rougeL")["risk"]
-    assert (worse["attack"], worse["mean"]) == ("blind", 0.2), "nobody does worse than guessing"
-    assert worse["high"] > 0.2, "and one text is no certainty"
-    assert point("accumulate:9", [], ["span"], "rougeL")["risk"] is None
-    nobody = point("pruning:0.9", [record("span", [0.0], status="not_applicable")], ["span"], "rougeL")
-    assert nobody["risk"] is None and len(nobody["levels"]) == 1, "that no attack could be tried says nothing"
+    worse = measured("gaussian:1", [record("span", [0.0, 0.0, 0.0])])["risk"]
+    assert worse["attack"] == "blind", "nobody does worse than guessing"
+    assert measured("accumulate:9", [])["risk"] is None
+    for status in ("not_applicable", "crashed"):
+        nobody = measured("pruning:0.9", [record("span", [0.0], status=status)])
+        assert nobody["risk"] is None and len(nobody["levels"]) == 1, "that no attack could be tried says nothing"
+        assert nobody["bound"] is None and nobody["verdict"]["verdict"] == "not measured"
 
 
 def at(means: list[float], guess: float = 0.1) -> list[dict[str, Any]]:
@@ -150,33 +161,53 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(
     done: tuple[Path, dict[str, Any]], model_folder: Path, notes: Path, tmp_path: Path
 ) -> None:
     result = done[1]
-    assert [f["status"] for f in result["families"]] == ["found", "found"]
+    assert [f["status"] for f in result["families"]] == ["found"]
     for f in result["families"]:
         settings = [p["setting"] for p in f["points"]]
         place = settings.index(f["setting"])
-        assert all(p["risk"] is None or p["risk"]["high"] <= 0.9 for p in f["points"][place:])
+        assert all(p["bound"] is None or p["bound"] <= TARGET for p in f["points"][place:])
         if not f["not_verified"]:
-            assert f["points"][place - 1]["risk"]["high"] > 0.9
-        assert f["verification"]["risk"]["mean"] <= 0.9
+            assert f["points"][place - 1]["bound"] > TARGET
+        assert f["verification"]["risk"]["mean"] <= TARGET and not f["verification"]["verdict"]["missing"]
         assert f["verification"]["on"] == "other texts, other seeds" and f["verification"]["seed"] == 1
-        assert f["points"][0]["setting"] == "none" and f["points"][0]["risk"]["mean"] == 1.0
+        assert f["chosen"]["verdict"]["verdict"] == "not told from guessing"
+        assert f["chosen"]["verdict"]["counted"] == ["span"]
+        assert f["points"][0]["verdict"]["verdict"] == "reads"
         assert f["guarantee"]["statement"].startswith("no formal guarantee") and f["guarantee"]["examples"] == len(NOTES)
-    reasons = {y["why"] for f in result["families"] for y in f["yardsticks"]}
-    assert reasons == {"never above guessing"}, "three texts settle nothing: their intervals hold the guessing level"
-    assert not any("to do so" in line for line in result["checks"]), "three texts unread do rule out nine in ten"
-    refused = calibrate(replace(wanted(model_folder, notes), at_most=0.5), out=tmp_path)
-    assert any("it takes 6 to do so" in line for line in refused["checks"]), "and not one in two"
+    assert any(y["well_behaved"] for f in result["families"] for y in f["yardsticks"])
+    assert result["checks"] == []
 
 
-def test_waiting_for_text_wants_the_attack_that_reads_it_all(model_folder: Path, notes: Path, tmp_path: Path) -> None:
-    plan = wanted(model_folder, notes)
-    for attacks, warned in ((("embedding-rows",), True), (("embedding-rows", "span"), False)):
-        own = replace(plan, plan=replace(plan.plan, defenses=("accumulate",), attacks=attacks))
-        prepared = Calibration(own, tmp_path / attacks[-1])
-        try:
-            assert any("add --attack span" in line for line in prepared._checks([])) == warned
-        finally:
-            prepared.close()
+@pytest.mark.parametrize(
+    ("defense", "at_most", "why"),
+    [
+        ("gaussian", TARGET, "gaussian: not measured against an adversary who knows it: add --attack pursuit,grab."),
+        (WAITING, 0.5, f"{WAITING}: 4 notes; it takes at least 6 to keep the upper bound at or below 50 %."),
+    ],
+)
+def test_nothing_is_recommended_that_the_verdict_does_not_say(
+    model_folder: Path, notes: Path, tmp_path: Path, defense: str, at_most: float, why: str
+) -> None:
+    plan = wanted(model_folder, notes, at_most=at_most, steps=0)
+    result = calibrate(replace(plan, plan=replace(plan.plan, defenses=(defense,))), out=tmp_path)
+    (part,) = result["families"]
+    assert (part["status"], part["setting"]) == ("not measured", None)
+    assert result["recommendation"] == f"Nothing can be recommended. {why}"
+    assert any(p["risk"] and p["bound"] is None for p in part["points"]), "it was tried, and could not be judged"
+    assert why in write_report(tmp_path).read_text().replace("&#39;", "'")
+
+
+def outcome_of(bounds: Sequence[float | None], tried: bool = True) -> str:
+    unjudged = [{"bound": b, "risk": {} if tried else None, "unjudged": ["why"] if b is None else []} for b in bounds]
+    return str(_not_found(unjudged, 0.5)["status"])
+
+
+def test_a_target_is_missed_only_where_nothing_stronger_is_unknown() -> None:
+    assert outcome_of([1.0, 0.6]) == "unreached"
+    assert outcome_of([1.0, None]) == outcome_of([None]) == "not measured"
+    assert outcome_of([None, 0.6]) == "unreached", "stronger ones are worse"
+    assert outcome_of([1.0, None], tried=False) == "unreached", "nothing was sent there"
+    assert outcome_of([None], tried=False) == "not measured"
 
 
 def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]]) -> None:
@@ -184,9 +215,9 @@ def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]])
     html = write_report(folder).read_text()
     for f in result["families"]:
         assert f"<strong>{f['setting']}</strong>" in html
-    assert html.count('class="ring"') == 2 and "stroke-dasharray" in html and "no formal guarantee" in html
+    assert html.count('class="ring"') == 1 and "stroke-dasharray" in html and "no formal guarantee" in html
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html) and "<script" not in html
-    assert not any(n in html.lower() for n in ("bravo", "carol")), "it shows no text"
+    assert not any(n in html.lower() for n in ("w11 ", "w20")), "it shows no text"
 
 
 def test_resumed_it_is_the_same_and_another_target_measures_little(
@@ -197,7 +228,7 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
     parts = folder.with_name("parts")
     plan = wanted(model_folder, notes)
     stopped = Calibration(plan, parts)
-    half = Audit(replace(plan.checked().plan, defenses=("none", "gaussian:0.001")), victim=stopped.victim)
+    half = Audit(replace(plan.checked().plan, defenses=("none", f"{WAITING}:0.12d")), victim=stopped.victim)
     for _ in zip(range(5), half.run(stopped.store)):
         pass
     stopped.close()
@@ -215,23 +246,22 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
 
     before = keys()
     assert json.dumps(calibrate(plan, out=folder)) == json.dumps(result) and keys() == before, "nothing is measured twice"
-    out_of_reach = calibrate(wanted(model_folder, notes, at_most=0.01), out=folder)
+    out_of_reach = calibrate(wanted(model_folder, notes, at_most=0.1), out=folder)
     assert keys() == before, "what the first target measured is enough to refuse the second"
-    assert {f["status"] for f in out_of_reach["families"]} == {"unreached"}
-    told = out_of_reach["recommendation"]
-    assert re.search(r"gaussian:\S+ reached [\d.]+ % \([\d.]+ to [\d.]+\), n = 3 by guessing alone", told)
+    assert {f["status"] for f in out_of_reach["families"]} == {"not measured"}
+    assert "it takes at least 39" in out_of_reach["recommendation"]
     with pytest.raises(InputError, match="another plan"):
         calibrate(replace(plan, plan=replace(plan.plan, limit=2)), out=folder)
 
 
-def test_utility_and_what_noise_guarantees(model_folder: Path, notes: Path, tmp_path: Path) -> None:
-    plan = wanted(model_folder, notes, utility="accuracy", steps=0, at_most=0.96)
-    plan = replace(plan, plan=replace(plan.plan, limit=2, attacks=("span",), defenses=("dp-sgd",)))
+def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_path: Path) -> None:
+    plan = wanted(model_folder, notes, utility="accuracy", steps=0)
     plan = replace(plan, recipe=replace(plan.recipe, epochs=1, batch_size=3))
     (found,) = calibrate(plan, out=tmp_path)["families"]
     priced = found["utility"]
-    assert priced["reference"] == "none" and priced["cost"] == pytest.approx(priced["without"] - priced["behind"])
-    assert found["guarantee"]["examples"] == priced["n_train"] == 5
+    assert priced["reference"] == "frozen-embeddings"
+    assert priced["cost"] == pytest.approx(priced["without"] - priced["behind"])
+    assert found["guarantee"]["examples"] == priced["n_train"] == 7
     html = write_report(tmp_path).read_text()
     assert "Risk against accuracy" in html and f"{priced['behind']:.3f} behind it" in html
 
@@ -265,13 +295,18 @@ def test_bad_input_is_refused_before_anything_runs(
     assert "\n" not in str(caught.value) and not (tmp_path / "x").exists()
 
 
-def test_the_command_refuses_a_target_that_nothing_reaches(model_folder: Path, notes: Path, tmp_path: Path) -> None:
-    common = ["calibrate", str(notes), "--model", str(model_folder), "--limit", "2", "--attack", "embedding-rows"]
+def test_the_command_tells_a_missed_target_from_one_that_nobody_can_judge(
+    model_folder: Path, notes: Path, tmp_path: Path
+) -> None:
+    common = ["calibrate", str(notes), "--model", str(model_folder), "--limit", "4", "--attack", "span"]
     common += ["--risk", "token_recall", "--steps", "0", "--budget", "quick", "--out", str(tmp_path / "run")]
-    refused = CliRunner().invoke(app, [*common, "--at-most", "0.01"])
-    assert isinstance(refused.exception, InputError), "which main turns into one line and exit code 2"
-    assert "no setting of gaussian keeps the upper bound" in str(refused.exception)
-    assert (tmp_path / "run" / "report.html").is_file()
-    found = CliRunner().invoke(app, [*common, "--at-most", "0.96"])
+    unknown = CliRunner().invoke(app, [*common, "--at-most", "0.5", "--defense", WAITING])
+    assert unknown.exit_code == 4, unknown.output
+    assert (tmp_path / "run" / "report.html").is_file() and "it takes at least 6" in " ".join(unknown.output.split())
+    found = CliRunner().invoke(app, [*common, "--at-most", str(TARGET), "--defense", WAITING])
     assert found.exit_code == 0, found.output
     assert "the least that holds" in " ".join(found.output.split())
+    common[common.index("span")] = "embedding-rows"
+    refused = CliRunner().invoke(app, [*common, "--at-most", str(TARGET), "--defense", "accumulate"])
+    assert isinstance(refused.exception, InputError), "which main turns into one line and exit code 2"
+    assert "no setting of accumulate keeps the upper bound" in str(refused.exception)

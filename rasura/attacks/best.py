@@ -48,9 +48,9 @@ class Best:
     a span of whole texts in order, of the granted lengths.
 
     Returns the guess with the highest confidence, ordered before bags, complete before holes, and of equals the one whose
-    gradient is nearest to the observed one. A guess without a word is the last choice. ``details`` says what was
-    tried and how each ended. ``attacks`` makes the members before matching; each runs only where the threat model grants
-    what it needs.
+    gradient is nearest to the observed one. A guess without a word is the last choice. ``details`` says what was tried and
+    how each ended; ``ran`` names those that ran to their end, whether they read anything or not. ``attacks`` makes the
+    members before matching; each runs only where the threat model grants what it needs.
     """
 
     name: str = "best"
@@ -63,6 +63,7 @@ class Best:
         rank = None
         winner = ""
         ended: dict[str, str] = {}
+        ran: list[str] = []
         # In noise GRAB reads what no other does; elsewhere, and in a quick look, it is too slow for what it adds.
         matching = grab if budget.level != "quick" and (announced_noise(seen)[0] > 0 or shows_noise(seen)) else dlg
         for make in (*self.attacks, matching):
@@ -73,9 +74,14 @@ class Best:
                 continue
             try:
                 guess = attack(seen, rng=own, budget=budget)
-            except (AttackFailed, NotApplicable) as reason:
+            except NotApplicable as reason:
                 ended[attack.name] = str(reason)
                 continue
+            except AttackFailed as reason:
+                ran.append(attack.name)
+                ended[attack.name] = str(reason)
+                continue
+            ran.append(attack.name)
             ended[attack.name] = guess.confidence
             if _settled(guess, seen):
                 best, winner = guess, attack.name
@@ -85,6 +91,6 @@ class Best:
                 best, winner, rank = guess, attack.name, own_rank
         tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
         if best is None:
-            raise AttackFailed(f"no attack of the portfolio read anything ({tried})")
-        details: Mapping[str, Parameter] = {**best.details, "attack": winner, "tried": tried}
+            raise AttackFailed(f"no attack of the portfolio read anything ({tried})", {"ran": ",".join(ran)})
+        details: Mapping[str, Parameter] = {**best.details, "attack": winner, "ran": ",".join(ran), "tried": tried}
         return replace(best, details=details)

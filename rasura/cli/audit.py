@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,7 +49,7 @@ def audit(
     num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
     truncate: Annotated[bool, typer.Option("--truncate", help="cut texts or images that are too large")] = False,
     show_text: Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")] = False,
-    fail_above: Annotated[float | None, typer.Option(help="exit with 3 when a risk is above this share")] = None,
+    fail_above: Annotated[float | None, typer.Option(help="exit with 3 if a risk is above this share, 4 if unknown")] = None,
     folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path("runs/audit"),
     device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
     engine: Annotated[str, typer.Option(help="local, or ray to spread cells over a Ray cluster")] = "local",
@@ -61,12 +62,17 @@ def audit(
 ) -> None:
     """Measure what attacks read back from the updates that your texts would cause, behind each protection.
 
+    --fail-above judges every protection, not the baseline none unless it is alone. Exit code 3: the strongest attack read
+    more than that share. 4: a protection could not be judged (not measured, or too few texts). 0: all stay below, by their
+    upper bounds.
+
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
     from dataclasses import replace
 
     from rasura.plan import Plan, from_toml
     from rasura.recipes import SUITES, known
+    from rasura.report.gate import checked_limit
 
     plan = from_toml(config) if config else Plan()
     if suite:
@@ -86,6 +92,8 @@ def audit(
     if text and limit is None:
         given["limit"] = len(text)
     plan = replace(plan, **{k: v for k, v in given.items() if v is not None})
+    if fail_above is not None:
+        checked_limit(fail_above)
     if known("engine", engine, ENGINES) == "local" and (address or workers):
         raise InputError("--address and --workers are for --engine ray")
     run_audit(plan.checked(), folder, device_named(device), fail_above, as_json, engine, address, workers)
@@ -96,18 +104,20 @@ ENGINES = ("local", "ray")
 
 def run_audit(
     plan: Any, folder: Path, device: str, fail_above: float | None, as_json: bool, engine: str = "local",
-    address: str | None = None, workers: int | None = None,
+    address: str | None = None, workers: int | None = None, *, baseline: bool = True,
 ) -> None:  # fmt: skip
+    """Run ``plan`` into ``folder`` and print what was found. ``baseline``: as of ``Audit``."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     from rasura.auditing import Audit
     from rasura.records import RunStore
     from rasura.report.findings import findings, summarise
+    from rasura.report.gate import gate
     from rasura.report.page import write_report
     from rasura.report.terminal import summary
 
     with err.status("loading the model and the texts"):
-        prepared = Audit(plan, device=device)
+        prepared = Audit(plan, device=device, baseline=baseline)
         store = RunStore(folder, prepared.plan.canonical())
     done = sum(cell.key in store for cell in prepared.cells)
     minutes = prepared.estimate() * (1 - done / max(1, len(prepared.cells))) / 60
@@ -134,16 +144,21 @@ def run_audit(
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
     path = write_report(folder, show_text=plan.show_text)
-    found = summarise(everything, prepared.plan.canonical())
+    found = findings(everything, prepared.plan.canonical())
+    judged = None if fail_above is None else gate(found.verdicts, fail_above)
     if as_json:
-        sys.stdout.write(json.dumps({**found, "report": str(path)}, ensure_ascii=False) + "\n")
+        told = {} if judged is None else {"gate": asdict(judged)}
+        whole = {**summarise(everything, prepared.plan.canonical()), **told, "report": str(path)}
+        sys.stdout.write(json.dumps(whole, ensure_ascii=False) + "\n")
     else:
-        out.print(summary(findings(everything, prepared.plan.canonical())))
+        out.print(summary(found))
         out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
-    risk = found["highest_risk"]
-    if fail_above is not None and risk is not None and risk > fail_above:
-        err.print(f"the highest risk, {100 * risk:.0f} %, is above --fail-above {100 * fail_above:.0f} %")
-        raise typer.Exit(3)
+    if judged is not None:
+        err.print(f"--fail-above judges: {', '.join(judged.judged)}", markup=False, highlight=False, soft_wrap=True)
+        for line in judged.says:
+            err.print(line, markup=False, highlight=False, soft_wrap=True)
+        if judged.exit:
+            raise typer.Exit(judged.exit)
 
 
 @app.command()

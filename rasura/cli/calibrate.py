@@ -66,6 +66,8 @@ def calibrate(
 ) -> None:
     """Find the least protection that keeps what attacks read below a share, and what it costs.
 
+    Exit code 2: no protection reaches the target. 4: it could not be judged, for want of texts or of an attack.
+
     Example: rasura calibrate notes.jsonl --defense gaussian,pruning --attack span --risk rougeL --at-most 0.1
     """
     from rasura.calibration import CalibrationPlan
@@ -110,7 +112,11 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> No
         sys.stdout.write(json.dumps({**result, "report": str(path)}, ensure_ascii=False) + "\n")
     else:
         _print(result, path)
-    if not any(f["status"] in REACHED for f in result["families"]):
+    statuses = {f["status"] for f in result["families"]}
+    if not statuses & set(REACHED) and "not measured" in statuses:
+        err.print(f"not judged: {result['recommendation']} Report: {path}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(4)
+    if not statuses & set(REACHED):
         raise InputError(f"{result['recommendation']} Report: {path}")
 
 

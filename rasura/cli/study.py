@@ -68,7 +68,8 @@ def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: boo
     from rasura.records import RunStore
     from rasura.studies import figures, files, tables
 
-    run_audit(plan, folder, "cpu", None, as_json)
+    # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.
+    run_audit(plan, folder, "cpu", None, as_json, baseline=False)
     store = RunStore(folder)
     try:
         records = list(store)

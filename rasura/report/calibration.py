@@ -49,9 +49,12 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         return says
     if part["status"] == "not verified":
         last = part["not_verified"][-1]
-        why = f"the risk was {share(last['risk'])}" if last["risk"] else "; ".join(last["reasons"]) or "nothing was scored"
+        why = "; ".join([*([f"the risk was {share(last['risk'])}"] if last["risk"] else []), *last["reasons"]])
+        why = why or "nothing was scored"
         return f"{name}: what held at first did not afresh; at {last['setting']} {why}, the target is {target}."
     measured = [p for p in part["points"] if p["risk"]]
+    if part["status"] == "not measured" and part["unjudged"]:
+        return f"{name}: {'; '.join(part['unjudged'])}."
     if not measured:
         reasons = sorted({r for p in part["points"] for r in p["reasons"]})
         return f"{name}: nothing could be measured ({'; '.join(reasons[:2]) or 'no attack applies'})."
@@ -74,7 +77,7 @@ def recommendation(result: Mapping[str, Any]) -> str:
     """One sentence for all protections together: what to use, or what was reached."""
     good = [f for f in result["families"] if f["status"] in REACHED]
     if not good:
-        return "The target is not reached: " + " ".join(outcome(f, result) for f in result["families"])
+        return "Nothing can be recommended. " + " ".join(outcome(f, result) for f in result["families"])
     says = " ".join(outcome(f, result) for f in good)
     if len(good) > 1 and all((f.get("utility") or {}).get("cost") is not None for f in good):
         cheapest = min(good, key=lambda f: f["utility"]["cost"])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rasura.metrics.intervals import mean_or_interval
+from rasura.report.gate import judged
+from rasura.report.readings import BLIND, Level, gave_up, guessing, notes_of, reading
+from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict
 
 HEADLINE = "token_recall"
 
@@ -24,50 +26,40 @@ class Wording:
 
 TEXTS = Wording("note", "notes", "of the words", "Words read back, %")
 IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure read back (SSIM), %")
-HOLDS_WITHIN = 0.1
-"""A setting holds when the upper bound of its risk is at most this much above the guessing level."""
-
-
-ADAPTIVE = {"ghost": ("ghost-", "ghost-lattice")}
-"""Protection -> how the names of attacks begin that know it, and the strongest: without one nothing is said to hold."""
-
-
-@dataclass(frozen=True)
-class Level:
-    """A pooled score: mean, interval (NaN for a metric without a range), worst case, number of texts."""
-
-    mean: float
-    low: float
-    high: float
-    worst: float
-    n: int
-
-    @property
-    def text(self) -> str:
-        """In whole percent with its interval."""
-        return f"{100 * self.mean:.0f} % (95 %: {100 * self.low:.0f} to {100 * self.high:.0f}, n = {self.n})"
-
-
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the matrix. ``mark``: value, ``–`` (not applicable) or ``!`` (failed)."""
+    """One entry of the matrix: an attack behind a protection, over ``notes`` examples in ``cells`` updates.
+
+    ``level``: of the examples that were measured, those where the attack gave up at the guessing level. ``mark``: value,
+    ``·`` (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).
+    """
 
     attack: str
     defense: str
     level: Level | None
     blind: float
     reasons: tuple[str, ...]
-    failed: int
-    total: int
+    notes: int
+    cells: int
+    scored: int
+    gave_up: int
+    crashed: int
     verified: int
     seconds: float
 
     @property
     def mark(self) -> str:
         """What the cell shows."""
-        if self.level is not None:
+        if self.scored and self.level is not None:
             return f"{100 * self.level.mean:.0f}"
-        return "!" if self.failed else "–"
+        return "!" if self.crashed else "·" if self.gave_up else "–"
+
+    @property
+    def coverage(self) -> tuple[int, int] | None:
+        """How many examples of how many the figure is of, where it is not of all."""
+        if self.level is None or self.level.n == self.notes:
+            return None
+        return self.level.n, self.notes
 
     @property
     def step(self) -> int:
@@ -88,11 +80,12 @@ class Price:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that the page shows, for one metric."""
+    """Everything that the page shows, for one metric. ``baseline``: columns without protection, with which the others are
+    compared; ``judged``: those that the run is judged by."""
 
     metric: str
     attacks: tuple[str, ...]
-    defenses: tuple[str, ...]
+    columns: tuple[str, ...]
     matrix: Mapping[tuple[str, str], Entry]
     best: Mapping[str, Entry]
     blind: Level | None
@@ -102,50 +95,33 @@ class Findings:
     evidence: tuple[dict[str, Any], ...]
     sizes: tuple[int, ...]
     cells: int
-    failed: int
+    gave_up: int
+    crashed: int
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    baseline: tuple[str, ...] = ()
+    judged: tuple[str, ...] = ()
     words: Wording = TEXTS
     figures: tuple[dict[str, Any], ...] = ()
     prices: Mapping[str, Price] = field(default_factory=dict)
-
-
-def pooled(values: Iterable[float | None], bounds: tuple[float, float] | None = (0.0, 1.0)) -> Level | None:
-    """Pool values over cells; null (not measured) is left out. ``bounds``: the metric's range, None where it has none."""
-    kept = [float(v) for v in values if v is not None and v == v]
-    if not kept:
-        return None
-    mean, low, high = mean_or_interval(kept, bounds)
-    return Level(mean, low, high, max(kept), len(kept))
 
 
 def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str = "scores") -> list[float | None]:
     return [v for r in records for v in r[side].get(metric, {}).get("per_record", [])]
 
 
-def bounds_of(records: Iterable[Mapping[str, Any]], metric: str) -> tuple[float, float] | None:
-    """The range of ``metric`` as the records tell it: [0, 1] where none does."""
-    sides = [r[side].get(metric, {}) for r in records for side in ("scores", "blind")]
-    told = [found["bounds"] for found in sides if "bounds" in found]
-    if not told:
-        return 0.0, 1.0
-    return (float(told[0][0]), float(told[0][1])) if told[0] else None
-
-
-def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], metric: str) -> Entry:
-    bounds = bounds_of(records, metric)
-    blind = pooled(_values(records, metric, "blind"), bounds)
-    failed = sum(r["status"] == "failed" for r in records)
-    # A failed attempt is a status; in the pool it stands at the guessing level, which is what that adversary would do.
-    values = _values(records, metric)
-    if values and failed:
-        values += [v for r in records if r["status"] == "failed" for v in r["blind"].get(metric, {}).get("per_record", [])]
+def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], notes: int, metric: str) -> Entry:
+    blind = guessing(records, metric)
     return Entry(
         attack,
         defense,
-        pooled(values, bounds),
+        reading(attack, records, {}, metric).level,
         blind.mean if blind else 0.0,
         tuple(sorted({r["reason"] for r in records if r["reason"]})),
-        failed,
+        notes,
         len(records),
+        sum(r["status"] == "ok" and not gave_up(r) for r in records),
+        sum(map(gave_up, records)),
+        sum(r["status"] == "crashed" for r in records),
         sum(r["confidence"] == "verified" for r in records),
         sum(r["wall_seconds"] for r in records) / max(1, len(records)),
     )
@@ -162,44 +138,62 @@ def findings(
     records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str | None = None
 ) -> Findings:
     """What the records say. ``plan`` gives the order of attacks and defenses. ``metric``: the task's headline if None."""
-    every = [{**r, "defense": _setting(r.get("update", "fedsgd"), r["defense"])} for r in records]
+    every = [{**r, "column": _setting(r.get("update", "fedsgd"), r["defense"])} for r in records]
     order = dict(plan or {})
-    order["defenses"] = [_setting(u, d) for u in order.get("updates", ["fedsgd"]) for d in order.get("defenses", [])]
+    updates = order.get("updates", ["fedsgd"])
+    # The baseline stands first where the plan did not name it and the audit added it.
+    asked = ["none", *order.get("defenses", [])] if "none" not in order.get("defenses", []) else order["defenses"]
+    columns = _ordered((_setting(u, d) for u in updates for d in asked), (r["column"] for r in every))
+    attacks = _ordered(order.get("attacks", []), (r["attack"] for r in every))
     images = order.get("task") == "vision"
     metric = metric or ("ssim" if images else HEADLINE)
-    attacks = [a for a in order.get("attacks", []) if any(r["attack"] == a for r in every)]
-    attacks += sorted({r["attack"] for r in every} - set(attacks))
-    defenses = [d for d in order.get("defenses", []) if any(r["defense"] == d for r in every)]
-    defenses += sorted({r["defense"] for r in every} - set(defenses))
+    by_column: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
     for r in every:
-        groups[r["attack"], r["defense"]].append(r)
-    matrix = {k: _entry(*k, v, metric) for k, v in groups.items()}
+        by_column[r["column"]].append(r)
+        groups[r["attack"], r["column"]].append(r)
+    notes = {c: len({n for r in some for n in notes_of(r)}) for c, some in by_column.items()}
+    matrix = {(a, c): _entry(a, c, v, notes[c], metric) for (a, c), v in groups.items()}
     best: dict[str, Entry] = {}
-    for d in defenses:
-        rows = [matrix[a, d] for a in attacks if (a, d) in matrix and matrix[a, d].level is not None]
+    for c in columns:
+        # Guessing is what the attacks are compared with, not one of them.
+        rows = [matrix[a, c] for a in attacks if a != BLIND and (a, c) in matrix and matrix[a, c].level is not None]
         if rows:
-            best[d] = max(rows, key=lambda e: e.level.mean if e.level else -1.0)
-    # Every cell of a batch carries the same guess, so it counts once.
-    once = {(r["threat"], r["batch_size"], r["seed"], r["batch"]): r for r in every}
-    blind = pooled(_values(once.values(), metric, "blind"), bounds_of(every, metric))
-    strongest = [r for r in every if r["status"] == "ok" and r["recovered"] and r["attack"] != "blind"]
+            best[c] = max(rows, key=lambda e: e.level.mean if e.level else -1.0)
+    verdicts = {c: _verdict(by_column[c], every, metric, images) for c in columns}
+    blind = guessing(every, metric)
+    strongest = [r for r in every if r["status"] == "ok" and r["recovered"] and r["attack"] != BLIND]
     found = Findings(
-        metric, tuple(attacks), tuple(defenses), matrix, best, blind, (), "",
+        metric, tuple(attacks), tuple(columns), matrix, best, blind, (), "",
         {r["threat"]: r.get("threat_plain", "") for r in every},
         tuple(_evidence(strongest)), tuple(sorted({r["batch_size"] for r in every})),
-        len(every), sum(r["status"] == "failed" for r in every),
-        IMAGES if images else TEXTS, tuple(_figures(groups, attacks, defenses)) if images else (),
-        _prices(every, defenses),
+        len(every), sum(map(gave_up, every)), sum(r["status"] == "crashed" for r in every),
+        verdicts, tuple(c for c in columns if plain(verdicts[c].defense)), tuple(judged(verdicts)),
+        IMAGES if images else TEXTS, tuple(_figures(groups, attacks, columns)) if images else (),
+        _prices(every, columns),
     )  # fmt: skip
-    recommendation = _recommendation(found)
-    return Findings(**{**found.__dict__, "sentence": tuple(_sentence(found, every)), "recommendation": recommendation})
+    return replace(found, sentence=tuple(_sentence(found, every)), recommendation=_recommendation(found))
+
+
+def _ordered(first: Iterable[str], there: Iterable[str]) -> list[str]:
+    """The names that are there: those of ``first`` in its order, then the others by the alphabet."""
+    known = set(there)
+    named = [name for name in dict.fromkeys(first) if name in known]
+    return [*named, *sorted(known - set(named))]
+
+
+def _verdict(
+    records: Sequence[Mapping[str, Any]], every: Iterable[Mapping[str, Any]], metric: str, images: bool
+) -> Verdict:
+    update = records[0].get("update", "fedsgd")
+    baseline = [r for r in every if plain(r["defense"]) and r.get("update", "fedsgd") == update]
+    return verdict(records[0]["defense"], records, baseline, metric, images=images)
 
 
 def _prices(records: Iterable[Mapping[str, Any]], defenses: Sequence[str]) -> dict[str, Price]:
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for r in records:
-        found[r["defense"]].append((r.get("sent_bytes", 0), r.get("defense_seconds", 0.0)))
+        found[r["column"]].append((r.get("sent_bytes", 0), r.get("defense_seconds", 0.0)))
     return {d: Price(*(sum(part) / len(found[d]) for part in zip(*found[d]))) for d in defenses}
 
 
@@ -220,16 +214,18 @@ def _figures(
 
 
 def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    plain = "none" if "none" in f.best else next(iter(f.best), None)
-    if plain is None or f.blind is None:
-        return ["No attack gave a result that can be scored; the reasons stand in the table."]
-    entry = f.best[plain]
+    name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
+    if name is None or f.blind is None:
+        return ["No attack on the updates gave a result that can be scored; the reasons stand in the table."]
+    entry = f.best[name]
     assert entry.level is not None
     sizes = f"a single {f.words.one}" if f.sizes == (1,) else f"{f.sizes[0]} to {f.sizes[-1]} {f.words.many}"
-    where = "with no protection" if plain == "none" else f"behind {plain}"
+    where = "with no protection" if name == "none" else f"behind {name}"
     out = [f"From one update of {sizes} {where}, the server read back {entry.level.text} {f.words.share}."]
+    if entry.coverage:
+        out.append(f"That is of {entry.coverage[0]} of {entry.coverage[1]} {f.words.many}; the others have no figure.")
     out.append(f"Guessing without the update: {f.blind.text}.")
-    sensitive = [r for r in records if (r["attack"], r["defense"]) == (entry.attack, plain)]
+    sensitive = [r for r in records if (r["attack"], r["column"]) == (entry.attack, name)]
     values = [v for v in _values(sensitive, "sensitive") if v is not None]
     if values:
         whole = sum(v >= 1.0 for v in values)
@@ -237,49 +233,51 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
-def _untried(f: Findings, defense: str) -> str | None:
-    """The attack made against ``defense``, where none of its kind is in the run; None where nothing is missing."""
-    for name, (kind, attack) in ADAPTIVE.items():
-        parts = [part.partition(":")[0] for part in defense.split("+")]
-        if name in parts and not any(a.startswith(kind) and (a, defense) in f.matrix for a in f.attacks):
-            return attack
-    return None
+MORE = {
+    "accumulate": "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide",
+    "sealing:all": "sealing:all, which sends nothing in the clear",
+}
+"""Protections that a run may add, by what stands in the columns that have them; what they do, not what they are worth."""
 
 
 def _recommendation(f: Findings) -> str:
-    if f.blind is None or not f.best:
-        return "Nothing can be recommended: no attack was scored."
-    safe = [(e.level.high, d) for d, e in f.best.items() if e.level and e.level.high <= f.blind.mean + HOLDS_WITHIN]
-    tested = [(high, d) for high, d in safe if _untried(f, d) is None]
-    if safe and not tested:
-        name = min(safe)[1]
+    """What follows for the columns that the run is judged by, in the words of their verdicts."""
+    columns = {name: f.verdicts[name] for name in f.judged}
+    if not columns:
+        return "Nothing can be recommended: the run holds no records."
+    holding = {name: v for name, v in columns.items() if v.holds}
+    if holding:
+        name = min(holding, key=lambda c: holding[c].excess or 0.0)
         return (
-            f"Nothing is known of {name} yet: no attack of this run knows how it works. Add one that does, --attack "
-            f"{_untried(f, name)}, before you rely on it."
+            f"Of the settings tested, {name} holds against the attacks of this run: {holding[name].says}. Empirical only: "
+            "no formal guarantee, and a stronger attack may come."
         )
-    if safe:
-        name = min(tested)[1]
-        level = f.best[name].level
-        assert level is not None
-        return (
-            f"Of the settings tested, {name} holds: {level.text} {f.words.share}, against {f.blind.text} by guessing. "
-            "Empirical only: no formal guarantee, and a stronger attack may come."
-        )
-    name, entry = min(f.best.items(), key=lambda item: item[1].level.mean if item[1].level else 1.0)
-    assert entry.level is not None
-    advice = (
-        "Freezing or dropping out lower layers does not help; keep updates back until they hold more tokens than the model "
-        "is wide, or seal every gradient."
-    )
+    if set(f.judged) == set(f.baseline):
+        return f"No protection was tested. Without one: {'; '.join(v.says for v in columns.values())}."
+    said = []
+    read = [name for name, v in columns.items() if v.word in (READS, ABOVE)]
+    if len(read) == len(columns):
+        level, name = min(((e.level, c) for c in read if (e := f.best[c]).level), key=lambda pair: pair[0].mean)
+        said.append(f"None of the settings tested holds. The least is read behind {name}: {level.text} {f.words.share}.")
+    elif read:
+        said.append(f"Read behind {', '.join(read)}.")
+    said += [f"{name}: {v.says}." for name, v in columns.items() if v.word == NOT_TOLD]
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for name, v in columns.items():
+        if v.word == NOT_MEASURED:
+            reasons[v.says].append(name)
+    said += [f"Nothing is known of {', '.join(names)}: {why}." for why, names in reasons.items()]
+    more = [told for part, told in MORE.items() if not any(part in name for name in f.columns)]
     if f.words is IMAGES:
-        advice = "Any part of a linear layer's gradient gives a single image's features away; seal every gradient."
-    least = f"{entry.level.text} {f.words.share}"
-    return f"None of the settings tested holds. The least is read behind {name}: {least}. {advice}"
+        more = [told for told in more if "tokens" not in told]
+    if more:
+        said.append(f"Not in this run: --defense {'; '.join(more)}.")
+    return " ".join(said)
 
 
 def _evidence(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = [
-        {**text, "attack": r["attack"], "defense": r["defense"], "confidence": r["confidence"]}
+        {**text, "attack": r["attack"], "defense": r["column"], "confidence": r["confidence"]}
         for r in records
         for text in r["recovered"]
     ]
@@ -298,14 +296,19 @@ def summarise(records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | No
         "recommendation": f.recommendation,
         "metric": f.metric,
         "blind": f.blind.__dict__ if f.blind else None,
-        "highest_risk": max((e.level.mean for e in f.best.values() if e.level), default=None),
+        "verdicts": {name: v.to_dict() for name, v in f.verdicts.items()},
+        "judged": list(f.judged),
+        "highest_risk": max((r for c in f.judged if (r := f.verdicts[c].risk) is not None), default=None),
         "cells": f.cells,
-        "failed": f.failed,
+        "gave_up": f.gave_up,
+        "crashed": f.crashed,
         "matrix": [
             {
-                "attack": e.attack, "defense": e.defense, "level": e.level.__dict__ if e.level else None,
-                "blind": e.blind, "failed": e.failed, "verified": e.verified, "n_cells": e.total, "reasons": list(e.reasons),
+                "attack": e.attack, "defense": e.defense, "level": e.level.__dict__ if e.level else None, "blind": e.blind,
+                "notes": e.notes, "n_cells": e.cells, "gave_up": e.gave_up, "crashed": e.crashed, "verified": e.verified,
+                "reasons": list(e.reasons),
             }
             for e in f.matrix.values()
         ],
     }  # fmt: skip
+

@@ -1,52 +1,62 @@
-"""What the Records of one setting say of its risk, and whether an attack is a yardstick for it. No torch."""
+"""What the Records of one setting say of its risk, and how an attack behaves as a protection grows. No torch."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rasura.report.findings import Level, pooled
+from rasura.report.readings import Record, cells_of, gave_up, guessing, reading
+from rasura.report.verdicts import READS, Verdict, texts_needed, unmeasured, verdict
 
 
-def point(setting: str, records: Sequence[Mapping[str, Any]], attacks: Iterable[str], risk: str) -> dict[str, Any]:
-    """One setting from its Records: the level of every attack and of guessing, and as ``risk`` the one whose 95 % interval
-    ends highest; None where no attack could be tried, with ``reasons``: that nobody tried says nothing.
+def point(
+    setting: str, records: Sequence[Record], baseline: Sequence[Record], attacks: Iterable[str], risk: str, at_most: float,
+    *, images: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """One setting from its Records: the level of every attack and of guessing, the verdict, and as ``risk`` the level whose
+    95 % interval ends highest; None where no attack could be tried, with ``reasons``: that nobody tried says nothing.
 
-    A text counts once, with the mean over seeds. An attack that failed, or named no text, stands at the guessing level.
+    ``baseline``: Records of the same updates without protection. A text counts once, with the mean over seeds. An attack
+    that gave up, or named no text, stands at the guessing level. ``bound`` is for the search, see there.
     """
     levels = []
-    first = {(r["seed"], r["batch"]): r["blind"] for r in records if r["blind"]}
-    guess = _level(((batch, blind) for (_, batch), blind in first.items()), risk)
+    guess = guessing(records, risk)
     if guess is not None:
-        levels.append({"attack": "blind", **guess.__dict__, "failed": 0, "cells": len(first)})
-    reasons = sorted({f"{r['attack']}: {r['reason']}" for r in records if r["reason"]})
+        levels.append({"attack": "blind", **guess.__dict__, "failed": 0, "cells": len(cells_of(records))})
     for name in attacks:
-        tried = [r for r in records if r["attack"] == name and r["status"] in ("ok", "failed")]
-        level = _level(((r["batch"], r["scores"] if risk in r["scores"] else r["blind"]) for r in tried), risk)
+        tried = [r for r in records if r["attack"] == name]
+        level = reading(name, tried, cells_of(records), risk).level
         if level is not None:
-            failed = sum(r["status"] == "failed" for r in tried)
-            levels.append({"attack": name, **level.__dict__, "failed": failed, "cells": len(tried)})
+            levels.append({"attack": name, **level.__dict__, "failed": sum(map(gave_up, tried)), "cells": len(tried)})
     sent = [r for r in records if r["sent_bytes"]]
+    found = verdict(setting, records, baseline, risk, images=images)
     return {
         "setting": setting,
         "risk": max(levels, key=lambda level: (level["high"], level["mean"])) if len(levels) > 1 else None,
         "levels": levels,
+        "verdict": found.to_dict(),
+        **bound(found, at_most),
         "sent_bytes": sum(r["sent_bytes"] for r in sent) / max(1, len(sent)),
         "seconds": sum(r["defense_seconds"] for r in sent) / max(1, len(sent)),
-        "reasons": reasons,
+        "reasons": sorted({f"{r['attack']}: {r['reason']}" for r in records if r["reason"]}),
     }
 
 
-def _level(scored: Iterable[tuple[int, Mapping[str, Any]]], risk: str) -> Level | None:
-    texts: dict[tuple[int, int], list[float]] = defaultdict(list)
-    bounds: tuple[float, float] | None = (0.0, 1.0)
-    for batch, scores in scored:
-        bounds = scores.get(risk, {}).get("bounds", bounds)
-        for place, value in enumerate(scores.get(risk, {}).get("per_record", [])):
-            if value is not None and value == value:
-                texts[batch, place].append(value)
-    return pooled((sum(values) / len(values) for values in texts.values()), bounds)
+def bound(v: Verdict, at_most: float) -> dict[str, Any]:
+    """What a search goes by: ``bound``, the upper bound of the risk, where the verdict allows to say that it is at most
+    ``at_most`` or that it is not; else None, with the reasons in ``unjudged``.
+
+    An example that was read nearly whole fails every target, as does a mean above it. Too few examples fail none.
+    """
+    if v.meets(at_most):
+        return {"bound": v.upper, "unjudged": []}
+    if v.word == READS or (v.risk is not None and v.risk > at_most):
+        return {"bound": 1.0, "unjudged": []}
+    why = [unmeasured(v.missing)] if v.missing else []
+    need = texts_needed(at_most)
+    if v.n < need:
+        why.append(f"{v.n} {v.many}; it takes at least {need} to keep the upper bound at or below {100 * at_most:.3g} %")
+    return {"bound": None if why else v.upper, "unjudged": why}
 
 
 def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

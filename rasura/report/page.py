@@ -11,8 +11,9 @@ from typing import Any
 from rasura.files import write_whole
 from rasura.records import RunStore, refused_if_damaged
 from rasura.report.calibration import finished, render_calibration
-from rasura.report.findings import Findings, Level, findings, summarise
+from rasura.report.findings import Findings, findings, summarise
 from rasura.report.membership import membership_findings, render_membership
+from rasura.report.readings import Level
 from rasura.report.template import filled
 
 ACTIVE = "a server that sends a crafted model (active attacks)"

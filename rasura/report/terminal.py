@@ -10,20 +10,33 @@ from rasura.report.findings import Findings
 
 
 def summary(f: Findings) -> Group:
-    """The sentence and a compact matrix: percent read back, by attack and defense."""
+    """The sentence, a compact matrix (percent read back, by attack and protection), and the verdict on each protection."""
     table = Table(title=f.words.unit, title_justify="left", caption_justify="left", header_style="bold")
     table.add_column("attack", no_wrap=True)
-    for defense in f.defenses:
-        table.add_column(defense.replace("+", "\n+").replace("-", "-\n"), justify="right")
+    for column in f.columns:
+        table.add_column(column.replace("+", "\n+").replace("-", "-\n"), justify="right")
     for attack in f.attacks:
         row = []
-        for defense in f.defenses:
-            entry = f.matrix.get((attack, defense))
+        for column in f.columns:
+            entry = f.matrix.get((attack, column))
             mark = "" if entry is None else entry.mark
+            if entry is not None and entry.coverage:
+                mark += "\n{} of {}".format(*entry.coverage)
             row.append(Text(mark, style="bold" if entry is not None and entry.step >= 3 else ""))
         table.add_row(attack, *row)
-    best = [Text(f.best[d].mark if d in f.best else "–", style="bold") for d in f.defenses]
+    best = [Text(f.best[c].mark if c in f.best else "–", style="bold") for c in f.columns]
     table.add_section()
     table.add_row(Text("best of all", style="bold"), *best)
-    table.caption = "– not applicable    ! failed; reasons are in the report"
-    return Group(Text(" ".join(f.sentence), style="bold"), Text(f.recommendation), Text(""), table)
+    table.caption = "– not applicable    · gave up    ! crashed; reasons are in the report"
+    return Group(Text(" ".join(f.sentence), style="bold"), Text(f.recommendation), Text(""), table, Text(""), verdicts(f))
+
+
+def verdicts(f: Findings) -> Table:
+    """A row a protection: what may be said of it."""
+    table = Table(title="Verdict", title_justify="left", header_style="bold")
+    table.add_column("protection", overflow="fold")
+    table.add_column("what the records say", overflow="fold")
+    for column in f.columns:
+        name = column + (" (baseline)" if column in f.baseline and column not in f.judged else "")
+        table.add_row(name, f.verdicts[column].says)
+    return table

@@ -13,12 +13,15 @@ from rasura.files import write_whole
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.plan import Plan
-from rasura.report.findings import pooled
+from rasura.report.readings import pooled
 from rasura.service_audit import ServicePlan
 from rasura.studies.files import CELL, FOLDER, Study
 from rasura.training import TrainPlan
 
 RESULTS = FOLDER / "RESULTS.md"
+
+ENDED = "gave up / crashed / not applicable"
+"""Head of the column that counts the cells without a guess, each kind apart."""
 
 COSTS = 0.05
 """Seconds of a protection above which its cost is told."""
@@ -31,7 +34,7 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
     paper = f"paper ({' / '.join(heads)})"
     costly = any(r.get("defense_seconds", 0) > COSTS for r in rows)
     cost = ["MB sent", "s to protect"] if costly else []
-    columns = ["attack", "behind", "batch", "n", *heads, f"blind {heads[0]}", "failed", "CPU s", *cost, paper]
+    columns = ["attack", "behind", "batch", "n", *heads, f"blind {heads[0]}", ENDED, "CPU s", *cost, paper]
     about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
     lines = head(study, plan, about, columns)
     for cell, group in groupby(rows, key=lambda r: tuple(r[k] for k in CELL)):
@@ -41,14 +44,14 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         ours = [_level(v, m) for v, m in zip(values, study.metrics)]
         blind = _level(values_of(some, study.metrics[0], "blind"), study.metrics[0])
         behind = ", ".join(dict.fromkeys(str(where[k]) for k in ("defense", "update", "threat") if where[k] not in _USUAL))
-        failed = sum(r["status"] != "ok" for r in some)
+        ended = [sum(r["status"] == status for r in some) for status in ("failed", "crashed", "not_applicable")]
         seconds = sum(r["cpu_seconds"] for r in some) / len(some)
         first = [where["attack"], behind or "none", where["batch_size"], len(values[0])]
         spent = []
         if costly:
             sent, took = (sum(r.get(k, 0) for r in some) / len(some) for k in ("sent_bytes", "defense_seconds"))
             spent = [f"{sent / 1e6:.1f}", f"{took:.1f}"]
-        last = [f"{failed} of {len(some)}", f"{seconds:.0f}", *spent, study.figure(where)]
+        last = [" / ".join(map(str, ended)) + f" of {len(some)}", f"{seconds:.0f}", *spent, study.figure(where)]
         lines.append(row_of([*first, *ours, blind, *last]))
     reasons = sorted({f"{r['attack']}: {r['reason']}" for r in rows if r["reason"]})
     return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""]).replace("\n\n\n", "\n\n")

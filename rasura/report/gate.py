@@ -1,0 +1,71 @@
+"""``--fail-above``: whether every protection of a run was measured to stay below a share. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rasura.errors import InputError
+from rasura.report.verdicts import Verdict, plain, texts_needed, unmeasured
+
+PASSED, ABOVE_LIMIT, NOT_JUDGED = 0, 3, 4
+"""Exit codes: every judged column stays below; one is above; one could not be judged."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The outcome: the exit code, the columns that were judged, and what is said of those that did not pass."""
+
+    exit: int
+    judged: tuple[str, ...]
+    says: tuple[str, ...]
+
+
+def judged(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    """The columns that a run is judged by: its protections. ``none`` is what they are compared with, unless it is alone."""
+    return {name: v for name, v in verdicts.items() if not plain(v.defense)} or dict(verdicts)
+
+
+def checked_limit(limit: float) -> float:
+    """``limit`` if it can be a limit; else ``InputError``, since nothing is above a NaN."""
+    if not 0 < limit < 1:
+        raise InputError(f"--fail-above is {limit}; expected a share above 0 and below 1, as 0.2")
+    return limit
+
+
+def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
+    """Judge every column of ``verdicts`` against ``limit``.
+
+    A column is above it where its strongest attack read more on average, whatever else is known. Else it is not judged
+    unless it was fully measured and the upper bound of what was read is at most ``limit``.
+    """
+    checked_limit(limit)
+    columns = judged(verdicts)
+    share = f"--fail-above {100 * limit:.3g} %"
+    above, unknown = [], []
+    for name, v in columns.items():
+        if v.risk is not None and v.risk > limit:
+            above.append(f"{name}: {v.attack} read {100 * v.risk:.0f} %, above {share}{_guessing(v, limit)}")
+        elif not v.within(limit, v.upper):
+            unknown.append(f"{name}: not judged against {share}: {_why(v, limit)}")
+    if not columns:
+        unknown.append(f"nothing to judge against {share}: the run holds no protection and no baseline")
+    return Gate(ABOVE_LIMIT if above else NOT_JUDGED if unknown else PASSED, tuple(columns), (*above, *unknown))
+
+
+def _guessing(v: Verdict, limit: float) -> str:
+    if v.guess is None or v.guess.mean <= limit:
+        return ""
+    return f" (guessing alone scores {100 * v.guess.mean:.0f} %: no protection can pass)"
+
+
+def _why(v: Verdict, limit: float) -> str:
+    if v.missing or v.upper is None or v.risk is None:
+        return unmeasured(v.missing or ("no attack has a figure",))
+    if v.guess is not None and v.guess.mean >= limit:
+        return f"guessing alone scores {100 * v.guess.mean:.0f} %, so no protection can pass"
+    # An interval narrows with the root of the number of examples.
+    more = math.ceil(v.n * ((v.upper - v.risk) / (limit - v.risk)) ** 2) if v.risk < limit else 0
+    told = f"{v.n} {v.many} leave up to {100 * v.upper:.0f} % possible"
+    return f"{told}; it takes at least {texts_needed(limit)}, for scores like these roughly {max(more, texts_needed(limit))}"

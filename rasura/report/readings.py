@@ -1,0 +1,213 @@
+"""What each attack read in one column of an audit, example by example, beside guessing on the same example. No torch.
+
+A column holds what one protection sends under one threat model at one batch size. Its notes are the different texts or
+images in it: one that comes twice, or with several seeds, counts once, with the mean of its scores.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+from rasura.errors import InputError
+from rasura.metrics.intervals import mean_interval, mean_or_interval
+
+Record = Mapping[str, Any]
+Cell = tuple[int, int]
+"""Seed and batch: what names one sent update within a column."""
+
+BLIND = "blind"
+PORTFOLIO = "best"
+"""The attack that runs others and keeps one guess; what it ran stands in ``details["ran"]``, the winner in ``attack``."""
+
+WHOLE = 0.9
+"""From this score on an example counts as read nearly whole ..."""
+
+CLEARLY = 0.3
+"""... where guessing scored at least so much less on the same example."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """A pooled score: mean, ends of its 95 % interval (NaN for a metric without a range), worst case, number of examples."""
+
+    mean: float
+    low: float
+    high: float
+    worst: float
+    n: int
+
+    @property
+    def text(self) -> str:
+        """In whole percent with its interval."""
+        return f"{100 * self.mean:.0f} % (95 %: {100 * self.low:.0f} to {100 * self.high:.0f}, n = {self.n})"
+
+
+@lru_cache(maxsize=4096)
+def _interval(values: tuple[float, ...], low: float) -> tuple[float, float, float]:
+    return mean_interval(values, low=low)
+
+
+def interval(values: Iterable[float], low: float = 0.0) -> tuple[float, float, float]:
+    """``mean_interval`` of values in [``low``, 1]. Kept, since a report asks for the same several times."""
+    return _interval(tuple(sorted(values)), low)
+
+
+def share(value: float) -> float:
+    """``value`` in [0, 1]: a similarity below 0 reads nothing."""
+    return min(1.0, max(0.0, value))
+
+
+def pooled(values: Iterable[float | None], bounds: tuple[float, float] | None = (0.0, 1.0)) -> Level | None:
+    """The mean of ``values``, one an example, with an interval that covers at every n; null (not measured) is left out.
+
+    ``bounds``: the range of the metric; None where it has none, and then there is no interval.
+    """
+    kept = [float(v) for v in values if v is not None and v == v]
+    if not kept:
+        return None
+    mean, low, high = interval(kept) if bounds == (0.0, 1.0) else mean_or_interval(kept, bounds)
+    return Level(mean, low, high, max(kept), len(kept))
+
+
+def notes_of(record: Record) -> tuple[int, ...]:
+    """The numbers of the examples in the record's update: the same text has the same number.
+
+    Raises ``InputError`` for a record that does not say, since nothing could be counted.
+    """
+    if "examples" not in record:
+        raise InputError("this run was made by an older version, which did not say what was in an update; run it again")
+    return tuple(record["examples"])
+
+
+def gave_up(record: Record) -> bool:
+    """Whether the attack looked and named nothing: it says so, or its guess is empty. A crash is neither."""
+    return record["status"] == "failed" or (record["status"] == "ok" and not record["scores"])
+
+
+def _values(scores: Mapping[str, Any], metric: str, n: int) -> list[float | None]:
+    found: Sequence[Any] = scores.get(metric, {}).get("per_record", [])
+    if len(found) != n:
+        return [None] * n
+    return [None if v is None or v != v else share(float(v)) for v in found]
+
+
+def scored(record: Record, metric: str) -> list[tuple[int, float, float]]:
+    """For each example that was measured: its number, what the attack scored, and what guessing scored.
+
+    An attack that gave up stands at the guessing level, which is what that adversary would do. One that crashed, does not
+    apply, or has no value of ``metric`` is not measured.
+    """
+    notes = notes_of(record)
+    guesses = _values(record["blind"], metric, len(notes))
+    if gave_up(record):
+        found = guesses
+    elif record["status"] == "ok":
+        found = _values(record["scores"], metric, len(notes))
+    else:
+        return []
+    return [(n, v, g) for n, v, g in zip(notes, found, guesses) if v is not None and g is not None]
+
+
+def cells_of(records: Iterable[Record]) -> dict[Cell, tuple[int, ...]]:
+    """The updates of a column, each with the examples in it."""
+    return {(r["seed"], r["batch"]): notes_of(r) for r in records}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One attack in one column.
+
+    ``read``, ``guessed``: example -> its score, and what guessing scored on it. ``whole``: examples that were read nearly
+    whole in any seed. ``ended``: updates of which every example was measured. ``ended_as``: status -> examples.
+    """
+
+    attack: str
+    notes: int
+    read: Mapping[int, float]
+    guessed: Mapping[int, float]
+    whole: frozenset[int]
+    ended: frozenset[Cell]
+    complete: bool
+    ended_as: Mapping[str, int]
+
+    @cached_property
+    def level(self) -> Level | None:
+        """What was read on average."""
+        return pooled(self.read.values())
+
+    @cached_property
+    def gains(self) -> tuple[float, ...]:
+        """What was read above guessing, an example each, in [-1, 1]."""
+        return tuple(self.read[n] - self.guessed[n] for n in sorted(self.read))
+
+    @cached_property
+    def above(self) -> bool:
+        """Whether the mean gain is above 0 by its interval."""
+        return interval(self.gains, -1.0)[1] > 0
+
+    @cached_property
+    def excess(self) -> float:
+        """The upper end of what is read above guessing, where it is above; 1 where nothing was measured."""
+        return interval(max(0.0, g) for g in self.gains)[2] if self.gains else 1.0
+
+    @property
+    def reads(self) -> bool:
+        """Whether any example was read nearly whole, or more than half of all by the interval, and above guessing."""
+        return bool(self.whole) or (self.level is not None and self.level.low > 0.5 and self.above)
+
+    @property
+    def yardstick(self) -> bool:
+        """Whether the attack works on these examples: of an unprotected column, all of which was measured, it reads at least
+        half of the examples nearly whole, or is above guessing by the interval."""
+        return self.complete and (2 * len(self.whole) >= self.notes > 0 or self.above)
+
+    @property
+    def how_it_ended(self) -> str:
+        """Why the reading is not complete, in words."""
+        for status, said in (("crashed", "crashed on"), ("not_applicable", "does not apply to")):
+            if self.ended_as.get(status):
+                return f"{said} {self.ended_as[status]} of {self.notes}"
+        return f"has figures of {len(self.read)} of {self.notes}"
+
+
+def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> Reading:
+    """What ``attack`` read, by its ``records`` of a column that consists of ``cells``."""
+    values: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    whole: set[int] = set()
+    ended: set[Cell] = set()
+    statuses: dict[str, set[int]] = defaultdict(set)
+    for r in records:
+        notes, found = notes_of(r), scored(r, metric)
+        statuses[r["status"]].update(notes)
+        if notes and len(found) == len(notes):
+            ended.add((r["seed"], r["batch"]))
+        verified = r["status"] == "ok" and r["confidence"] == "verified"
+        for note, value, guess in found:
+            values[note].append((value, guess))
+            if (value >= WHOLE and value - guess >= CLEARLY) or (verified and value > guess):
+                whole.add(note)
+    return Reading(
+        attack,
+        len({n for notes in cells.values() for n in notes}),
+        {n: sum(v for v, _ in pairs) / len(pairs) for n, pairs in values.items()},
+        {n: sum(g for _, g in pairs) / len(pairs) for n, pairs in values.items()},
+        frozenset(whole),
+        frozenset(ended),
+        bool(cells) and ended == set(cells),
+        Counter({status: len(notes) for status, notes in statuses.items()}),
+    )
+
+
+def guessing(records: Iterable[Record], metric: str) -> Level | None:
+    """What guessing scores on the examples of ``records``."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for r in records:
+        notes = notes_of(r)
+        for note, value in zip(notes, _values(r["blind"], metric, len(notes))):
+            if value is not None:
+                values[note].append(value)
+    return pooled(sum(some) / len(some) for some in values.values())

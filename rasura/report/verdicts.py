@@ -1,0 +1,281 @@
+"""The verdict on a protection, from its records: the only code that can say one. No torch.
+
+It fails closed. Only an attack that was seen to read the same texts without protection, and that ran on every one of them
+here, can say that a protection was not told from guessing; and only if every attack that knows the protection ran, too.
+Whatever crashed, does not apply, or was not run makes the verdict ``not measured``. ``docs/verdicts.md`` says it in words.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from rasura.metrics.intervals import mean_interval
+from rasura.report.readings import BLIND, PORTFOLIO, Cell, Level, Reading, Record, cells_of, guessing, reading
+
+READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
+WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
+"""The verdicts, the worst first: that of several columns is the worst of theirs."""
+
+AGAINST = "against an adversary who knows it"
+
+HOLDS_WITHIN = 0.1
+"""A setting holds when what is read above guessing is at most this share, by the upper end of its interval."""
+
+_NOISE, _HIDDEN = ("pursuit", "grab"), ("span", "mask-positions")
+KNOWN_BY: Mapping[str, tuple[str, ...]] = {
+    "none": (), "fp16": (), "bf16": (), "sign": ("pursuit",),
+    "gaussian": _NOISE, "laplace": _NOISE, "dp-sgd": _NOISE, "normalised": _NOISE, "directional": _NOISE,
+    "pruning": _HIDDEN, "random-pruning": _HIDDEN, "sealing": _HIDDEN,
+    "dropout": ("span",), "frozen-embeddings": ("span",), "frozen-blocks": ("span-matching",),
+    "accumulate": ("embedding-rows", "span"), "ghost": ("ghost-lattice", "ghost-generation"),
+}  # fmt: skip
+"""Protection -> the attacks that know how it works. Without them, all of them, nothing is said to be stopped.
+
+Noise: pursuit fits coefficients in noise, GRAB scales as clipping did. Hidden entries: span completes them, mask-positions
+reads where they lie. Dropout: span's robust fit. Frozen embeddings: span needs none; frozen blocks: span-matching takes
+whichever layers are visible. Accumulated texts: the bag of words, and span. A protection that is not in this table is known
+to no attack."""
+
+READ_THE_PROTECTION = frozenset({"mask-positions", "ghost-lattice", "ghost-generation"})
+"""Attacks on the protection itself: without it they have nothing to read, so that nobody can see them work there."""
+
+READ_EMBEDDINGS = frozenset({"embedding-rows", "mask-positions"})
+"""Attacks on the embedding's gradient, of which there is none where the embeddings are frozen."""
+
+IMAGE_ATTACKS_KNOW = ("none", "fp16", "bf16")
+"""On images, the only protections that need no attack made against them; the others are known to no attack on images."""
+
+
+def names_of(defense: str) -> tuple[str, ...]:
+    """``"frozen-embeddings+dropout:0.1"`` as the names of its parts."""
+    return tuple(part.strip().partition(":")[0].partition("/")[0] for part in defense.split("+"))
+
+
+def plain(defense: str) -> bool:
+    """Whether ``defense`` is no protection at all."""
+    return set(names_of(defense)) == {"none"}
+
+
+def knowing(defense: str, *, images: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The attacks that know ``defense``, those of its parts together; and the parts that no attack knows."""
+    parts = names_of(defense)
+    table = dict.fromkeys(IMAGE_ATTACKS_KNOW, ()) if images else KNOWN_BY
+    wanted = dict.fromkeys(a for part in parts for a in table.get(part, ()))
+    if "frozen-embeddings" in parts:
+        wanted = {a: None for a in wanted if a not in READ_EMBEDDINGS}
+    return tuple(wanted), tuple(part for part in parts if part not in table)
+
+
+@cache
+def texts_needed(limit: float) -> int:
+    """Independent examples that it takes at least until the interval of a mean can end at or below ``limit``: none of them
+    read at all. No interval with 95 % coverage does with fewer than ``log(.025) / log(1 - limit)``."""
+    few, many = 0, math.ceil(math.log(0.025) / math.log1p(-limit))
+    while mean_interval([0.0] * many)[2] > limit:
+        few, many = many, 2 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (middle, many) if mean_interval([0.0] * middle)[2] > limit else (few, middle)
+    return many
+
+
+def unmeasured(missing: Iterable[str]) -> str:
+    """What is ``missing`` in a sentence."""
+    told = "; ".join(missing)
+    return f"{NOT_MEASURED} {told}" if told.startswith(AGAINST) else f"{NOT_MEASURED}: {told}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the records say of one protection.
+
+    ``missing``: why it was not fully measured, in words; the verdict can still be that something was read. ``risk``: the
+    mean share that the strongest attack read, ``upper``: where the interval of any attack and of guessing ends, ``excess``:
+    the upper end of what is read above guessing; None where no attack gave a figure. ``n``: examples, each counted once.
+    ``counted``: the yardsticks.
+    """
+
+    word: str
+    defense: str
+    n: int
+    risk: float | None = None
+    upper: float | None = None
+    excess: float | None = None
+    attack: str = ""
+    whole: int = 0
+    guess: Level | None = None
+    counted: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    many: str = "notes"
+
+    def within(self, limit: float, bound: float | None) -> bool:
+        """Whether ``bound`` is known and at most ``limit``. Below ``texts_needed(limit)`` examples no bound is."""
+        return not self.missing and bound is not None and bound <= limit
+
+    def meets(self, limit: float) -> bool:
+        """Whether what is read stays at or below ``limit``: by its upper bound, with no example read nearly whole."""
+        return self.word != READS and self.within(limit, self.upper)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the protection may be said to hold, against the attacks of the run."""
+        return self.word == NOT_TOLD and self.within(HOLDS_WITHIN, self.excess)
+
+    @property
+    def says(self) -> str:
+        """The verdict in words, with what it rests on."""
+        if self.word == NOT_MEASURED:
+            return unmeasured(self.missing)
+        if self.word == READS and self.whole:
+            return f"{self.word} ({self.attack}: {self.whole} of {self.n} {self.many} nearly whole)"
+        guess = "" if self.guess is None else f", guessing {100 * self.guess.mean:.0f} %"
+        if self.word != NOT_TOLD:
+            return f"{self.word} ({self.attack}: {100 * (self.risk or 0):.0f} %{guess}, n = {self.n})"
+        few = "" if self.holds else "; too few, or too uncertain, to say that it holds"
+        if self.n < texts_needed(HOLDS_WITHIN):
+            few = f"; too few to say that it holds, which takes {texts_needed(HOLDS_WITHIN)}"
+        return f"{self.word} (n = {self.n}, upper bound {100 * (self.upper or 1):.0f} %{guess}{few})"
+
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for ``summary.json``."""
+        return {
+            "verdict": self.word, "says": self.says, "n": self.n, "risk": self.risk, "upper": self.upper,
+            "excess": self.excess, "holds": self.holds, "counted": list(self.counted), "missing": list(self.missing),
+        }  # fmt: skip
+
+
+def verdict(
+    defense: str, records: Iterable[Record], baseline: Iterable[Record], metric: str, *, images: bool = False
+) -> Verdict:
+    """The verdict on ``defense`` by its ``records``, and by those of the same update without protection, ``baseline``.
+
+    Threat models and batch sizes are judged apart, and the worst verdict stands.
+    """
+    columns: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    unprotected: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for r in records:
+        columns[r["threat"], r["batch_size"]].append(r)
+    for r in baseline:
+        unprotected[r["threat"], r["batch_size"]].append(r)
+    found = [_of_column(defense, some, unprotected[where], metric, images) for where, some in columns.items()]
+    if not found:
+        return Verdict(NOT_MEASURED, defense, 0, missing=("nothing was run",), many="images" if images else "notes")
+    return _worst(found)
+
+
+def _worst(found: Sequence[Verdict]) -> Verdict:
+    worst = min(found, key=lambda v: (WORDS.index(v.word), -(v.risk or 0.0)))
+    missing = tuple(dict.fromkeys(m for v in found for m in v.missing))
+
+    def most(values: Iterable[float | None]) -> float | None:
+        return max((v for v in values if v is not None), default=None)
+
+    return replace(
+        worst, missing=missing, n=min(v.n for v in found) if worst.word == NOT_TOLD else worst.n,
+        risk=most(v.risk for v in found), upper=most(v.upper for v in found), excess=most(v.excess for v in found),
+    )  # fmt: skip
+
+
+def _of_column(
+    defense: str, records: Sequence[Record], baseline: Sequence[Record], metric: str, images: bool
+) -> Verdict:
+    cells = cells_of(records)
+    notes = {n for some in cells.values() for n in some}
+    here = _readings(records, cells, metric)
+    ran = {a: r.ended for a, r in here.items()}
+    for a, ended in _ran_by_the_portfolio(records, here).items():
+        ran[a] = ran.get(a, frozenset()) | ended
+    finished = {a for a, ended in ran.items() if cells and ended == set(cells)} - {PORTFOLIO}
+    yardsticks = _yardsticks(baseline, notes, metric)
+    missing = [
+        *_no_yardstick(here, finished, yardsticks, bool(baseline)),
+        *_not_by_one_who_knows(defense, here, finished, yardsticks, images),
+    ]
+    told = {a: r for a, r in here.items() if r.level is not None}
+    guess = guessing(records, metric)
+    strongest = max(told.values(), key=lambda r: (r.reads, r.above, r.level.mean if r.level else 0.0), default=None)
+    word = NOT_MEASURED if missing else NOT_TOLD
+    if strongest is not None and (strongest.reads or strongest.above):
+        word = READS if strongest.reads else ABOVE
+    levels = [r.level for r in told.values() if r.level is not None]
+    return Verdict(
+        word,
+        defense,
+        len(notes),
+        max((level.mean for level in levels), default=None),
+        max(level.high for level in [*levels, *([guess] if guess else [])]) if levels else None,
+        max((r.excess for r in told.values()), default=None),
+        strongest.attack if strongest is not None else "",
+        len(strongest.whole) if strongest is not None else 0,
+        guess,
+        tuple(a for a in yardsticks if a in finished),
+        tuple(missing),
+        "images" if images else "notes",
+    )
+
+
+def _readings(records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> dict[str, Reading]:
+    by_attack: dict[str, list[Record]] = defaultdict(list)
+    for r in records:
+        if r["attack"] != BLIND:
+            by_attack[r["attack"]].append(r)
+    return {a: reading(a, some, cells, metric) for a, some in by_attack.items()}
+
+
+def _ran_by_the_portfolio(records: Iterable[Record], here: Mapping[str, Reading]) -> dict[str, frozenset[Cell]]:
+    """Member -> the updates on which the portfolio ran it to its end."""
+    ran: dict[str, set[Cell]] = defaultdict(set)
+    for r in records:
+        cell = (r["seed"], r["batch"])
+        if r["attack"] == PORTFOLIO and cell in here[PORTFOLIO].ended:
+            for member in filter(None, str(r["details"].get("ran", "")).split(",")):
+                ran[member].add(cell)
+    return {member: frozenset(cells) for member, cells in ran.items()}
+
+
+def _yardsticks(baseline: Sequence[Record], notes: Collection[int], metric: str) -> dict[str, Reading]:
+    """The attacks that work on ``notes`` without protection. Of the portfolio the member counts whose guess it kept."""
+    cells = cells_of(baseline)
+    if not notes or not set(notes) <= {n for some in cells.values() for n in some}:
+        return {}
+    own = [r for r in baseline if r["attack"] != PORTFOLIO]
+    kept = [{**r, "attack": str(r["details"].get("attack", ""))} for r in baseline if r["attack"] == PORTFOLIO]
+    return {a: r for a, r in _readings([*own, *kept], cells, metric).items() if a and r.yardstick}
+
+
+def _no_yardstick(
+    here: Mapping[str, Reading], finished: set[str], yardsticks: Mapping[str, Reading], unprotected: bool
+) -> list[str]:
+    if finished & yardsticks.keys():
+        return []
+    if not here:
+        return ["no attack was run that looks at what is sent"]
+    if not unprotected:
+        return ["it was not run without protection, so no attack was seen to work"]
+    stopped = [f"{a} {here[a].how_it_ended}" for a in yardsticks if a in here]
+    if not stopped:
+        return ["no attack of this run was seen to read anything without protection"]
+    return [f"of the attacks that read it without protection, {', '.join(stopped)}"]
+
+
+def _not_by_one_who_knows(
+    defense: str, here: Mapping[str, Reading], finished: Collection[str], yardsticks: Collection[str], images: bool
+) -> list[str]:
+    wanted, unknown = knowing(defense, images=images)
+    said = [f"no attack{' on images' * images} knows {part}" for part in unknown]
+    absent = [a for a in wanted if a not in finished and a not in here]
+    said += [f"add --attack {','.join(absent)}"] if absent else []
+    said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
+    ran = [a for a in wanted if a in finished and a not in READ_THE_PROTECTION]
+    silent = [a for a in ran if a not in yardsticks and a in here]
+    said += [f"{a} was not seen to read anything without protection either" for a in silent]
+    # Only the portfolio ran it here; without protection that stops at the first text that is certain.
+    alone = [a for a in ran if a not in yardsticks and a not in here]
+    said += [f"add --attack {','.join(alone)}, to see whether it reads anything without protection"] if alone else []
+    return [f"{AGAINST}: {'; '.join(said)}"] if said else []

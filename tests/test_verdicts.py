@@ -1,0 +1,604 @@
+"""Verdicts fail closed: what was not measured is never said to be stopped. Plain Records, no model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
+
+from rasura.interfaces import InputError
+from rasura.metrics.intervals import mean_interval
+from rasura.recipes import ATTACKS, DEFENSES
+from rasura.report.findings import findings, summarise
+from rasura.report.gate import gate, judged
+from rasura.report.levels import bound, point
+from rasura.report.readings import gave_up, notes_of, pooled, reading, scored
+from rasura.report.terminal import summary
+from rasura.report.verdicts import (
+    ABOVE,
+    HOLDS_WITHIN,
+    KNOWN_BY,
+    NOT_MEASURED,
+    NOT_TOLD,
+    READS,
+    WORDS,
+    Verdict,
+    knowing,
+    names_of,
+    plain,
+    texts_needed,
+    verdict,
+)
+
+GUESS = 0.2
+METRIC = "token_recall"
+MANY = 60
+"""Enough examples for a bound of .1."""
+
+
+def record(
+    attack: str, defense: str = "none", value: float | None = None, *, note: int = 0, status: str = "ok", **more: Any
+) -> dict[str, Any]:
+    """One text in one update. Without a ``value`` the attack has no score."""
+    fields: dict[str, Any] = {
+        "attack": attack, "defense": defense, "update": "fedsgd", "threat": "honest-server", "batch_size": 1, "seed": 0,
+        "batch": note, "examples": [note], "status": status, "reason": "" if status == "ok" else f"it {status}",
+        "confidence": "none", "scores": {} if value is None else {METRIC: {"per_record": [value]}},
+        "blind": {METRIC: {"per_record": [GUESS]}}, "details": {}, "recovered": [], "wall_seconds": 0.0,
+    }  # fmt: skip
+    return {**fields, **more}
+
+
+def column(attack: str, defense: str, values: Sequence[float | None], status: str = "ok") -> list[dict[str, Any]]:
+    """An attack on one text after another. Where a value is None, it ended with ``status``."""
+    return [
+        record(attack, defense, v, note=k, status=status if v is None else "ok") for k, v in enumerate(values)
+    ]
+
+
+def of(records: Sequence[dict[str, Any]], defense: str) -> Verdict:
+    here = [r for r in records if r["defense"] == defense]
+    return verdict(defense, here, [r for r in records if r["defense"] == "none"], METRIC)
+
+
+READ = column("span", "none", [1.0] * MANY)
+"""What makes ``span`` a yardstick."""
+
+
+# --- words
+
+
+def test_one_text_read_nearly_whole_is_a_breach_whatever_the_others_did() -> None:
+    found = of(column("span", "bf16", [0.9, *[GUESS] * 20]), "bf16")
+    assert (found.word, found.whole, found.n, found.attack) == (READS, 1, 21, "span")
+    assert found.says == "reads (span: 1 of 21 notes nearly whole)"
+    assert of(column("span", "bf16", [0.89, *[GUESS] * 20]), "bf16").word == NOT_MEASURED
+    assert of([record("span", "bf16", 0.95, blind={METRIC: {"per_record": [0.7]}})], "bf16").word == NOT_MEASURED, (
+        "guessing came as near"
+    )
+    assert of([record("span", "bf16", 0.95, blind={METRIC: {"per_record": [0.64]}})], "bf16").word == READS
+
+
+def test_verified_texts_are_read_unless_guessing_scores_as_much() -> None:
+    assert of([record("span", "bf16", 0.5, confidence="verified")], "bf16").word == READS
+    assert of([record("span", "bf16", GUESS, confidence="verified")], "bf16").word == NOT_MEASURED
+    assert of([record("span", "bf16", 0.5, confidence="span")], "bf16").word == NOT_MEASURED
+
+
+def test_more_than_half_by_the_interval_is_read() -> None:
+    most = of(column("span", "bf16", [0.7] * 30), "bf16")
+    assert (most.word, most.whole) == (READS, 0) and most.says == "reads (span: 70 %, guessing 20 %, n = 30)"
+    some_of_it = of(column("span", "bf16", [0.5] * 30), "bf16")
+    assert some_of_it.word == ABOVE and some_of_it.says == "above guessing (span: 50 %, guessing 20 %, n = 30)"
+    guessable = [{**r, "blind": {METRIC: {"per_record": [0.7]}}} for r in column("span", "bf16", [0.7] * 30)]
+    assert of(guessable, "bf16").word == NOT_MEASURED
+
+
+def test_above_guessing_is_judged_by_the_difference_on_the_same_text() -> None:
+    # Scores and guesses vary far more between texts than between the two on one text.
+    rows = [
+        record("span", "bf16", g + 0.1, note=k, blind={METRIC: {"per_record": [g]}})
+        for k, g in enumerate([0.0, 0.8] * 200)
+    ]
+    assert of(rows, "bf16").word == ABOVE
+    assert of(rows[:4], "bf16").word == NOT_MEASURED
+
+
+def test_not_told_from_guessing_needs_a_yardstick_and_says_n_and_the_bound() -> None:
+    rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
+    found = of(rows, "dropout:0.1")
+    assert (found.word, found.n, found.counted, found.missing) == (NOT_TOLD, MANY, ("span",), ())
+    high = mean_interval([GUESS] * MANY)[2]
+    assert found.upper == high
+    assert found.says == f"not told from guessing (n = 60, upper bound {100 * high:.0f} %, guessing 20 %)"
+    assert found.holds and found.meets(0.3) and not found.meets(0.2)
+
+
+def test_few_texts_are_never_enough_to_say_that_it_holds() -> None:
+    need = texts_needed(HOLDS_WITHIN)
+    for n in (1, 4, need - 1, need):
+        rows = [*column("span", "none", [1.0] * n), *column("span", "dropout:0.1", [GUESS] * n)]
+        found = of(rows, "dropout:0.1")
+        assert found.word == NOT_TOLD and found.holds == (n == need)
+        assert ("which takes 39" in found.says) == (n < need)
+    spread = [0.0, 0.4] * 20
+    rows = [*column("span", "none", [1.0] * 40), *column("span", "dropout:0.1", spread)]
+    assert not of(rows, "dropout:0.1").holds
+    assert of(rows, "dropout:0.1").says.endswith("too few, or too uncertain, to say that it holds)")
+
+
+@pytest.mark.parametrize("limit", [0.01, 0.05, 0.1, 0.2, 0.5, 0.9])
+def test_the_number_of_texts_that_a_bound_needs(limit: float) -> None:
+    need = texts_needed(limit)
+    assert mean_interval([0.0] * need)[2] <= limit < mean_interval([0.0] * (need - 1))[2]
+    assert need >= math.ceil(math.log(0.025) / math.log1p(-limit)), "no interval of 95 % does with fewer"
+
+
+# --- what does not count
+
+
+def test_a_column_of_crashes_is_not_measured() -> None:
+    rows = [
+        *column("blind", "none", [GUESS] * 4), *column("span", "none", [1.0] * 4),
+        *column("blind", "frozen-embeddings", [GUESS] * 4), *column("span", "frozen-embeddings", [None] * 4, "crashed"),
+    ]  # fmt: skip
+    found = of(rows, "frozen-embeddings")
+    assert found.word == NOT_MEASURED and found.upper is None and found.risk is None
+    assert found.says == (
+        "not measured: of the attacks that read it without protection, span crashed on 4 of 4; against an adversary who "
+        "knows it: span crashed on 4 of 4"
+    )
+    unknown = [{**r, "scores": {}, "status": "crashed"} if r["attack"] == "span" else r for r in rows]
+    assert {of(unknown, d).word for d in ("none", "frozen-embeddings")} == {NOT_MEASURED}
+    said = findings(unknown)
+    assert "holds against" not in said.recommendation and said.sentence[0].startswith("No attack on the updates")
+
+
+def test_an_attack_that_does_not_apply_did_not_try() -> None:
+    rows = [
+        *column("embedding-rows", "none", [1.0] * MANY), *column("pursuit", "none", [1.0] * MANY),
+        *column("embedding-rows", "dp-sgd:0.01", [None] * MANY, "not_applicable"),
+    ]  # fmt: skip
+    found = of(rows, "dp-sgd:0.01")
+    assert found.word == NOT_MEASURED and "embedding-rows does not apply to 60 of 60" in found.says
+    assert "against an adversary who knows it: add --attack pursuit,grab" in found.says
+
+
+def test_noise_on_which_only_rows_were_tried_is_not_said_to_hold() -> None:
+    rows = column("embedding-rows", "none", [1.0] * MANY)
+    rows += column("embedding-rows", "dp-sgd:0.01", [None] * MANY, "failed")
+    found = of(rows, "dp-sgd:0.01")
+    assert found.says == "not measured against an adversary who knows it: add --attack pursuit,grab"
+    assert "Nothing is known of dp-sgd:0.01: not measured against" in findings(rows).recommendation
+
+
+def test_blind_alone_says_nothing() -> None:
+    rows = [*column("blind", "none", [1.0] * MANY), *column("blind", "dropout:0.1", [GUESS] * MANY)]
+    for defense in ("none", "dropout:0.1"):
+        found = of(rows, defense)
+        assert found.word == NOT_MEASURED and found.risk is None and "no attack was run that looks at" in found.says
+    assert findings(rows).best == {} and summarise(rows)["highest_risk"] is None
+
+
+def test_without_the_baseline_nobody_was_seen_to_work() -> None:
+    assert "it was not run without protection" in of(column("span", "dropout:0.1", [GUESS] * MANY), "dropout:0.1").says
+
+
+def test_an_attack_that_reads_nothing_anywhere_is_no_yardstick() -> None:
+    rows = [*column("span", "none", [GUESS] * MANY), *column("span", "bf16", [0.0] * MANY)]
+    assert of(rows, "bf16").says == "not measured: no attack of this run was seen to read anything without protection"
+    assert of(rows, "none").word == NOT_MEASURED
+
+
+@pytest.mark.parametrize("read", [0, 1, 2, 4])
+def test_a_yardstick_reads_half_of_the_texts_or_is_above_guessing(read: int) -> None:
+    values = [1.0] * read + [GUESS] * (4 - read)
+    rows = [*column("span", "none", values), *column("span", "bf16", [GUESS] * 4)]
+    assert of(rows, "bf16").word == (NOT_TOLD if read >= 2 else NOT_MEASURED)
+
+
+def test_a_yardstick_is_above_guessing_by_the_interval() -> None:
+    rows = [*column("span", "none", [0.6] * MANY), *column("span", "bf16", [GUESS] * MANY)]
+    assert of(rows, "bf16").counted == ("span",)
+
+
+@pytest.mark.parametrize("column_of", ["none", "bf16"])
+def test_a_yardstick_ran_on_every_note(column_of: str) -> None:
+    rows = [*column("span", "none", [1.0] * 3), *column("span", "bf16", [GUESS] * 3), *column("tag", "bf16", [GUESS] * 3)]
+    assert of(rows, "bf16").word == NOT_TOLD
+    for status in ("crashed", "not_applicable"):
+        broken = [
+            {**r, "status": status, "scores": {}} if (r["attack"], r["defense"], r["batch"]) == ("span", column_of, 1) else r
+            for r in rows
+        ]
+        assert of(broken, "bf16").word == NOT_MEASURED
+    gone = [r for r in rows if (r["attack"], r["defense"], r["batch"]) != ("span", column_of, 1)]
+    assert of(gone, "bf16").word == NOT_MEASURED
+    blank = [{**r, "scores": {METRIC: {"per_record": [math.nan]}}} if r["attack"] == "span" else r for r in rows]
+    assert of(blank, "bf16").word == NOT_MEASURED, "a score that is not there"
+    other = [{**r, "scores": {"rouge1": {"per_record": [GUESS]}}} if r["attack"] == "span" else r for r in rows]
+    assert of(other, "bf16").word == NOT_MEASURED, "a score of something else"
+
+
+def test_giving_up_is_guessing_only_for_a_yardstick() -> None:
+    for status in ("failed", "ok"):  # an empty guess names nothing either
+        rows = [*READ, *column("span", "dropout:0.1", [None] * MANY, status)]
+        found = of(rows, "dropout:0.1")
+        assert found.word == NOT_TOLD and found.risk == pytest.approx(GUESS)
+        assert of([{**r, "attack": "tag"} for r in rows if r["defense"] != "none"], "dropout:0.1").word == NOT_MEASURED
+
+
+def test_another_update_threat_or_batch_size_is_no_baseline() -> None:
+    rows = column("span", "dropout:0.1", [GUESS] * MANY)
+    for change in ({"threat": "with-labels"}, {"batch_size": 2}):
+        assert of([*rows, *({**r, **change} for r in READ)], "dropout:0.1").word == NOT_MEASURED
+    local = findings([*rows, *({**r, "update": "fedavg-sgd:4"} for r in READ)])
+    assert local.verdicts["dropout:0.1"].word == NOT_MEASURED
+    assert local.columns == ("dropout:0.1", "fedavg-sgd:4")
+    same = [{**r, "update": "fedavg-sgd:4"} for r in rows]
+    told = findings([*same, *({**r, "update": "fedavg-sgd:4"} for r in READ), *READ])
+    assert told.verdicts["dropout:0.1, fedavg-sgd:4"].word == NOT_TOLD
+    assert told.baseline == ("none", "fedavg-sgd:4") and told.judged == ("dropout:0.1, fedavg-sgd:4",)
+
+
+def test_other_texts_are_no_baseline() -> None:
+    rows = column("span", "dropout:0.1", [GUESS] * 5)
+    assert of([*rows, *READ[:5]], "dropout:0.1").word == NOT_TOLD
+    assert of([*rows, *READ[:4]], "dropout:0.1").word == NOT_MEASURED
+
+
+def test_threats_and_batch_sizes_are_judged_apart_and_the_worst_stands() -> None:
+    quiet, read = column("span", "dropout:0.1", [GUESS] * MANY), column("span", "dropout:0.1", [0.5] * MANY)
+    wider = {"batch_size": 2, "threat": "with-labels"}
+    rows = [*READ, *({**r, **wider} for r in READ), *quiet]
+    for other, word in ((quiet, NOT_TOLD), (read, ABOVE), (column("span", "dropout:0.1", [None], "crashed"), NOT_MEASURED)):
+        found = of([*rows, *({**r, **wider} for r in other)], "dropout:0.1")
+        assert found.word == word and (found.upper or 0) >= mean_interval([GUESS] * MANY)[2]
+    few = of([*rows, *({**r, **wider} for r in quiet[:3])], "dropout:0.1")
+    assert (few.word, few.n, few.holds) == (NOT_TOLD, 3, False)
+
+
+# --- texts count once
+
+
+def test_seeds_and_repeated_texts_add_no_texts() -> None:
+    twice = [*column("span", "bf16", [0.5] * 6), *({**r, "seed": 1} for r in column("span", "bf16", [GUESS] * 6))]
+    found = of(twice, "bf16")
+    assert found.n == 6 and found.risk == pytest.approx(0.35)
+    same = [{**r, "examples": [0]} for r in column("span", "bf16", [0.4, 0.6, 0.5])]
+    assert of(same, "bf16").n == 1 and of(same, "bf16").risk == pytest.approx(0.5)
+    assert of([{**r, "seed": 1} if r["batch"] == 2 else r for r in same], "bf16").n == 1
+
+
+def test_a_batch_holds_several_texts_and_each_counts() -> None:
+    both = record("span", "bf16", examples=[0, 1], scores={METRIC: {"per_record": [1.0, 0.1]}},
+                  blind={METRIC: {"per_record": [0.1, 0.1]}})  # fmt: skip
+    assert scored(both, METRIC) == [(0, 1.0, 0.1), (1, 0.1, 0.1)]
+    assert of([both], "bf16").whole == 1 and of([both], "bf16").n == 2
+    short = {**both, "scores": {METRIC: {"per_record": [1.0]}}}
+    assert scored(short, METRIC) == [], "nobody knows whose score it is"
+    half = {**both, "scores": {METRIC: {"per_record": [1.0, None]}}}
+    assert scored(half, METRIC) == [(0, 1.0, 0.1)] and of([half], "bf16").word == READS
+    assert not reading("span", [half], {(0, 0): (0, 1)}, METRIC).complete
+    below = {**both, "scores": {METRIC: {"per_record": [-0.5, 1.5]}}}
+    assert [v for _, v, _ in scored(below, METRIC)] == [0.0, 1.0], "shares, whatever a similarity may be"
+
+
+def test_records_that_do_not_say_what_they_hold_are_refused() -> None:
+    old = record("span")
+    del old["examples"]
+    with pytest.raises(InputError, match="older version"):
+        notes_of(old)
+
+
+def test_an_interval_of_three_equal_texts_is_none() -> None:
+    level = pooled([1.0, 1.0, 1.0])
+    assert level is not None and level.high == 1.0 and level.low < 0.3, "three texts leave much open"
+    assert level.text == "100 % (95 %: 28 to 100, n = 3)" and pooled([None, math.nan]) is None
+
+
+@pytest.mark.parametrize(("status", "values", "gives_up"), [
+    ("failed", None, True), ("ok", None, True), ("ok", 0.1, False), ("crashed", None, False),
+    ("not_applicable", None, False),
+])  # fmt: skip
+def test_who_gives_up(status: str, values: float | None, gives_up: bool) -> None:
+    assert gave_up(record("span", value=values, status=status)) is gives_up
+
+
+# --- who knows a protection
+
+
+def test_every_protection_names_the_attacks_that_know_it() -> None:
+    assert set(KNOWN_BY) == set(DEFENSES) and {a for names in KNOWN_BY.values() for a in names} <= set(ATTACKS)
+    assert knowing("gaussian:0.1+pruning:0.9") == (("pursuit", "grab", "span", "mask-positions"), ())
+    assert knowing("frozen-embeddings+accumulate:1.0d") == (("span",), ()), "no embedding's gradient, no bag from it"
+    assert knowing("accumulate:9") == (("embedding-rows", "span"), ()) and knowing("none") == ((), ())
+    assert knowing("frozen-embeddings+sealing:grad=0.1") == (("span",), ())
+    assert knowing("cloak:3+none") == ((), ("cloak",))
+    assert knowing("gaussian:0.1", images=True) == ((), ("gaussian",)) and knowing("fp16", images=True) == ((), ())
+    assert names_of("dp-sgd:1.0/clip=0.5 + directional/blocks=parameters") == ("dp-sgd", "directional")
+    assert plain("none") and not plain("none+bf16") and not plain("bf16")
+
+
+def test_a_protection_that_nobody_knows_is_not_measured() -> None:
+    cases = (("cloak:3", False, "no attack knows cloak"), ("gaussian:1", True, "no attack on images knows gaussian"))
+    for defense, images, why in cases:
+        rows = column("span", defense, [GUESS] * MANY)
+        found = verdict(defense, rows, READ, METRIC, images=images)
+        assert found.word == NOT_MEASURED and why in found.says
+
+
+def test_who_knows_it_must_be_seen_to_work_or_be_made_for_it() -> None:
+    noise = [*READ, *column("span", "gaussian:1", [None] * MANY, "failed")]
+    for attack in ("pursuit", "grab"):
+        noise += [*column(attack, "none", [0.9] * MANY), *column(attack, "gaussian:1", [GUESS] * MANY)]
+    assert of(noise, "gaussian:1").word == NOT_TOLD
+    deaf = [{**r, "scores": {METRIC: {"per_record": [GUESS]}}} if (r["attack"], r["defense"]) == ("grab", "none") else r
+            for r in noise]  # fmt: skip
+    assert of(deaf, "gaussian:1").says == (
+        "not measured against an adversary who knows it: grab was not seen to read anything without protection either"
+    )
+    pruned = [*READ, *column("span", "pruning:0.9", [GUESS] * MANY)]
+    masks = column("mask-positions", "pruning:0.9", [None] * MANY, "failed")
+    assert of(pruned, "pruning:0.9").says == "not measured against an adversary who knows it: add --attack mask-positions"
+    assert of([*pruned, *masks], "pruning:0.9").word == NOT_TOLD, "without a mask there is nothing for it to read"
+    assert of([*pruned, *masks[1:]], "pruning:0.9").word == NOT_MEASURED
+
+
+def test_what_was_read_is_said_whoever_is_missing() -> None:
+    found = of([*READ, *column("span", "gaussian:1", [1.0, *[GUESS] * 59])], "gaussian:1")
+    assert found.word == READS and found.missing and not found.meets(0.99) and not found.holds
+
+
+# --- the portfolio
+
+
+def portfolio(defense: str, values: Sequence[float | None], ran: str, winner: str = "", **more: Any) -> list[dict[str, Any]]:
+    details = {"ran": ran, **({"attack": winner} if winner else {})}
+    return [{**r, "details": details, **more} for r in column("best", defense, values, "failed")]
+
+
+def test_the_portfolio_counts_for_what_it_ran() -> None:
+    behind = portfolio("frozen-embeddings", [None] * 4, "span,span-matching")
+    plain_rows = column("span", "none", [1.0] * 4)
+    assert of([*plain_rows, *behind], "frozen-embeddings").counted == ("span",)
+    assert of([*plain_rows, *behind], "frozen-embeddings").word == NOT_TOLD
+    unsuited = portfolio("frozen-embeddings", [None] * 4, "span-matching")
+    assert of([*plain_rows, *unsuited], "frozen-embeddings").word == NOT_MEASURED
+    once = [*behind[:3], *unsuited[3:]]
+    assert of([*plain_rows, *once], "frozen-embeddings").word == NOT_MEASURED, "not on every note"
+    crashed = [{**r, "status": "crashed"} for r in behind]
+    assert of([*plain_rows, *crashed], "frozen-embeddings").word == NOT_MEASURED
+
+
+def test_the_portfolio_is_no_yardstick_by_a_member_that_cannot_try_here() -> None:
+    without = portfolio("none", [1.0] * 4, "embedding-rows", "embedding-rows")
+    assert of(without, "none").word == READS
+    for ran, word in (("span", NOT_MEASURED), ("embedding-rows", NOT_TOLD)):
+        assert of([*without, *portfolio("bf16", [None] * 4, ran)], "bf16").word == word
+    found = of([*without, *portfolio("frozen-embeddings", [None] * 4, "embedding-rows,span")], "frozen-embeddings")
+    assert found.says.endswith("add --attack span, to see whether it reads anything without protection")
+    by_turns = [*without[:2], *portfolio("none", [1.0] * 4, "embedding-rows,span", "span")[2:]]
+    found = of([*by_turns, *portfolio("frozen-embeddings", [None] * 4, "span")], "frozen-embeddings")
+    assert found.word == NOT_MEASURED, "span was seen on half of the notes only"
+
+
+# --- laws
+
+STATUSES = ("ok", "failed", "crashed", "not_applicable")
+
+
+@some.composite
+def runs(draw: Any) -> list[dict[str, Any]]:
+    """Any few Records: attacks, protections, notes, statuses, scores."""
+    rows = []
+    for _ in range(draw(some.integers(0, 24))):
+        status = draw(some.sampled_from(STATUSES))
+        value = draw(some.sampled_from([None, 0.0, GUESS, 0.6, 1.0, math.nan])) if status == "ok" else None
+        rows.append(
+            record(
+                draw(some.sampled_from(["blind", "span", "embedding-rows", "best"])),
+                draw(some.sampled_from(["none", "bf16", "dropout:0.1", "gaussian:1"])),
+                value,
+                note=draw(some.integers(0, 2)),
+                status=status,
+                seed=draw(some.integers(0, 1)),
+                confidence=draw(some.sampled_from(["none", "verified"])),
+                details={"ran": draw(some.sampled_from(["", "span", "span,pursuit"]))},
+            )
+        )
+    return rows
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs())
+def test_without_a_yardstick_nothing_is_told_but_what_was_read(rows: list[dict[str, Any]]) -> None:
+    readable = {r["attack"] for r in rows if r["defense"] == "none" and r["attack"] != "blind" and not gave_up(r)
+                and r["status"] == "ok"}  # fmt: skip
+    for defense in ("bf16", "dropout:0.1", "gaussian:1"):
+        found = of(rows, defense)
+        assert found.word in WORDS
+        if found.word == NOT_TOLD:
+            assert set(found.counted) <= readable and found.counted and defense != "gaussian:1"
+        if not readable:
+            assert found.word != NOT_TOLD
+            assert not found.meets(0.999)
+    alone = [r for r in rows if r["attack"] == "blind"]
+    for defense in ("none", "bf16", "gaussian:1"):
+        assert of(alone, defense).word == NOT_MEASURED
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs(), some.sampled_from(["none", "bf16", "dropout:0.1"]), some.sampled_from(["span", "tag", "best"]),
+       some.integers(0, 3))  # fmt: skip
+def test_a_crash_never_improves_a_verdict(rows: list[dict[str, Any]], where: str, attack: str, note: int) -> None:
+    more = [*rows, record(attack, where, note=note, status="crashed")]
+    for defense in ("none", "bf16", "dropout:0.1", "gaussian:1"):
+        before, after = of(rows, defense), of(more, defense)
+        assert WORDS.index(after.word) <= WORDS.index(before.word)
+        assert before.holds or not after.holds
+        assert before.meets(0.9) or not after.meets(0.9)
+
+
+# --- the gate
+
+
+def of_gate(rows: list[dict[str, Any]], limit: float) -> Any:
+    return gate(findings(rows).verdicts, limit)
+
+
+def test_the_gate_judges_protections_and_the_baseline_only_if_alone() -> None:
+    quiet = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
+    passed = of_gate(quiet, 0.4)
+    assert (passed.exit, passed.judged, passed.says) == (0, ("dropout:0.1",), ())
+    alone = of_gate(READ, 0.4)
+    assert (alone.exit, alone.judged) == (3, ("none",))
+    assert alone.says == ("none: span read 100 %, above --fail-above 40 %",)
+    assert judged({}) == {} and gate({}, 0.4).exit == 4
+
+
+def test_the_gate_says_3_before_4_and_names_each_column() -> None:
+    rows = [
+        *READ, *column("span", "bf16", [0.5] * MANY), *column("span", "gaussian:1", [None] * MANY, "crashed"),
+        *column("span", "dropout:0.1", [GUESS] * MANY),
+    ]  # fmt: skip
+    found = of_gate(rows, 0.4)
+    assert found.exit == 3 and len(found.says) == 2
+    assert found.says[0] == "bf16: span read 50 %, above --fail-above 40 %"
+    assert found.says[1].startswith("gaussian:1: not judged against --fail-above 40 %: not measured: of the attacks")
+    assert of_gate([r for r in rows if r["defense"] != "bf16"], 0.4).exit == 4
+    assert of_gate(rows, 0.5).exit == 4, "at the limit is not above, and the bound is"
+
+
+def test_the_gate_says_how_many_texts_it_takes() -> None:
+    rows = [*READ[:4], *column("span", "dropout:0.1", [GUESS] * 4)]
+    found = of_gate(rows, 0.5)
+    assert found.exit == 4
+    (line,) = found.says
+    assert line == (
+        "dropout:0.1: not judged against --fail-above 50 %: 4 notes leave up to 70 % possible; it takes at least "
+        f"{texts_needed(0.5)}, for scores like these roughly 12"
+    )
+    assert of_gate([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], 0.5).exit == 0
+    below = of_gate([*READ, *column("span", "dropout:0.1", [0.0] * MANY)], 0.1)
+    assert below.exit == 4 and "guessing alone scores 20 %, so no protection can pass" in below.says[0]
+    above = of_gate([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], 0.1)
+    assert above.exit == 3 and above.says[0].endswith("(guessing alone scores 20 %: no protection can pass)")
+
+
+@pytest.mark.parametrize("limit", [math.nan, -0.1, 0.0, 1.0, 20.0, math.inf])
+def test_a_limit_that_nothing_is_above_is_refused(limit: float) -> None:
+    with pytest.raises(InputError, match="expected a share above 0 and below 1"):
+        gate({}, limit)
+
+
+@settings(max_examples=100, deadline=None)
+@given(runs(), some.sampled_from([0.3, 0.9]))
+def test_the_gate_passes_only_what_was_measured(rows: list[dict[str, Any]], limit: float) -> None:
+    found = findings(rows)
+    outcome = gate(found.verdicts, limit)
+    if outcome.exit == 0:
+        assert outcome.judged
+        for name in outcome.judged:
+            v = found.verdicts[name]
+            assert v.word != NOT_MEASURED and not v.missing and v.upper is not None and v.upper <= limit
+
+
+# --- what is said of a run
+
+
+def test_a_cell_says_of_how_many_notes_it_speaks() -> None:
+    rows = [*READ[:3], *column("span", "pruning:0.9", [1.0, None, None], "not_applicable"),
+            *column("tag", "pruning:0.9", [None] * 3, "failed"), *column("dlg", "pruning:0.9", [None] * 3, "crashed"),
+            *column("grab", "pruning:0.9", [None] * 3, "not_applicable")]  # fmt: skip
+    found = findings(rows)
+    assert found.matrix["span", "pruning:0.9"].coverage == (1, 3) and found.matrix["span", "none"].coverage is None
+    marks = [found.matrix[a, "pruning:0.9"].mark for a in ("span", "tag", "dlg", "grab")]
+    assert marks == ["100", "·", "!", "–"] and (found.gave_up, found.crashed) == (3, 3)
+    assert found.verdicts["pruning:0.9"].word == READS
+    level = found.matrix["span", "none"].level
+    assert level is not None and level.low < 0.3 < level.high == 1.0
+
+
+def text_of(rows: list[dict[str, Any]]) -> str:
+    from rich.console import Console
+
+    console = Console(width=400)
+    with console.capture() as shown:
+        console.print(summary(findings(rows)))
+    return shown.get()
+
+
+def test_every_door_uses_the_same_words() -> None:
+    rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY), *column("span", "gaussian:1", [None] * MANY, "failed")]
+    found, told, shown = findings(rows), summarise(rows), text_of(rows)
+    assert {name: v.word for name, v in found.verdicts.items()} == {
+        "none": READS, "dropout:0.1": NOT_TOLD, "gaussian:1": NOT_MEASURED,
+    }  # fmt: skip
+    for name, v in found.verdicts.items():
+        assert v.says in shown and told["verdicts"][name]["says"] == v.says and told["verdicts"][name]["verdict"] == v.word
+    assert told["judged"] == ["dropout:0.1", "gaussian:1"] and "none (baseline)" in shown
+    assert told["highest_risk"] == pytest.approx(GUESS)
+
+
+def test_a_recommendation_says_holds_only_of_what_does() -> None:
+    quiet = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
+    assert "Of the settings tested, dropout:0.1 holds against the attacks of this run" in findings(quiet).recommendation
+    few = [r for r in quiet if r["batch"] < 4]
+    said = findings(few).recommendation
+    assert "holds against" not in said and "dropout:0.1: not told from guessing (n = 4" in said
+    both = [*quiet, *column("span", "bf16", [0.25] * MANY)]
+    assert "dropout:0.1 holds" in findings(both).recommendation, "of two, the one that is read less"
+    assert findings(READ).recommendation.startswith("No protection was tested. Without one: reads (span: 60 of 60")
+    assert "no records" in findings([]).recommendation
+
+
+def test_advice_speaks_only_of_what_was_measured() -> None:
+    rows = [*READ, *column("span", "bf16", [1.0] * MANY)]
+    said = findings(rows).recommendation
+    assert said.startswith("None of the settings tested holds. The least is read behind bf16: 100 % (95 %")
+    assert "Freezing" not in said and "does not help" not in said and "different tokens" in said
+    assert "Not in this run: --defense frozen-embeddings+accumulate:1.0d" in said
+    tried = [*rows, *column("span", "accumulate:1.0d", [1.0] * MANY)]
+    tried += column("span", "sealing:all", [None], "not_applicable")
+    told = findings(tried).recommendation
+    assert "Not in this run" not in told
+    assert told.startswith("Read behind accumulate:1.0d, bf16. Nothing is known of sealing:all")
+    images = findings([{**r, "scores": {"ssim": r["scores"][METRIC]}, "blind": {"ssim": r["blind"][METRIC]}} for r in rows],
+                      {"task": "vision"}).recommendation  # fmt: skip
+    assert "tokens" not in images and "sealing:all" in images
+
+
+# --- the search of a calibration
+
+
+def test_a_search_goes_by_the_verdict() -> None:
+    quiet = [r | {"sent_bytes": 8, "defense_seconds": 0.5} for r in column("span", "dropout:0.1", [GUESS] * MANY)]
+    found = point("dropout:0.1", quiet, READ, ["span", "tag"], METRIC, 0.4)
+    high = mean_interval([GUESS] * MANY)[2]
+    assert found["bound"] == high == found["risk"]["high"] and found["unjudged"] == [] and found["seconds"] == 0.5
+    assert [level["attack"] for level in found["levels"]] == ["blind", "span"] and found["verdict"]["verdict"] == NOT_TOLD
+    few = point("dropout:0.1", quiet[:4], READ[:4], ["span"], METRIC, 0.4)
+    assert few["bound"] is None and few["unjudged"] == [f"4 notes; it takes at least {texts_needed(0.4)} to keep the upper "
+                                                        "bound at or below 40 %"]  # fmt: skip
+    noisy = point("gaussian:1", [{**r, "defense": "gaussian:1"} for r in quiet], READ, ["span"], METRIC, 0.4)
+    assert noisy["bound"] is None and noisy["unjudged"] == [
+        "not measured against an adversary who knows it: add --attack pursuit,grab"
+    ]
+
+
+@pytest.mark.parametrize(("v", "expected"), [
+    (Verdict(NOT_TOLD, "x", 99, 0.1, 0.15), 0.15), (Verdict(ABOVE, "x", 99, 0.1, 0.2), 0.2),
+    (Verdict(NOT_TOLD, "x", 99, 0.1, 0.21), 0.21), (Verdict(READS, "x", 99, 0.1, 0.15), 1.0),
+    (Verdict(ABOVE, "x", 99, 0.3, 0.35, missing=("no",)), 1.0),
+    (Verdict(NOT_MEASURED, "x", 99, 0.1, 0.15, missing=("no",)), None),
+    (Verdict(ABOVE, "x", 99, 0.1, 0.15, missing=("no",)), None), (Verdict(NOT_TOLD, "x", 3, 0.1, 0.7), None),
+    (Verdict(NOT_MEASURED, "x", 0, missing=("no",)), None),
+])  # fmt: skip
+def test_what_a_bound_is(v: Verdict, expected: float | None) -> None:
+    found = bound(v, 0.2)
+    assert found["bound"] == expected and bool(found["unjudged"]) == (expected is None)
