@@ -326,7 +326,7 @@ class Calibration:
             )
         for f in found:
             # The strongest setting is the one that the rest of the search stands on.
-            beyond = next((p["verdict"]["missing"] for p in reversed(f["points"]) if p["risk"]), [])
+            beyond: list[str] = next((p["verdict"]["missing"] for p in reversed(f["points"]) if p["risk"]), [])
             if beyond and f["status"] != "not measured":
                 out.append(f"{f['family']}, at its strongest: {unmeasured(beyond)}.")
         for f in found:
