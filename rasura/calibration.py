@@ -317,13 +317,16 @@ class Calibration:
                 "untrained": last["before"][name],
             }  # fmt: skip
 
+    def too_few(self) -> list[str]:
+        """What to say where the texts cannot settle the target, whatever is found."""
+        need, at_most = texts_needed(self.wanted.at_most), self.wanted.at_most
+        if need <= self.n_texts:
+            return []
+        return [f"{self.n_texts} texts: even if none is read, the bound is above {100 * at_most:.3g} %; it takes {need}."]
+
     def _checks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
         """What the figures must be held against."""
-        out, names, at_most = [], self.plan.attacks, self.wanted.at_most
-        if (need := texts_needed(at_most)) > self.n_texts:
-            out.append(
-                f"{self.n_texts} texts: even if none is read, the bound is above {100 * at_most:.3g} %; it takes {need}."
-            )
+        out, names = self.too_few(), self.plan.attacks
         for f in found:
             # The strongest setting is the one that the rest of the search stands on.
             beyond: list[str] = next((p["verdict"]["missing"] for p in reversed(f["points"]) if p["risk"]), [])

@@ -28,7 +28,7 @@ TABLES = (
 )
 
 Details = Mapping[str, Any]
-"""What an attack tells beside its scores: of any form, and nothing that a verdict relies on."""
+"""What an attack tells beside its scores: of any form. A verdict takes ``ran`` and ``attack`` of the portfolio, as texts."""
 
 
 @dataclass(frozen=True)

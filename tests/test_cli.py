@@ -46,10 +46,26 @@ def test_audit_prints_the_sentence_and_writes_the_report(tmp_path: Path, model_f
     assert "the server read back 100 %" in " ".join(done.stdout.split())
     assert (tmp_path / "run" / "report.html").is_file()
     again = rasura_command(*common, "--json", "--fail-above", "0.2")
-    assert again.returncode == 3 and "8 done before" in again.stderr
-    assert json.loads(again.stdout)["highest_risk"] == 1.0
+    assert again.returncode == 4 and "8 done before" in again.stderr, again.stderr
+    assert "--fail-above judges: gaussian:0.1" in again.stderr, "the baseline is not judged"
+    assert "not measured against an adversary who knows it: add --attack pursuit,grab" in again.stderr
+    told = json.loads(again.stdout)
+    assert told["verdicts"]["none"]["verdict"] == "reads" and told["gate"]["exit"] == 4
     assert "another plan" in refused(*common, "--seeds", "2")
     assert rasura_command("report", tmp_path / "run").returncode == 0
+
+
+def test_the_gate_s_exit_codes(tmp_path: Path, model_folder: Path) -> None:
+    notes = tmp_path / "notes.csv"
+    notes.write_text("text,label\n" + "\n".join(f"{t},{k % 2}" for k, t in enumerate(TEXTS)) + "\n")
+    common = ["audit", notes, "--model", model_folder, "--limit", "2", "--attack", "span", "--fail-above", "0.5"]
+    read = rasura_command(*common, "--defense", "bf16", "--out", tmp_path / "read")
+    assert read.returncode == 3, read.stderr
+    assert "bf16: span read 100 %, above --fail-above 50 %" in read.stderr
+    alone = [*common[:-4], "--attack", "blind", "--fail-above", "0.9", "--defense", "bf16", "--out", tmp_path / "blind"]
+    blind = rasura_command(*alone)
+    assert blind.returncode == 4 and "no attack was run that looks at what is sent" in blind.stderr
+    assert "--fail-above is nan" in refused(*common[:-1], "nan", "--out", tmp_path / "nan")
 
 
 def captured(tmp_path: Path, folder: Path) -> Path:

@@ -91,10 +91,11 @@ paper = "12.3"
 def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_path: Path) -> None:
     study = load_study("one", study_folder(tmp_path, BODY))
     records = [record("span", [1.0, 0.5]), record("blind", [0.1]), record("span", [], "failed")]
+    records += [record("span", [], "not_applicable")] * 2 + [record("span", [], "crashed")]
     text = section(study, prepared(study), records)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 [")
-    assert "| 53.3 [" in rows[2] and "| 1 of 2 |" in rows[2] and rows[2].endswith("| 12.3 |")
+    assert "| 53.3 [" in rows[2] and "| 1 / 1 / 2 of 5 |" in rows[2] and rows[2].endswith("| 12.3 |")
     assert rows[1].endswith("| – |") and "A paper, Table 1" in text and "- everything" in text
 
 

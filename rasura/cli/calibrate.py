@@ -29,7 +29,7 @@ def calibrate(
     file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; or images")] = None,
     text: Annotated[list[str] | None, typer.Option(help="a text to attack (repeatable), instead of FILE")] = None,
     defense: Annotated[str, typer.Option(help="protections without their figure: gaussian,pruning")] = "gaussian",
-    attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
+    attack: Annotated[str | None, typer.Option(help="attacks, with commas; default: some, and those that know it")] = None,
     risk: Annotated[str | None, typer.Option(help="metric of what is read back (default rougeL; ssim of images)")] = None,
     at_most: Annotated[float, typer.Option(help="the share that the risk's upper 95 % bound may reach")] = 0.1,
     steps: Annotated[int, typer.Option(help="settings tried between the last that fails and the first that holds")] = 3,
@@ -73,12 +73,14 @@ def calibrate(
     from rasura.calibration import CalibrationPlan
     from rasura.plan import Plan
     from rasura.recipes import IMAGE_ATTACKS
+    from rasura.report.verdicts import knowing
     from rasura.victims.train import Recipe
 
     if file and text:
         raise InputError("FILE and --text were both given; pass one of them")
     images = task == "vision"
-    attacks = split(attack) or (IMAGE_ATTACKS if images else ("embedding-rows", "span"))
+    usual = IMAGE_ATTACKS if images else dict.fromkeys(("embedding-rows", "span", *knowing(defense.replace(",", "+"))[0]))
+    attacks = split(attack) or tuple(usual)
     plan = Plan(
         model or Plan.model, task, file, tuple(text or ()), reference, language_model, attacks, split(defense) or (),
         (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds, seed=seed,
@@ -104,6 +106,8 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> No
         f"{prepared.n_texts} texts or images, verified on {prepared.which}; roughly {max(0.1, minutes):.1f} CPU minutes "
         "for a small model if nothing is done yet", markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
+    for said in prepared.too_few():
+        err.print(said, markup=False, highlight=False, soft_wrap=True)
     with watched(close=prepared.close) as bar:
         line = bar.add_task("", total=None)
         result = prepared.run(lambda c: bar.update(line, description=f"{c.attack} / {c.defense}"))
