@@ -180,5 +180,19 @@ def test_what_is_no_number_is_refused_and_never_counted_as_zero(call: object) ->
         call()  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: renyi_divergence(1.0, 1.0, 3), r"orders \[1.0\]"),
+        (lambda: renyi_divergence(2.0**30, 1e300, 3), "kappa times the order came out as inf"),
+        (lambda: renyi_divergence(2.0, 1.0, 0), "in 0 dimensions"),
+        (lambda: directional_epsilon(1e300, [3], 10**10, 1e-5), "came out as inf"),
+    ],
+)
+def test_what_is_wrong_is_said(call: object, words: str) -> None:
+    with pytest.raises(InputError, match=f"accounting: .*{words}"):
+        call()  # type: ignore[operator]
+
+
 def test_nothing_is_told_apart_at_concentration_zero() -> None:
     assert renyi_divergence(2.0, 0.0, 7) == 0.0 and log_normaliser(0.0, 7) == 0.0

@@ -104,7 +104,7 @@ def _coefficients() -> tuple[Floats, ...]:
     """
     found: list[list[Fraction]] = [[Fraction(1)]]
     for m in range(1, TERMS + 1):
-        total = [Fraction(0)] * (2 * m + 1)
+        total = [Fraction(0)] * (m + 1)
         for i in range(1, m):
             for a, one in enumerate(found[i]):
                 for b, other in enumerate(found[m - i]):
@@ -113,10 +113,7 @@ def _coefficients() -> tuple[Floats, ...]:
             # 2 q (1 - q) c' + (2 - m) q c
             total[power] += 2 * power * c
             total[power + 1] += (2 - m - 2 * power) * c
-        while len(total) > 1 and not total[-1]:
-            total.pop()
         found.append([-c / 2 for c in total])
-    assert not any(c[0] for c in found[1:])
     return tuple(np.array([float(a) for a in reversed(c[1:])]) for c in found[1:])
 
 
