@@ -19,12 +19,12 @@ from torch.utils.checkpoint import checkpoint
 
 from rasura.defenses.significance import sensitivity
 from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
+from rasura.drawing import Batches
 from rasura.integrations.flower.agreement import agree
 from rasura.integrations.flower.rounds import Ticket, opened, protected
 from rasura.obfuscation.model import obfuscate, obfuscate_embedding
 from rasura.obfuscation.services import cape, custext, dp_forward, santext, sentinel, text_obfuscator
 from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.private import PoissonBatches
 from rasura.recipes import DEFENSES, parse_defense
 from rasura.rng import (
     Randomness,
@@ -123,7 +123,8 @@ USES: dict[str, Draw] = {
         PUBLIC, batch_for("classification").inputs(), NAMES, "randomised", rng, probes=2
     ).values(),
     "Poisson sampling": lambda rng: drawn(100, 10, rng),
-    "Poisson batches": lambda rng: list(PoissonBatches(100, 10, rng)),
+    "a loader's Poisson batches": lambda rng: list(Batches(100, 10, rng, poisson=True)),
+    "a loader's shuffled batches": lambda rng: list(Batches(100, 10, rng, poisson=False)),
     "shuffled batches": lambda rng: batches(range(100), 4, rng),
     "ObfusLM's key": lambda rng: key(False, rng),
     "ObfusLM+'s key": lambda rng: key(True, rng),
