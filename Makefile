@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: audit test slow mutants clean
+.PHONY: audit test slow mutants fuzz clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -28,6 +28,12 @@ slow: .venv/dev
 mutants: .venv/dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/mutmut run
 	$(BIN)/mutmut results
+
+INPUTS ?= 1000000
+
+# Goes on where it was stopped; rm -r runs/fuzz to begin anew.
+fuzz: .venv/dev
+	$(BIN)/python -m fuzz --inputs $(INPUTS)
 
 clean:
 	rm -rf .venv runs build dist mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

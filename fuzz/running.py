@@ -49,7 +49,9 @@ class State:
     @classmethod
     def read(cls, place: Path) -> State:
         file = place / "state.json"
-        return cls(**json.loads(file.read_text())) if file.is_file() else cls()
+        found = cls(**json.loads(file.read_text())) if file.is_file() else cls()
+        found.failures = [(number, why) for number, why in found.failures]
+        return found
 
     def write(self, place: Path) -> None:
         part = place / "state.json.part"
@@ -106,8 +108,8 @@ def attempt(target: Target, data: bytes) -> tuple[bool, str]:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def run_here(target: Target, place: Path, seed: int, until: int, *, limited: bool = True) -> State:
-    """Run inputs up to ``until`` in this process, from where the last run ended."""
+def run_here(target: Target, place: Path, seed: int, until: int, *, limited: bool = True, warm: int = 200) -> State:
+    """Run inputs up to ``until`` in this process, from where the last run ended; ``warm`` others before memory counts."""
     seeds, state = kept_seeds(target, place), State.read(place)
     signal.signal(signal.SIGALRM, _alarm)
     for data in seeds:
@@ -115,7 +117,7 @@ def run_here(target: Target, place: Path, seed: int, until: int, *, limited: boo
         if refused or why:
             raise RuntimeError(f"{target.name}: a sound seed is refused or fails ({why})")
     # Imports and caches are no growth.
-    for number in range(200):
+    for number in range(warm):
         attempt(target, input_of(target, seeds, seed, -1 - number))
     if limited:
         _limit()

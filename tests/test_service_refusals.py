@@ -100,6 +100,52 @@ def test_downloads_at_the_same_time_are_limited(tmp_path: Path) -> None:
     store.close()
 
 
+def answered(tmp_path: Path, method: str, path: str, body: bytes = b"", **headers: str) -> int:
+    """The status of a request to an application in this process, which has one model whose files are gone."""
+    store = Store(tmp_path / "store")
+    about = {"kind": "classification", "vocabulary": 50, "max_length": 64, "labels": 2, "pad": 0, "ends": [2], "pair": None}
+    about |= {"hidden": 16, "blocks": 2, "heads": 2, "inner": 32, "parameters": 1000}
+    with store.incoming() as place:
+        store.add_model("alice", "notes", about, place)
+    app = application(store, Tenants({"alice": ALICE}), Limits())
+    given = {
+        "authorization": f"Bearer {ALICE}",
+        "content-length": str(len(body)),
+        "content-type": "application/json",
+        **headers,
+    }
+    scope = {
+        "type": "http", "method": method, "path": path, "query_string": b"",
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in given.items()],
+    }  # fmt: skip
+    statuses: list[int] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    asyncio.run(app(scope, receive, send))
+    store.close()
+    return statuses[0]
+
+
+@pytest.mark.parametrize("length", ["x", "-1", "", "\xff", "1e3", "+5", " 5"])
+def test_a_length_that_is_no_number_is_refused(tmp_path: Path, length: str) -> None:
+    assert answered(tmp_path, "POST", "/v1/models/notes/classify", **{"content-length": length}) == 400
+
+
+def test_a_length_of_too_many_digits_and_a_path_that_is_not_text(tmp_path: Path) -> None:
+    assert answered(tmp_path, "POST", "/v1/models", **{"content-length": "9" * 5000}) == 413
+    assert answered(tmp_path / "2", "GET", "/v1/models/\ud800") == 400
+
+
+def test_a_model_whose_files_are_gone_is_not_there(tmp_path: Path) -> None:
+    assert answered(tmp_path, "POST", "/v1/models/notes/classify", b'{"inputs": [[1, 5, 2]]}') == 404
+
+
 @pytest.mark.parametrize("header", [None, "Bearer", "Bearer wrong-0123456789abcdef", f"Basic {ALICE}"])
 def test_a_missing_or_wrong_token(setting: Setting, header: str | None) -> None:
     headers = {} if header is None else {"Authorization": header}
@@ -155,6 +201,7 @@ def test_bad_uploads_are_refused_and_leave_nothing(setting: Setting) -> None:
         (409, body(name="notes"), typed),
         (422, body(b"not json"), typed),
         (422, body(config_of(setting, model_type="evil")), typed),
+        (422, body(config_of(setting, model_type={"a": 1})), typed),
         (422, body(config_of(setting, auto_map={"AutoModel": "evil.Model"})), typed),
         (422, body(config_of(setting, hidden_size=64)), typed),
         (422, body(config_of(setting, num_hidden_layers=200)), typed),
@@ -314,3 +361,27 @@ def test_a_token_file_that_others_can_read(tmp_path: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(InputError, match="chmod 600"):
         Tenants.read(path)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"", b"not json", b"[]", b"{}", b'{"logits": 3}', b'{"logits": [[1, "a"]]}', b'{"logits": [[1], [1, 2]]}',
+        b'{"logits": [[NaN, 1]]}', b'{"logits": []}', b'{"logits": [[1, 2], [3, 4]]}',
+        b'{"logits": [[1e999, 1]]}', b"[" * 100_000,
+    ],
+)  # fmt: skip
+def test_what_is_no_answer_of_a_server_is_said_in_one_line(setting: Setting, answer: bytes) -> None:
+    from rasura.obfuscation.key import Key
+
+    pair = Key.load(setting.folder / "bert.key").pair
+    about = {"kind": "classification", "max_length": 64, "labels": 3, "pair": pair}
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=json.dumps(about).encode() if request.method == "GET" else answer)
+
+    with setting.client() as client:
+        client._http = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://x")
+        with pytest.raises(InputError) as found:
+            client.classify("notes", [TEXTS[0]])
+    assert "\n" not in str(found.value) and "w20" not in str(found.value)

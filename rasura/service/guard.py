@@ -55,6 +55,8 @@ class Guard:
     def _admit(self, scope: Message) -> str | None:
         headers = dict(scope["headers"])
         path: str = scope["path"]
+        if not path.isprintable():
+            raise Refused(400, "the path is not text")
         if path in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             tenant = None
         else:
