@@ -262,12 +262,13 @@ def _lists(scores: dict[str, Any]) -> bool:
     return all(isinstance(score.get("per_record", []), list) for score in scores.values())
 
 
-STATES = ("ok", "failed", "not_applicable")
+STATES = ("ok", "failed", "crashed", "not_applicable")
 
 _FORMS: Mapping[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "int": lambda value: type(value) is int and value >= 0,
     "bool": lambda value: isinstance(value, bool),
+    "list[int]": lambda value: isinstance(value, list) and all(type(v) is int for v in value),
     "float": _number,
     "Mapping[str, Any]": _scores,
     "Details": lambda value: isinstance(value, dict),

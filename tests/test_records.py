@@ -9,13 +9,14 @@ import random
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rasura.files import write_whole
 from rasura.interfaces import InputError
-from rasura.records import Record, RunStore, canonical, cell_key
+from rasura.records import STATES, Record, RunStore, canonical, cell_key
 from rasura.report.page import write_report
 
 PLAN = {"model": "m", "seeds": 1}
@@ -92,6 +93,13 @@ def test_what_a_run_writes_is_its_owners_alone(tmp_path: Path) -> None:
     assert modes == dict.fromkeys(names, 0o600)
 
 
+def test_every_field_and_every_status_is_known_where_records_are_read(tmp_path: Path) -> None:
+    store = RunStore(tmp_path, PLAN)
+    for status in ("ok", "failed", "crashed", "not_applicable"):
+        store.add(replace(record(status), status=status, examples=[3, 1], batch=2))
+    assert {r["status"]: r["examples"] for r in store} == {status: [3, 1] for status in STATES} and len(store) == 4
+
+
 def altered(folder: Path, table: str, column: str, value: object, digest: bool) -> None:
     """Change a stored value, with the digest that fits it or without."""
     with sqlite3.connect(folder / "run.sqlite") as db:
@@ -121,7 +129,7 @@ def test_a_changed_figure_is_never_reported(tmp_path: Path) -> None:
         ("scores", {"token_recall": {"per_record": "0.5"}}), ("scores", {"token_recall": {"per_record": ["0.5"]}}),
         ("blind", {"token_recall": {"mean": []}}), ("recovered", [1]), ("recovered", {}), ("wall_seconds", None),
         ("batch_size", True), ("batch_size", -1), ("crafted", 1), ("versions", {"torch": 2}), ("details", []),
-        ("wall_seconds", float("inf")), ("attack", 5),
+        ("wall_seconds", float("inf")), ("attack", 5), ("examples", ["a"]), ("examples", None),
     ],
 )  # fmt: skip
 def test_a_record_of_wrong_types_is_refused(tmp_path: Path, field: str, value: object) -> None:
