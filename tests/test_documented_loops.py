@@ -66,14 +66,14 @@ def test_the_documented_loop_protects_and_counts(
 
 
 def test_the_documented_gradient_is_not_the_plain_one() -> None:
-    here = names()
+    here = names(12)
     exec(blocks("docs/differential-privacy.md")[0].splitlines()[0], here)
-    batch = next(b for b in here["loader"] if len(b["labels"]))
+    batch = next(iter(here["loader"]))
     plain = plain_gradients(batch)
     here["model"](**batch).loss.backward()
     for name, gradient in plain.items():
         found = dict(here["model"].named_parameters())[name].grad
-        assert found is not None and float((found - gradient).norm()) > 0.3 * found.numel() ** 0.5, name
+        assert found is not None and float((found - gradient).norm()) > 0.04 * found.numel() ** 0.5, name
 
 
 @pytest.mark.parametrize(
