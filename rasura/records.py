@@ -272,6 +272,7 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
     "float": _number,
     "Mapping[str, Any]": _scores,
     "Details": lambda value: isinstance(value, dict),
+    "list[int]": lambda value: isinstance(value, list) and all(type(v) is int and v >= 0 for v in value),
     "list[dict[str, Any]]": lambda value: isinstance(value, list) and all(isinstance(v, dict) for v in value),
     "Mapping[str, str]": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
 }
