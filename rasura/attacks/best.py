@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rasura.attacks.embedding_rows import EmbeddingRows
+from rasura.attacks.gradient_matching.engine import GradientMatching
 from rasura.attacks.gradient_matching.presets import dlg, grab
 from rasura.attacks.mask_positions import MaskPositions
 from rasura.attacks.mechanism import announced_noise
@@ -41,6 +42,12 @@ def _settled(guess: Reconstruction, seen: Observation) -> bool:
     return guess.confidence == "span" and guess.ordered and whole and lengths
 
 
+def matching(seen: Observation, budget: Budget) -> Callable[[], GradientMatching]:
+    """The last resort. In noise GRAB reads what no other does; elsewhere, and in a quick look, it is too slow for what it
+    adds to DLG."""
+    return grab if budget.level != "quick" and (announced_noise(seen)[0] > 0 or shows_noise(seen)) else dlg
+
+
 @dataclass(frozen=True)
 class Best:
     """Runs embedding rows, span, mask positions, pursuit, span matching and gradient matching (GRAB where noise was
@@ -64,9 +71,7 @@ class Best:
         winner = ""
         ended: dict[str, str] = {}
         ran: list[str] = []
-        # In noise GRAB reads what no other does; elsewhere, and in a quick look, it is too slow for what it adds.
-        matching = grab if budget.level != "quick" and (announced_noise(seen)[0] > 0 or shows_noise(seen)) else dlg
-        for make in (*self.attacks, matching):
+        for make in (*self.attacks, matching(seen, budget)):
             attack = make()
             own = torch.Generator().manual_seed(child(rng))
             if any(grant not in seen for grant in attack.needs):

@@ -14,14 +14,14 @@ UNBALANCED = 1e-2
 """Size of the sum of a softmax head's rows over the head's own: exact gradients leave 1e-7, half precision 1e-3."""
 
 FULL = 1e-2
-"""Smallest singular value over the largest, of a gradient whose rank is known to be less: rounding leaves 1e-3."""
+"""A singular value beyond the rank that the texts' lengths allow, over the largest: rounding leaves 1e-3."""
 
 
 def shows_noise(seen: Observation) -> bool:
     """Whether ``seen`` holds what no gradient of texts can hold.
 
     Rows of the word embedding for more words than texts have; a classifier's head whose rows do not add up to zero, as those
-    of softmax and one label do; attention gradients of full rank where the texts' lengths allow less. Local training with
+    of softmax and one label do; attention gradients of a higher rank than the texts' lengths allow. Local training with
     AdamW is none of these laws' business and shows nothing here.
     """
     if announced_update(seen).kind == "fedavg-adamw":
@@ -60,5 +60,6 @@ def _rank(seen: Observation) -> bool:
         return False
     for block in visible_blocks(seen)[:1]:
         values = torch.linalg.svdvals(torch.cat(visible_gradients(seen, block.qkv)).double())
-        return sum(seen.lengths) < len(values) and float(values[-1]) > FULL * float(values[0])
+        most = sum(seen.lengths)
+        return most < len(values) and float(values[most]) > FULL * float(values[0])
     return False

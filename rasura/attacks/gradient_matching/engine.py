@@ -86,6 +86,7 @@ class GradientMatching:
             total = size * int(rows.sum())
         else:
             total = 12 * size  # noise fills every row, or nothing is visible: a common sentence
+        total = min(total, size * _longest(seen))
         lengths = tuple(max(3, total // size + (1 if k < total % size else 0)) for k in range(size))
         return lengths, size == 1 and bool(spaces)
 
@@ -109,7 +110,7 @@ class _Run:
         self.prefix, self.suffix = len(vocabulary.prefix), len(vocabulary.suffix)
         self.lengths, self.vary = lengths, not exact
         # Where only the sum of the lengths is known, a text may be half as long again as the mean.
-        self.width = max(lengths) if exact else math.ceil(1.5 * max(lengths))
+        self.width = max(lengths) if exact else min(math.ceil(1.5 * max(lengths)), max(max(lengths), _longest(seen)))
         self.table, self.ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
         self.classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
         self.granted = seen.labels if Grant.LABELS in seen else None
@@ -365,6 +366,11 @@ class _Run:
         whole = ids.repeat(len(out), 1, 1)
         whole[:, row] = torch.stack(out)
         return list(whole)
+
+
+def _longest(seen: Observation) -> int:
+    """Tokens that the model takes at most."""
+    return int(getattr(seen.model.config, "max_position_embeddings", 1 << 20))
 
 
 def _same(free: Tensor) -> Tensor:

@@ -102,14 +102,11 @@ class Span:
         chosen = choose(found, size, seen.lengths if Grant.LENGTHS in seen else None)
         if first is not None and not _hold(chosen, first, inputs, seen):
             return None
-        texts = finish(observed, chosen, inputs)
+        prefixes = [p.tokens for p in chosen]
+        believed = prefixes_believed(spaces, inputs, candidates(seen.vocabulary), prefixes)
+        texts = finish(observed, chosen, inputs, search=believed)
         plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
-        open_ended = seen.task == "causal"
-
-        def believed() -> bool:
-            return prefixes_believed(spaces, inputs, candidates(seen.vocabulary), texts, open_ended=open_ended)
-
-        return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, believed)
+        return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, lambda: believed)
 
     def _by_position(
         self,
@@ -153,12 +150,15 @@ class Span:
         if active:
             texts = [_completed(text, likely, seen.vocabulary) for text in texts]
 
+        if seen.task == "causal":  # the last token has no gradient
+            texts = [[*text, (UNKNOWN, 0)] for text in texts]
+
         def believed() -> bool:
             if not active:
                 return tokens_believed(space, inputs, ids, texts, positional=True)
             here = {(row.position, row.token) for row in rows}
             frame = seen.vocabulary.special_ids
-            fitted = all(t in frame or (n, t) in here for text in texts for n, (t, _) in enumerate(text))
+            fitted = all(t == UNKNOWN or t in frame or (n, t) in here for text in texts for n, (t, _) in enumerate(text))
             return fitted and rows_believed(space, rows, len(ids) * longest, owed)
 
         return self._judged(observed, texts, max(row.residual for row in rows), spaces, believed, active)

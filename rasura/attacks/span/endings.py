@@ -21,14 +21,17 @@ GUESSES = 512
 """Next tokens tried for each text where the output layer is hidden."""
 
 
-def finish(seen: Observation, prefixes: Sequence[Prefix], inputs: Inputs) -> list[tuple[int, ...]]:
+def finish(seen: Observation, prefixes: Sequence[Prefix], inputs: Inputs, *, search: bool) -> list[tuple[int, ...]]:
     """The texts with their last tokens; ``UNKNOWN`` where nothing names one and no guess fits the gradient.
 
+    With ``search`` every option is tried against the gradient, which is worth its time where the prefixes are right.
     Classification losses have no such token: the prefixes are the texts.
     """
     if seen.task != "causal":
         return [p.tokens for p in prefixes]
     named = _from_output_layer(seen, prefixes, inputs)
+    if not search:
+        return [(*p.tokens, o[0]) for p, o in zip(prefixes, named)] if named else [(*p.tokens, UNKNOWN) for p in prefixes]
     options = named or _from_model(inputs, prefixes)
     texts = [(*p.tokens, o[0]) for p, o in zip(prefixes, options)]
     error, _ = check(seen, texts)

@@ -138,13 +138,10 @@ def tokens_believed(
 
 
 def prefixes_believed(
-    spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[int]], *, open_ended: bool
+    spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[int]]
 ) -> bool:
-    """The same for a decoder's ``texts``, by any one of the blocks above the first that ``spaces`` has.
-
-    ``open_ended``: the last token of each has no gradient.
-    """
-    whole = [torch.tensor(text[: len(text) - open_ended], dtype=torch.long) for text in texts]
+    """The same for a decoder's ``texts``, by any one of the blocks above the first that ``spaces`` has."""
+    whole = [torch.tensor(text, dtype=torch.long) for text in texts]
     blocks = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0]
     others = others_of(inputs, ids, {t for text in texts for t in text})[:OTHERS]
     if not blocks or not len(others) or not all(map(len, whole)):
