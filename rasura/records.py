@@ -268,7 +268,6 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
     "str": lambda value: isinstance(value, str),
     "int": lambda value: type(value) is int and value >= 0,
     "bool": lambda value: isinstance(value, bool),
-    "list[int]": lambda value: isinstance(value, list) and all(type(v) is int for v in value),
     "float": _number,
     "Mapping[str, Any]": _scores,
     "Details": lambda value: isinstance(value, dict),
