@@ -11,12 +11,13 @@ import torch
 
 from rasura.data.text import load_examples
 from rasura.interfaces import Budget, InputError, NotApplicable
+from rasura.mechanisms import Dropout, FrozenEmbeddings
 from rasura.recipes import attack as make_attack
 from rasura.recipes import parse_update
 from rasura.rng import generator
 from rasura.threat import adversary_copy
 from rasura.update_files import load_hidden, load_update
-from rasura.values import UNKNOWN, Grant, Mechanism, Message, Observation, Stage
+from rasura.values import UNKNOWN, Grant, Message, Observation
 from rasura.victims.loading import Victim, load
 
 
@@ -68,9 +69,9 @@ def read_update(
             raise InputError(f"{len(given)} {name} for a batch of {size}; give one for each text")
     mechanism = [local.mechanism, *(part.mechanism for part in wire)] if update != "fedsgd" else []
     if frozen_embeddings:
-        mechanism.append(Mechanism("frozen-embeddings", Stage.MODEL))
+        mechanism.append(FrozenEmbeddings())
     if dropout:
-        mechanism.append(Mechanism("dropout", Stage.MODEL, {"p": dropout}))
+        mechanism.append(Dropout(dropout))
     granted: dict[Grant, Any] = {
         Grant.MODEL: adversary_copy(victim.model),
         Grant.BASE_MODEL: victim.vocabulary,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.interfaces import InputError
-from rasura.values import Gradients, Grant, Mechanism, Observation, Stage
+from rasura.mechanisms import Protection, mechanism
+from rasura.values import Gradients, Grant, Observation
 
 Kind = Literal["fedsgd", "fedavg-sgd", "fedavg-adamw"]
 
@@ -48,11 +49,11 @@ class Local:
             raise InputError(f"update fedsgd sends one gradient, found {self.steps} steps; use fedavg-sgd or fedavg-adamw")
 
     @property
-    def mechanism(self) -> Mechanism:
+    def mechanism(self) -> Protection:
         """What everybody knows of it."""
         decay = WEIGHT_DECAY if self.kind == "fedavg-adamw" else 0.0
         known = {"steps": self.steps, "learning_rate": self.learning_rate, "weight_decay": decay, "lora": self.lora}
-        return Mechanism(self.kind, Stage.AGGREGATE, known)
+        return mechanism(self.kind, known)
 
 
 FEDSGD = Local()

@@ -103,6 +103,10 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
     assert [i for i in ours(module) if not i.removeprefix("rasura.").startswith(allowed)] == []
 
 
+def test_mechanisms_describe_and_import_no_method() -> None:
+    assert set(ours("mechanisms.py")) <= {"rasura.values", "rasura.errors"}
+
+
 @pytest.mark.parametrize("module", [m for m in MODULES if family(m) in FAMILIES - {"attacks"}])
 def test_families_do_not_import_each_other(module: str) -> None:
     others = FAMILIES - {family(module)}

@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import math
 
+from rasura.mechanisms import Protection, typed
 from rasura.values import Grant, Observation
 
 
-def _largest(seen: Observation, name: str, parameter: str) -> float:
-    if Grant.MECHANISM not in seen:
-        return 0.0
-    return max((float(m.parameters.get(parameter) or 0.0) for m in seen.mechanism if m.name == name), default=0.0)
+def announced(seen: Observation) -> tuple[Protection, ...]:
+    """The protections that the mechanism tells; none where it is not granted.
+
+    Raises ``InputError`` for an unknown one, which must not count as one without noise.
+    """
+    return tuple(typed(one) for one in seen.mechanism) if Grant.MECHANISM in seen else ()
 
 
 def announced_dropout(seen: Observation) -> float:
     """The dropout rate that the mechanism tells, 0 where it tells none."""
-    return _largest(seen, "dropout", "p")
+    return max((one.dropout_rate for one in announced(seen)), default=0.0)
 
 
 def announced_noise(seen: Observation) -> tuple[float, float]:
-    """The standard deviation of the noise on an entry, and the norm that the whole gradient was clipped to before it.
+    """The standard deviation of the noise on an entry, and the norm that the update cannot exceed without it.
 
-    ``(0, inf)`` where the mechanism tells of none.
+    ``(0, inf)`` where the mechanism tells of neither. Noise of several protections adds up. Noise that is divided by the
+    number of texts counts as that on a single one where this is not granted.
     """
-    deviation = math.hypot(_largest(seen, "gaussian", "sigma"), math.sqrt(2) * _largest(seen, "laplace", "scale"))
-    clips = [_largest(seen, name, "clip") for name in ("gaussian", "laplace")]
-    return deviation, min((c for c in clips if c), default=math.inf)
+    told = announced(seen)
+    texts = seen.batch_size if Grant.BATCH_SIZE in seen else 1
+    entries = sum(g.numel() for g in seen.message.gradients.values()) or None
+    deviation = math.hypot(*(one.noise_per_entry(texts, entries) for one in told))
+    return deviation, min((one.largest_norm for one in told), default=math.inf)

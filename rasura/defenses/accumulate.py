@@ -12,8 +12,9 @@ from typing import Any
 
 from rasura.accumulation import NAME, least_tokens, tokens_in
 from rasura.interfaces import InputError, NotSent, Transform
+from rasura.mechanisms import Accumulate
 from rasura.rng import Randomness
-from rasura.values import Mechanism, Message, Stage
+from rasura.values import Message, Stage
 
 Held = tuple[int, int]
 """The state: different tokens that the step was made of, and how many it takes to be sent."""
@@ -31,8 +32,7 @@ def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Tra
     given = tokens if tokens is not None else widths
     if isinstance(given, bool) or given is None or not 0 < given < math.inf or (tokens is not None and given != int(given)):
         raise InputError(f"{NAME}: {given!r}; expected a whole number of tokens, or a multiple of the hidden size, above 0")
-    told: dict[str, Any] = {"tokens": tokens} if tokens is not None else {"widths": widths}
-    mechanism = Mechanism(NAME, Stage.WIRE, told)
+    mechanism = Accumulate(tokens=None if tokens is None else int(tokens), widths=widths)
 
     def init(seen: Any) -> Held:
         model, inputs = seen

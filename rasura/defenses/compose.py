@@ -6,8 +6,9 @@ from itertools import pairwise
 from typing import Any
 
 from rasura.interfaces import Defense, InputError, Transform
+from rasura.mechanisms import Mean
 from rasura.rng import Randomness
-from rasura.values import Gradients, Mechanism, PerExample, Stage
+from rasura.values import Gradients, PerExample, Stage
 
 ORDER = (Stage.DATA, Stage.MODEL, Stage.AGGREGATE, Stage.WIRE)
 """The stages in the order in which a step runs through them."""
@@ -29,7 +30,7 @@ def mean() -> Transform[PerExample, Gradients, None]:
     def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         return examples.mean(), None
 
-    return Transform(Stage.AGGREGATE, Mechanism("mean", Stage.AGGREGATE), stateless, apply)
+    return Transform(Stage.AGGREGATE, Mean(), stateless, apply)
 
 
 def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:

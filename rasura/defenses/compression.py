@@ -10,28 +10,29 @@ from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import Transform
+from rasura.mechanisms import Bf16, Fp16, Protection, Sign
 from rasura.rng import Randomness
-from rasura.values import Mechanism, Message, Stage
+from rasura.values import Message, Stage
 
 
-def _each(name: str, change: Callable[[Tensor], Tensor]) -> Transform[Message, Message, None]:
+def _each(told: Protection, change: Callable[[Tensor], Tensor]) -> Transform[Message, Message, None]:
     def apply(message: Message, state: None, rng: Randomness) -> tuple[Message, None]:
         changed = {n: change(g) for n, g in message.gradients.items()}
         return replace(message, gradients=changed), None
 
-    return Transform(Stage.WIRE, Mechanism(name, Stage.WIRE), stateless, apply)
+    return Transform(Stage.WIRE, told, stateless, apply)
 
 
 def fp16() -> Transform[Message, Message, None]:
     """Entries in half precision: 11 bits, and what is below 6e-8 is lost."""
-    return _each("fp16", lambda g: g.to(torch.float16).to(g.dtype))
+    return _each(Fp16(), lambda g: g.to(torch.float16).to(g.dtype))
 
 
 def bf16() -> Transform[Message, Message, None]:
     """Entries in bfloat16: 8 bits, at the range of float32."""
-    return _each("bf16", lambda g: g.to(torch.bfloat16).to(g.dtype))
+    return _each(Bf16(), lambda g: g.to(torch.bfloat16).to(g.dtype))
 
 
 def sign() -> Transform[Message, Message, None]:
     """The signs alone, one bit an entry (signSGD, Bernstein et al. 2018); zeros stay zero."""
-    return _each("sign", torch.sign)
+    return _each(Sign(), torch.sign)

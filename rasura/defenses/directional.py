@@ -12,9 +12,10 @@ from rasura.defenses.compose import stateless
 from rasura.defenses.dp_sgd import positive
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws, unit
 from rasura.interfaces import InputError, Transform
+from rasura.mechanisms import Directional
 from rasura.options import options
 from rasura.rng import Randomness
-from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
+from rasura.values import Gradients, PerExample, Stage
 
 BLOCKS = ("whole", "parameters")
 
@@ -73,8 +74,7 @@ def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gr
         cut = torch.split(joined, [shape.numel() for shape in first.values()])
         return {n: part.reshape(shape).to(like[0]) for (n, shape), part in zip(first.items(), cut)}, None
 
-    known: dict[str, Parameter] = {"kappa": concentration, "blocks": blocks}
-    return Transform(Stage.AGGREGATE, Mechanism("directional", Stage.AGGREGATE, known), stateless, apply)
+    return Transform(Stage.AGGREGATE, Directional(concentration, blocks), stateless, apply)
 
 
 def _again(head: list[Tensor], rest: Iterator[list[Tensor]]) -> Iterator[list[Tensor]]:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
+from rasura.mechanisms import DpSgd, Normalised
 from rasura.options import options
 from rasura.rng import Randomness, laplace, normal
-from rasura.values import Gradients, Mechanism, Parameter, PerExample, Stage
+from rasura.values import Gradients, PerExample, Stage
 
 NOISES = ("gaussian", "laplace")
 
@@ -70,8 +71,7 @@ def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transfor
             total = _clipped_absolutely(examples.each(), clip)
         return _released(total, examples, width, noise, rng), None
 
-    known: dict[str, Parameter] = {"sigma": float(sigma), "clip": float(clip), "noise": noise}
-    return Transform(Stage.AGGREGATE, Mechanism("dp-sgd", Stage.AGGREGATE, known), stateless, apply)
+    return Transform(Stage.AGGREGATE, DpSgd(sigma, clip, noise), stateless, apply)
 
 
 def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
@@ -86,8 +86,7 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
         total = examples.weighted(lambda norms: torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0))
         return _released(total, examples, width, "gaussian", rng), None
 
-    known: dict[str, Parameter] = {"sigma": float(sigma), "clip": 1.0, "noise": "gaussian"}
-    return Transform(Stage.AGGREGATE, Mechanism("normalised", Stage.AGGREGATE, known), stateless, apply)
+    return Transform(Stage.AGGREGATE, Normalised(sigma), stateless, apply)
 
 
 def described(text: str) -> Transform[PerExample, Gradients, None]:

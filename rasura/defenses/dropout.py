@@ -9,8 +9,9 @@ from torch import nn
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
+from rasura.mechanisms import Dropout
 from rasura.rng import Randomness
-from rasura.values import Mechanism, Stage
+from rasura.values import Stage
 
 _RATES = ("attention_dropout", "dropout", "hidden_dropout", "activation_dropout")
 """Float attributes that models hand to ``F.dropout`` (Llama, OPT) where others keep an ``nn.Dropout``."""
@@ -62,4 +63,4 @@ def dropout(p: float) -> Transform[nn.Module, nn.Module, Rates | None]:
                 module.training = mode
         return model
 
-    return Transform(Stage.MODEL, Mechanism("dropout", Stage.MODEL, {"p": float(p)}), stateless, apply, undo)
+    return Transform(Stage.MODEL, Dropout(p), stateless, apply, undo)

@@ -13,21 +13,22 @@ from torch import nn
 from rasura.defenses.compose import stateless
 from rasura.defenses.structure import blocks, embedding_parameters
 from rasura.interfaces import InputError, Transform
+from rasura.mechanisms import FrozenBlocks, FrozenEmbeddings
 from rasura.rng import Randomness
-from rasura.values import Mechanism, Parameter, Stage
+from rasura.values import Stage
 
 Frozen = list[nn.Parameter] | None
 """The state: the parameters that were trainable before, which ``undo`` makes trainable again."""
 
 
 def _freeze(
-    name: str, parameters: dict[str, Parameter], select: Callable[[nn.Module], list[nn.Parameter]]
+    told: FrozenEmbeddings | FrozenBlocks, select: Callable[[nn.Module], list[nn.Parameter]]
 ) -> Transform[nn.Module, nn.Module, Frozen]:
     def apply(model: nn.Module, state: Frozen, rng: Randomness) -> tuple[nn.Module, Frozen]:
         frozen = [p for p in select(model) if p.requires_grad]
         chosen = {id(p) for p in frozen}
         if not any(p.requires_grad and id(p) not in chosen for p in model.parameters()):
-            raise InputError(f"'{name}' leaves nothing to train in {type(model).__name__}; freeze fewer layers")
+            raise InputError(f"'{told.name}' leaves nothing to train in {type(model).__name__}; freeze fewer layers")
         for p in frozen:
             p.requires_grad_(False)
         return model, frozen
@@ -37,7 +38,7 @@ def _freeze(
             p.requires_grad_(True)
         return model
 
-    return Transform(Stage.MODEL, Mechanism(name, Stage.MODEL, parameters), stateless, apply, undo)
+    return Transform(Stage.MODEL, told, stateless, apply, undo)
 
 
 def frozen_embeddings() -> Transform[nn.Module, nn.Module, Frozen]:
@@ -46,7 +47,7 @@ def frozen_embeddings() -> Transform[nn.Module, nn.Module, Frozen]:
     A causal model that ties its output layer to the word embedding has that layer frozen too: it is one parameter. Under
     LoRA the base embeddings are frozen already and this changes nothing.
     """
-    return _freeze("frozen-embeddings", {}, embedding_parameters)
+    return _freeze(FrozenEmbeddings(), embedding_parameters)
 
 
 def frozen_blocks(n: int) -> Transform[nn.Module, nn.Module, Frozen]:
@@ -64,4 +65,4 @@ def frozen_blocks(n: int) -> Transform[nn.Module, nn.Module, Frozen]:
             raise InputError(f"frozen-blocks: n is {n}, but the model has {len(stack)} blocks; pass {len(stack)} or fewer")
         return embedding_parameters(model) + [p for block in list(stack)[:n] for p in block.parameters()]
 
-    return _freeze("frozen-blocks", {"n": n}, select)
+    return _freeze(FrozenBlocks(n), select)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
+from rasura.mechanisms import Gaussian, Laplace
 from rasura.rng import Randomness, laplace, normal
-from rasura.values import Mechanism, Message, Stage
+from rasura.values import Message, Stage
 
 Draw = Callable[[Sequence[int], Randomness], Tensor]
 
@@ -50,8 +51,8 @@ def _noise(name: str, knob: str, width: float, clip: float, draw: Draw) -> Trans
             noisy[key] = out
         return replace(message, gradients=noisy), None
 
-    mechanism = Mechanism(name, Stage.WIRE, {knob: float(width), "clip": float(clip)})
-    return Transform(Stage.WIRE, mechanism, stateless, apply)
+    told = Gaussian(width, clip) if name == "gaussian" else Laplace(width, clip)
+    return Transform(Stage.WIRE, told, stateless, apply)
 
 
 def gaussian_noise(sigma: float, clip: float = 1.0) -> Transform[Message, Message, None]:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
+from rasura.mechanisms import mechanism
 from rasura.rng import Randomness, uniform
-from rasura.values import Mechanism, Message, Stage
+from rasura.values import Message, Stage
 
 
 def _smallest(scores: Tensor, count: int) -> Tensor:
@@ -50,7 +51,7 @@ def _prune(name: str, ratio: float, score: Callable[[Tensor, Randomness], Tensor
             gradients[key], visible[key] = gradient * mask, mask
         return replace(message, gradients=gradients, visible=visible), None
 
-    return Transform(Stage.WIRE, Mechanism(name, Stage.WIRE, {"ratio": float(ratio)}), stateless, apply)
+    return Transform(Stage.WIRE, mechanism(name, {"ratio": ratio}), stateless, apply)
 
 
 def magnitude_pruning(ratio: float) -> Transform[Message, Message, None]:

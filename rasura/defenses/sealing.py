@@ -20,9 +20,10 @@ from rasura.defenses.homomorphic import Context, Scheme, make_keys, parameters_f
 from rasura.defenses.significance import NAMED, SCORED, named, scores
 from rasura.defenses.structure import embedding_parameters
 from rasura.interfaces import InputError, Transform
+from rasura.mechanisms import mechanism
 from rasura.options import options
 from rasura.rng import Randomness, generator
-from rasura.values import Mechanism, Message, Parameter, Stage
+from rasura.values import Message, Parameter, Stage
 from rasura.wire import mask_digest
 
 Embeddings = Literal["counted", "sealed", "clear"]
@@ -192,7 +193,7 @@ def sealing(
     if settings.scheme != "none":
         budget = parameters_for(settings.clients, settings.scheme).noise_budget(settings.clients)
         told |= {} if budget is None else {"noise_budget_bits": round(budget, 1)}
-    return Transform(Stage.WIRE, Mechanism("sealing", Stage.WIRE, told), init, apply)
+    return Transform(Stage.WIRE, mechanism("sealing", told), init, apply)
 
 
 def flattened(

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from rasura.interfaces import Transform
+from rasura.mechanisms import mechanism
 from rasura.options import options
 from rasura.rng import Randomness
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import DEFAULT, Selection, Selector
 from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
-from rasura.values import Batch, Mechanism, Stage, Vocabulary
+from rasura.values import Batch, Stage, Vocabulary
 
 
 def ghost(
@@ -47,7 +48,7 @@ def ghost(
     if table is None and settings.language is not None:
         lemmatizer()  # What is missing is said now, not when the first text comes.
     known = {**asdict(settings), **asdict(selection)}
-    return Transform(Stage.DATA, Mechanism("ghost", Stage.DATA, known), init, apply)
+    return Transform(Stage.DATA, mechanism("ghost", known), init, apply)
 
 
 def described(text: str = "") -> Transform[Batch, Batch, Selector]:

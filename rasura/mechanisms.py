@@ -1,0 +1,434 @@
+"""What is publicly known of each protection of an update, as typed values that answer what an adaptive attack asks.
+
+One frozen class a protection and a kind of update. Values are checked when made, so that a noise that is no number or a
+share above 1 cannot be described. ``mechanism(name, parameters)`` makes one from its plain form (``.name`` and
+``.parameters``, which may have been JSON) and refuses what it does not know: an unknown protection must never count as one
+without noise.
+Protections of model services have their own attacks, which know them by name, and are no part of this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from rasura.errors import InputError
+from rasura.values import Mechanism, Parameter, Stage
+
+KNOWN: dict[str, type[Protection]] = {}
+"""Every protection by name."""
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What a field may be: a number between bounds (``open`` ones left out), one of ``words``, a flag; or None."""
+
+    kind: type[float] | type[int] | type[str] | type[bool]
+    least: float = -math.inf
+    most: float = math.inf
+    open: str = ""
+    words: tuple[str, ...] = ()
+    optional: bool = False
+    infinite: bool = False
+
+    def checked(self, owner: str, name: str, value: Any) -> Parameter:
+        if value is None and self.optional:
+            return None
+        if self.kind is bool or self.kind is str:
+            fits = isinstance(value, self.kind) and (not self.words or value in self.words)
+        else:
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and self._within(value)
+        if not fits:
+            raise InputError(f"{owner}: {name} is {value!r}; expected {self.wanted}")
+        made: Parameter = self.kind(value)
+        return made
+
+    def _within(self, value: float) -> bool:
+        if not math.isfinite(value) and not (self.infinite and value == math.inf):
+            return False
+        low = value > self.least if "low" in self.open else value >= self.least
+        high = value < self.most if "high" in self.open else value <= self.most
+        return low and high and (self.kind is float or value == int(value))
+
+    @property
+    def wanted(self) -> str:
+        if self.kind is bool:
+            return "true or false"
+        if self.kind is str:
+            return " or ".join(self.words) or "text"
+        ends = []
+        if self.least > -math.inf:
+            ends.append(f"{'above' if 'low' in self.open else 'at least'} {self.least:g}")
+        if self.most < math.inf:
+            ends.append(f"{'below' if 'high' in self.open else 'at most'} {self.most:g}")
+        what = "whole " if self.kind is int else "" if self.infinite else "finite "
+        return f"a {what}number {' and '.join(ends)}".rstrip()
+
+
+def _is(*default: Any, absent: bool = False, **rule: Any) -> Any:
+    """A field with its rule, and a ``default`` where one is given. ``absent``: no parameter where it is None."""
+    known = {"rule": _Rule(**rule), "absent": absent}
+    return field(default=default[0], metadata=known) if default else field(metadata=known)
+
+
+def _number(*default: float | None, **rule: Any) -> Any:
+    return _is(*default, kind=float, **rule)
+
+
+def _whole(*default: int | None, **rule: Any) -> Any:
+    return _is(*default, kind=int, **rule)
+
+
+def _word(*default: str | None, **rule: Any) -> Any:
+    return _is(*default, kind=str, **rule)
+
+
+def _flag(*default: bool, **rule: Any) -> Any:
+    return _is(*default, kind=bool, **rule)
+
+
+@dataclass(frozen=True)
+class Protection(Mechanism):
+    """A mechanism that answers for itself. What a subclass does not answer otherwise, it does not do."""
+
+    name: str = field(init=False, repr=False, compare=False)
+    stage: Stage = field(init=False, repr=False, compare=False)
+    parameters: Mapping[str, Parameter] = field(init=False, repr=False, compare=False)
+
+    NAME: ClassVar[str]
+    STAGE: ClassVar[Stage]
+
+    def __init_subclass__(cls, *, named: str = "", at: Stage = Stage.WIRE) -> None:
+        if named:  # else it is what several have in common
+            cls.NAME, cls.STAGE = named, at
+            KNOWN[named] = cls
+
+    def __post_init__(self) -> None:
+        told: dict[str, Parameter] = {}
+        for one in fields(self):
+            if "rule" in one.metadata:
+                value = one.metadata["rule"].checked(self.NAME, one.name, getattr(self, one.name))
+                object.__setattr__(self, one.name, value)
+                if value is not None or not one.metadata["absent"]:
+                    told[one.name] = value
+        object.__setattr__(self, "name", self.NAME)
+        object.__setattr__(self, "stage", self.STAGE)
+        object.__setattr__(self, "parameters", told)
+
+    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
+        """The standard deviation of the noise on one entry of what is sent for ``batch_size`` texts; 0 where none is added.
+
+        It is added after any clipping, and no later part of this protection shrinks it. ``entries``: how many entries the
+        update has in all, which only noise of directions asks; without it that is an upper bound.
+        """
+        return 0.0
+
+    @property
+    def largest_norm(self) -> float:
+        """What the Euclidean norm of the update cannot exceed before noise is added: its clip. Infinite without one."""
+        return math.inf
+
+    @property
+    def dropout_rate(self) -> float:
+        """The share of activations that is dropped while the gradient is taken."""
+        return 0.0
+
+    @property
+    def hides_entries(self) -> bool:
+        """Whether entries of the update do not arrive, or not readably; which, the message's masks tell."""
+        return False
+
+    @property
+    def changes_texts(self) -> bool:
+        """Whether the update is made of other texts than the private ones."""
+        return False
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether an update waits until it is made of enough different tokens."""
+        return False
+
+
+def mechanism(name: str, parameters: Mapping[str, Any] | None = None) -> Protection:
+    """The protection called ``name`` with these parameters. Raises ``InputError`` for a name or a parameter that is none."""
+    if name not in KNOWN:
+        raise InputError(f"unknown mechanism {name!r}; known: {', '.join(sorted(KNOWN))}")
+    made, given = KNOWN[name], dict(parameters or {})
+    names = {one.name: one for one in fields(made) if "rule" in one.metadata}
+    for one in given:
+        if one not in names:
+            raise InputError(f"{name}: unknown parameter {one!r}; known: {', '.join(names) or 'none'}")
+    lacking = [n for n, one in names.items() if n not in given and one.default is one.default_factory]
+    if lacking:
+        raise InputError(f"{name}: no {lacking[0]}; expected a mechanism to tell it")
+    return made(**given)
+
+
+def typed(described: Mechanism) -> Protection:
+    """``described`` as the protection that it describes: itself where it is one. Raises as ``mechanism`` does."""
+    return described if isinstance(described, Protection) else mechanism(described.name, described.parameters)
+
+
+def _texts(batch_size: int) -> int:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"a batch of {batch_size!r} texts; expected a whole number of at least 1")
+    return batch_size
+
+
+# Kinds of update, and the plain aggregation
+
+
+@dataclass(frozen=True)
+class Mean(Protection, named="mean", at=Stage.AGGREGATE):
+    """The gradient of the mean loss, as it is."""
+
+
+@dataclass(frozen=True)
+class _Trained(Protection):
+    """What a client's own training changed; with ``lora`` above 0, of adapters of that rank."""
+
+    steps: int = _whole(1, least=1)
+    learning_rate: float = _number(1.0, least=0, open="low")
+    weight_decay: float = _number(0.0, least=0)
+    lora: int = _whole(0, least=0)
+
+
+@dataclass(frozen=True)
+class FedSgd(_Trained, named="fedsgd", at=Stage.AGGREGATE):
+    """One gradient."""
+
+
+@dataclass(frozen=True)
+class FedAvgSgd(_Trained, named="fedavg-sgd", at=Stage.AGGREGATE):
+    """Several steps of SGD."""
+
+
+@dataclass(frozen=True)
+class FedAvgAdamW(_Trained, named="fedavg-adamw", at=Stage.AGGREGATE):
+    """Several steps of AdamW."""
+
+
+# Noise
+
+
+@dataclass(frozen=True)
+class Gaussian(Protection, named="gaussian", at=Stage.WIRE):
+    """The whole update clipped to the norm ``clip``, then Gaussian noise of deviation ``sigma`` on every visible entry."""
+
+    sigma: float = _number(least=0)
+    clip: float = _number(1.0, least=0, open="low", infinite=True)
+
+    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
+        return self.sigma
+
+    @property
+    def largest_norm(self) -> float:
+        return self.clip
+
+
+@dataclass(frozen=True)
+class Laplace(Protection, named="laplace", at=Stage.WIRE):
+    """The whole update clipped to the norm ``clip``, then Laplace noise of ``scale`` b on every visible entry."""
+
+    scale: float = _number(least=0)
+    clip: float = _number(1.0, least=0, open="low", infinite=True)
+
+    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
+        return math.sqrt(2) * self.scale
+
+    @property
+    def largest_norm(self) -> float:
+        return self.clip
+
+
+@dataclass(frozen=True)
+class DpSgd(Protection, named="dp-sgd", at=Stage.AGGREGATE):
+    """Every text's gradient clipped to ``clip``, noise of ``sigma * clip`` on their sum, all over the number of texts.
+
+    The clip bounds the mean of the texts' gradients, too. With Laplace noise, ``sigma * clip`` is its scale b, and the norm
+    is that of absolute values, which the Euclidean one does not exceed.
+    """
+
+    sigma: float = _number(least=0, open="low")
+    clip: float = _number(1.0, least=0, open="low")
+    noise: str = _word("gaussian", words=("gaussian", "laplace"))
+
+    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
+        wide = math.sqrt(2) if self.noise == "laplace" else 1.0
+        return wide * self.sigma * self.clip / _texts(batch_size)
+
+    @property
+    def largest_norm(self) -> float:
+        return self.clip
+
+
+@dataclass(frozen=True)
+class Normalised(Protection, named="normalised", at=Stage.AGGREGATE):
+    """Every text's gradient scaled to norm 1, Gaussian noise of ``sigma`` on their sum, all over the number of texts."""
+
+    sigma: float = _number(least=0, open="low")
+    clip: float = _number(1.0, least=1, most=1)
+    noise: str = _word("gaussian", words=("gaussian",))
+
+    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
+        return self.sigma / _texts(batch_size)
+
+    @property
+    def largest_norm(self) -> float:
+        return self.clip
+
+
+@dataclass(frozen=True)
+class Directional(Protection, named="directional", at=Stage.AGGREGATE):
+    """The mean of one unit vector a text, drawn around its direction at concentration ``kappa`` (von Mises-Fisher)."""
+
+    kappa: float = _number(least=0, open="low")
+    blocks: str = _word("whole", words=("whole", "parameters"))
+
+    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
+        """What a draw strays from its expectation, spread evenly over ``entries``.
+
+        A draw has norm 1 and the expectation ``A mu``, so it strays by ``1 - A^2`` in all; ``A`` is a ratio of Bessel
+        functions, for which stands a lower bound (Amos 1974). Parameters as blocks share kappa by their size, which leaves
+        the figure as it is, but for blocks of few entries. Without ``entries``: across the direction an entry's variance is
+        ``A / kappa``, at most ``1 / kappa``.
+        """
+        if entries is None:
+            return 1 / math.sqrt(self.kappa * _texts(batch_size))
+        if isinstance(entries, bool) or not isinstance(entries, int) or entries < 1:
+            raise ValueError(f"an update of {entries!r} entries; expected a whole number of at least 1")
+        half = (entries - 1) / 2
+        mean = self.kappa / (half + math.hypot(self.kappa, half + 1))
+        return math.sqrt((1 - mean**2) / (entries * _texts(batch_size)))
+
+    @property
+    def largest_norm(self) -> float:
+        return 1.0
+
+
+# What is left out, or coarser
+
+
+@dataclass(frozen=True)
+class _Hiding(Protection):
+    """Something of the update does not arrive."""
+
+    @property
+    def hides_entries(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class FrozenEmbeddings(_Hiding, named="frozen-embeddings", at=Stage.MODEL):
+    """The embeddings are not trained, so nothing of them is sent."""
+
+
+@dataclass(frozen=True)
+class FrozenBlocks(_Hiding, named="frozen-blocks", at=Stage.MODEL):
+    """Nor are the first ``n`` blocks."""
+
+    n: int = _whole(least=0)
+
+
+@dataclass(frozen=True)
+class Pruning(_Hiding, named="pruning", at=Stage.WIRE):
+    """The smallest share ``ratio`` of the entries is left out."""
+
+    ratio: float = _number(least=0, most=1, open="high")
+
+    @property
+    def hides_entries(self) -> bool:
+        return self.ratio > 0
+
+
+@dataclass(frozen=True)
+class RandomPruning(Pruning, named="random-pruning", at=Stage.WIRE):
+    """A random share ``ratio`` of the entries is left out."""
+
+
+@dataclass(frozen=True)
+class Sealing(_Hiding, named="sealing", at=Stage.WIRE):
+    """Entries are encrypted: the share ``ratio`` that matters most by ``metric``, or the tensors that ``metric`` names."""
+
+    metric: str = _word()
+    ratio: float | None = _number(None, least=0, most=1, optional=True)
+    scope: str = _word("global", words=("global", "tensor"))
+    embeddings: str = _word("counted", words=("counted", "sealed", "clear"))
+    scheme: str = _word("none", words=("none", "bfv", "ckks"))
+    noise_budget_bits: float | None = _number(None, optional=True, absent=True)
+
+
+@dataclass(frozen=True)
+class Fp16(Protection, named="fp16", at=Stage.WIRE):
+    """Entries in half precision. Rounding is no noise: the same entry is rounded the same way."""
+
+
+@dataclass(frozen=True)
+class Bf16(Protection, named="bf16", at=Stage.WIRE):
+    """Entries in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Sign(Protection, named="sign", at=Stage.WIRE):
+    """The signs of the entries alone."""
+
+
+# What is done to the model, the texts, the moment
+
+
+@dataclass(frozen=True)
+class Dropout(Protection, named="dropout", at=Stage.MODEL):
+    """Active dropout with probability ``p``."""
+
+    p: float = _number(least=0, most=1, open="high")
+
+    @property
+    def dropout_rate(self) -> float:
+        return self.p
+
+
+@dataclass(frozen=True)
+class Ghost(Protection, named="ghost", at=Stage.DATA):
+    """Tokens give way to others before training; the parameters are those of ``ShadowSettings`` and ``Selection``."""
+
+    k: int = _whole(least=1)
+    overlap: float = _number(least=0, most=1)
+    grow: int = _whole(least=1)
+    most: int = _whole(least=1)
+    language: str | None = _word(optional=True)
+    direct: bool = _flag()
+    indirect: bool = _flag()
+    lemma: bool = _flag()
+    group: int = _whole(least=1)
+    choices: int = _whole(least=1)
+    keep_punctuation: bool = _flag()
+    keep_numbers: bool = _flag()
+    round_trip: bool = _flag()
+    beam: int = _whole(least=1)
+    tried: int = _whole(least=0)
+    sweeps: int = _whole(least=0)
+    enough: float = _number(least=0, most=1, open="high")
+    start: str = _word(words=("nearest", "random"))
+
+    @property
+    def changes_texts(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Accumulate(Protection, named="accumulate", at=Stage.WIRE):
+    """Nothing is sent below so many different ``tokens``, or ``widths`` times the hidden size: one of the two."""
+
+    tokens: int | None = _whole(None, least=1, optional=True, absent=True)
+    widths: float | None = _number(None, least=0, open="low", optional=True, absent=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.tokens is None) == (self.widths is None):
+            raise InputError("accumulate: expected either tokens or widths")
+
+    @property
+    def accumulates(self) -> bool:
+        return True
