@@ -486,7 +486,9 @@ def test_the_gate_says_how_many_texts_it_takes() -> None:
     assert of_gate([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], 0.5).exit == 0
     below = of_gate([*READ, *column("span", "dropout:0.1", [0.0] * MANY)], 0.1)
     assert below.exit == 4 and "guessing alone scores 20 %, so no protection can pass" in below.says[0]
-    above = of_gate([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], 0.1)
+    silent = of_gate([*READ, *column("span", "dropout:0.1", [None] * MANY, "failed")], 0.1)
+    assert silent.exit == 4 and "guessing alone scores 20 %" in silent.says[0], "who gave up read nothing"
+    above = of_gate([*READ, *column("span", "dropout:0.1", [GUESS + 0.05] * MANY)], 0.1)
     assert above.exit == 3 and above.says[0].endswith("(guessing alone scores 20 %: no protection can pass)")
 
 

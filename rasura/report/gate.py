@@ -12,6 +12,9 @@ from rasura.report.verdicts import Verdict, plain, texts_needed, unmeasured
 PASSED, ABOVE_LIMIT, NOT_JUDGED = 0, 3, 4
 """Exit codes: every judged column stays below; one is above; one could not be judged."""
 
+ROUNDING = 1e-9
+"""How far two means of the same scores may lie apart."""
+
 
 @dataclass(frozen=True)
 class Gate:
@@ -37,21 +40,27 @@ def checked_limit(limit: float) -> float:
 def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
     """Judge every column of ``verdicts`` against ``limit``.
 
-    A column is above it where its strongest attack read more on average, whatever else is known. Else it is not judged
-    unless it was fully measured and the upper bound of what was read is at most ``limit``.
+    A column is above it where its strongest attack read more on average, and more than guessing scores: one that gave up
+    stands at the guessing level and read nothing. Else the column is not judged unless it was fully measured and the upper
+    bound of what was read is at most ``limit``.
     """
     checked_limit(limit)
     columns = judged(verdicts)
     share = f"--fail-above {100 * limit:.3g} %"
     above, unknown = [], []
     for name, v in columns.items():
-        if v.risk is not None and v.risk > limit:
+        if _read_more(v, limit):
             above.append(f"{name}: {v.attack} read {100 * v.risk:.0f} %, above {share}{_guessing(v, limit)}")
         elif not v.within(limit, v.upper):
             unknown.append(f"{name}: not judged against {share}: {_why(v, limit)}")
     if not columns:
         unknown.append(f"nothing to judge against {share}: the run holds no protection and no baseline")
     return Gate(ABOVE_LIMIT if above else NOT_JUDGED if unknown else PASSED, tuple(columns), (*above, *unknown))
+
+
+def _read_more(v: Verdict, limit: float) -> bool:
+    guess = 0.0 if v.guess is None else v.guess.mean
+    return v.risk is not None and v.risk > limit and v.risk > guess + ROUNDING
 
 
 def _guessing(v: Verdict, limit: float) -> str:
