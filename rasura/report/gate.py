@@ -50,7 +50,7 @@ def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
     above, unknown = [], []
     for name, v in columns.items():
         if _read_more(v, limit):
-            above.append(f"{name}: {v.attack} read {100 * v.risk:.0f} %, above {share}{_guessing(v, limit)}")
+            above.append(f"{name}: {v.attack} read {100 * (v.risk or 0):.0f} %, above {share}{_guessing(v, limit)}")
         elif not v.within(limit, v.upper):
             unknown.append(f"{name}: not judged against {share}: {_why(v, limit)}")
     if not columns:
