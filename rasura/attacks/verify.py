@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.decoys import Texts, decoys, free_places, weakest, words
-from rasura.errors import AttackFailed
+from rasura.interfaces import AttackFailed
 from rasura.rng import generator
 from rasura.updates import announced_update, changed
 from rasura.values import UNKNOWN, Confidence, Grant, Observation, Parameter, Proof, Reconstruction, Vocabulary

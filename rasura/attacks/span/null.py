@@ -164,5 +164,9 @@ def prefixes_believed(
 
 
 def rows_believed(space: RowSpace, rows: Sequence[Row], trials: float, owed: int) -> bool:
-    """Whether ``rows``, fitted under dropout, are no chance hits and fill the row space but for ``owed`` copies."""
-    return len(rows) + owed >= space.rank and robust_chance(space.rank, len(space.basis), trials) <= FALSE
+    """Whether ``rows``, fitted under dropout, are no chance hits and fill the row space but for ``owed`` copies.
+
+    Masks make every token's input its own, so more rows than dimensions hold a false one: in a batch, tokens at the places
+    of other texts.
+    """
+    return len(rows) <= space.rank <= len(rows) + owed and robust_chance(space.rank, len(space.basis), trials) <= FALSE
