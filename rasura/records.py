@@ -226,11 +226,16 @@ def _digest(name: object, text: object) -> str:
 
 
 def _parsed(text: object) -> Any:
-    """The JSON value of ``text``, or None."""
+    """The JSON value of ``text``, or None; None also where it holds what no file of text can, half of a character."""
+    if not isinstance(text, str):
+        return None
     try:
-        return json.loads(text) if isinstance(text, str) else None
+        found = json.loads(text)
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
+    return found
 
 
 def wrong_in(record: object) -> str:

@@ -145,7 +145,7 @@ def test_a_record_of_wrong_types_is_refused(tmp_path: Path, field: str, value: o
         list(RunStore(tmp_path))
 
 
-@pytest.mark.parametrize("value", ["[1]", "{", "[" * 100_000, "3"])
+@pytest.mark.parametrize("value", ["[1]", "{", "[" * 100_000, "3", '{"key": "\\ud800"}'])
 def test_a_plan_or_record_that_is_not_an_object_is_refused(tmp_path: Path, value: str) -> None:
     store = RunStore(tmp_path, PLAN)
     store.add(record())
