@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -604,3 +607,16 @@ def test_a_search_goes_by_the_verdict() -> None:
 def test_what_a_bound_is(v: Verdict, expected: float | None) -> None:
     found = bound(v, 0.2)
     assert found["bound"] == expected and bool(found["unjudged"]) == (expected is None)
+
+
+# --- on models
+
+
+@pytest.mark.slow
+def test_no_family_of_models_gets_a_verdict_without_a_yardstick() -> None:
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "verdicts.py"
+    options = ["--family", "bert,electra,t5", "--limit", "1"]
+    done = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "'Holds': 0. Without a yardstick: 0" in done.stdout and "Refused at load: t5 (" in done.stdout
+    assert done.stdout.count("| bert | R |") == done.stdout.count("| electra | R |") == 1
