@@ -266,7 +266,7 @@ class MembershipAudit:
         _, _, told = self._attempt("blind", None)
         texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
         words = split_check(texts, self.members.tolist(), self.plan.recipe.seed)
-        return {"auc": None if told is None else told.scores["auc"], "words": asdict(words)}
+        return {"words": asdict(words)} | ({} if told is None else {"auc": told.scores["auc"]})
 
     def _one(
         self, name: str, key: str, beside: Mapping[str, Any], progress: Callable[[str, int, int], None] | None

@@ -105,7 +105,7 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
         return []
     out = []
     beside = done[0]["blind"]
-    blind, by_words = beside["auc"], beside["words"]
+    blind, by_words = beside.get("auc"), beside["words"]
     off = [s for s in (blind, by_words) if s is not None and (s["low"] > 0.5 or s["high"] < 0.5)]
     by_length = "(not measured)" if blind is None else _auc(blind)
     out.append(
