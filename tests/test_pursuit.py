@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from test_updates import NOTE, sent_by
+from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 
 from rasura.attacks.pursuit import Pursuit, Signs, Squares
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.recipes import parse_defense
 from rasura.rng import generator
+from rasura.threat import WITH_LENGTHS, observe
 from rasura.victims.loading import Victim, load
+from rasura.victims.step import step
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +63,15 @@ def test_signs_are_fitted_like_a_logistic_regression_of_every_output() -> None:
         optimizer.step(closure)
         expected = row * torch.sigmoid(-row * (w.detach() @ inputs))
         assert torch.allclose(left, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["roberta", "mpnet"])
+def test_positions_that_a_model_leaves_unused_are_not_asked_for(family: str) -> None:
+    model, batch = tiny(family, "classification"), batch_of([[CLS, 40, 3, 41, 9, SEP]], "classification", [1])
+    noisy = parse_defense("gaussian:1e-4")
+    truth = step(model, batch, noisy, task="classification", vocabulary=VOCABULARY, rng=generator(0))
+    found = Pursuit()(observe(truth, WITH_LENGTHS), rng=generator(0), budget=Budget("quick"))
+    assert len(found.tokens[0]) == 6 and set(found.tokens[0]) & {40, 3, 41, 9}
 
 
 @pytest.mark.parametrize("update", [pytest.param("fedsgd+sign", marks=pytest.mark.slow), "fedavg-adamw:1"])

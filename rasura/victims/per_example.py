@@ -70,7 +70,9 @@ def _gradients(passed: Passed, taken: Tensor, back: Tensor) -> dict[Any, Tensor]
     if isinstance(layer, Conv1D):
         found = rules[nn.Linear](layer, [taken], back)
         return {p: g.transpose(1, 2) if p is layer.weight else g for p, g in found.items()}
-    if type(layer) in rules:
+    # Opacus' rule for layer normalisation takes it that there is a bias; ModernBERT has none.
+    biased = not isinstance(layer, nn.LayerNorm) or layer.bias is not None
+    if type(layer) in rules and biased:
         out: dict[Any, Tensor] = rules[type(layer)](layer, [taken], back)
         return out
     try:
