@@ -61,11 +61,13 @@ def test_randomised_sensitivity_ranks_as_the_exact_one() -> None:
     names = [n for n, p in model.named_parameters() if "encoder" in n]
     exact = sensitivity(model, INPUTS, names, "exact", generator(0))
     # The size that 64 probes give is off by a fifth from one seed to the next, their ranks hardly.
-    quick = sensitivity(model, INPUTS, names, "randomised", generator(3))
-    assert np.corrcoef(ranks(exact), ranks(quick))[0, 1] >= 0.98
+    sizes = []
+    for seed in range(3):
+        quick = sensitivity(model, INPUTS, names, "randomised", generator(seed))
+        assert np.corrcoef(ranks(exact), ranks(quick))[0, 1] >= 0.98
+        sizes.append(np.median([float(quick[n].sum() / exact[n].sum()) for n in names if float(exact[n].sum()) > 0]))
     # The size, too, is that of the definition.
-    ratio = [float(quick[n].sum() / exact[n].sum()) for n in names if float(exact[n].sum()) > 0]
-    assert 0.9 < np.median(ratio) < 1.1
+    assert 0.9 < np.mean(sizes) < 1.1
     discrete = sensitivity(model, INPUTS, names[:4], "discrete", generator(0))
     part = {n: exact[n] for n in names[:4]}
     assert np.corrcoef(ranks(part), ranks(discrete))[0, 1] > 0.8
