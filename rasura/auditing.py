@@ -27,6 +27,7 @@ from rasura.data.text import (
     load_examples,
     load_reference,
 )
+from rasura.errors import broken
 from rasura.interfaces import ActiveAttack, Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
@@ -232,7 +233,7 @@ class Audit:
         except InputError:
             raise
         except Exception as error:
-            return "crashed", f"the training step broke: {_in_a_line(error)}"
+            return "crashed", f"the training step broke: {broken(error)}"
 
     def _crafted(self, cell: Cell, public: nn.Module) -> nn.Module:
         """The model that is trained on: ``public``, or what the server sends instead under an active threat model."""
@@ -322,7 +323,7 @@ class Audit:
             return "failed", str(error), Reconstruction((), details=error.details)
         except Exception as error:
             # An attack that breaks is a finding about the attack, not the end of the run; it is no sign of protection.
-            return "crashed", _in_a_line(error), None
+            return "crashed", broken(error), None
 
     def scores(self, guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
         """All metrics of one guess; a metric that this machine cannot compute is noted with its remedy, not faked."""
@@ -333,11 +334,6 @@ class Audit:
             except Unavailable as error:
                 self.unavailable[name] = str(error)
         return out
-
-
-def _in_a_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}".removesuffix(": ")
 
 
 def _numbered(private: Sequence[Any]) -> list[int]:

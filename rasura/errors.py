@@ -36,13 +36,17 @@ class Unavailable(RuntimeError):
     """A metric cannot be computed on this machine; the message says what is missing and the remedy."""
 
 
-def crash(error: Exception) -> str:
-    """Why an attack gave no figure. The words of errors that are not ours may hold private text: they are left out, and
-    it is told where the attack broke."""
+def broken(error: Exception) -> str:
+    """The kind of an error and where it arose. Words that are not ours may hold private text, so they are left out."""
     if isinstance(error, AttackFailed | InputError):
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     place, trace = "", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         place, trace = f" in {code.co_name} ({code.co_filename.rpartition('/')[2]}, line {trace.tb_lineno})", trace.tb_next
-    return f"the attack broke with {type(error).__name__}{place}"
+    return f"{type(error).__name__}{place}"
+
+
+def crash(error: Exception) -> str:
+    """Why an attack gave no figure: our own words, or which error broke it and where."""
+    return str(error) if isinstance(error, AttackFailed | InputError) else f"the attack broke with {broken(error)}"
