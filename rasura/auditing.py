@@ -16,17 +16,7 @@ from torch import nn
 
 from rasura.accumulation import gathered, least_tokens, tokens_in
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
-from rasura.data.text import (
-    E,
-    Example,
-    columns_of,
-    data_hash,
-    demo_examples,
-    encode,
-    groups,
-    load_examples,
-    load_reference,
-)
+from rasura.data.text import E, Example, columns_of, data_hash, demo_examples, encode, groups, load_examples, load_reference
 from rasura.errors import broken
 from rasura.interfaces import ActiveAttack, Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim

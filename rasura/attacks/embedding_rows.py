@@ -16,7 +16,7 @@ from rasura.attacks.tied_rows import without_output_part
 from rasura.attacks.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
-from rasura.victims.models import Parts, parts
+from rasura.victims.models import Parts, first_position, parts
 
 FLOOR = 1e-9
 """Rows below this share of the largest row count as zero."""
@@ -159,14 +159,6 @@ def told_apart(words: Rows, places: Rows, taken: list[int]) -> tuple[float, floa
     return error, least, shown
 
 
-def _offset(model: torch.nn.Module, found: Parts) -> int:
-    """The row of the first position: RoBERTa counts from its padding id plus one, OPT from 2, others from 0."""
-    assert found.position_embedding is not None
-    module = model.get_submodule(found.position_embedding.rsplit(".", 1)[0])
-    pad = getattr(module, "padding_idx", None)
-    return int(pad) + 1 if pad is not None else int(getattr(module, "offset", 0))
-
-
 class EmbeddingRows:
     """Reads the words from the word embedding's gradient, and their order where a position embedding is trained too.
 
@@ -214,7 +206,7 @@ class EmbeddingRows:
             raise AttackFailed(f"no word stands out of the word embedding's gradient: {why}")
         details = {"distinct_tokens": len(words), "noisy": words.noisy, "tied": tied}
         if places is not None and len(places):
-            first = min(_offset(seen.model, found), int(places.index[0]))
+            first = min(first_position(seen.model) or 0, int(places.index[0]))
             details["longest"] = int(places.index[-1]) - first + 1 + (seen.task == "causal")
             # Of an unknown number of texts only an exact solution says that it was one.
             if size in (None, 1):

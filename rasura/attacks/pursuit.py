@@ -30,7 +30,7 @@ from rasura.attacks.verify import MOST_LABELINGS, pad, prove, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.updates import announced_update
 from rasura.values import Grant, Observation, Reconstruction
-from rasura.victims.models import is_eager, parts, position_rows
+from rasura.victims.models import is_eager, parts, positions
 
 LONGEST = 40
 """Positions that are searched where the length is unknown."""
@@ -175,13 +175,6 @@ def _without_decay(seen: Observation, rows: Tensor) -> Tensor:
     return rows - decay * _rows(replace(seen, message=replace(seen.message, gradients=weights)))[0]
 
 
-def _places(model: nn.Module) -> int:
-    """How many tokens the position embedding has rows for: RoBERTa and MPNet leave the first two unused."""
-    name, rows = parts(model).position_embedding, position_rows(model, 1)
-    assert name is not None and rows is not None
-    return len(model.get_parameter(name)) - int(rows[0])
-
-
 class _Search:
     """The pursuit: which token stands where. ``ends``: where texts end, as far as known."""
 
@@ -191,7 +184,7 @@ class _Search:
         self.batch = seen.batch_size if Grant.BATCH_SIZE in seen else 1
         self.ends = sorted(seen.lengths) if Grant.LENGTHS in seen else []
         most = max(self.ends) if self.ends else LONGEST
-        longest = _places(seen.model)
+        longest = positions(seen.model) or most
         self.most = min(most, longest)
         self.known = bool(self.ends)
         # Where no text reaches, the best token's gain is what chance gives.

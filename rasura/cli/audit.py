@@ -10,18 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import (
-    LabelColumn,
-    PairColumn,
-    TextColumn,
-    app,
-    device_named,
-    err,
-    numbers,
-    out,
-    split,
-    watched,
-)
+from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, numbers, out, split, watched
 from rasura.errors import AttackFailed, InputError, NotApplicable
 
 

@@ -10,17 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import (
-    LabelColumn,
-    PairColumn,
-    TextColumn,
-    app,
-    device_named,
-    err,
-    out,
-    split,
-    watched,
-)
+from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, out, split, watched
 from rasura.errors import InputError
 
 

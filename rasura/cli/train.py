@@ -11,18 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from rasura.cli.shared import (
-    LabelColumn,
-    PairColumn,
-    TextColumn,
-    app,
-    device_named,
-    err,
-    out,
-    protect,
-    split,
-    watched,
-)
+from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, out, protect, split, watched
 
 
 class Rate:

@@ -15,7 +15,7 @@ from torch import nn
 
 from rasura.interfaces import InputError, MissingExtra
 from rasura.values import NO_TEXT, Task, Vocabulary
-from rasura.victims.models import parts, position_rows
+from rasura.victims.models import parts, positions
 from rasura.victims.structure import verify_parts
 from rasura.victims.weights import check_config, check_files, check_finite, check_size, fresh_weights, read_config, some
 
@@ -161,11 +161,11 @@ def _tell(name: str, weights: str, seed: int) -> None:
 def _positions(model: nn.Module) -> int:
     """Tokens that the model takes. RoBERTa's table begins with rows that no token can have."""
     try:
-        table, rows = parts(model).position_embedding, position_rows(model, 1)
+        found = positions(model)
     except InputError:  # a model that is only trained or asked
-        table, rows = None, None
-    if table is not None and rows is not None:
-        return len(model.get_parameter(table)) - int(rows[0])
+        found = None
+    if found is not None:
+        return found
     text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # a Hugging Face model
     return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 10**9)
 

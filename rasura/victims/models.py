@@ -309,8 +309,8 @@ def _filler(model: nn.Module) -> int:
     return next(i for i in range(1, 4) if i not in pads)
 
 
-def position_rows(model: nn.Module, length: int) -> Tensor | None:
-    """The rows of its position embedding that the model uses for ``length`` tokens, or None where it has none.
+def first_position(model: nn.Module) -> int | None:
+    """The row of its position embedding that the model uses for a text's first token, or None where it has none.
 
     RoBERTa counts from its padding id plus one, OPT from 2. The model is asked: what leaves the position embedding is
     looked up in its table. Raises ``InputError`` where that is not one row after the other.
@@ -320,8 +320,19 @@ def position_rows(model: nn.Module, length: int) -> Tensor | None:
         return None
     if model not in _FIRST_POSITION:
         _FIRST_POSITION[model] = _first_row(model, name)
-    first = _FIRST_POSITION[model]
-    return torch.arange(first, first + length, device=next(model.parameters()).device)
+    return _FIRST_POSITION[model]
+
+
+def position_rows(model: nn.Module, length: int) -> Tensor | None:
+    """The rows of its position embedding for ``length`` tokens, or None where it has none. Raises as ``first_position``."""
+    first = first_position(model)
+    return None if first is None else torch.arange(first, first + length, device=next(model.parameters()).device)
+
+
+def positions(model: nn.Module) -> int | None:
+    """How many tokens the position embedding has rows for, or None where there is none. Raises as ``first_position``."""
+    name, first = parts(model).position_embedding, first_position(model)
+    return None if name is None or first is None else len(model.get_parameter(name)) - first
 
 
 def _first_row(model: nn.Module, name: str) -> int:

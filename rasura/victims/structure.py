@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rasura.interfaces import InputError
 from rasura.values import Vocabulary
-from rasura.victims.models import Parts, evaluating, first_inputs, parts, position_rows
+from rasura.victims.models import Parts, evaluating, first_inputs, first_position, parts
 
 LENGTH = 8
 """Tokens of the text that a model is tried on."""
@@ -147,7 +147,7 @@ def _attention(watched: _Watched, known: Parts, length: int) -> str:
 def _first_block(model: nn.Module, watched: _Watched, known: Parts, ids: Tensor) -> str:
     whole = watched.inputs[known.blocks[0].qkv[0].module][0].reshape(ids.shape[1], known.hidden)
     try:
-        position_rows(model, 1)
+        first_position(model)
     except InputError as error:
         return str(error).split(": ", 1)[-1].split("; register")[0]
     for place in range(ids.shape[1]):

@@ -16,7 +16,7 @@ from torch import Generator, Tensor, nn
 
 from rasura.interfaces import NotApplicable
 from rasura.values import Task
-from rasura.victims.models import Linear, Parts, layer_inputs, parts, position_rows
+from rasura.victims.models import Linear, Parts, first_position, layer_inputs, parts
 
 DIRECTIONS = 3
 """Directions in which every token is measured: one that shares its step in one of them mostly has it alone in another."""
@@ -308,6 +308,6 @@ def _balance(model: nn.Module, where: Layout, task: Task, rng: Generator) -> Non
 
 def first_place(model: nn.Module) -> int:
     """The row of the position embedding that a text begins with."""
-    found = position_rows(model, 1)
+    found = first_position(model)
     assert found is not None
-    return int(found[0])
+    return found
