@@ -17,8 +17,8 @@ from rasura.accumulation import counted, tokens_in, width
 from rasura.data.text import Example, encode, load_examples
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.intervals import mean_interval
-from rasura.recipes import attack as make_attack
-from rasura.recipes import metric, parse_defense
+from rasura.registry import attack as make_attack
+from rasura.registry import metric, parse_defense
 from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, adversary_copy, observe
 from rasura.values import Batch, Transcript

@@ -24,7 +24,7 @@ from rasura.metrics.intervals import mean_interval
 from rasura.metrics.text import meteor, rouge, wordnet
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.rng import derive, generator
 from rasura.shadows.models import made_for
 from rasura.shadows.neighbours import common, neighbours, unit_rows

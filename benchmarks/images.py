@@ -17,7 +17,7 @@ from readback import without_largest
 from rasura.data.images import encode_images, load_images
 from rasura.data.text import groups
 from rasura.interfaces import AttackFailed, Budget
-from rasura.recipes import attack, metric, parse_defense
+from rasura.registry import attack, metric, parse_defense
 from rasura.rng import generator
 from rasura.threat import THREATS, adversary_copy, observe
 from rasura.victims.loading import load

@@ -20,8 +20,8 @@ from rasura.data.text import encode, load_examples
 from rasura.defenses.sealing import Sealing, mask
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.intervals import mean_interval
-from rasura.recipes import attack as make_attack
-from rasura.recipes import metric, parse_defense
+from rasura.registry import attack as make_attack
+from rasura.registry import metric, parse_defense
 from rasura.rng import generator
 from rasura.threat import WITH_LABELS_AND_LENGTHS, adversary_copy, observe
 from rasura.values import Transcript

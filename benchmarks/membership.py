@@ -23,7 +23,7 @@ from rasura.answers import Answers, OwnModel
 from rasura.data.text import encode, load_examples
 from rasura.metrics.intervals import mean_interval
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, needed, split_check, tpr_at
-from rasura.recipes import membership_attack
+from rasura.registry import membership_attack
 from rasura.rng import derive, generator
 from rasura.threat import MODEL_USER, observe_model
 from rasura.values import Batch

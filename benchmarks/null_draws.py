@@ -30,7 +30,7 @@ import torch
 import transformers
 from torch import nn
 
-from rasura import recipes
+from rasura import registry
 from rasura.attacks.gradient_matching.settings import Work as Matching
 from rasura.attacks.inverting_gradients import Work as Images
 from rasura.attacks.span_matching.attack import Work as Spans
@@ -52,7 +52,7 @@ ENCODERS_ONLY = frozenset(
 )
 SPECIAL = frozenset({PAD, FIRST, LAST})
 SMALL_GHOST = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
-ATTACKS = tuple(recipes.ATTACKS)
+ATTACKS = tuple(registry.ATTACKS)
 
 
 def vocabulary(task: str) -> Vocabulary:
@@ -83,7 +83,7 @@ def model_of(family: str, seed: int, width: int) -> nn.Module:
 
 def small(name: str) -> Attack[Reconstruction]:
     """The attack with the least work that runs all of it."""
-    made: Any = recipes.attack(name)
+    made: Any = registry.attack(name)
     least: Any = {"span-matching": Spans(4, 12, 1, 1, sweeps=1, holes=0)}.get(name)
     if name in ("dlg", "tag"):
         least = Matching(4, 1, 12)
@@ -155,16 +155,16 @@ def observation(name: str, kind: str, draw: int) -> tuple[Observation, tuple[tup
     task = "classification" if family == "bert" else "causal"
     width = (32, 48)[draw // 2 % 2]
     model, words = model_of(family, draw % 8, width), vocabulary(task)
-    attack = recipes.attack(name)
+    attack = registry.attack(name)
     if isinstance(attack, ActiveAttack):
         model = attack.craft(model, task, rng=generator(draw, "craft"))
     defense: Any = ()
     if name.startswith("ghost"):
         defense = (ghost(shadows=SMALL_GHOST),)
     elif name == "mask-positions":
-        defense = recipes.parse_defense("pruning:0.9")
+        defense = registry.parse_defense("pruning:0.9")
     elif name != "embedding-rows" and draw // 4 % 2:
-        defense = recipes.parse_defense("frozen-embeddings")
+        defense = registry.parse_defense("frozen-embeddings")
     batch = text_batch(draw, task)
     truth = step(model, batch, defense, task=task, vocabulary=words, rng=generator(draw, "step"))
     reference = tuple(" ".join(f"w{3 + (k + j) % 190}" for j in range(6)) for k in range(32))

@@ -19,7 +19,7 @@ import torch
 from rasura.data.text import Example, encode, load_examples
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.text import rouge
-from rasura.recipes import attack, parse_defense, parse_update
+from rasura.registry import attack, parse_defense, parse_update
 from rasura.rng import derive, generator
 from rasura.threat import THREATS, adversary_copy, observe
 from rasura.values import Message, Observation, Reconstruction

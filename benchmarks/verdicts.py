@@ -20,13 +20,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from tiny import ALL, tiny, tokenizer_folder
-
 from rasura.auditing import audit
 from rasura.interfaces import InputError
 from rasura.plan import Plan
 from rasura.report.findings import findings
 from rasura.report.verdicts import NOT_TOLD, WORDS
+from rasura.testing.tiny import ALL, tiny, tokenizer_folder
 
 PROTECTIONS = (
     "frozen-embeddings", "frozen-embeddings+dropout:0.1", "frozen-blocks:1", "pruning:0.9", "gaussian:0.001", "dp-sgd:0.01",

@@ -6,7 +6,7 @@ import platform
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, product
 from pathlib import Path
@@ -25,10 +25,10 @@ from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
 from rasura.metrics.text import rouge
 from rasura.plan import Plan
-from rasura.recipes import attack as make_attack
-from rasura.recipes import metric as make_metric
-from rasura.recipes import parse_defense, parse_update
 from rasura.records import Record, RunStore, cell_key
+from rasura.registry import ATTACKS, adversaries, parse_defense, parse_update
+from rasura.registry import attack as make_attack
+from rasura.registry import metric as make_metric
 from rasura.rng import generator
 from rasura.threat import THREATS, ThreatModel, adversary_copy, observe
 from rasura.values import Message, Reconstruction, Transcript
@@ -37,16 +37,8 @@ from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import step
 from rasura.wire import to_bytes
 
-SECONDS = {
-    "blind": 0.1, "embedding-rows": 0.3, "labels": 0.1, "mask-positions": 0.1, "span": 4.0, "dager": 4.0,
-    "span-matching": 45.0, "dlg": 250.0, "tag": 250.0, "best": 60.0,
-    "lamp-cos": 70.0, "lamp-l1l2": 120.0, "grab": 240.0, "pursuit": 60.0,
-    "inverting-gradients": 20.0, "feature-matching": 20.0, "decepticons": 5.0,
-}  # fmt: skip
-"""Rough CPU seconds of one attack on one short text on MiniLM, or one image, for the estimate before the start."""
-
 WORK = {"quick": 0.25, "default": 1.0, "paper": 30.0}
-"""What a budget makes of them."""
+"""What a budget makes of an attack's usual cost."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +176,7 @@ class Audit:
 
     def estimate(self) -> float:
         """Rough CPU seconds of the whole audit on a small model, for the user to decide before it starts."""
-        return WORK[self.plan.budget] * sum(SECONDS.get(c.attack, 60.0) * c.batch_size for c in self.cells)
+        return WORK[self.plan.budget] * sum(ATTACKS[c.attack].seconds * c.batch_size for c in self.cells)
 
     def run(self, store: RunStore, progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
         """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
@@ -281,6 +273,7 @@ class Audit:
             examples=self.examples_in[cell.defense, cell.batch_size][cell.batch],
             status=status,
             reason=reason,
+            known_by=asdict(adversaries(cell.defense, images=bool(self.images))),
             threat_plain=threat.plain,
             peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             device=self.device,

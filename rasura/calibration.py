@@ -19,11 +19,11 @@ from rasura.auditing import Audit, Cell
 from rasura.data.text import columns_of, load_examples
 from rasura.errors import MissingExtra
 from rasura.interfaces import InputError
-from rasura.knobs import Family, family
 from rasura.metrics.utility import HIGHER_IS_BETTER
+from rasura.options import known
 from rasura.plan import COLUMNS, Plan
-from rasura.recipes import METRICS, USUAL_METRICS, known, parse_defense
 from rasura.records import RunStore
+from rasura.registry import METRICS, Family, family, for_task, parse_defense, usual_metrics
 from rasura.report.calibration import recommendation
 from rasura.report.levels import point, yardstick
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
@@ -61,7 +61,7 @@ class CalibrationPlan:
     def checked(self) -> CalibrationPlan:
         """This plan with the metrics it needs, or ``InputError`` for what is wrong with it."""
         images = self.plan.task == "vision"
-        bare = known("risk", self.risk, ("ssim",) if images else tuple(METRICS))
+        bare = known("risk", self.risk, ("ssim",) if images else for_task(METRICS, "classification"))
         if not 0 < self.at_most < 1:
             raise InputError(f"at-most is {self.at_most}; expected a share above 0 and below 1")
         if self.steps < 0:
@@ -78,7 +78,7 @@ class CalibrationPlan:
             known(f"utility for the task {self.plan.task}", self.utility, figures[self.plan.task])
             if (self.train or self.plan.data) is None:
                 raise InputError("--utility needs texts to train on; pass FILE or --train")
-        metrics = self.plan.metrics if images or bare in USUAL_METRICS else (*USUAL_METRICS, bare)
+        metrics = self.plan.metrics if images or bare in usual_metrics() else (*usual_metrics(), bare)
         for text in self.plan.defenses:
             family(text)
         if len(set(self.plan.defenses)) < len(self.plan.defenses) or not self.plan.defenses:
@@ -160,7 +160,7 @@ class Calibration:
         entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.families = [family(text, entries) for text in self.plan.defenses]
         for one in self.families:
-            for position in one.knob.positions():
+            for position in one.strength.positions():
                 parse_defense(one.setting(position))
         self.fresh, self.which = self._fresh()
         self.lora = next(iter(first.updates.values()))[0].lora
@@ -193,7 +193,7 @@ class Calibration:
     def estimate(self) -> float:
         """Rough CPU seconds for a small model, training not counted."""
         each = Audit(replace(self.plan, defenses=("none",)), victim=self.victim).estimate()
-        return each * sum(one.knob.points + self.wanted.steps + 2 for one in self.families)
+        return each * sum(one.strength.points + self.wanted.steps + 2 for one in self.families)
 
     def close(self) -> None:
         """Close the store."""
@@ -243,14 +243,14 @@ class Calibration:
         def measure(positions: Sequence[float]) -> Measured:
             # Two positions may be one setting, as 2 and 2 of a whole number.
             for t, measured in zip(positions, self._measure([setting(t) for t in positions], self.plan, progress)):
-                value = one.knob.value(t, one.entries) if math.isfinite(t) else None
+                value = one.strength.value(t, one.entries) if math.isfinite(t) else None
                 points[t] = {**measured, "position": t if math.isfinite(t) else None, "value": value}
             return [points[t]["bound"] for t in positions]
 
-        chosen = least(measure, (UNPROTECTED, *one.knob.positions()), w.at_most, w.steps)
+        chosen = least(measure, (UNPROTECTED, *one.strength.positions()), w.at_most, w.steps)
         tried = {points[t]["setting"]: points[t] for t in sorted(points)}
         found: dict[str, Any] = {
-            "family": one.text, "knob": one.knob.name, "status": "unreached", "setting": None, "unjudged": [],
+            "family": one.text, "knob": one.strength.name, "status": "unreached", "setting": None, "unjudged": [],
             "points": list(tried.values()), "yardsticks": [yardstick(a, tried.values()) for a in self.plan.attacks],
         }  # fmt: skip
         if chosen is None:

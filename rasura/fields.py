@@ -10,7 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from rasura.errors import InputError
-from rasura.recipes import known
+from rasura.options import known
 
 MOST = 1 << 63
 """Whole numbers are below this, as TOML has them."""

@@ -18,8 +18,9 @@ from rasura.auditing import versions
 from rasura.data.text import Example, columns_of, data_hash, load_examples
 from rasura.errors import InputError, NotApplicable, crash
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, leakage, needed, roc, split_check, tpr_at
-from rasura.recipes import MEMBERSHIP, known, membership_attack, parse_defense
+from rasura.options import known
 from rasura.records import Record, RunStore, cell_key
+from rasura.registry import MEMBERSHIP, membership_attack, parse_defense
 from rasura.rng import generator
 from rasura.threat import MODEL_USER, adversary_copy, observe_model
 from rasura.training import encoded

@@ -1,8 +1,9 @@
-"""Options of a protection as text: ``k=30/overlap=0.2/lemma=false``."""
+"""Names and options as users write them: ``k=30/overlap=0.2/lemma=false``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rasura.errors import InputError
@@ -31,3 +32,13 @@ def _value(name: str, key: str, value: str, usual: Any) -> Any:
     except (KeyError, ValueError):
         raise InputError(f"{name}: {key} is {value!r}; expected a value like {str(usual).lower()}") from None
     return None if value == "none" else value
+
+
+def known(kind: str, name: str, names: Iterable[str]) -> str:
+    """``name`` if it is one of ``names``; else ``InputError`` that offers the nearest ones."""
+    every = list(names)
+    if name in every:
+        return name
+    near = difflib.get_close_matches(name, every, 3, 0.4)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(every)}"
+    raise InputError(f"unknown {kind} {name!r}; {hint}")

@@ -9,22 +9,25 @@ from typing import Any, get_args
 
 from rasura.fields import toml, typed
 from rasura.interfaces import Budget, InputError
-from rasura.recipes import (
-    ATTACKS,
-    DEFENSES,
-    IMAGE_ATTACKS,
-    IMAGE_DEFENSES,
-    IMAGE_METRICS,
-    METRICS,
-    USUAL_METRICS,
-    known,
-    metric,
-    parse_update,
-)
+from rasura.options import known
+from rasura.registry import ATTACKS, DEFENSES, METRICS, for_task, metric, named, parse_update, parts, usual_metrics
+from rasura.specs import IMAGES, AttackSpec, DefenseSpec
 from rasura.values import Task
 
 COLUMNS = ("text_column", "pair_column", "label_column")
 """Fields that name the columns of data files."""
+
+SUITES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "quick": (
+        ("blind", "embedding-rows", "span"),
+        ("none", "frozen-embeddings+dropout:0.1"),
+    ),
+    "full": (
+        ("blind", "embedding-rows", "labels", "span", "span-matching", "tag", "best"),
+        ("none", "frozen-embeddings+dropout:0.1", "frozen-blocks:1", "pruning:0.9", "gaussian:0.001"),
+    ),
+}
+"""Suite -> (attacks, defenses)."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Plan:
     updates: tuple[str, ...] = ("fedsgd",)
     threats: tuple[str, ...] = ("honest-server",)
     batch_sizes: tuple[int, ...] = (1,)
-    metrics: tuple[str, ...] = USUAL_METRICS
+    metrics: tuple[str, ...] = usual_metrics()
     limit: int = 4
     seeds: int = 1
     seed: int = 0
@@ -70,11 +73,12 @@ class Plan:
         """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it."""
         from rasura.threat import THREATS
 
+        known("task", self.task, get_args(Task))
         if self.task == "vision" and (plan := self._of_images()) != self:
             return plan.checked()
         for kind, names, choices in (
             ("attack", self.attacks, ATTACKS),
-            ("metric", self.metrics, IMAGE_METRICS if self.task == "vision" else METRICS),
+            ("metric", self.metrics, for_task(METRICS, self.task)),
             ("threat", self.threats, THREATS),
         ):
             if not names:
@@ -87,11 +91,8 @@ class Plan:
             if parse_update(update)[0].lora and self.task == "vision":
                 raise InputError("update lora is for language models; on images train all weights")
         for defense in self.defenses:
-            for part in defense.split("+"):
-                name = known("defense", part.strip().partition(":")[0], DEFENSES)
-                if self.task == "vision" and name not in IMAGE_DEFENSES:
-                    raise InputError(f"defense {name} is for language models; on images: {', '.join(IMAGE_DEFENSES)}")
-        known("task", self.task, get_args(Task))
+            for name, _ in parts(defense):
+                self._usable("defense", named(name, DEFENSES, "defense"), DEFENSES)
         known("budget", self.budget, ("quick", "default", "paper"))
         sizes = [("limit", self.limit), ("seeds", self.seeds), ("max_memory", self.max_memory)]
         for name, value in (*sizes, *(("batch size", b) for b in self.batch_sizes)):
@@ -101,20 +102,27 @@ class Plan:
             raise InputError(f"skip is {self.skip}; expected a number of texts, 0 for none")
         if self.entries is not None and not 0 < self.entries <= 1:
             raise InputError(f"entries is {self.entries}; expected a share above 0 and up to 1")
-        images = {n for n in self.attacks if n in IMAGE_ATTACKS}
-        if self.task == "vision" and (wrong := [n for n in self.attacks if n not in images]):
-            raise InputError(f"attack {wrong[0]} reads texts; on images: {', '.join(IMAGE_ATTACKS)}")
-        if self.task != "vision" and (wrong := [n for n in self.attacks if n in images - {"blind"}]):
-            raise InputError(f"attack {wrong[0]} reads images; pass --task vision")
+        for name in self.attacks:
+            self._usable("attack", ATTACKS[name], ATTACKS)
         if self.task == "vision" and (self.texts or self.reference):
             raise InputError("the task vision takes images, not --text or --reference; pass a folder of images as FILE")
         return self
+
+    def _usable(self, kind: str, spec: AttackSpec | DefenseSpec, methods: Mapping[str, Any]) -> None:
+        if self.task in spec.tasks:
+            return
+        images = spec.tasks == IMAGES
+        what = ("reads images" if images else "reads texts") if kind == "attack" else (
+            "is for images" if images else "is for language models"
+        )
+        others = f"on {'images' if self.task == 'vision' else self.task}: {', '.join(for_task(methods, self.task))}"
+        raise InputError(f"{kind} {spec.name} {what}; {'pass --task vision' if images else others}")
 
     def _of_images(self) -> Plan:
         """This plan, with images' defaults where a field has the default of texts."""
         texts = Plan()
         images: dict[str, Any] = {
-            "model": "lenet", "attacks": IMAGE_ATTACKS, "metrics": tuple(IMAGE_METRICS),
+            "model": "lenet", "attacks": for_task(ATTACKS, "vision"), "metrics": usual_metrics("vision"),
             "defenses": ("none", "pruning:0.9", "gaussian:0.001"),
         }  # fmt: skip
         return replace(self, **{k: v for k, v in images.items() if getattr(self, k) == getattr(texts, k)})

@@ -13,7 +13,7 @@ from rasura.accounting import Draw, Ledger, Run, assumes_poisson, formal
 from rasura.drawing import DrawnLoader
 from rasura.guard import Guard, guarded, put, taken_off
 from rasura.interfaces import Defense, InputError
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.values import Stage
 from rasura.victims.step import defended, message_for

@@ -14,11 +14,12 @@ from torch import nn
 
 from rasura.data.columns import NAMES, Columns
 from rasura.data.text import Example, load_examples, place_of
+from rasura.defenses.token_obfuscation import ghost
 from rasura.interfaces import Defense, InputError
 from rasura.private import Private, protect_training
-from rasura.recipes import token_obfuscation
 from rasura.rng import generator
 from rasura.shadows.models import made_for
+from rasura.shadows.selection import Selection
 from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
 from rasura.victims.loading import Victim, load
 
@@ -76,7 +77,7 @@ class Obfuscator:
         self.table = made or made_for(victim.model, victim.vocabulary, shadows)
         if table is not None and made is None:
             self.table.save(table)
-        self.selector = token_obfuscation(self.table, shadows, beam).init((victim.model, victim.vocabulary))
+        self.selector = ghost(self.table, shadows, Selection(beam=beam)).init((victim.model, victim.vocabulary))
 
     def __call__(self, rows: Mapping[str, Sequence[Any]], *, seed: int = 0, name: str = "map") -> dict[str, list[Any]]:
         """The columns ``text`` (and ``text_pair``) of ``rows`` obfuscated, with ``input_ids`` beside them: of a pair

@@ -12,8 +12,8 @@ import torch
 from rasura.data.text import load_examples
 from rasura.interfaces import Budget, InputError, NotApplicable
 from rasura.mechanisms import Dropout, FrozenEmbeddings
-from rasura.recipes import attack as make_attack
-from rasura.recipes import parse_update
+from rasura.registry import attack as make_attack
+from rasura.registry import parse_update
 from rasura.rng import generator
 from rasura.threat import adversary_copy
 from rasura.update_files import load_hidden, load_update

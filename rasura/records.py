@@ -15,7 +15,7 @@ from typing import Any
 from rasura.errors import InputError
 from rasura.files import write_whole
 
-SCHEMA = 2
+SCHEMA = 3
 LONGEST = 1 << 28
 """Bytes of one stored value, at most."""
 
@@ -30,6 +30,9 @@ TABLES = (
 Details = Mapping[str, Any]
 """What an attack tells beside its scores: of any form. A verdict takes ``ran`` and ``attack`` of the portfolio, as texts."""
 
+Adversaries = Mapping[str, Any]
+"""Who knows the protection: ``attacks``, ``unknown`` parts, ``protection_readers``; see ``rasura.registry.Adversaries``."""
+
 
 @dataclass(frozen=True)
 class Record:
@@ -38,7 +41,8 @@ class Record:
     ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is, bounds. ``status``, with
     ``reason``: ok, failed (the attack looked and gave up), crashed (it broke) or not_applicable; scores are empty unless ok.
     ``examples``: a number for each text or image of the batch, the same for the same one. ``recovered`` is masked unless
-    asked for. ``sent_bytes``: of the message on the wire where something is sealed, else of its entries;
+    asked for. ``known_by``: the attacks that know the protection, without which no verdict says that anything is stopped.
+    ``sent_bytes``: of the message on the wire where something is sealed, else of its entries;
     ``defense_seconds``: wall, of the protections on data and message. ``crafted``: the server made the weights up.
     """
 
@@ -60,6 +64,7 @@ class Record:
     blind: Mapping[str, Any] = field(default_factory=dict)
     recovered: list[dict[str, Any]] = field(default_factory=list)
     details: Details = field(default_factory=dict)
+    known_by: Adversaries = field(default_factory=dict)
     n_tokens: int = 0
     sent_bytes: int = 0
     defense_seconds: float = 0.0
@@ -254,6 +259,10 @@ def _number(value: object) -> bool:
     return type(value) in (int, float) and abs(value) < float("inf")  # type: ignore[arg-type]  # a number by then
 
 
+def _words(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+
 def _scores(value: object) -> bool:
     """Metric -> what was measured of it: numbers, or null where there is none."""
     if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
@@ -276,6 +285,7 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
     "float": _number,
     "Mapping[str, Any]": _scores,
     "Details": lambda value: isinstance(value, dict),
+    "Adversaries": lambda value: isinstance(value, dict) and all(_words(v) for v in value.values()),
     "list[int]": lambda value: isinstance(value, list) and all(type(v) is int and v >= 0 for v in value),
     "list[dict[str, Any]]": lambda value: isinstance(value, list) and all(isinstance(v, dict) for v in value),
     "Mapping[str, str]": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),

@@ -15,7 +15,6 @@ from typing import Any, get_args
 
 import torch
 
-from rasura import recipes
 from rasura.answers import ServiceObservation, ServiceTranscript, TokenReading
 from rasura.data.text import load_examples
 from rasura.errors import AttackFailed, InputError, NotApplicable, crash
@@ -25,6 +24,8 @@ from rasura.interfaces import Budget
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
 from rasura.obfuscation.services import Service
+from rasura.options import known
+from rasura.registry import SERVICE_ATTACKS, service_attack
 from rasura.rng import generator
 from rasura.service_protection import learned, parsed, protected
 from rasura.threat import observe_service, service_transcript
@@ -41,7 +42,8 @@ CLIENT = "client"
 @dataclass(frozen=True)
 class ServicePlan:
     """``limit`` texts of ``data`` of at least four words, sent behind each of ``protections`` (``obfuslm:k=10/epsilon=0.1``;
-    see ``recipes.SERVICE_PROTECTIONS``) and read by each of ``attacks``, whose ``references`` texts come from ``reference``.
+    see ``rasura list service-protections``) and read by each of ``attacks``. Their ``references`` texts come from
+    ``reference``.
 
     ``weights``: what is read is the service as it was ``uploaded``, before any training, or as it was ``trained`` since.
     """
@@ -51,7 +53,7 @@ class ServicePlan:
     model: str = "minilm"
     task: str = "classification"
     protections: tuple[str, ...] = ("obfuslm",)
-    attacks: tuple[str, ...] = tuple(recipes.SERVICE_ATTACKS)
+    attacks: tuple[str, ...] = tuple(SERVICE_ATTACKS)
     limit: int = 64
     references: int = 5000
     seed: int = 0
@@ -60,14 +62,14 @@ class ServicePlan:
 
     def checked(self) -> ServicePlan:
         """This plan, or ``InputError`` for what is wrong with it."""
-        recipes.known("task", self.task, [t for t in get_args(Task) if t != "vision"])
-        recipes.known("budget", self.budget, ("quick", "default", "paper"))
+        known("task", self.task, [t for t in get_args(Task) if t != "vision"])
+        known("budget", self.budget, ("quick", "default", "paper"))
         for text in self.protections:
             parsed(text)
         for name in self.weights:
-            recipes.known("weights", name, ("uploaded", "trained"))
+            known("weights", name, ("uploaded", "trained"))
         for name in self.attacks:
-            recipes.known("attack on a service", name, recipes.SERVICE_ATTACKS)
+            known("attack on a service", name, SERVICE_ATTACKS)
         for name in ("limit", "references"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
@@ -200,7 +202,7 @@ class ServiceAudit:
         level: Any = self.plan.budget
         start, scores, status, why = time.process_time(), {}, "ok", ""
         try:
-            guess = recipes.SERVICE_ATTACKS[attack]()(seen, rng=generator(self.plan.seed, attack), budget=Budget(level))
+            guess = service_attack(attack)(seen, rng=generator(self.plan.seed, attack), budget=Budget(level))
             found = self._scores_of_halves(guess, truth) if self._generates else _scores(guess, truth)
             scores = _whole(found, len(truth.ids))
         except NotApplicable as reason:

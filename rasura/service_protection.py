@@ -1,31 +1,33 @@
-"""Protections of a model service as they are written: ``obfuslm:k=10/epsilon=0.1`` (``recipes.SERVICE_PROTECTIONS``)."""
+"""Protections of a model service as they are written: ``obfuslm:k=10/epsilon=0.1`` (``rasura.registry``)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
+from torch import nn
 
-from rasura import recipes
 from rasura.interfaces import InputError
 from rasura.obfuscation.services import Service
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.tokenizer import fixed_ids
 from rasura.options import options
+from rasura.registry import SERVICE_PROTECTIONS, named
 from rasura.rng import generator
+from rasura.values import Vocabulary
 from rasura.victims.loading import Victim
 
 
 def parsed(text: str) -> tuple[str, dict[str, Any]]:
     """Name and options of the protection ``text``. Raises ``InputError`` for those that do not exist."""
     name, _, rest = text.partition(":")
-    known = recipes.known("protection of a service", name, recipes.SERVICE_PROTECTIONS)
+    named(name, SERVICE_PROTECTIONS, "protection of a service")
     usual: dict[str, Any] = asdict(ObfuscationSettings())
     if name != "obfuslm":
-        given = _parameters(known)
+        given = _parameters(name)
         usual = {n: p.default for n, p in given.items() if isinstance(p.default, bool | int | float | str)}
     wanted = options(name, rest, usual)
     if name == "obfuslm":
@@ -43,11 +45,23 @@ def protected(text: str, victim: Victim, seed: int, texts: Sequence[Sequence[int
 
     ``texts``: the client's training texts in its own ids, which a protection that is ``learned`` needs.
     """
+    fixed = fixed_ids(victim.tokenizer, victim.vocabulary.size) if parsed(text)[0] == "obfuslm" else frozenset()
+    return service(text, victim.model, victim.vocabulary, seed, texts, fixed)
+
+
+def service(
+    text: str,
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    seed: int,
+    texts: Sequence[Sequence[int]] = (),
+    fixed: Collection[int] = (),
+) -> Service:
+    """The same for a model without a tokenizer. ``fixed``: tokens that keep their ids, where the protection asks."""
     name, wanted = parsed(text)
     given = _parameters(name)
     if name == "obfuslm":
-        fixed = fixed_ids(victim.tokenizer, victim.vocabulary.size)
-        wanted = {"settings": ObfuscationSettings(**wanted), "fixed": fixed}
+        wanted = {"settings": ObfuscationSettings(**wanted), "fixed": frozenset(fixed)}
     if "rng" in given:
         wanted["rng"] = generator(seed, "key", text)
     if "texts" in given:
@@ -56,9 +70,9 @@ def protected(text: str, victim: Victim, seed: int, texts: Sequence[Sequence[int
         wanted["texts"] = texts
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # which CAPE's adversary begins with
-        service: Service = recipes.SERVICE_PROTECTIONS[name](victim.model, victim.vocabulary, **wanted)
-    return service
+        made: Service = SERVICE_PROTECTIONS[name].make(model, vocabulary, **wanted)
+    return made
 
 
 def _parameters(name: str) -> Any:
-    return inspect.signature(recipes.built(recipes.SERVICE_PROTECTIONS[name])).parameters
+    return inspect.signature(SERVICE_PROTECTIONS[name].make).parameters

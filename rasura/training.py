@@ -22,8 +22,9 @@ from rasura.files import write_whole
 from rasura.interfaces import Defense, InputError
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.obfuscation.services import Service
-from rasura.recipes import known, parse_defense
+from rasura.options import known
 from rasura.records import canonical
+from rasura.registry import parse_defense
 from rasura.rng import Randomness, generator
 from rasura.service_protection import parsed
 from rasura.service_protection import protected as protected_service
@@ -42,7 +43,7 @@ class TrainPlan:
     model is judged on. ``limit``: training texts used, drawn by the first seed; None for all. ``max_length``: tokens that a
     text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights. ``delta``: probability with
     which a formal guarantee may fail; None for a tenth of 1 / number of training texts. ``service``: ``defenses`` are
-    protections of a model service (``recipes.SERVICE_PROTECTIONS``), which is sent all texts, those it is judged on too.
+    protections of a model service (``rasura list service-protections``), which is sent all texts, those it is judged on too.
     ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text are
     numbered; ``result.json`` and the model's folder say what each number stands for.
     """

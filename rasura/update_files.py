@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rasura.interfaces import InputError
-from rasura.recipes import known
+from rasura.options import known
 from rasura.victims.loading import Victim
 from rasura.victims.models import parameter_shapes
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from rasura.interfaces import InputError
 from rasura.mechanisms import Protection, mechanism
+from rasura.specs import UpdateSpec
 from rasura.values import Gradients, Grant, Observation
 
 Kind = Literal["fedsgd", "fedavg-sgd", "fedavg-adamw"]
@@ -123,3 +125,44 @@ def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) ->
     states = whole.base_model(**inputs).last_hidden_state
     last: Tensor = whole.score(states[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1])
     return last
+
+
+def _fedavg(kind: Kind, steps: str = "1", rate: str = "") -> Local:
+    return Local(kind, int(steps), float(rate) if rate else RATES[kind])
+
+
+SPEC = UpdateSpec(
+    name="fedsgd",
+    about="one gradient",
+    source="McMahan et al. 2017, sec. 2 (FedSGD)",
+    make=lambda: FEDSGD,
+    example="fedsgd",
+)
+
+FEDAVG_SGD = UpdateSpec(
+    name="fedavg-sgd",
+    about="what STEPS of SGD at RATE changed, over the rate: fedavg-sgd:4 or fedavg-sgd:4:0.01",
+    source="McMahan et al. 2017, Algorithm 1 (FedAvg)",
+    make=partial(_fedavg, "fedavg-sgd"),
+    figures=2,
+    example="fedavg-sgd:4:0.01",
+)
+
+FEDAVG_ADAMW = UpdateSpec(
+    name="fedavg-adamw",
+    about="what STEPS of AdamW at RATE changed, over the rate",
+    source="McMahan et al. 2017, Algorithm 1, with AdamW (Loshchilov and Hutter 2019, Algorithm 2) as local optimizer",
+    make=partial(_fedavg, "fedavg-adamw"),
+    figures=2,
+    example="fedavg-adamw:4:5e-5",
+)
+
+LORA = UpdateSpec(
+    name="lora",
+    about="the gradient of fresh adapters of rank RANK: lora:8",
+    source="Hu et al. 2022 (LoRA), sec. 4.1",
+    make=lambda rank: Local(lora=int(rank)),
+    figures=1,
+    needed=1,
+    example="lora:8",
+)

@@ -22,7 +22,7 @@ from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.rng import generator
 from rasura.service.client import Client
 from rasura.service.container import header_bytes
-from tests.tiny import tiny, tokenizer_folder
+from rasura.testing.tiny import tiny, tokenizer_folder
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"
 TEXTS = [f"w{20 + k} the w{30 + k} of w{200 + k} and w77 w{100 + 3 * k}" for k in range(12)]

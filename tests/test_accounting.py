@@ -20,7 +20,7 @@ from rasura.accounting import (
     sigma_for,
 )  # fmt: skip
 from rasura.interfaces import InputError
-from rasura.recipes import DEFENSES, parse_defense
+from rasura.registry import DEFENSES, parse_defense
 
 pytest.importorskip("dp_accounting")
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from test_auditing import model_folder, plan_for
 from test_training import RECIPE, figures, rows
-from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 
 from rasura.accumulation import Accumulator, gathered, least_tokens, tokens_in, width
 from rasura.auditing import Audit, audit
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable, NotSent
-from rasura.recipes import attack, parse_defense
+from rasura.registry import attack, parse_defense
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.threat import HONEST_SERVER, observe
 from rasura.training import Training, TrainPlan
 from rasura.values import Batch, Transcript

@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CAUSAL_VOCABULARY, CLS, FAMILIES, SEP, VOCABULARY, batch_for, batch_of, tiny
 from torch import nn
 
 from rasura.attacks.blind import Blind, best_guess
@@ -26,6 +25,7 @@ from rasura.priors.causal import CausalPrior
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
 from rasura.rng import generator
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, FAMILIES, SEP, VOCABULARY, batch_for, batch_of, tiny
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
 from rasura.victims.loading import load

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import transformers
-from tiny import tiny
 
 from rasura.auditing import Audit, audit
 from rasura.interfaces import InputError
@@ -26,6 +25,7 @@ from rasura.records import RunStore
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate
 from rasura.report.page import write_report
+from rasura.testing.tiny import tiny
 
 NAMES = ["alpha", "bravo", "carol", "delta", "echo", "the", "met", "in", "paid", "."]
 TEXTS = ("Alpha met Bravo in Delta .", "Carol paid the echo .", "Delta paid 7 .")

@@ -17,10 +17,9 @@ from rasura.auditing import Audit
 from rasura.calibration import UNPROTECTED, Calibration, CalibrationPlan, _not_found, calibrate, least
 from rasura.cli import app
 from rasura.interfaces import InputError
-from rasura.knobs import KNOBS, family
 from rasura.plan import Plan
-from rasura.recipes import parse_defense
 from rasura.records import RunStore
+from rasura.registry import family, parse_defense, strengths
 from rasura.report.levels import point, yardstick
 from rasura.report.page import write_report
 
@@ -76,12 +75,12 @@ def test_the_search_asks_that_all_stronger_ones_hold() -> None:
     assert searched({0.0: None, 1.0: None}) is None
 
 
-@pytest.mark.parametrize("name", KNOBS)
+@pytest.mark.parametrize("name", strengths())
 def test_every_figure_goes_from_weak_to_strong_and_is_a_defense(name: str) -> None:
     one = family(f"frozen-embeddings+{name}", 23_000_000)
-    values = [one.knob.value(t, one.entries) for t in one.knob.positions()]
+    values = [one.strength.value(t, one.entries) for t in one.strength.positions()]
     assert values == sorted(values, reverse=name == "directional") and len(set(values)) == len(values)
-    for position in one.knob.positions():
+    for position in one.strength.positions():
         parts = [p.mechanism for p in parse_defense(one.setting(position))]
         assert {"frozen-embeddings", name} == {p.name for p in parts}
 
@@ -273,7 +272,7 @@ def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_pat
         ({"at_most": 1.0}, "at-most is 1.0; expected a share above 0 and below 1"),
         ({"at_most": 0.0}, "at-most is 0.0"),
         ({"steps": -1}, "steps is -1"),
-        ({"defenses": ("frozen-embeddings",)}, "frozen-embeddings has no figure to calibrate; expected one of gaussian"),
+        ({"defenses": ("frozen-embeddings",)}, "frozen-embeddings has no figure to calibrate; expected one of .*gaussian"),
         ({"defenses": ("gaussian:0.1",)}, "gaussian:0.1 has its value already; calibrate finds it: pass gaussian alone"),
         ({"defenses": ("sealing:grad=0.1",)}, "sealing:grad=0.1 has its value already"),
         ({"defenses": ("gaussian+pruning",)}, "gaussian and pruning have no value"),

@@ -12,7 +12,6 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
-from tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
 from torch import Tensor, nn
 
 import rasura
@@ -27,9 +26,10 @@ from rasura.attacks.span.null import chance_limit, explained, outside, robust_ch
 from rasura.attacks.span.rows import Inputs, RowSpace
 from rasura.attacks.verify import apart, check, entries, in_span, prove, prove_rows, told, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.recipes import attack as make_attack
-from rasura.recipes import parse_defense
+from rasura.registry import attack as make_attack
+from rasura.registry import parse_defense
 from rasura.rng import generator
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.threat import HONEST_SERVER, WITH_LABELS_AND_LENGTHS, adversary_copy, observe
 from rasura.values import UNKNOWN, Grant, Message, Observation, Proof, Reconstruction, Vocabulary
 from rasura.victims.models import layer_inputs, parts

@@ -16,7 +16,7 @@ from test_training import RECIPE, figures, fine_tuning, notes, rows
 from rasura.accounting import Ledger, Run, epsilon
 from rasura.accounting.ledger import counted
 from rasura.interfaces import InputError
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.training import Training, TrainPlan
 from rasura.values import Batch
 from rasura.victims import train

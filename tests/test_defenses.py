@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import FAMILIES, VOCABULARY, batch_for, tiny
 from torch import nn
 
 from rasura.defenses.compose import chain, mean, none, with_aggregation
@@ -18,6 +17,7 @@ from rasura.defenses.noise import gaussian_noise, laplace_noise
 from rasura.defenses.pruning import magnitude_pruning, random_pruning
 from rasura.interfaces import Defense, InputError
 from rasura.rng import generator
+from rasura.testing.tiny import FAMILIES, VOCABULARY, batch_for, tiny
 from rasura.values import Message, Stage, Transcript
 from rasura.victims.models import parts
 from rasura.victims.step import defended, gradients, step

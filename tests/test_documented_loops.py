@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from test_private import DATA, collate, plain_gradients
-from tiny import tiny
 from torch.utils.data import DataLoader
 
 import rasura
 from rasura.accounting import epsilon
 from rasura.interfaces import InputError
+from rasura.testing.tiny import tiny
 
 pytest.importorskip("dp_accounting")
 

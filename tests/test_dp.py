@@ -11,7 +11,6 @@ import pytest
 import torch
 from scipy import stats
 from test_training import RECIPE, fine_tuning
-from tiny import VOCABULARY, batch_for, tiny
 from torch import Tensor
 
 from rasura.defenses import directional as directional_module
@@ -19,8 +18,9 @@ from rasura.defenses.directional import directional
 from rasura.defenses.dp_sgd import dp_sgd, normalised_gaussian
 from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
 from rasura.interfaces import InputError
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.rng import gamma, generator, normal, secret_generator, uniform
+from rasura.testing.tiny import VOCABULARY, batch_for, tiny
 from rasura.values import Gradients, PerExample, Weigh
 from rasura.victims.batching import drawn
 from rasura.victims.step import step

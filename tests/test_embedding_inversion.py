@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import nnls
 from torch import nn
 
-from rasura import recipes
+from rasura import registry
 from rasura.answers import ServiceTranscript, TokenReading
 from rasura.attacks.embedding_inversion.dimensions import changed, mixing
 from rasura.attacks.embedding_inversion.mixture import matched, mixtures
@@ -20,9 +20,9 @@ from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.obfuscation.model import obfuscate
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, FAMILIES, SEP, VOCABULARY, WORDS, tiny
 from rasura.threat import observe_service
 from rasura.values import Mechanism, Stage
-from tests.tiny import CLS, FAMILIES, SEP, VOCABULARY, WORDS, tiny
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
 
@@ -37,7 +37,7 @@ def service(settings: ObfuscationSettings, family: str = "bert", texts: int = 6)
 
 def read(name: str, truth: ServiceTranscript, reference: tuple[str, ...] = TEXTS[6:]) -> TokenReading:
     seen = observe_service(truth, reference_text=reference)
-    return recipes.SERVICE_ATTACKS[name]()(seen, rng=generator(0, name), budget=Budget("quick"))
+    return registry.SERVICE_ATTACKS[name].make()(seen, rng=generator(0, name), budget=Budget("quick"))
 
 
 def top1(name: str, truth: ServiceTranscript) -> float:
@@ -61,7 +61,7 @@ def test_a_permutation_alone_hides_nothing_from_who_has_the_public_table(name: s
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in recipes.SERVICE_ATTACKS if not n.endswith("era") and n not in ("preimage", "isometry")]
+    "name", [n for n in registry.SERVICE_ATTACKS if not n.endswith("era") and n not in ("preimage", "isometry")]
 )
 def test_every_attack_guesses_each_place_the_same_way_twice(name: str) -> None:
     truth = service(ObfuscationSettings(k=4, epsilon=0.5, plus=name.startswith("realigned")))
@@ -83,7 +83,7 @@ def test_mixing_stops_the_nearest_row_and_the_mechanism_gives_it_back() -> None:
 def test_a_trained_inverter_reads_a_plain_permutation() -> None:
     truth = service(ObfuscationSettings(k=1))
     seen = observe_service(truth, reference_text=TEXTS * 20)
-    guess = recipes.SERVICE_ATTACKS["invbert"]()(seen, rng=generator(0), budget=Budget("default"))
+    guess = registry.SERVICE_ATTACKS["invbert"].make()(seen, rng=generator(0), budget=Budget("default"))
     assert np.mean(TopTokens(1)(guess, truth) or [0.0]) > 0.9
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import ALL, CLS, DECODERS, PAD, SEP, UNORDERED, UNSUPPORTED, VOCABULARY, tiny, tokenizer_folder
 from torch import nn
 
 from rasura.attacks.embedding_rows import EmbeddingRows
 from rasura.attacks.span import Span
 from rasura.interfaces import Budget, InputError
 from rasura.rng import generator
+from rasura.testing.tiny import ALL, CLS, DECODERS, PAD, SEP, UNORDERED, UNSUPPORTED, VOCABULARY, tiny, tokenizer_folder
 from rasura.threat import adversary_copy
 from rasura.values import Batch, Grant, Observation
 from rasura.victims.loading import Victim, load

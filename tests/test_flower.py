@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from test_rounds import DEFENSES, FIRST, averaged, keys, largest, model, sides, trained
-from tiny import tiny
 from torch import Tensor
 
 from rasura.defenses.homomorphic import Context as Keys
@@ -22,6 +21,7 @@ from rasura.defenses.homomorphic import make_keys
 from rasura.integrations.flower.agreement import Agreement, agree, read_scales
 from rasura.integrations.flower.rounds import RoundFailed, opened
 from rasura.interfaces import InputError
+from rasura.testing.tiny import tiny
 from rasura.wire import from_bytes
 
 __all__ = ["keys"]

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from test_span import seen_by_server
-from tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, batch_of, tiny
 from torch import Tensor, nn
 
 from rasura.attacks.gradient_matching.factors import Factoriser
@@ -17,8 +16,9 @@ from rasura.attacks.gradient_matching.presets import dlg, grab, lamp_cos, tag
 from rasura.attacks.gradient_matching.reorder import orders, reordered
 from rasura.attacks.gradient_matching.settings import Work
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.rng import generator
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, batch_of, tiny
 from rasura.threat import THREATS, observe
 from rasura.values import Grant, Message, Observation
 from rasura.victims.step import gradients, step

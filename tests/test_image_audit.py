@@ -11,7 +11,7 @@ from test_auditing import comparable
 from test_cli import refused
 from test_images import decibels, read
 
-from rasura import recipes
+from rasura import registry
 from rasura.auditing import Audit, audit
 from rasura.data.images import encode_images, load_images
 from rasura.interfaces import Budget, InputError
@@ -62,7 +62,7 @@ def test_a_report_shows_images_only_where_both_asked_for_it(tmp_path: Path) -> N
 
 def test_a_plan_of_images_takes_images_defaults_and_refuses_texts() -> None:
     plan = Plan(task="vision").checked()
-    assert plan.model == "lenet" and plan.attacks == recipes.IMAGE_ATTACKS and plan.checked() == plan
+    assert plan.model == "lenet" and plan.attacks == registry.for_task(registry.ATTACKS, "vision") and plan.checked() == plan
     assert json.dumps(plan.canonical())
     for wrong, message in (
         ({"attacks": ("span",)}, "attack span reads texts"),

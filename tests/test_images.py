@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rasura import recipes
+from rasura import registry
 from rasura.attacks.image_layers import ImageGradients, layer_input
 from rasura.attacks.inverting_gradients import total_variation
 from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
@@ -48,11 +48,11 @@ def image_batch(rows: int = 1, size: int = SIZE) -> ImageBatch:
 def sent(model: ImageClassifier | None = None, defense: str = "none", rows: int = 1) -> Transcript:
     model = lenet(4, image_size=SIZE) if model is None else model
     batch = image_batch(rows, model.config.image_size)
-    return step(model, batch, recipes.parse_defense(defense), task="vision", vocabulary=NO_TEXT, rng=generator(0, "step"))
+    return step(model, batch, registry.parse_defense(defense), task="vision", vocabulary=NO_TEXT, rng=generator(0, "step"))
 
 
 def read(name: str, truth: Transcript, *, seed: int = 0, budget: Budget = QUICK) -> Reconstruction:
-    return recipes.attack(name)(observe(truth, HONEST_SERVER), rng=generator(seed, "attack"), budget=budget)
+    return registry.attack(name)(observe(truth, HONEST_SERVER), rng=generator(seed, "attack"), budget=budget)
 
 
 def decibels(guess: Reconstruction, truth: Transcript) -> float:
@@ -60,7 +60,7 @@ def decibels(guess: Reconstruction, truth: Transcript) -> float:
 
 
 def test_every_attack_of_images_has_a_row() -> None:
-    assert {"blind", *ATTACKS} == set(recipes.IMAGE_ATTACKS) <= set(recipes.ATTACKS)
+    assert {"blind", *ATTACKS} == set(registry.for_task(registry.ATTACKS, "vision")) <= set(registry.ATTACKS)
 
 
 # --- the classifiers
@@ -322,10 +322,10 @@ def test_hidden_entries_are_left_out_of_both_sides(name: str) -> None:
     """What stands in a hidden place changes nothing, and the rest is still worth something."""
     truth = sent()
     seen = hidden(truth, 0.1)
-    guess = recipes.attack(name)(seen, rng=generator(0, "attack"), budget=QUICK)
+    guess = registry.attack(name)(seen, rng=generator(0, "attack"), budget=QUICK)
     ciphertext = {n: torch.where(seen.visible[n], g, 1e3) for n, g in seen.gradients.items()}
     seen = Observation(Message(ciphertext, seen.visible), "vision", seen.granted)
-    again = recipes.attack(name)(seen, rng=generator(0, "attack"), budget=QUICK)
+    again = registry.attack(name)(seen, rng=generator(0, "attack"), budget=QUICK)
     assert guess.images is not None and again.images is not None
     assert again.labels == guess.labels and torch.equal(guess.images, again.images)
     if name == "feature-matching":
@@ -334,7 +334,7 @@ def test_hidden_entries_are_left_out_of_both_sides(name: str) -> None:
 
 @pytest.mark.parametrize("name", ("blind", *ATTACKS))
 def test_an_attack_reads_only_what_it_declares(name: str) -> None:
-    attack, truth = recipes.attack(name), sent()
+    attack, truth = registry.attack(name), sent()
     everything = {
         Grant.MODEL: adversary_copy(truth.model), Grant.BASE_MODEL: NO_TEXT, Grant.LABELS: truth.batch.labels,
         Grant.BATCH_SIZE: 1,
@@ -346,12 +346,12 @@ def test_an_attack_reads_only_what_it_declares(name: str) -> None:
         except NotApplicable as reason:
             assert name == "blind" and "not granted" in str(reason)
     with pytest.raises(NotApplicable if name == "blind" else NotGranted, match=r"not granted|does not grant"):
-        recipes.attack(name)(Observation(truth.message, "vision", {}), rng=generator(0, "a"), budget=QUICK)
+        registry.attack(name)(Observation(truth.message, "vision", {}), rng=generator(0, "a"), budget=QUICK)
 
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_what_cannot_be_read_is_said(name: str) -> None:
-    attack, truth = recipes.attack(name), sent()
+    attack, truth = registry.attack(name), sent()
     granted = observe(truth, HONEST_SERVER).granted
 
     def attempt(gradients: dict[str, Tensor], task: Any = "vision") -> Reconstruction:
@@ -376,7 +376,7 @@ def test_pure_noise_gives_nothing() -> None:
     floor = decibels(read("blind", truth), truth)
     for name in ATTACKS:
         try:
-            guess = recipes.attack(name)(seen, rng=generator(0, "a"), budget=QUICK)
+            guess = registry.attack(name)(seen, rng=generator(0, "a"), budget=QUICK)
         except AttackFailed:
             continue
         assert guess.confidence == "matched" and decibels(guess, truth) < floor + 1

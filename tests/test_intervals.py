@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from rasura.metrics.intervals import mean_interval, mean_intervals, mean_or_interval, pairs_interval, proportion_interval
-from rasura.recipes import IMAGE_METRICS, METRICS
+from rasura.registry import METRICS
 
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
 
@@ -145,8 +145,7 @@ def test_a_metric_without_a_range_has_no_interval() -> None:
     assert math.isnan(mean_or_interval([math.nan], None)[0])
     assert mean_or_interval([0.5, 0.25], (0.0, 1.0)) == mean_interval([0.5, 0.25])
     assert mean_or_interval([0.5, -0.25], (-1.0, 1.0), 0.9) == mean_interval([0.5, -0.25], low=-1, high=1, level=0.9)
-    made = {**{n: build().bounds for n, build in METRICS.items() if n != "sentence_cosine"},
-            **{n: build().bounds for n, build in IMAGE_METRICS.items()}}  # fmt: skip
+    made = {n: spec.make().bounds for n, spec in METRICS.items() if n != "sentence_cosine"}
     assert {n: b for n, b in made.items() if b != (0.0, 1.0)} == {
         "mse": None, "psnr": None, "lpips": None, "ssim": (-1.0, 1.0)
     }  # fmt: skip

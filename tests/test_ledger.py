@@ -20,7 +20,7 @@ from rasura.accounting.ledger import counted, parsed, read
 from rasura.accounting.releases import UNPROVEN, Spent, spent
 from rasura.cli.account import account
 from rasura.errors import InputError
-from rasura.recipes import DEFENSES, parse_defense
+from rasura.registry import DEFENSES, parse_defense
 from rasura.values import Mechanism, Stage
 
 pytest.importorskip("dp_accounting")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import tiny, tokenizer_folder
 from torch import Tensor
 
 from rasura.interfaces import InputError
+from rasura.testing.tiny import tiny, tokenizer_folder
 from rasura.victims.loading import load
 from rasura.victims.models import parts
 

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from scipy.special import ive
-from test_contracts import DEFENSES
-from tiny import VOCABULARY, batch_for, tiny
 
-from rasura import recipes
+from rasura import registry
 from rasura.attacks.mechanism import announced_dropout, announced_noise
 from rasura.defenses.accumulate import accumulate
 from rasura.defenses.noise import gaussian_noise, laplace_noise
@@ -22,23 +20,26 @@ from rasura.mechanisms import KNOWN, Directional, DpSgd, Gaussian, Laplace, Norm
 from rasura.rng import generator
 from rasura.shadows.selection import Selection
 from rasura.shadows.table import ShadowSettings
+from rasura.testing.tiny import VOCABULARY, batch_for, tiny
 from rasura.threat import HONEST_SERVER, observe
 from rasura.updates import Local
 from rasura.values import Grant, Mechanism, Message, Observation, Stage, Transcript
 from rasura.victims.step import step
 
+EXAMPLES = {name: spec.example for name, spec in registry.DEFENSES.items()}
+
 WRITTEN = (
-    *DEFENSES.values(), "accumulate:1.0d", "sealing:all", "sealing:param=0.1/scheme=bfv", "ghost:group=4",
+    *EXAMPLES.values(), "accumulate:1.0d", "sealing:all", "sealing:param=0.1/scheme=bfv", "ghost:group=4",
     "dp-sgd:1.0/noise=laplace", "directional:1e3",
 )  # fmt: skip
 
 
 def told(written: str) -> list[Mechanism]:
-    return [part.mechanism for part in recipes.parse_defense(written)]
+    return [part.mechanism for part in registry.parse_defense(written)]
 
 
 def sent(written: str, rows: int, seed: int) -> Transcript:
-    model, defense = tiny("bert", "classification"), recipes.parse_defense(written)
+    model, defense = tiny("bert", "classification"), registry.parse_defense(written)
     rng = generator(seed)
     return step(model, batch_for("classification", rows), defense, task="classification", vocabulary=VOCABULARY, rng=rng)
 
@@ -50,7 +51,7 @@ def flat(message: Message) -> torch.Tensor:
 def test_every_protection_and_kind_of_update_has_a_typed_mechanism() -> None:
     names = {m.name for written in WRITTEN for m in told(written)} | {"mean"}
     kinds: tuple[Any, ...] = ("fedsgd", "fedavg-sgd", "fedavg-adamw")
-    assert set(recipes.DEFENSES) - {"none"} <= names
+    assert set(registry.DEFENSES) - {"none"} <= names
     assert {*names, *(Local(kind).mechanism.name for kind in kinds)} == set(KNOWN)
 
 
@@ -218,7 +219,7 @@ def test_noise_is_over_the_number_of_texts_where_each_text_is_clipped() -> None:
 def test_only_noise_counts_as_noise() -> None:
     """Every registered defense: either it tells of noise, or what arrives of its updates is the same in two draws."""
     plain = sent("none", 3, 0).message
-    for name, written in DEFENSES.items():
+    for name, written in EXAMPLES.items():
         for one in told(written):
             assert isinstance(one, Protection)
             if one.noise_per_entry(3) > 0:
@@ -239,7 +240,7 @@ def test_only_noise_counts_as_noise() -> None:
 
 def test_what_each_protection_answers() -> None:
     def those(says: str, nothing: object) -> set[str]:
-        return {n for n, w in DEFENSES.items() for m in told(w) if getattr(m, says) != nothing}
+        return {n for n, w in EXAMPLES.items() for m in told(w) if getattr(m, says) != nothing}
 
     assert those("largest_norm", math.inf) == {"gaussian", "laplace", "dp-sgd", "normalised", "directional"}
     assert those("dropout_rate", 0.0) == {"dropout"}

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from scipy.stats import norm
 from test_auditing import model_folder
-from tiny import CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
 from transformers import BertConfig, BertForMaskedLM
 
-from rasura import recipes
+from rasura import registry
 from rasura.answers import Answers, Membership, ModelObservation, OwnModel
 from rasura.interfaces import InputError, MembershipAttack
 from rasura.metrics.intervals import pairs_interval, proportion_interval
@@ -33,6 +32,7 @@ from rasura.metrics.membership import (
 )
 from rasura.report.membership import membership_findings
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.threat import MODEL_USER, observe_model
 from rasura.values import Batch, Grant, NotGranted
 from rasura.victims.train import answers
@@ -94,7 +94,7 @@ def imagined(own: int = OWN, seed: int = 0, reference: int = 0) -> tuple[ModelOb
 
 
 def guess(name: str, seen: ModelObservation, seed: int = 0) -> Membership:
-    return recipes.membership_attack(name)(seen, rng=generator(seed, "attack"))
+    return registry.membership_attack(name)(seen, rng=generator(seed, "attack"))
 
 
 # --- the attacks
@@ -193,10 +193,10 @@ def test_mia_n_takes_a_masked_language_models_swaps() -> None:
     assert sum(swap == {77} for swap in swaps) >= len(first) - 2 - (77 in first)
 
 
-@pytest.mark.parametrize("name", recipes.MEMBERSHIP)
+@pytest.mark.parametrize("name", registry.MEMBERSHIP)
 def test_an_attack_repeats_and_reads_only_what_it_declares(name: str) -> None:
     seen, _ = imagined(reference=20)
-    attack: MembershipAttack = recipes.membership_attack(name)
+    attack: MembershipAttack = registry.membership_attack(name)
     assert isinstance(attack, MembershipAttack) and attack.name == name
     for grants in (attack.needs, attack.needs | attack.uses):
         only = ModelObservation(seen.task, {g: seen.granted[g] for g in grants})
@@ -464,7 +464,7 @@ def test_an_attack_beyond_what_epsilon_permits_is_named_and_one_within_is_not() 
     assert "permits" not in found_with(0.75, 0.90)
 
 
-@pytest.mark.parametrize("name", recipes.MEMBERSHIP)
+@pytest.mark.parametrize("name", registry.MEMBERSHIP)
 def test_a_model_that_saw_nothing_stays_below_the_bound_of_epsilon_zero(name: str) -> None:
     """Its answers do not depend on who is a member: epsilon is 0, and the interval holds one half."""
     within = 0

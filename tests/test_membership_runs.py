@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from test_auditing import model_folder
 from typer.testing import CliRunner
 
-from rasura import recipes
+from rasura import registry
 from rasura.answers import Membership, ModelObservation
 from rasura.cli import app
 from rasura.interfaces import InputError
@@ -20,6 +21,7 @@ from rasura.membership import MembershipAudit, MembershipPlan, infer_membership
 from rasura.metrics.membership import auc, coin_level
 from rasura.records import RunStore
 from rasura.report.page import write_report
+from rasura.specs import MembershipSpec
 from rasura.training import Training, TrainPlan
 from rasura.values import Grant
 from rasura.victims.train import Recipe
@@ -56,7 +58,7 @@ def plain(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path) -> None:
     plan = plan_for(model_folder, tmp_path, reference=str(write(tmp_path / "reference.jsonl", 48, 10)))
     whole = infer_membership(plan, out=tmp_path / "whole")
-    assert {r["attack"] for r in whole} == set(recipes.MEMBERSHIP) and {r["status"] for r in whole} == {"ok"}
+    assert {r["attack"] for r in whole} == set(registry.MEMBERSHIP) and {r["status"] for r in whole} == {"ok"}
     # Interrupted while the second own model trains: the first one's answers are kept, the rest is done anew.
     prepared = MembershipAudit(plan, tmp_path / "parts")
     store = RunStore(tmp_path / "parts", prepared.identity)
@@ -148,6 +150,10 @@ class Broken:
         return Membership(torch.full((n if self.fault == "nan" else n - 1,), math.nan if self.fault == "nan" else 0.0))
 
 
+def brought(name: str, attack: Broken) -> MembershipSpec:
+    return replace(registry.MEMBERSHIP[name], make=lambda: attack)
+
+
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
@@ -160,7 +166,7 @@ def test_a_broken_attack_is_a_reason_and_no_figure(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
 ) -> None:
     plan = plan_for(model_folder, tmp_path, attacks=("loss", "mia-n"))
-    monkeypatch.setitem(recipes.MEMBERSHIP, "loss", (lambda: Broken(fault), ""))
+    monkeypatch.setitem(registry.MEMBERSHIP.specs, "loss", brought("loss", Broken(fault)))
     found = {r["attack"]: r for r in infer_membership(plan, out=tmp_path / "run")}  # which come in the order of their keys
     broken, other = found["loss"], found["mia-n"]
     assert (broken["status"], broken["scores"], broken["details"]) == ("failed", {}, {})
@@ -173,7 +179,7 @@ def test_a_broken_attack_is_a_reason_and_no_figure(
 def test_a_broken_blind_attack_is_said_to_be_unmeasured(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(recipes.MEMBERSHIP, "blind", (lambda: Broken("key"), ""))
+    monkeypatch.setitem(registry.MEMBERSHIP.specs, "blind", brought("blind", Broken("key")))
     (record,) = infer_membership(plan_for(model_folder, tmp_path, attacks=("loss",)), out=tmp_path / "run")
     assert set(record["blind"]) == {"words"} and record["status"] == "ok"
     assert "by length with AUC (not measured)" in " ".join(write_report(tmp_path / "run").read_text().split())
@@ -184,7 +190,7 @@ def test_what_the_machine_lacks_ends_the_run_and_is_not_kept(
 ) -> None:
     plan = plan_for(model_folder, tmp_path, attacks=("loss",))
     with monkeypatch.context() as patch:
-        patch.setitem(recipes.MEMBERSHIP, "loss", (lambda: Broken("machine"), ""))
+        patch.setitem(registry.MEMBERSHIP.specs, "loss", brought("loss", Broken("machine")))
         with pytest.raises(OSError, match="no space"):
             infer_membership(plan, out=tmp_path / "run")
     assert [r["status"] for r in infer_membership(plan, out=tmp_path / "run")] == ["ok"]

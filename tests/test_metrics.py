@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CLS, SEP, VOCABULARY, batch_of
 from torch import nn
 
 from rasura.interfaces import InputError, Unavailable
@@ -23,8 +22,9 @@ from rasura.metrics.text import (
     token_recall,
     wordnet,
 )  # fmt: skip
-from rasura.recipes import METRICS
-from rasura.recipes import metric as make_metric
+from rasura.registry import METRICS
+from rasura.registry import metric as make_metric
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of
 from rasura.values import UNKNOWN, Batch, Message, Reconstruction, Transcript
 
 WORDS = st.lists(st.integers(11, 290), min_size=1, max_size=8)
@@ -156,7 +156,7 @@ def test_a_metric_without_parameter_refuses_one() -> None:
 
 
 def test_every_named_metric_has_name_and_unit() -> None:
-    assert {n: build().name for n, build in METRICS.items()} == {n: n for n in METRICS}
+    assert {n: make_metric(n).name for n in METRICS} == {n: n for n in METRICS}
 
 
 def test_a_mark_that_stands_alone_is_marked_as_read() -> None:

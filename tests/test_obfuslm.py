@@ -25,8 +25,8 @@ from rasura.obfuscation.model import obfuscate, obfuscate_embedding
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.synthesis import weight_synth
 from rasura.rng import generator, laplace
+from rasura.testing.tiny import FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
 from rasura.values import Mechanism, Stage
-from tests.tiny import FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
 
 SPECIAL = VOCABULARY.special_ids
 PERMUTED = ObfuscationSettings(k=1)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CLS, FAMILIES, SEP, batch_for, batch_of, tiny
 from torch import Tensor, nn
 
 from rasura.defenses.dropout import dropout
 from rasura.interfaces import InputError
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, FAMILIES, SEP, batch_for, batch_of, tiny
 from rasura.updates import changed
 from rasura.values import Batch, Gradients
 from rasura.victims import per_example as module

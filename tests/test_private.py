@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -22,6 +21,7 @@ from rasura.defenses.compose import chain
 from rasura.defenses.dp_sgd import dp_sgd
 from rasura.interfaces import Defense, InputError
 from rasura.private import Private
+from rasura.testing.tiny import tiny
 
 pytest.importorskip("dp_accounting")
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from test_updates import NOTE, sent_by
-from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 
 from rasura.attacks.pursuit import Pursuit, Signs, Squares
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.threat import WITH_LENGTHS, observe
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step

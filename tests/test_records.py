@@ -68,7 +68,7 @@ def test_export_is_whole(tmp_path: Path) -> None:
         store.add(record(k))
     store.export({"x": float("inf")})
     lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
-    assert [r["key"] for r in lines] == ["a", "b"] and lines[0]["schema"] == 2
+    assert [r["key"] for r in lines] == ["a", "b"] and lines[0]["schema"] == 3
     assert json.loads((tmp_path / "summary.json").read_text()) == {"x": None}
     with pytest.raises(InputError, match="cannot be written"):
         write_whole(tmp_path / "no" / "folder", "x")

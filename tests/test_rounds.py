@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CLS, SEP, batch_of, tiny
 from torch import Tensor
 
 from rasura.defenses.homomorphic import Context as Keys
@@ -21,6 +20,7 @@ from rasura.integrations.flower.agreement import Agreement, agree, local_part, n
 from rasura.integrations.flower.capture import Capture
 from rasura.integrations.flower.rounds import Collector, RoundFailed, Ticket, opened, protected
 from rasura.interfaces import InputError
+from rasura.testing.tiny import CLS, SEP, batch_of, tiny
 from rasura.updates import Local, changed
 from rasura.values import Batch, Message
 from rasura.wire import from_bytes, to_bytes

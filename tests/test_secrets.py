@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from tiny import VOCABULARY, batch_for, tiny
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -25,7 +24,7 @@ from rasura.integrations.flower.rounds import Ticket, opened, protected
 from rasura.obfuscation.model import obfuscate, obfuscate_embedding
 from rasura.obfuscation.services import cape, custext, dp_forward, santext, sentinel, text_obfuscator
 from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.recipes import DEFENSES, parse_defense
+from rasura.registry import DEFENSES, parse_defense
 from rasura.rng import (
     Randomness,
     SecretGenerator,
@@ -41,6 +40,7 @@ from rasura.rng import (
     secret_generator,
     uniform,
 )
+from rasura.testing.tiny import VOCABULARY, batch_for, tiny
 from rasura.threat import service_transcript
 from rasura.victims.batching import batches, drawn
 from rasura.victims.step import step

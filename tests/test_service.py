@@ -28,6 +28,7 @@ from rasura.service.client import Client
 from rasura.service.container import Outgoing
 from rasura.service.inference import Decoding, Prompt
 from rasura.service.limits import Refused
+from rasura.testing.tiny import SEP, batch_for, tiny
 from rasura.victims.loading import with_partial_adapter
 from tests.service_setting import (
     ALICE,
@@ -41,7 +42,6 @@ from tests.service_setting import (
     setting,
     token_file,
 )
-from tests.tiny import SEP, batch_for, tiny
 
 __all__ = ["setting"]
 

@@ -11,10 +11,9 @@ import torch
 from test_auditing import TEXTS, model_folder
 from test_cli import rasura_command, refused
 from test_studies import notes, study_folder
-from tiny import SEP, tiny, tokenizer_folder
 from typer.testing import CliRunner
 
-from rasura import recipes
+from rasura import registry
 from rasura.answers import ServiceObservation, TokenReading
 from rasura.cli import app
 from rasura.errors import AttackFailed
@@ -22,6 +21,7 @@ from rasura.interfaces import Budget, InputError
 from rasura.service_audit import ServiceAudit, ServicePlan, _whole
 from rasura.studies.figures import of_service
 from rasura.studies.files import load_study, prepared
+from rasura.testing.tiny import SEP, tiny, tokenizer_folder
 from rasura.training import Training, TrainPlan
 from rasura.victims.train import Recipe
 
@@ -215,7 +215,9 @@ def test_a_broken_attack_is_a_reason_and_no_figure(
         str(tmp_path / "notes.jsonl"), str(tmp_path / "more.jsonl"), str(model_folder), protections=("none",),
         attacks=("knn", "blind"), limit=2,
     )  # fmt: skip
-    monkeypatch.setitem(recipes.SERVICE_ATTACKS, "knn", lambda: Broken(fault))
+    monkeypatch.setitem(
+        registry.SERVICE_ATTACKS.specs, "knn", replace(registry.SERVICE_ATTACKS["knn"], make=lambda: Broken(fault))
+    )
     broken, other = ServiceAudit(plan, tmp_path / "run").run()
     assert (broken["status"], broken["scores"]) == ("failed", {})
     assert says in broken["reason"] and "Ingrid" not in json.dumps(broken)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rasura import recipes
+from rasura import registry
 from rasura.answers import TokenReading
 from rasura.attacks.embedding_inversion.isometry import moved
 from rasura.attacks.embedding_inversion.preimage import in_context
@@ -25,10 +25,10 @@ from rasura.obfuscation.split import Split
 from rasura.obfuscation.word_vectors import glove
 from rasura.priors import trigrams
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 from rasura.threat import observe_service, service_transcript
 from rasura.values import UNKNOWN
 from rasura.victims.step import step
-from tests.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
 IDS = tuple((CLS, *VOCABULARY.encode(t), SEP) for t in TEXTS[:8])
@@ -40,13 +40,13 @@ def service(name: str, family: str = "bert", **options: object) -> Service:
     drawn = {"rng": generator(5)} if name in ("sentinellms", "obfuslm") else {}
     texts = (IDS,) if name in ("cape", "textobfuscator") else ()
     model = tiny(family, "classification", blocks=4)
-    made: Service = recipes.SERVICE_PROTECTIONS[name](model, VOCABULARY, *texts, **options, **drawn)
+    made: Service = registry.SERVICE_PROTECTIONS[name].make(model, VOCABULARY, *texts, **options, **drawn)
     return made
 
 
 def read(name: str, made: Service, budget: str = "quick") -> TokenReading:
     seen = observe_service(service_transcript(made, IDS, generator(2)), reference_text=TEXTS[8:])
-    return recipes.SERVICE_ATTACKS[name]()(seen, rng=generator(0, name), budget=Budget(budget))  # type: ignore[arg-type]
+    return registry.SERVICE_ATTACKS[name].make()(seen, rng=generator(0, name), budget=Budget(budget))  # type: ignore[arg-type]
 
 
 def top1(name: str, made: Service) -> float:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import CLS, SEP, VOCABULARY, tiny
 
 from rasura.interfaces import InputError
 from rasura.rng import generator
@@ -14,6 +13,7 @@ from rasura.shadows.groups import bands, by_frequency, groups_of
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector
 from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, tiny
 
 PLAIN = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
 GROUPS = replace(PLAIN, group=4, choices=6)

@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 
-from rasura import recipes
+from rasura import registry
 from rasura.attacks.shadow_generation import restored, trained
 from rasura.attacks.shadow_inversion import Preimages, Strategy, announced_ghost, inverted
 from rasura.defenses.token_obfuscation import ghost
@@ -20,6 +19,7 @@ from rasura.rng import generator
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector
 from rasura.shadows.table import ShadowSettings, ShadowTable, token_embedding
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import Observation
 from rasura.victims.step import step
@@ -88,9 +88,9 @@ def behind_ghost(protected: bool = True) -> Observation:
 def test_from_a_gradient_to_originals_and_no_claim_beyond_matched(table: ShadowTable) -> None:
     seen = behind_ghost()
     assert announced_ghost(seen) == SMALL
-    substitutes = recipes.attack("best")(seen, rng=generator(0), budget=Budget("quick"))
+    substitutes = registry.attack("best")(seen, rng=generator(0), budget=Budget("quick"))
     assert substitutes.confidence == "verified" and substitutes.tokens != (tuple(TEXT),)
-    guess = recipes.attack("ghost-lattice")(seen, rng=generator(0), budget=Budget("quick"))
+    guess = registry.attack("ghost-lattice")(seen, rng=generator(0), budget=Budget("quick"))
     assert guess.confidence == "matched" and guess.details["substitutes"] == "verified"
     (found,), (read,) = guess.tokens, substitutes.tokens
     assert all(new in table.of(old).tolist() for old, new in zip(found[1:-1], read[1:-1]))
@@ -112,4 +112,4 @@ def test_a_trained_model_learns_what_substitutes_stand_for(table: ShadowTable) -
 
 def test_without_ghost_there_is_nothing_to_invert() -> None:
     with pytest.raises(NotApplicable, match="no protection by ghost"):
-        recipes.attack("ghost-mean")(behind_ghost(protected=False), rng=generator(0), budget=Budget("quick"))
+        registry.attack("ghost-mean")(behind_ghost(protected=False), rng=generator(0), budget=Budget("quick"))

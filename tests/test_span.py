@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from torch import nn
 
 from rasura.attacks.span import Span
@@ -18,8 +17,9 @@ from rasura.attacks.span.tokens import robust_fit
 from rasura.attacks.verify import VERIFIED, check, relative_error
 from rasura.data.text import Example, encode
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.recipes import parse_defense, parse_update
+from rasura.registry import parse_defense, parse_update
 from rasura.rng import generator
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.threat import HONEST_SERVER, observe
 from rasura.values import UNKNOWN, Batch, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
 from rasura.victims.loading import load

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from test_span import TEXTS, seen_by_server
-from tiny import CLS, ENCODERS, FAMILIES, SEP, batch_of, tiny
 
 from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.span_matching import SpanMatching
@@ -13,6 +12,7 @@ from rasura.attacks.span_matching.discrete import beam_search, fill_holes, neigh
 from rasura.attacks.span_matching.objective import Objective, readout
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, ENCODERS, FAMILIES, SEP, batch_of, tiny
 from rasura.values import Message, Observation
 from rasura.victims.models import read_position
 

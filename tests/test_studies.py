@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.interfaces import InputError
+from rasura.options import known
 from rasura.plan import Plan
-from rasura.recipes import known, parse_defense
+from rasura.registry import parse_defense
 from rasura.service_audit import ServicePlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.figures import of_audit, write

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file
 from test_auditing import TEXTS, model_folder
 from test_cli import rasura_command, refused
-from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from transformers import get_scheduler
 
 from rasura.data.text import load_examples
 from rasura.interfaces import InputError
 from rasura.metrics.utility import causal, classification
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.training import Training, TrainPlan
 from rasura.values import Batch
 from rasura.victims.batching import batches, joined, split

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_contracts import seen
-from tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 
-from rasura import recipes
+from rasura import registry
 from rasura.attacks.span import Span
 from rasura.data.text import Example, encode
 from rasura.defenses.compose import mean
 from rasura.interfaces import Budget, InputError, Transform
 from rasura.plan import Plan
-from rasura.recipes import parse_update
+from rasura.registry import parse_update
 from rasura.rng import generator
+from rasura.testing.settings import seen
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.threat import THREATS, observe
 from rasura.updates import WEIGHT_DECAY, Local, announced_update, changed
 from rasura.values import Grant, Mechanism, Observation, Stage, Transcript
@@ -33,7 +33,7 @@ def sent(update: str, defense: str = "frozen-embeddings", rows: int = 1) -> Tran
     local, wire = parse_update(update)
     batch = batch_of([TEXT, [CLS, 50, 3, 51, SEP]][:rows], "classification", [1, 0][:rows])
     model = tiny("bert", "classification", num_labels=2)
-    whole = (*recipes.parse_defense(defense), *wire)
+    whole = (*registry.parse_defense(defense), *wire)
     return step(model, batch, whole, task="classification", vocabulary=VOCABULARY, rng=generator(0), local=local)
 
 
@@ -79,7 +79,7 @@ def sent_by(victim: Victim, update: str, defense: str = "frozen-embeddings", tex
     local, wire = parse_update(update)
     examples = [Example(t, None, k % 2) for k, t in enumerate(texts)]
     batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
-    whole = (*recipes.parse_defense(defense), *wire)
+    whole = (*registry.parse_defense(defense), *wire)
     model = with_fresh_adapter(victim, local.lora, 0)
     truth = step(model, batch, whole, task="classification", vocabulary=victim.vocabulary, rng=generator(0), local=local)
     return observe(truth, THREATS["honest-server"])

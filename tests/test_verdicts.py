@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as some
 
 from rasura.interfaces import InputError
 from rasura.metrics.intervals import mean_interval
-from rasura.recipes import ATTACKS, DEFENSES
+from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate, judged
 from rasura.report.levels import bound, point
@@ -24,13 +25,11 @@ from rasura.report.terminal import summary
 from rasura.report.verdicts import (
     ABOVE,
     HOLDS_WITHIN,
-    KNOWN_BY,
     NOT_MEASURED,
     NOT_TOLD,
     READS,
     WORDS,
     Verdict,
-    knowing,
     names_of,
     plain,
     texts_needed,
@@ -52,6 +51,7 @@ def record(
         "batch": note, "examples": [note], "status": status, "reason": "" if status == "ok" else f"it {status}",
         "confidence": "none", "scores": {} if value is None else {METRIC: {"per_record": [value]}},
         "blind": {METRIC: {"per_record": [GUESS]}}, "details": {}, "recovered": [], "wall_seconds": 0.0,
+        "known_by": asdict(adversaries(defense)),
     }  # fmt: skip
     return {**fields, **more}
 
@@ -316,13 +316,19 @@ def test_who_gives_up(status: str, values: float | None, gives_up: bool) -> None
 
 
 def test_every_protection_names_the_attacks_that_know_it() -> None:
-    assert set(KNOWN_BY) == set(DEFENSES) and {a for names in KNOWN_BY.values() for a in names} <= set(ATTACKS)
+    def knowing(defense: str, images: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        found = adversaries(defense, images=images)
+        return found.attacks, found.unknown
+
+    assert {a for spec in DEFENSES.values() for a in spec.known_by or ()} <= set(ATTACKS)
+    assert [n for n, spec in DEFENSES.items() if spec.known_by is None] == []
     assert knowing("gaussian:0.1+pruning:0.9") == (("pursuit", "grab", "span", "mask-positions"), ())
     assert knowing("frozen-embeddings+accumulate:1.0d") == (("span",), ()), "no embedding's gradient, no bag from it"
     assert knowing("accumulate:9") == (("embedding-rows", "span"), ()) and knowing("none") == ((), ())
     assert knowing("frozen-embeddings+sealing:grad=0.1") == (("span",), ())
     assert knowing("cloak:3+none") == ((), ("cloak",))
     assert knowing("gaussian:0.1", images=True) == ((), ("gaussian",)) and knowing("fp16", images=True) == ((), ())
+    assert adversaries("pruning:0.9").protection_readers == ("mask-positions",)
     assert names_of("dp-sgd:1.0/clip=0.5 + directional/blocks=parameters") == ("dp-sgd", "directional")
     assert plain("none") and not plain("none+bf16") and not plain("bf16")
 
@@ -330,9 +336,17 @@ def test_every_protection_names_the_attacks_that_know_it() -> None:
 def test_a_protection_that_nobody_knows_is_not_measured() -> None:
     cases = (("cloak:3", False, "no attack knows cloak"), ("gaussian:1", True, "no attack on images knows gaussian"))
     for defense, images, why in cases:
-        rows = column("span", defense, [GUESS] * MANY)
+        known_by = asdict(adversaries(defense, images=images))
+        rows = [{**r, "known_by": known_by} for r in column("span", defense, [GUESS] * MANY)]
         found = verdict(defense, rows, READ, METRIC, images=images)
         assert found.word == NOT_MEASURED and why in found.says
+
+
+def test_a_record_that_does_not_say_who_knows_the_protection_measures_nothing() -> None:
+    rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
+    assert of(rows, "dropout:0.1").word == NOT_TOLD
+    del rows[-1]["known_by"]
+    assert of(rows, "dropout:0.1").word == NOT_MEASURED and "no attack knows dropout" in of(rows, "dropout:0.1").says
 
 
 def test_who_knows_it_must_be_seen_to_work_or_be_made_for_it() -> None:
@@ -590,7 +604,8 @@ def test_a_search_goes_by_the_verdict() -> None:
     few = point("dropout:0.1", quiet[:4], READ[:4], ["span"], METRIC, 0.4)
     assert few["bound"] is None and few["unjudged"] == [f"4 notes; it takes at least {texts_needed(0.4)} to keep the upper "
                                                         "bound at or below 40 %"]  # fmt: skip
-    noisy = point("gaussian:1", [{**r, "defense": "gaussian:1"} for r in quiet], READ, ["span"], METRIC, 0.4)
+    noise = {"defense": "gaussian:1", "known_by": asdict(adversaries("gaussian:1"))}
+    noisy = point("gaussian:1", [r | noise for r in quiet], READ, ["span"], METRIC, 0.4)
     assert noisy["bound"] is None and noisy["unjudged"] == [
         "not measured against an adversary who knows it: add --attack pursuit,grab"
     ]

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from tiny import ENCODERS, FAMILIES, PAD, VOCABULARY, batch_for, tiny
 from torch import nn
 
 from rasura.interfaces import InputError
 from rasura.rng import generator
+from rasura.testing.tiny import ENCODERS, FAMILIES, PAD, VOCABULARY, batch_for, tiny
 from rasura.threat import adversary_copy
 from rasura.victims.loading import load, vocabulary
 from rasura.victims.models import is_eager, parts, position_ids, register

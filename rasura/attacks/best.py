@@ -19,6 +19,7 @@ from rasura.attacks.span_matching import SpanMatching
 from rasura.attacks.verify import check
 from rasura.interfaces import Attack, AttackFailed, Budget, NotApplicable
 from rasura.rng import child
+from rasura.specs import AttackSpec, Home
 from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 
 _CERTAINTY = {"verified": 3, "span": 2, "matched": 1, "none": 0}
@@ -99,3 +100,13 @@ class Best:
             raise AttackFailed(f"no attack of the portfolio read anything ({tried})", {"ran": ",".join(ran)})
         details: Mapping[str, Parameter] = {**best.details, "attack": winner, "ran": ",".join(ran), "tried": tried}
         return replace(best, details=details)
+
+
+SPEC = AttackSpec(
+    name="best",
+    about="the portfolio: cheap attacks first, until a text is certain",
+    source="Rasura",
+    make=Best,
+    seconds=60.0,
+    home=Home(reads=True),
+)

@@ -10,6 +10,7 @@ from torch import Generator
 from rasura.interfaces import Budget, NotApplicable
 from rasura.priors import words
 from rasura.priors.ngram import Unigram
+from rasura.specs import IMAGES, TEXT, AttackSpec
 from rasura.values import Grant, Observation, Reconstruction
 
 
@@ -64,3 +65,13 @@ class Blind:
             confidence="none",
             details={"prior": "reference text" if Grant.REFERENCE_TEXT in seen else "English words"},
         )
+
+
+SPEC = AttackSpec(
+    name="blind",
+    about="guesses from the language alone, without looking at the update",
+    source="Rasura: the baseline of every audit",
+    make=Blind,
+    seconds=0.1,
+    tasks=TEXT | IMAGES,
+)

@@ -15,6 +15,7 @@ from torch import Generator, Tensor
 from rasura.attacks.tied_rows import without_output_part
 from rasura.attacks.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.specs import AttackSpec, Home
 from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import Parts, first_position, parts
 
@@ -260,3 +261,14 @@ class EmbeddingRows:
             # The last token predicts nothing, so it has no gradient; a tokenizer that ends every text tells it all the same.
             tokens.append(seen.vocabulary.suffix[-1] if seen.vocabulary.suffix else UNKNOWN)
         return tuple(tokens)
+
+
+SPEC = AttackSpec(
+    name="embedding-rows",
+    about="reads the words off the word embedding's gradient",
+    source="Melis et al. 2019, sec. 4; Lu et al. 2022 (APRIL), sec. 3",
+    make=EmbeddingRows,
+    seconds=0.3,
+    embedding=True,
+    home=Home(reads=True),
+)

@@ -21,6 +21,7 @@ from rasura.attacks.label_recovery import LabelRecovery
 from rasura.attacks.verify import relative_error
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.rng import child
+from rasura.specs import IMAGES, AttackSpec, Home
 from rasura.values import Grant, Observation, Reconstruction
 
 _SMOOTH = 1e-3
@@ -304,3 +305,24 @@ class _Run:
             own = own if mask is None else own * mask.flatten()
             total = total + (own - self.observed[name].flatten()).square().sum() / self.norm.square()
         return total
+
+
+SPEC = AttackSpec(
+    name="inverting-gradients",
+    about="images: cosine distance, signed steps, total variation",
+    source="Geiping et al. 2020, sec. 4",
+    make=inverting_gradients,
+    seconds=20.0,
+    tasks=IMAGES,
+    home=Home("lenet", "vision"),
+)
+
+FEATURE_MATCHING = AttackSpec(
+    name="feature-matching",
+    about="images: the same, from what linear layers reveal of a single image, and with L-BFGS",
+    source="Rasura, after Geiping et al. 2020, sec. 3",
+    make=feature_matching,
+    seconds=20.0,
+    tasks=IMAGES,
+    home=Home("lenet", "vision"),
+)

@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.specs import AttackSpec
 from rasura.values import Grant, Observation, Reconstruction, Vocabulary
 from rasura.victims.models import Linear, layer_inputs, parts
 
@@ -165,3 +166,12 @@ class LabelRecovery:
             found = counts(deltas, expected, size)
             labels = tuple(label for label, n in enumerate(found) for _ in range(n))
         return Reconstruction((), "none", labels=labels, details=details)
+
+
+SPEC = AttackSpec(
+    name="labels",
+    about="reads the labels off the classifier's gradient",
+    source="Zhao et al. 2020 (iDLG), sec. 3; Wainakh et al. 2022 (LLG), sec. 4",
+    make=LabelRecovery,
+    seconds=0.1,
+)

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.specs import AttackSpec, Home
 from rasura.values import Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import parts
 
@@ -63,3 +64,15 @@ class MaskPositions:
                 details["longest"] = int(there[-1]) + 1
         size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
         return Reconstruction((tuple(words),) * size, "matched", ordered=False, details=details)
+
+
+SPEC = AttackSpec(
+    name="mask-positions",
+    about="which entries of the word embedding are sealed or dropped names the words",
+    source="Rasura",
+    make=MaskPositions,
+    seconds=0.1,
+    embedding=True,
+    protection=True,
+    home=Home(defense="sealing:grad=0.3"),
+)

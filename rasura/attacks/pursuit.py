@@ -28,6 +28,7 @@ from rasura.attacks.span.sentences import rearranged
 from rasura.attacks.span.tokens import candidates
 from rasura.attacks.verify import MOST_LABELINGS, pad, prove, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.specs import AttackSpec
 from rasura.updates import announced_update
 from rasura.values import Grant, Observation, Reconstruction
 from rasura.victims.models import is_eager, parts, positions
@@ -371,3 +372,12 @@ def _texts(found: Mapping[int, Sequence[int]], ends: Sequence[int], batch: int) 
             tokens.append(here[min(live.index(text), len(here) - 1)] if here else 0)
         out.append(tuple(tokens))
     return tuple(out)
+
+
+SPEC = AttackSpec(
+    name="pursuit",
+    about="tokens one by one from gradients in noise, or from their signs alone",
+    source="Rasura, after orthogonal matching pursuit (Pati et al. 1993)",
+    make=Pursuit,
+    seconds=60.0,
+)

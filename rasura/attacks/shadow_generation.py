@@ -21,6 +21,7 @@ from rasura.rng import generator
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector
 from rasura.shadows.table import ShadowTable, embedding_digest, token_embedding
+from rasura.specs import AttackSpec, Home
 from rasura.values import Grant, Observation, Reconstruction, Vocabulary
 
 LONGEST = 64
@@ -134,3 +135,14 @@ class ShadowGeneration:
 
 _TRAINED: dict[Any, Restorer] = {}
 """The last ones trained: the cells of an audit ask for the same, and their seed is fixed, whoever asks first."""
+
+
+SPEC = AttackSpec(
+    name="ghost-generation",
+    about="under ghost: a model trained on reference texts names the originals",
+    source="GHOST, sec. 5.7 and app. A.2",
+    make=ShadowGeneration,
+    seconds=60.0,
+    protection=True,
+    home=Home(defense="ghost"),
+)

@@ -25,6 +25,7 @@ from rasura.rng import generator
 from rasura.shadows.models import made_for
 from rasura.shadows.neighbours import unit_rows
 from rasura.shadows.table import ShadowSettings, ShadowTable, token_embedding
+from rasura.specs import AttackSpec, Home
 from rasura.values import UNKNOWN, Grant, Observation, Reconstruction
 
 Strategy = Literal["sampling", "maximum", "median", "mean", "lattice"]
@@ -214,3 +215,54 @@ def median() -> ShadowInversion:
 def mean() -> ShadowInversion:
     """The preimage most similar to the preimages' mean (sec. 5.7)."""
     return ShadowInversion("ghost-mean", "mean")
+
+
+LATTICE = AttackSpec(
+    name="ghost-lattice",
+    about="under ghost: what substitutes stand for, by probability and language",
+    source="Rasura",
+    make=lattice,
+    seconds=60.0,
+    protection=True,
+    home=Home(defense="ghost"),
+)
+
+SAMPLING = AttackSpec(
+    name="ghost-sampling",
+    about="under ghost: a token drawn by its similarity to the substitute",
+    source="GHOST, sec. 5.7",
+    make=sampling,
+    seconds=60.0,
+    protection=True,
+    home=Home(defense="ghost"),
+)
+
+MAXIMUM = AttackSpec(
+    name="ghost-maximum",
+    about="under ghost: the token most similar to the substitute",
+    source="GHOST, sec. 5.7",
+    make=maximum,
+    seconds=60.0,
+    protection=True,
+    home=Home(defense="ghost"),
+)
+
+MEDIAN = AttackSpec(
+    name="ghost-median",
+    about="under ghost: the token of median similarity",
+    source="GHOST, sec. 5.7",
+    make=median,
+    seconds=60.0,
+    protection=True,
+    home=Home(defense="ghost"),
+)
+
+MEAN = AttackSpec(
+    name="ghost-mean",
+    about="under ghost: the token nearest to the mean of all that the substitute may stand for",
+    source="GHOST, sec. 5.7",
+    make=mean,
+    seconds=60.0,
+    protection=True,
+    home=Home(defense="ghost"),
+)

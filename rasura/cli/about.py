@@ -6,13 +6,14 @@ import json
 import os
 import sys
 from contextlib import suppress
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from rasura import __version__
-from rasura.cli.shared import app, out
+from rasura.cli.shared import app, err, out
 from rasura.errors import MissingExtra
 
 
@@ -31,37 +32,43 @@ def main(
 
 @app.command("list")
 def list_names(
-    kind: Annotated[str, typer.Argument(help="attacks, membership, defenses, updates, threats or metrics")],
+    kind: Annotated[
+        str,
+        typer.Argument(
+            help="attacks, defenses, metrics, membership, updates, threats, service-attacks, service-protections or models"
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
 ) -> None:
-    """List what can be named on the command line.
+    """List what can be named on the command line, with its source. Installed plug-ins are listed, too.
 
     Example: rasura list defenses
     """
-    from rasura.recipes import ABOUT_ATTACKS, DEFENSES, IMAGE_METRICS, MEMBERSHIP, METRICS, UPDATES, known
+    from rasura.options import known
+    from rasura.registry import KINDS
     from rasura.threat import THREATS
 
-    wanted = known("list", kind, ("attacks", "membership", "defenses", "updates", "threats", "metrics"))
-    rows: dict[str, str] = {
-        "attacks": lambda: dict(ABOUT_ATTACKS),
-        "membership": lambda: {n: about for n, (_, about) in MEMBERSHIP.items()},
-        "defenses": lambda: {
-            f"{n}:X" if parameter in (int, float) else n: about for n, (_, parameter, about) in DEFENSES.items()
-        },
-        "updates": lambda: dict(UPDATES),
-        "threats": lambda: {n: t.plain for n, t in THREATS.items()},
-        "metrics": lambda: {
-            **dict.fromkeys(METRICS, "share of each private text, 0 to 1"),
-            **dict.fromkeys(IMAGE_METRICS, "of each private image"),
-        },
-    }[wanted]()
+    unusable: dict[str, str] = {}
+    if known("list", kind, (*KINDS, "threats")) == "threats":
+        rows = {n: (t.plain, "") for n, t in THREATS.items()}
+    else:
+        methods = KINDS[kind]
+        rows = {_written(s): (s.about, s.source) for s in methods.values()}
+        unusable = methods.unusable
     if as_json:
-        sys.stdout.write(json.dumps(rows, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps({n: about for n, (about, _) in rows.items()}, ensure_ascii=False) + "\n")
         return
     table = Table(show_header=False, box=None, padding=(0, 2))
-    for name, about in rows.items():
-        table.add_row(f"[bold]{name}[/bold]", about)
+    for name, (about, source) in rows.items():
+        table.add_row(f"[bold]{escape(name)}[/bold]", escape(about), f"[dim]{escape(source)}[/dim]")
     out.print(table)
+    for plugin, why in unusable.items():
+        err.print(f"the plug-in {plugin} could not be loaded: {why}", markup=False, soft_wrap=True)
+
+
+def _written(spec: Any) -> str:
+    """The name, with a place for the figure that must follow it."""
+    return f"{spec.name}:X" if getattr(spec, "parameter", None) in (int, float) else str(spec.name)
 
 
 def _extras() -> dict[str, list[str]]:

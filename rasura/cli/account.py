@@ -43,7 +43,7 @@ def account(
     Example: rasura account --sigma 0.5,1,2 --examples 5056 --batch-size 128 --epochs 10
     """
     from rasura.accounting import ACCOUNTANTS, Run, directional_epsilon, epsilon, sigma_for
-    from rasura.recipes import known
+    from rasura.options import known
 
     if ledger is not None:
         if any(value is not None for value in (sigma, target_epsilon, kappa, dimension, examples, rate)):

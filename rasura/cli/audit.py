@@ -59,8 +59,8 @@ def audit(
     """
     from dataclasses import replace
 
-    from rasura.plan import Plan, from_toml
-    from rasura.recipes import SUITES, known
+    from rasura.options import known
+    from rasura.plan import SUITES, Plan, from_toml
     from rasura.report.gate import checked_limit
 
     plan = from_toml(config) if config else Plan()
@@ -181,8 +181,8 @@ def read(
     from typing import get_args
 
     from rasura.interfaces import Budget
+    from rasura.options import known
     from rasura.reading import read_update
-    from rasura.recipes import known
     from rasura.values import Task
     from rasura.victims.loading import load
 

@@ -62,15 +62,15 @@ def calibrate(
     """
     from rasura.calibration import CalibrationPlan
     from rasura.plan import Plan
-    from rasura.recipes import IMAGE_ATTACKS
-    from rasura.report.verdicts import knowing
+    from rasura.registry import ATTACKS, adversaries, for_task
     from rasura.victims.train import Recipe
 
     if file and text:
         raise InputError("FILE and --text were both given; pass one of them")
     images = task == "vision"
-    usual = IMAGE_ATTACKS if images else dict.fromkeys(("embedding-rows", "span", *knowing(defense.replace(",", "+"))[0]))
-    attacks = split(attack) or tuple(usual)
+    knowing = adversaries(defense.replace(",", "+")).attacks
+    usual = for_task(ATTACKS, "vision") if images else tuple(dict.fromkeys(("embedding-rows", "span", *knowing)))
+    attacks = split(attack) or usual
     plan = Plan(
         model or Plan.model, task, file, tuple(text or ()), reference, language_model, attacks, split(defense) or (),
         (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds, seed=seed,

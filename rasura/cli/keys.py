@@ -23,10 +23,11 @@ def keys(
 
     Example: rasura keys keys --clients 4
     """
-    from rasura.recipes import known, sealing_keys
+    from rasura.defenses.homomorphic import make_keys
+    from rasura.options import known
 
     chosen: Any = known("scheme", scheme, ("bfv", "ckks"))
-    made = sealing_keys(clients, chosen)
+    made = make_keys(clients, chosen)
     folder.mkdir(parents=True, exist_ok=True)
     secret, public = folder / "clients.secret", folder / "server.public"
     made.save(secret)

@@ -52,7 +52,8 @@ def membership(
     Example: rasura membership runs/train/none-0/model --members train.jsonl --rows runs/train/rows.json
     """
     from rasura.membership import MembershipPlan
-    from rasura.recipes import MEMBERSHIP, known
+    from rasura.options import known
+    from rasura.registry import MEMBERSHIP
     from rasura.victims.train import Recipe
 
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))

@@ -21,7 +21,7 @@ def new(
     Example: rasura new federated my-app --clients 4
     """
     from rasura.integrations.flower.new_app import new_app
-    from rasura.recipes import known
+    from rasura.options import known
 
     known("project", kind, ("federated",))
     place = new_app(folder, clients)

@@ -36,7 +36,7 @@ def obfuslm(
     """
     from rasura.obfuscation.folder import obfuscate_model
     from rasura.obfuscation.settings import ObfuscationSettings
-    from rasura.recipes import known
+    from rasura.options import known
 
     settings = ObfuscationSettings(k, epsilon, beta, plus, hidden_k, hidden_epsilon)
     kind: Any = known("task", task, ("auto", "classification", "causal"))

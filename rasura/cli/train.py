@@ -131,7 +131,7 @@ def train(
 
     Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
     """
-    from rasura.recipes import known
+    from rasura.options import known
     from rasura.training import TrainPlan
     from rasura.victims.train import Recipe
 

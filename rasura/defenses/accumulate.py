@@ -14,6 +14,7 @@ from rasura.accumulation import NAME, least_tokens, tokens_in
 from rasura.interfaces import InputError, NotSent, Transform
 from rasura.mechanisms import Accumulate
 from rasura.rng import Randomness
+from rasura.specs import TEXT, DefenseSpec, Strength
 from rasura.values import Message, Stage
 
 Held = tuple[int, int]
@@ -55,3 +56,17 @@ def described(text: str) -> Transform[Message, Message, Held]:
         if isinstance(error, InputError):
             raise
         raise InputError(f"{NAME}:{text}: expected a number of tokens, as 768, or of hidden sizes, as 1.0d") from None
+
+
+SPEC = DefenseSpec(
+    name="accumulate",
+    about="sent only with N different tokens in it, or N times the hidden size: accumulate:768, accumulate:1.0d",
+    source="Rasura",
+    make=described,
+    example="accumulate:8",
+    parameter=str,
+    tasks=TEXT,
+    known_by=("embedding-rows", "span"),
+    strength=Strength(name="hidden sizes", weakest=0.125, strongest=2.0, points=5, end="d"),
+    waits=True,
+)

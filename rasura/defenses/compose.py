@@ -8,6 +8,7 @@ from typing import Any
 from rasura.interfaces import Defense, InputError, Transform
 from rasura.mechanisms import Mean
 from rasura.rng import Randomness
+from rasura.specs import DefenseSpec
 from rasura.values import Gradients, PerExample, Stage
 
 ORDER = (Stage.DATA, Stage.MODEL, Stage.AGGREGATE, Stage.WIRE)
@@ -64,3 +65,15 @@ def with_aggregation(defense: Defense) -> Defense:
         return defense
     before = tuple(one for one in defense if ORDER.index(one.stage) < ORDER.index(Stage.AGGREGATE))
     return (*before, mean(), *defense[len(before) :])
+
+
+SPEC = DefenseSpec(
+    name="none",
+    about="nothing: the plain gradient, dropout off",
+    source="Rasura: the baseline of every audit",
+    make=none,
+    example="none",
+    known_by=(),
+    known_by_on_images=(),
+    neutral=none,
+)

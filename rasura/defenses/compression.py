@@ -12,6 +12,7 @@ from rasura.defenses.compose import stateless
 from rasura.interfaces import Transform
 from rasura.mechanisms import Bf16, Fp16, Protection, Sign
 from rasura.rng import Randomness
+from rasura.specs import DefenseSpec
 from rasura.values import Message, Stage
 
 
@@ -36,3 +37,33 @@ def bf16() -> Transform[Message, Message, None]:
 def sign() -> Transform[Message, Message, None]:
     """The signs alone, one bit an entry (signSGD, Bernstein et al. 2018); zeros stay zero."""
     return _each(Sign(), torch.sign)
+
+
+FP16 = DefenseSpec(
+    name="fp16",
+    about="entries sent in half precision",
+    source="Zhu et al. 2019 (DLG), sec. 5: low precision",
+    make=fp16,
+    example="fp16",
+    known_by=(),
+    known_by_on_images=(),
+)
+
+BF16 = DefenseSpec(
+    name="bf16",
+    about="entries sent in bfloat16",
+    source="Zhu et al. 2019 (DLG), sec. 5: low precision",
+    make=bf16,
+    example="bf16",
+    known_by=(),
+    known_by_on_images=(),
+)
+
+SIGN = DefenseSpec(
+    name="sign",
+    about="only the signs are sent",
+    source="Bernstein et al. 2018 (signSGD), Algorithm 1",
+    make=sign,
+    example="sign",
+    known_by=("pursuit",),
+)

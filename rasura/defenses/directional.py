@@ -15,6 +15,7 @@ from rasura.interfaces import InputError, Transform
 from rasura.mechanisms import Directional
 from rasura.options import options
 from rasura.rng import Randomness
+from rasura.specs import DefenseSpec, Strength
 from rasura.values import Gradients, PerExample, Stage
 
 BLOCKS = ("whole", "parameters")
@@ -85,3 +86,16 @@ def _again(head: list[Tensor], rest: Iterator[list[Tensor]]) -> Iterator[list[Te
 def described(text: str) -> Transform[PerExample, Gradients, None]:
     """DirDP-SGD as written on the command line: ``1e6``, ``1e6/blocks=parameters``."""
     return directional(**options("directional", f"kappa={text}", {"kappa": 1e6, "blocks": "whole"}))
+
+
+SPEC = DefenseSpec(
+    name="directional",
+    about="every text's direction drawn anew around it: directional:KAPPA, directional:KAPPA/blocks=parameters",
+    source="Empirical calibration with metric DP, sec. IV (von Mises-Fisher mechanism)",
+    make=described,
+    example="directional:1e5/blocks=parameters",
+    parameter=str,
+    guarantee="metric differential privacy of directions, and the (epsilon, delta) that follows from it",
+    known_by=("pursuit", "grab"),
+    strength=Strength(name="kappa", weakest=10.0, strongest=1e-4, points=6, entries=True),
+)

@@ -19,6 +19,7 @@ from rasura.interfaces import InputError, Transform
 from rasura.mechanisms import DpSgd, Normalised
 from rasura.options import options
 from rasura.rng import Randomness, laplace, normal
+from rasura.specs import DefenseSpec, Strength
 from rasura.values import Gradients, PerExample, Stage
 
 NOISES = ("gaussian", "laplace")
@@ -92,3 +93,28 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
 def described(text: str) -> Transform[PerExample, Gradients, None]:
     """DP-SGD as written on the command line: ``1.0``, ``1.0/clip=0.5``, ``1.0/noise=laplace``."""
     return dp_sgd(**options("dp-sgd", f"sigma={text}", {"sigma": 1.0, "clip": 1.0, "noise": "gaussian"}))
+
+
+DP_SGD = DefenseSpec(
+    name="dp-sgd",
+    about="every text clipped to norm 1, noise SIGMA on the sum: dp-sgd:1.0, dp-sgd:1.0/clip=0.5/noise=laplace",
+    source="Abadi et al. 2016, Algorithm 1",
+    make=described,
+    example="dp-sgd:1.0/clip=0.5",
+    parameter=str,
+    guarantee="(epsilon, delta)-differential privacy, counted by the ledger",
+    known_by=("pursuit", "grab"),
+    strength=Strength(name="sigma", weakest=1e-5, strongest=10.0, points=7),
+)
+
+NORMALISED = DefenseSpec(
+    name="normalised",
+    about="every text scaled to norm 1, noise SIGMA on the sum",
+    source="Empirical calibration with metric DP, sec. III; every text scaled, not clipped",
+    make=normalised_gaussian,
+    example="normalised:1.0",
+    parameter=float,
+    guarantee="(epsilon, delta)-differential privacy, counted by the ledger",
+    known_by=("pursuit", "grab"),
+    strength=Strength(name="sigma", weakest=1e-5, strongest=10.0, points=7),
+)

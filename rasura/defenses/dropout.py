@@ -11,6 +11,7 @@ from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
 from rasura.mechanisms import Dropout
 from rasura.rng import Randomness
+from rasura.specs import TEXT, DefenseSpec, Strength
 from rasura.values import Stage
 
 _RATES = ("attention_dropout", "dropout", "hidden_dropout", "activation_dropout")
@@ -64,3 +65,17 @@ def dropout(p: float) -> Transform[nn.Module, nn.Module, Rates | None]:
         return model
 
     return Transform(Stage.MODEL, Dropout(p), stateless, apply, undo)
+
+
+SPEC = DefenseSpec(
+    name="dropout",
+    about="active dropout with probability P",
+    source="Srivastava et al. 2014; GRAB, sec. 5.3",
+    make=dropout,
+    example="dropout:0.2",
+    parameter=float,
+    tasks=TEXT,
+    known_by=("span",),
+    strength=Strength(name="probability", weakest=0.05, strongest=0.9, points=5),
+    neutral=lambda: dropout(0.0),
+)

@@ -15,6 +15,7 @@ from rasura.defenses.structure import blocks, embedding_parameters
 from rasura.interfaces import InputError, Transform
 from rasura.mechanisms import FrozenBlocks, FrozenEmbeddings
 from rasura.rng import Randomness
+from rasura.specs import TEXT, DefenseSpec
 from rasura.values import Stage
 
 Frozen = list[nn.Parameter] | None
@@ -66,3 +67,25 @@ def frozen_blocks(n: int) -> Transform[nn.Module, nn.Module, Frozen]:
         return embedding_parameters(model) + [p for block in list(stack)[:n] for p in block.parameters()]
 
     return _freeze(FrozenBlocks(n), select)
+
+
+EMBEDDINGS = DefenseSpec(
+    name="frozen-embeddings",
+    about="the embeddings are not trained",
+    source="GRAB, sec. 5.3",
+    make=frozen_embeddings,
+    example="frozen-embeddings",
+    tasks=TEXT,
+    known_by=("span",),
+)
+
+BLOCKS = DefenseSpec(
+    name="frozen-blocks",
+    about="neither the embeddings nor the first N blocks are trained",
+    source="Rasura, after GRAB, sec. 5.3",
+    make=frozen_blocks,
+    example="frozen-blocks:1",
+    parameter=int,
+    tasks=TEXT,
+    known_by=("span-matching",),
+)

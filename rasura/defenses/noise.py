@@ -18,6 +18,7 @@ from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
 from rasura.mechanisms import Gaussian, Laplace
 from rasura.rng import Randomness, laplace, normal
+from rasura.specs import DefenseSpec, Strength
 from rasura.values import Message, Stage
 
 Draw = Callable[[Sequence[int], Randomness], Tensor]
@@ -72,3 +73,28 @@ def laplace_noise(scale: float, clip: float = 1.0) -> Transform[Message, Message
     """
 
     return _noise("laplace", "scale", scale, clip, lambda shape, rng: laplace(shape, rng).float())
+
+
+GAUSSIAN = DefenseSpec(
+    name="gaussian",
+    about="clip to norm 1, Gaussian noise SIGMA per entry",
+    source="Zhu et al. 2019 (DLG), sec. 5; GRAB, sec. 5.5",
+    make=gaussian_noise,
+    example="gaussian:0.001",
+    parameter=float,
+    known_by=("pursuit", "grab"),
+    strength=Strength(name="sigma", weakest=1e-5, strongest=1.0, points=6),
+    neutral=lambda: gaussian_noise(0.0, clip=math.inf),
+)
+
+LAPLACE = DefenseSpec(
+    name="laplace",
+    about="clip to norm 1, Laplace noise SCALE per entry",
+    source="Zhu et al. 2019 (DLG), sec. 5; GRAB, sec. 5.5",
+    make=laplace_noise,
+    example="laplace:0.001",
+    parameter=float,
+    known_by=("pursuit", "grab"),
+    strength=Strength(name="scale", weakest=1e-5, strongest=1.0, points=6),
+    neutral=lambda: laplace_noise(0.0, clip=math.inf),
+)

@@ -16,6 +16,7 @@ from rasura.defenses.compose import stateless
 from rasura.interfaces import InputError, Transform
 from rasura.mechanisms import mechanism
 from rasura.rng import Randomness, uniform
+from rasura.specs import DefenseSpec, Strength
 from rasura.values import Message, Stage
 
 
@@ -68,3 +69,28 @@ def random_pruning(ratio: float) -> Transform[Message, Message, None]:
     Exactly ``round(ratio * entries)`` entries go. Raises ``InputError`` unless ``0 <= ratio < 1``.
     """
     return _prune("random-pruning", ratio, lambda entries, rng: uniform(entries.shape, rng).to(entries.device))
+
+
+MAGNITUDE = DefenseSpec(
+    name="pruning",
+    about="the smallest RATIO of all entries dropped",
+    source="Zhu et al. 2019 (DLG), sec. 5: gradient compression",
+    make=magnitude_pruning,
+    example="pruning:0.7",
+    parameter=float,
+    known_by=("span", "mask-positions"),
+    strength=Strength(name="ratio", weakest=0.1, strongest=0.9999, points=5, dropped=True),
+    neutral=lambda: magnitude_pruning(0.0),
+)
+
+RANDOM = DefenseSpec(
+    name="random-pruning",
+    about="a random RATIO of all entries dropped",
+    source="Selective encryption of gradients, sec. 5.2 (the random baseline)",
+    make=random_pruning,
+    example="random-pruning:0.7",
+    parameter=float,
+    known_by=("span", "mask-positions"),
+    strength=Strength(name="ratio", weakest=0.1, strongest=0.9999, points=5, dropped=True),
+    neutral=lambda: random_pruning(0.0),
+)

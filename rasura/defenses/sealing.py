@@ -23,6 +23,7 @@ from rasura.interfaces import InputError, Transform
 from rasura.mechanisms import mechanism
 from rasura.options import options
 from rasura.rng import Randomness, generator
+from rasura.specs import DefenseSpec, Strength
 from rasura.values import Message, Parameter, Stage
 from rasura.wire import mask_digest
 
@@ -234,3 +235,18 @@ def parsed(text: str) -> Sealing:
     usual = {f.name: f.default for f in fields(Sealing) if f.name not in ("metric", "ratio")}
     share = options("sealing", first, {metric: 0.1})[metric] if ratio else None
     return Sealing(metric or "all", share, **options("sealing", rest, usual))
+
+
+SPEC = DefenseSpec(
+    name="sealing",
+    about="entries that matter most are encrypted: sealing:grad=0.1, sealing:structural, sealing:all",
+    source="Selective encryption of gradients, sec. 4",
+    make=described,
+    example="sealing:grad=0.3",
+    parameter=str,
+    guarantee="security of the encryption scheme for the sealed entries; none for the others",
+    known_by=("span", "mask-positions"),
+    strength=Strength(
+        name="fraction", weakest=0.01, strongest=1.0, points=5, keys=("grad", "param", "sensitivity", "random")
+    ),
+)

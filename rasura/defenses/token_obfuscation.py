@@ -17,6 +17,7 @@ from rasura.rng import Randomness
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import DEFAULT, Selection, Selector
 from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
+from rasura.specs import TEXT, DefenseSpec, Strength
 from rasura.values import Batch, Stage, Vocabulary
 
 
@@ -60,3 +61,16 @@ def described(text: str = "") -> Transform[Batch, Batch, Selector]:
         shadows.setdefault("most", shadows["k"])
     selection = {n: v for n, v in wanted.items() if n not in shadows}
     return ghost(shadows=ShadowSettings(**shadows), selection=Selection(**selection))
+
+
+SPEC = DefenseSpec(
+    name="ghost",
+    about="tokens give way to near ones of other meaning; balanced: ghost:group=8",
+    source="GHOST, sec. 3.3 and 3.4, Algorithm 1",
+    make=described,
+    example="ghost",
+    parameter=str,
+    tasks=TEXT,
+    known_by=("ghost-lattice", "ghost-generation"),
+    strength=Strength(name="group", weakest=1, strongest=32, points=6, whole=True, keys=("group",)),
+)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rasura.interfaces import Unavailable
 from rasura.metrics.matching import assign
+from rasura.specs import IMAGES, MetricSpec
 from rasura.values import Reconstruction, Transcript
 
 PSNR_MOST = 100.0
@@ -141,3 +142,36 @@ def image_lpips() -> ImageMetric:
     Raises ``Unavailable`` when called where its weights are not on disk; nothing is downloaded.
     """
     return ImageMetric("lpips", _distance, "distance", "better")
+
+
+MSE = MetricSpec(
+    name="mse",
+    about="mean squared error of pixels in [0, 1]; lower means more was read",
+    source="Zhu et al. 2019 (DLG), sec. 4",
+    make=image_mse,
+    tasks=IMAGES,
+)
+
+PSNR = MetricSpec(
+    name="psnr",
+    about="peak signal-to-noise ratio, in dB",
+    source="Geiping et al. 2020, sec. 5",
+    make=image_psnr,
+    tasks=IMAGES,
+)
+
+SSIM = MetricSpec(
+    name="ssim",
+    about="structural similarity",
+    source="Wang et al. 2004, sec. III",
+    make=image_ssim,
+    tasks=IMAGES,
+)
+
+LPIPS = MetricSpec(
+    name="lpips",
+    about="learned perceptual distance; lower means more was read",
+    source="Zhang et al. 2018, sec. 3",
+    make=image_lpips,
+    tasks=IMAGES,
+)

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from rasura.metrics.matching import assign, read_texts
+from rasura.specs import MetricSpec
 from rasura.values import Reconstruction, Transcript
 
 
@@ -34,3 +35,13 @@ class SentenceCosine:
             return [0.0] * len(sent)
         table = self.encode(sent) @ self.encode([read[k] for k in there]).T
         return [float(table[row, place]) if place >= 0 else 0.0 for row, place in enumerate(assign(table))]
+
+
+SPEC = MetricSpec(
+    name="sentence_cosine",
+    about="cosine of sentence embeddings, in [-1, 1]; sentence_cosine:FOLDER names the encoder",
+    source="Empirical calibration with metric DP, sec. III (there by another encoder)",
+    make=SentenceCosine,
+    encoder=True,
+    usual=False,
+)

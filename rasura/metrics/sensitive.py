@@ -10,6 +10,7 @@ from typing import Literal
 
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.text import _scorer, words
+from rasura.specs import MetricSpec
 from rasura.values import Reconstruction, Transcript
 
 _MONTHS = ["January", "February", "March", "April", "May", "June"]
@@ -84,3 +85,11 @@ def marked_words(reference: str, read: str) -> list[tuple[str, bool, bool]]:
             left.subtract(pieces)
         out.append((m.group(), hit, any(m.start() < b and m.end() > a for a, b in spans)))
     return out
+
+
+SPEC = MetricSpec(
+    name="sensitive",
+    about="fraction of names, numbers, dates and the like that came back",
+    source="Rasura",
+    make=Sensitive,
+)

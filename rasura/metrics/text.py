@@ -13,6 +13,7 @@ import numpy as np
 
 from rasura.interfaces import Unavailable
 from rasura.metrics.matching import assign, paired, read_texts
+from rasura.specs import MetricSpec
 from rasura.values import UNKNOWN, Reconstruction, Transcript
 
 
@@ -151,3 +152,67 @@ def position_exact() -> TokenMetric:
 def exact_match() -> TokenMetric:
     """1 where the recovered tokens are the private text, all of it in order, else 0."""
     return TokenMetric("exact_match", lambda a, b: float(list(a) == list(b)))
+
+
+ROUGE1 = MetricSpec(
+    name="rouge1",
+    about="F1 of single words",
+    source="Lin 2004 (ROUGE), sec. 2 to 3",
+    make=lambda: rouge("rouge1"),
+)
+
+ROUGE2 = MetricSpec(
+    name="rouge2",
+    about="F1 of pairs of words",
+    source="Lin 2004 (ROUGE), sec. 2 to 3",
+    make=lambda: rouge("rouge2"),
+)
+
+ROUGE_L = MetricSpec(
+    name="rougeL",
+    about="F1 of the longest common subsequence of words",
+    source="Lin 2004 (ROUGE), sec. 2 to 3",
+    make=lambda: rouge("rougeL"),
+)
+
+METEOR = MetricSpec(
+    name="meteor",
+    about="word matches by form, stem and meaning",
+    source="Banerjee and Lavie 2005, sec. 2.2",
+    make=Meteor,
+)
+
+JACCARD = MetricSpec(
+    name="jaccard",
+    about="words in common, over words in either",
+    source="Jaccard 1912; Empirical calibration with metric DP, sec. III",
+    make=jaccard,
+)
+
+TOKEN_PRECISION = MetricSpec(
+    name="token_precision",
+    about="fraction of the recovered tokens that are in the private text",
+    source="Rasura",
+    make=token_precision,
+)
+
+TOKEN_RECALL = MetricSpec(
+    name="token_recall",
+    about="fraction of the private tokens that came back",
+    source="Rasura",
+    make=token_recall,
+)
+
+POSITION_EXACT = MetricSpec(
+    name="position_exact",
+    about="fraction of the private tokens that came back at their place",
+    source="Rasura",
+    make=position_exact,
+)
+
+EXACT_MATCH = MetricSpec(
+    name="exact_match",
+    about="whether the whole text came back",
+    source="Rasura",
+    make=exact_match,
+)

@@ -16,6 +16,7 @@ from rasura.obfuscation.replacement import Replacement, replaced, replacement
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
 from rasura.rng import Randomness, drawing, secret_generator
+from rasura.specs import ServiceProtectionSpec
 from rasura.values import Mechanism, Parameter, Stage, Vocabulary
 from rasura.victims.models import parts
 
@@ -148,3 +149,68 @@ def _split(
 ) -> Service:  # fmt: skip
     made = Split(copy.deepcopy(model), depth, change).eval()
     return Service(model, made, vocabulary, Mechanism(name, Stage.MODEL, told), _same(model))
+
+
+NONE = ServiceProtectionSpec(
+    name="none",
+    about="the public model, and the ids of each text",
+    source="Rasura: the baseline",
+    make=plain,
+    example="none",
+)
+
+OBFUSLM = ServiceProtectionSpec(
+    name="obfuslm",
+    about="a permuted vocabulary whose rows are mixed in clusters",
+    source="ObfusLM, sec. 4",
+    make=obfuslm,
+    example="obfuslm:k=4",
+)
+
+SANTEXT = ServiceProtectionSpec(
+    name="santext+",
+    about="tokens replaced by ones of similar vectors",
+    source="Yue et al. 2021 (SANTEXT+), sec. 4",
+    make=santext,
+    example="santext+:epsilon=0.5",
+)
+
+CUSTEXT = ServiceProtectionSpec(
+    name="custext+",
+    about="tokens replaced within sets of similar ones",
+    source="Chen et al. 2023 (CUSTEXT+), sec. 4",
+    make=custext,
+    example="custext+:epsilon=0.5",
+)
+
+DP_FORWARD = ServiceProtectionSpec(
+    name="dp-forward",
+    about="matrix Gaussian noise on the states that are sent",
+    source="Du et al. 2023 (DP-Forward), sec. 4",
+    make=dp_forward,
+    example="dp-forward:epsilon=1.0",
+)
+
+SENTINEL = ServiceProtectionSpec(
+    name="sentinellms",
+    about="the table is rotated and its ids are permuted",
+    source="Mishra et al. 2024 (SentinelLMs), sec. 3",
+    make=sentinel,
+    example="sentinellms",
+)
+
+CAPE = ServiceProtectionSpec(
+    name="cape",
+    about="states trained against an adversary, with Laplace noise",
+    source="Plant et al. 2021 (CAPE), sec. 3",
+    make=cape,
+    example="cape",
+)
+
+TEXTOBFUSCATOR = ServiceProtectionSpec(
+    name="textobfuscator",
+    about="states pulled to prototypes of clusters, with noise",
+    source="Zhou et al. 2023 (TextObfuscator), sec. 3",
+    make=text_obfuscator,
+    example="textobfuscator",
+)

@@ -26,31 +26,6 @@ AGAINST = "against an adversary who knows it"
 HOLDS_WITHIN = 0.1
 """A setting holds when what is read above guessing is at most this share, by the upper end of its interval."""
 
-_NOISE, _HIDDEN = ("pursuit", "grab"), ("span", "mask-positions")
-KNOWN_BY: Mapping[str, tuple[str, ...]] = {
-    "none": (), "fp16": (), "bf16": (), "sign": ("pursuit",),
-    "gaussian": _NOISE, "laplace": _NOISE, "dp-sgd": _NOISE, "normalised": _NOISE, "directional": _NOISE,
-    "pruning": _HIDDEN, "random-pruning": _HIDDEN, "sealing": _HIDDEN,
-    "dropout": ("span",), "frozen-embeddings": ("span",), "frozen-blocks": ("span-matching",),
-    "accumulate": ("embedding-rows", "span"), "ghost": ("ghost-lattice", "ghost-generation"),
-}  # fmt: skip
-"""Protection -> the attacks that know how it works. Without them, all of them, nothing is said to be stopped.
-
-Noise: pursuit fits coefficients in noise, GRAB scales as clipping did. Hidden entries: span completes them, mask-positions
-reads where they lie. Dropout: span's robust fit. Frozen embeddings: span needs none; frozen blocks: span-matching takes
-whichever layers are visible. Accumulated texts: the bag of words, and span. A protection that is not in this table is known
-to no attack."""
-
-READ_THE_PROTECTION = frozenset({"mask-positions", "ghost-lattice", "ghost-generation"})
-"""Attacks on the protection itself: without it they have nothing to read, so that nobody can see them work there."""
-
-READ_EMBEDDINGS = frozenset({"embedding-rows", "mask-positions"})
-"""Attacks on the embedding's gradient, of which there is none where the embeddings are frozen."""
-
-IMAGE_ATTACKS_KNOW = ("none", "fp16", "bf16")
-"""On images, the only protections that need no attack made against them; the others are known to no attack on images."""
-
-
 def names_of(defense: str) -> tuple[str, ...]:
     """``"frozen-embeddings+dropout:0.1"`` as the names of its parts."""
     return tuple(part.strip().partition(":")[0].partition("/")[0] for part in defense.split("+"))
@@ -59,16 +34,6 @@ def names_of(defense: str) -> tuple[str, ...]:
 def plain(defense: str) -> bool:
     """Whether ``defense`` is no protection at all."""
     return set(names_of(defense)) == {"none"}
-
-
-def knowing(defense: str, *, images: bool = False) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The attacks that know ``defense``, those of its parts together; and the parts that no attack knows."""
-    parts = names_of(defense)
-    table = dict.fromkeys(IMAGE_ATTACKS_KNOW, ()) if images else KNOWN_BY
-    wanted = dict.fromkeys(a for part in parts for a in table.get(part, ()))
-    if "frozen-embeddings" in parts:
-        wanted = {a: None for a in wanted if a not in READ_EMBEDDINGS}
-    return tuple(wanted), tuple(part for part in parts if part not in table)
 
 
 @cache
@@ -195,7 +160,7 @@ def _of_column(
     yardsticks = _yardsticks(baseline, notes, metric)
     missing = [
         *_no_yardstick(here, finished, yardsticks, bool(baseline)),
-        *_not_by_one_who_knows(defense, here, finished, yardsticks, images),
+        *_not_by_one_who_knows(_adversaries(defense, records), here, finished, yardsticks, images),
     ]
     told = {a: r for a, r in here.items() if r.level is not None}
     guess = guessing(records, metric)
@@ -264,15 +229,26 @@ def _no_yardstick(
     return [f"of the attacks that read it without protection, {', '.join(stopped)}"]
 
 
+def _adversaries(defense: str, records: Iterable[Record]) -> dict[str, tuple[str, ...]]:
+    """Who knows the protection, as the records tell it. What a record does not tell is known to nobody."""
+    told = {"attacks": (), "unknown": names_of(defense), "protection_readers": ()}
+    every = [{**told, **r.get("known_by", {})} for r in records]
+    return {part: tuple(dict.fromkeys(a for one in every for a in one[part])) for part in told}
+
+
 def _not_by_one_who_knows(
-    defense: str, here: Mapping[str, Reading], finished: Collection[str], yardsticks: Collection[str], images: bool
+    known_by: Mapping[str, tuple[str, ...]],
+    here: Mapping[str, Reading],
+    finished: Collection[str],
+    yardsticks: Collection[str],
+    images: bool,
 ) -> list[str]:
-    wanted, unknown = knowing(defense, images=images)
-    said = [f"no attack{' on images' * images} knows {part}" for part in unknown]
+    wanted = known_by["attacks"]
+    said = [f"no attack{' on images' * images} knows {part}" for part in known_by["unknown"]]
     absent = [a for a in wanted if a not in finished and a not in here]
     said += [f"add --attack {','.join(absent)}"] if absent else []
     said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
-    ran = [a for a in wanted if a in finished and a not in READ_THE_PROTECTION]
+    ran = [a for a in wanted if a in finished and a not in known_by["protection_readers"]]
     silent = [a for a in ran if a not in yardsticks and a in here]
     said += [f"{a} was not seen to read anything without protection either" for a in silent]
     # Only the portfolio ran it here; without protection that stops at the first text that is certain.

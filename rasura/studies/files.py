@@ -11,8 +11,8 @@ from rasura.fields import text, texts, toml, typed, whole
 from rasura.interfaces import InputError
 from rasura.membership import MembershipPlan
 from rasura.metrics.utility import HIGHER_IS_BETTER
+from rasura.options import known
 from rasura.plan import Plan, plan_of
-from rasura.recipes import known
 from rasura.service_audit import ServicePlan, service_plan_of
 from rasura.training import TrainPlan, folder_of
 from rasura.victims.train import Recipe

@@ -8,6 +8,7 @@ from torch import Generator, nn
 from rasura.attacks.decepticons.crafting import crafted, is_crafted, layout, matrix
 from rasura.attacks.decepticons.reading import along_prefixes, into_texts, read_tokens
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.specs import AttackSpec
 from rasura.values import UNKNOWN, Grant, Observation, Reconstruction, Task
 
 
@@ -51,3 +52,12 @@ class Decepticons:
             texts = [(*text, end) for text in texts]
         details = {"tokens": len(tokens), "left_over": left, "rows": matrix(model, where.first).shape[0]}
         return Reconstruction(tuple(texts), "matched", residual=left, details=details)
+
+
+SPEC = AttackSpec(
+    name="decepticons",
+    about="sends crafted weights, then reads every token from the update (needs --threat malicious-server)",
+    source="Fowl et al. 2022 (Decepticons), sec. 3",
+    make=Decepticons,
+    seconds=5.0,
+)

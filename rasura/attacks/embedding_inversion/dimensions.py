@@ -21,6 +21,7 @@ from rasura.attacks.embedding_inversion.nearest import EmbeddingReplacement, Knn
 from rasura.attacks.embedding_inversion.trained import InvBert
 from rasura.interfaces import Budget, NotApplicable, ServiceAttack
 from rasura.obfuscation.residual import change_stream, stream_axes
+from rasura.specs import ServiceAttackSpec
 from rasura.victims.models import parts
 
 RIDGE = 1e-12
@@ -115,3 +116,44 @@ def realigned(inner: str) -> Realigned:
     """The attack ``inner`` on a model of ObfusLM+."""
     make, mixes_public = _INNER[inner]
     return Realigned(f"realigned-{inner}", make(), mixes_public)
+
+
+REALIGNED_KNN = ServiceAttackSpec(
+    name="realigned-knn",
+    about="knn after the mixed dimensions are undone",
+    source="Rasura",
+    make=lambda: realigned("knn"),
+    home=("obfuslm:k=4/plus=true", "bert"),
+)
+
+REALIGNED_INVBERT = ServiceAttackSpec(
+    name="realigned-invbert",
+    about="invbert after the mixed dimensions are undone",
+    source="Rasura",
+    make=lambda: realigned("invbert"),
+    home=("obfuslm:k=4/plus=true", "bert"),
+)
+
+REALIGNED_ERA = ServiceAttackSpec(
+    name="realigned-era",
+    about="era after the mixed dimensions are undone",
+    source="Rasura",
+    make=lambda: realigned("era"),
+    home=("obfuslm:k=4/plus=true", "llama"),
+)
+
+REALIGNED_ROW_MIXTURE = ServiceAttackSpec(
+    name="realigned-row-mixture",
+    about="row-mixture after the mixed dimensions are undone",
+    source="Rasura",
+    make=lambda: realigned("row-mixture"),
+    home=("obfuslm:k=4/plus=true", "bert"),
+)
+
+REALIGNED_DECIPHERMENT = ServiceAttackSpec(
+    name="realigned-decipherment",
+    about="decipherment after the mixed dimensions are undone",
+    source="Rasura",
+    make=lambda: realigned("decipherment"),
+    home=("obfuslm:k=4/plus=true", "bert"),
+)

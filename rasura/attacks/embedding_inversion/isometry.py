@@ -15,6 +15,7 @@ from torch import Tensor
 from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables
 from rasura.interfaces import Budget, NotApplicable
+from rasura.specs import ServiceAttackSpec
 
 SWEEPS = 3
 """Times that the motion is fitted anew, to the pairs that the last one gave."""
@@ -64,3 +65,12 @@ def moved(table: Tensor, rows: Tensor, onto: Tensor) -> Tensor:
     left, _, right = torch.linalg.svd((rows - centre).T @ (onto - target))
     out: Tensor = (table - centre) @ left @ right + target
     return out
+
+
+SPEC = ServiceAttackSpec(
+    name="isometry",
+    about="undoes a rotation of the table that keeps distances",
+    source="Rasura",
+    make=Isometry,
+    home=("sentinellms", "bert"),
+)

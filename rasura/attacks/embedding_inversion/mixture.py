@@ -22,6 +22,7 @@ from rasura.attacks.embedding_inversion.nearest import frequencies
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables, nearest
 from rasura.interfaces import Budget, InputError, NotApplicable, Prior
 from rasura.priors import trigrams
+from rasura.specs import ServiceAttackSpec
 
 NEAR = 60
 """Public rows near an obfuscated one, of which it may be made."""
@@ -190,3 +191,18 @@ def swept(
         holders[read[i]] = holders.get(read[i], 0) + 1
         fits[i] = found
     return fits
+
+
+ROW_MIXTURE = ServiceAttackSpec(
+    name="row-mixture",
+    about="which public rows a row was mixed of",
+    source="Rasura",
+    make=RowMixture,
+)
+
+DECIPHERMENT = ServiceAttackSpec(
+    name="decipherment",
+    about="rows and the order of ids together",
+    source="Rasura",
+    make=Decipherment,
+)

@@ -11,6 +11,7 @@ from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables, nearest
 from rasura.interfaces import Budget, InputError, NotApplicable
 from rasura.priors.ngram import Unigram
+from rasura.specs import ServiceAttackSpec
 from rasura.victims.models import layer_inputs, parts
 
 BLOCK = 64
@@ -111,3 +112,40 @@ def frequencies(seen: ServiceObservation) -> Unigram:
         return Unigram.of(seen.vocabulary, seen.reference_text) if seen.reference_text else Unigram.english(seen.vocabulary)
     except InputError as error:
         raise NotApplicable(str(error)) from None
+
+
+BLIND = ServiceAttackSpec(
+    name="blind",
+    about="guesses the usual tokens, without looking at what is sent",
+    source="Rasura: the baseline",
+    make=BlindTokens,
+)
+
+KNN = ServiceAttackSpec(
+    name="knn",
+    about="the public row nearest to the row that is sent",
+    source="Qu et al. 2021; ObfusLM, app. C.2",
+    make=Knn,
+)
+
+EDNN = ServiceAttackSpec(
+    name="ednn",
+    about="the public row with the least sum of absolute differences, means removed",
+    source="Lin et al. 2024; ObfusLM, app. C.2",
+    make=Ednn,
+)
+
+TFA = ServiceAttackSpec(
+    name="tfa",
+    about="the public token whose frequency in reference text is nearest",
+    source="Zanella-Beguelin et al. 2020; ObfusLM, app. E",
+    make=TokenFrequency,
+)
+
+ERA = ServiceAttackSpec(
+    name="era",
+    about="the public output layer names, from each last state, the token that follows",
+    source="ObfusLM, sec. 5.2 and app. E",
+    make=EmbeddingReplacement,
+    home=("obfuslm:k=4", "llama"),
+)

@@ -20,6 +20,7 @@ from rasura.interfaces import Budget, InputError, NotApplicable, Prior
 from rasura.obfuscation.noisy_states import MatrixGaussian
 from rasura.obfuscation.replacement import replacement
 from rasura.priors import trigrams
+from rasura.specs import ServiceAttackSpec
 from rasura.values import UNKNOWN
 
 BLOCK = 64
@@ -104,3 +105,12 @@ def gaussian(tables: Tables, usual: Tensor) -> Tensor:
     scale = torch.tensor([s for text, s in zip(seen.ids, scales) for i in text if i not in special])[:, None]
     own = tables.public.square().sum(1)
     return (scale * (tables.rows @ tables.public.T) - scale.square() * own / 2) / change.sigma**2
+
+
+SPEC = ServiceAttackSpec(
+    name="preimage",
+    about="what a replaced token stands for, by probability and language",
+    source="Rasura",
+    make=Preimage,
+    home=("santext+:epsilon=0.5", "bert"),
+)

@@ -15,6 +15,7 @@ from rasura.attacks.embedding_inversion.tables import Tables, cosines, nearest
 from rasura.attacks.embedding_inversion.trained import LONGEST
 from rasura.interfaces import Budget, NotApplicable
 from rasura.rng import child, generator
+from rasura.specs import ServiceAttackSpec
 from rasura.values import Vocabulary
 from rasura.victims.models import parts
 
@@ -135,3 +136,11 @@ def judged(
         order = judge(unique).argsort(descending=True, stable=True).tolist()
         beams = [unique[n] for n in order[:beam]]
     return beams[0]
+
+
+SPEC = ServiceAttackSpec(
+    name="sda",
+    about="deciphers ids as a substitution cipher, with a learned judge",
+    source="ObfusLM, sec. 5.2 and app. E",
+    make=SubstitutionDecipherment,
+)

@@ -16,6 +16,7 @@ from rasura.obfuscation.services import custext, obfuslm, plain, santext, sentin
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
 from rasura.rng import child, generator
+from rasura.specs import ServiceAttackSpec
 from rasura.values import UNKNOWN
 
 DEPTH = 3
@@ -214,3 +215,18 @@ def _fitted(states: Tensor, wanted: Tensor, names: Tensor, epochs: int, rng: tor
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
     return inverter.requires_grad_(False)
+
+
+INVBERT = ServiceAttackSpec(
+    name="invbert",
+    about="a model trained to name the tokens of states",
+    source="Kugler et al. 2021; ObfusLM, app. C.2",
+    make=InvBert,
+)
+
+MLC = ServiceAttackSpec(
+    name="mlc",
+    about="a classifier of the tokens that a text holds",
+    source="Song and Raghunathan 2020; ObfusLM, app. C.2",
+    make=MultiLabel,
+)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rasura.attacks.gradient_matching.engine import GradientMatching
 from rasura.attacks.gradient_matching.settings import Settings, Work
+from rasura.specs import AttackSpec
 
 # LAMP takes 2,000 steps (GRAB sec. 5.1); its public code tries 200 orders every 75 of them after a first tenth.
 LAMP_LEVELS: Mapping[str, Work] = {
@@ -60,3 +61,44 @@ def grab() -> GradientMatching:
     half as many words came back after 200 steps.
     """
     return GradientMatching("grab", Settings("norm", alpha=0.01, learn_masks=True, match_norm=True), levels=GRAB_LEVELS)
+
+
+DLG = AttackSpec(
+    name="dlg",
+    about="gradient matching with squared distance",
+    source="Zhu et al. 2019 (DLG), Algorithm 1",
+    make=dlg,
+    seconds=250.0,
+)
+
+TAG = AttackSpec(
+    name="tag",
+    about="gradient matching with squared plus absolute distance",
+    source="Deng et al. 2021 (TAG), sec. 3",
+    make=tag,
+    seconds=250.0,
+)
+
+LAMP_COS = AttackSpec(
+    name="lamp-cos",
+    about="gradient matching with cosine distance, reordering by gradient and language",
+    source="Balunovic et al. 2022 (LAMP), sec. 4",
+    make=lamp_cos,
+    seconds=70.0,
+)
+
+LAMP_L1L2 = AttackSpec(
+    name="lamp-l1l2",
+    about="gradient matching with squared plus absolute distance, and the same reordering",
+    source="Balunovic et al. 2022 (LAMP), sec. 4",
+    make=lamp_l1l2,
+    seconds=120.0,
+)
+
+GRAB = AttackSpec(
+    name="grab",
+    about="gradient matching that learns dropout masks and ends in a beam search",
+    source="Feng et al. 2024 (GRAB), sec. 4, Algorithms 1 and 2",
+    make=grab,
+    seconds=240.0,
+)

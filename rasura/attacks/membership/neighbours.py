@@ -9,6 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.answers import Membership, ModelObservation
+from rasura.specs import MembershipSpec
 from rasura.values import Batch, Grant, Vocabulary
 
 NEAREST = 10
@@ -113,3 +114,11 @@ class _Masked:
         score = score.masked_fill(~self.allowed, 0.0).scatter(1, here, 0.0)
         best = score.flatten().topk(min(count, score.numel())).indices.tolist()
         return [(places[b // score.shape[1]], b % score.shape[1]) for b in best]
+
+
+SPEC = MembershipSpec(
+    name="mia-n",
+    about="lower loss than that of a text's neighbours",
+    source="Mattern et al. 2023, sec. 2.2",
+    make=Neighbours,
+)

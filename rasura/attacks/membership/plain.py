@@ -6,6 +6,7 @@ import torch
 from torch import Generator
 
 from rasura.answers import Membership, ModelObservation
+from rasura.specs import MembershipSpec
 from rasura.values import Grant
 
 
@@ -36,3 +37,18 @@ class Blind:
 
     def __call__(self, seen: ModelObservation, *, rng: Generator) -> Membership:
         return Membership(torch.tensor([float(row.lengths[0]) for row in seen.candidates], dtype=torch.float64))
+
+
+BLIND = MembershipSpec(
+    name="blind",
+    about="the longer text, no model asked: should be at one half",
+    source="Rasura: the baseline",
+    make=Blind,
+)
+
+LOSS = MembershipSpec(
+    name="loss",
+    about="members have a lower loss",
+    source="Yeom et al. 2018, sec. 3",
+    make=Loss,
+)

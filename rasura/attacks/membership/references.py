@@ -14,6 +14,7 @@ from torch import Generator, Tensor
 
 from rasura.answers import Answers, Membership, ModelObservation, OwnModel
 from rasura.interfaces import NotApplicable
+from rasura.specs import MembershipSpec
 from rasura.values import Grant
 
 _NEEDS = frozenset({Grant.MODEL, Grant.CANDIDATES, Grant.TRAINING})
@@ -108,3 +109,25 @@ class Rmia:
     def _ratio(self, target: Answers, own: list[Answers]) -> Tensor:
         average = torch.logsumexp(torch.stack([-a.losses for a in own]), 0) - math.log(len(own))
         return -target.losses - average
+
+
+MIA_R = MembershipSpec(
+    name="mia-r",
+    about="how rarely reference models without the text have so low a loss",
+    source="Ye et al. 2022, sec. 4 (Attack R)",
+    make=ReferenceModels,
+)
+
+LIRA = MembershipSpec(
+    name="lira",
+    about="likelihood ratio with and without the text",
+    source="Carlini et al. 2022, Algorithm 1",
+    make=Lira,
+)
+
+RMIA = MembershipSpec(
+    name="rmia",
+    about="likelihood against that of other texts",
+    source="Zarifzadeh et al. 2024, eq. 4 to 6",
+    make=Rmia,
+)

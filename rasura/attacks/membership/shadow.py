@@ -7,6 +7,7 @@ import torch
 from torch import Generator
 
 from rasura.answers import Answers, Membership, ModelObservation
+from rasura.specs import MembershipSpec
 from rasura.values import Grant
 
 
@@ -52,3 +53,11 @@ class Shadow:
             scores[here] = attack.decision_function(target[here])
         # The classifier's own border. A class of which nothing was learned lies on it, and is not taken for members.
         return Membership(torch.tensor(scores, dtype=torch.float64), {"own_models": len(shadows)}, threshold=0.0)
+
+
+SPEC = MembershipSpec(
+    name="mia",
+    about="a classifier learned from shadow models",
+    source="Shokri et al. 2017, sec. V",
+    make=Shadow,
+)

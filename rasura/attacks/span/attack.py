@@ -21,6 +21,7 @@ from rasura.attacks.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.span.tokens import Row, Search, candidates, plain
 from rasura.attacks.verify import check, in_span, prove, verified
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.specs import AttackSpec, Home
 from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
 from rasura.victims.models import parts
 
@@ -301,3 +302,22 @@ def _strongest(rows: list[Row], group: list[int], likeness: Tensor) -> list[tupl
         if rows[i].position not in best or weight > best[rows[i].position][0]:
             best[rows[i].position] = (weight, i)
     return _with_holes({n: (rows[i].token, rows[i].segment) for n, (_, i) in best.items()})
+
+
+SPEC = AttackSpec(
+    name="span",
+    about="exact tokens from attention gradients, also under dropout and from any block of a decoder",
+    source="Petrov et al. 2024 (DAGER), sec. 4, and beyond it: see the module",
+    make=Span,
+    seconds=4.0,
+    home=Home(reads=True),
+)
+
+DAGER = AttackSpec(
+    name="dager",
+    about="the plain span test of blocks 0 and 1; hidden entries count as zeros",
+    source="Petrov et al. 2024 (DAGER), Algorithms 1 and 2",
+    make=dager,
+    seconds=4.0,
+    home=Home(reads=True),
+)

@@ -17,6 +17,7 @@ from rasura.attacks.span_matching.objective import Body, Objective, readout
 from rasura.attacks.verify import prove, verified
 from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.priors.ngram import Unigram
+from rasura.specs import AttackSpec, Home
 from rasura.values import Grant, Observation, Parameter, Reconstruction
 
 FLOOR = 1e-7
@@ -219,3 +220,13 @@ class _Search:
                     self.bag.update(set(row[real].tolist()))
         bodies = list(dict.fromkeys(tuple(x[real].tolist()) for x, real in zip(drawn.flatten(0, 1), free.flatten(0, 1))))
         return [bodies[int(i)] for i in objective.texts(bodies).argsort()[: work.beam * self.size]]
+
+
+SPEC = AttackSpec(
+    name="span-matching",
+    about="one text that fits all visible layers, whichever they are",
+    source="Rasura",
+    make=SpanMatching,
+    seconds=45.0,
+    home=Home(reads=True),
+)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.defenses import sealing
+from rasura.defenses.homomorphic import LIMIT
 from rasura.interfaces import Defense, InputError
-from rasura.recipes import parse_defense, sealing_modules
+from rasura.registry import parse_defense, parts
 from rasura.values import Message, Stage
 from rasura.wire import Limits, mask_digest
 
@@ -46,7 +48,7 @@ class Agreement:
     @property
     def limits(self) -> Limits:
         """What a receiver takes of one message, by what such a message holds."""
-        entries, most = sum(t.numel() for t in self.start.values()), sealing_modules()[1].LIMIT
+        entries, most = sum(t.numel() for t in self.start.values()), LIMIT
         header = 4096 + 256 * (len(self.start) + self.ciphertexts)
         total = header + 9 * entries + (1 << 16) * (1 + len(self.start)) + self.ciphertexts * (4 + most)
         return Limits(total, header, entries, len(self.start), self.ciphertexts, most)
@@ -79,20 +81,19 @@ def agree(defense: str, model: nn.Module, keys: Any = None, seed: int = 0) -> Ag
         raise InputError(
             "sign loses the size of an update, so that every weight would move by 1; leave it out of the defense"
         )
-    module, _ = sealing_modules()
-    wanted = [part.strip().partition(":")[2] for part in defense.split("+") if part.strip().partition(":")[0] == "sealing"]
+    wanted = [value for name, value in parts(defense) if name == "sealing"]
     if len(wanted) > 1:
         raise InputError(f"defense {defense!r} seals twice; leave one of the parts out")
     sealed: dict[str, Tensor] = {}
     if wanted:
-        settings = module.parsed(wanted[0])
+        settings = sealing.parsed(wanted[0])
         if settings.scheme == "none":
             raise InputError("sealing without a scheme loses the sealed entries; write sealing:.../scheme=bfv")
         if keys is None:
             raise InputError("sealing needs keys; make them with rasura keys, and pass clients.secret or server.public")
         if keys.parameters.scheme != settings.scheme:
             raise InputError(f"the keys are for {keys.parameters.scheme}, the defense seals with {settings.scheme}")
-        sealed = module.agreed_mask(settings, model, list(start), seed)
+        sealed = sealing.agreed_mask(settings, model, list(start), seed)
     mask = mask_digest({n: ~m for n, m in sealed.items()})
     return Agreement(defense, start, sealed, keys if wanted else None, _digest(start), mask)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from rasura.defenses.homomorphic import make_keys
 from rasura.integrations.flower.rounds import LEAST
 from rasura.interfaces import InputError
-from rasura.recipes import sealing_keys
 
 PLACES = {
     "pyproject.toml": "pyproject.toml",
@@ -37,7 +37,7 @@ def new_app(folder: str | Path, clients: int = 4) -> Path:
             f"{clients} clients: of two, each subtracts itself from the sum and has the other's update; "
             f"expected at least {LEAST}"
         )
-    keys = sealing_keys(clients, "bfv")
+    keys = make_keys(clients, "bfv")
     for name, target in PLACES.items():
         text = resources.files("rasura.integrations.flower").joinpath("template", f"{name}.txt").read_text(encoding="utf-8")
         filled = text.replace("$folder", str(place)).replace("$clients", str(keys.parameters.most))

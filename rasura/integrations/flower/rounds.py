@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rasura.defenses import homomorphic, sealing
 from rasura.integrations.flower.agreement import Agreement, check_sums, next_scales, read_scales
 from rasura.interfaces import InputError
-from rasura.recipes import sealing_modules
 from rasura.rng import secret_generator
 from rasura.values import Message, Parameter, Stage
 from rasura.victims.per_example import as_one
@@ -85,7 +85,6 @@ def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) 
     clients, shares = message.header.get("clients"), message.header.get("shares")
     if type(clients) is not int or not isinstance(shares, float) or not 0 < shares <= clients:
         raise InputError(f"the aggregate is of {clients!r} clients with {shares!r} shares")
-    sealing, homomorphic = sealing_modules()
     _, scale = sealing.flattened(nothing, agreement.sealed, read_scales(message.header.get("scales"), agreement))
     held = homomorphic.Sealed(tuple(message.sealed.values()), clients)
     total = homomorphic.opened_sum(held, scale, agreement.keys) / shares
@@ -164,7 +163,7 @@ class Collector:
     def __post_init__(self) -> None:
         self.clear = dict(self.agreement.start)
         if self.agreement.sealed:
-            sealing_modules()[1].server_context(self.agreement.keys)
+            homomorphic.server_context(self.agreement.keys)
             self.check_clients(self.least)
         if self.least < 1 or self.most_examples < 0 or not 0 < self.first_scale < math.inf:
             raise InputError(
@@ -283,7 +282,6 @@ class Collector:
         """Who counts, and the sum of their ciphertexts; one after the other, so that a bad one is known by its client."""
         if not self.agreement.sealed:
             return list(taken), None
-        _, homomorphic = sealing_modules()
         counted: list[Taken] = []
         sums: Any = None
         for node, message, share in taken:

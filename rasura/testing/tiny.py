@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -71,23 +72,29 @@ def tiny(
     }  # fmt: skip
     tie = {} if tied is None else {"tie_word_embeddings": tied}
     if family == "bert":
-        return transformers.BertForSequenceClassification(transformers.BertConfig(**common, **names)).eval()
+        return _quiet(transformers.BertForSequenceClassification(transformers.BertConfig(**common, **names)))
     if family == "roberta":
-        return transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**common, **names)).eval()
+        return _quiet(transformers.RobertaForSequenceClassification(transformers.RobertaConfig(**common, **names)))
     if family == "distilbert":
         own = {"dim": hidden, "n_layers": blocks, "n_heads": 4, "hidden_dim": 2 * hidden, "max_position_embeddings": 64}
-        return transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(**common, **own)).eval()
+        return _quiet(transformers.DistilBertForSequenceClassification(transformers.DistilBertConfig(**common, **own)))
     if family == "gpt2":
         config = transformers.GPT2Config(
             **common, **tie, n_embd=hidden, n_layer=blocks, n_head=4, n_positions=64, bos_token_id=CLS, eos_token_id=SEP
         )
         causal, classifier = transformers.GPT2LMHeadModel, transformers.GPT2ForSequenceClassification
-        return (causal if task == "causal" else classifier)(config).eval()
+        return _quiet((causal if task == "causal" else classifier)(config))
     if family == "llama":
         config = transformers.LlamaConfig(**common, **names, **tie, bos_token_id=CLS, eos_token_id=SEP)
         causal, classifier = transformers.LlamaForCausalLM, transformers.LlamaForSequenceClassification
-        return (causal if task == "causal" else classifier)(config).eval()
+        return _quiet((causal if task == "causal" else classifier)(config))
     return _of_another_family(family, task, common, names)
+
+
+def _quiet(model: Any) -> nn.Module:
+    """A Hugging Face model in eval mode."""
+    quiet: nn.Module = model.eval()
+    return quiet
 
 
 def _of_another_family(family: str, task: str, common: dict[str, object], names: dict[str, int]) -> nn.Module:
@@ -158,7 +165,8 @@ def tokenizer_folder(model: nn.Module, folder: Path) -> Path:
     from tokenizers.pre_tokenizers import WhitespaceSplit
     from tokenizers.processors import TemplateProcessing
 
-    pad = model.config.pad_token_id
+    config: Any = model.config
+    pad = config.pad_token_id
     words = {"[PAD]": pad, "[CLS]": {PAD: CLS, CLS: PAD}[pad], "[SEP]": SEP, **_IDS}
     backend = Tokenizer(WordLevel(words, unk_token="[PAD]"))
     backend.pre_tokenizer = WhitespaceSplit()

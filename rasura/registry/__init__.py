@@ -1,0 +1,32 @@
+"""Methods by name: what the package and installed plug-ins bring, and how users write them.
+
+The only room that imports concrete methods. ``ATTACKS["span"].make()`` builds one.
+"""
+
+from rasura.registry.adversaries import Adversaries, adversaries
+from rasura.registry.collect import Registry, named
+from rasura.registry.parsing import parse_defense, parse_update, parts
+from rasura.registry.strength import Family, family, strengths
+from rasura.registry.tables import (
+    ATTACKS,
+    DEFENSES,
+    KINDS,
+    MEMBERSHIP,
+    METRICS,
+    MODELS,
+    SERVICE_ATTACKS,
+    SERVICE_PROTECTIONS,
+    UPDATES,
+    attack,
+    for_task,
+    membership_attack,
+    metric,
+    service_attack,
+    usual_metrics,
+)
+
+__all__ = [
+    "ATTACKS", "DEFENSES", "KINDS", "MEMBERSHIP", "METRICS", "MODELS", "SERVICE_ATTACKS", "SERVICE_PROTECTIONS", "UPDATES",
+    "Adversaries", "Family", "Registry", "adversaries", "attack", "family", "for_task", "membership_attack", "metric",
+    "named", "parse_defense", "parse_update", "parts", "service_attack", "strengths", "usual_metrics",
+]  # fmt: skip

@@ -1,0 +1,46 @@
+"""Which attacks know a protection: without all of them in a run, nothing is said to be stopped (``docs/verdicts.md``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rasura.registry.parsing import parts
+from rasura.registry.tables import ATTACKS, DEFENSES
+from rasura.specs import AttackSpec, DefenseSpec
+
+
+@dataclass(frozen=True)
+class Adversaries:
+    """``attacks`` know the protection, those of its parts together; no attack knows the parts ``unknown``.
+
+    ``protection_readers``: those of ``attacks`` that read the protection itself, so that nobody can see them work without
+    it.
+    """
+
+    attacks: tuple[str, ...]
+    unknown: tuple[str, ...]
+    protection_readers: tuple[str, ...]
+
+
+def adversaries(
+    defense: str,
+    *,
+    images: bool = False,
+    defenses: Mapping[str, DefenseSpec] = DEFENSES,
+    attacks: Mapping[str, AttackSpec] = ATTACKS,
+) -> Adversaries:
+    """The attacks that know ``defense``, which may hold parts that nothing is known of."""
+    wanted: dict[str, None] = {}
+    unknown = []
+    names = [name.partition("/")[0] for name, _ in parts(defense)]
+    for name in names:
+        spec = defenses.get(name)
+        known_by = None if spec is None else spec.known_by_on_images if images else spec.known_by
+        if known_by is None:
+            unknown.append(name)
+        else:
+            wanted |= dict.fromkeys(known_by)
+    if "frozen-embeddings" in names:  # no gradient of the embeddings is sent
+        wanted = {a: None for a in wanted if not attacks[a].embedding}
+    return Adversaries(tuple(wanted), tuple(unknown), tuple(a for a in wanted if attacks[a].protection))

@@ -1,0 +1,87 @@
+"""Collecting what methods say of themselves: from the package's own modules, and from installed plug-ins.
+
+A method is in the registry because a ``MethodSpec`` stands in its module; there is no list to extend. A plug-in names its
+specs under entry points (``rasura.attacks = ...``, see ``GROUPS`` in ``rasura.registry``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, cached_property
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from pkgutil import walk_packages
+from typing import Any, TypeVar
+
+from rasura.errors import InputError, broken
+from rasura.options import known
+from rasura.specs import MethodSpec
+
+S = TypeVar("S", bound=MethodSpec)
+BASELINES = ("none", "blind")
+"""Names that come first wherever methods are listed."""
+
+
+@cache
+def specs_in(package: str) -> tuple[MethodSpec, ...]:
+    """Every spec that stands in ``package`` or in a module below it; the module itself where it is no package."""
+    root = import_module(package)
+    names = [m.name for m in walk_packages(getattr(root, "__path__", ()), f"{package}.")]
+    found = [v for name in (package, *names) for v in vars(import_module(name)).values() if isinstance(v, MethodSpec)]
+    return tuple({id(spec): spec for spec in found}.values())
+
+
+class Registry(Mapping[str, S]):
+    """The methods of one kind, by name; loaded when first asked for.
+
+    ``kind`` is the kind in words, ``spec`` its type, ``package`` where the package's own methods stand, ``group`` the entry
+    points of plug-ins. ``unusable`` says why a plug-in could not be loaded: it is left out, and the others work.
+    """
+
+    def __init__(self, kind: str, spec: type[S], package: str, group: str) -> None:
+        self.kind, self.spec, self.package, self.group = kind, spec, package, group
+        self.unusable: dict[str, str] = {}
+
+    @cached_property
+    def specs(self) -> dict[str, S]:
+        """Name to spec, baselines first, then by name."""
+        found: dict[str, S] = {}
+        for spec in specs_in(self.package):
+            if isinstance(spec, self.spec):
+                if spec.name in found:
+                    raise InputError(f"two methods are called {spec.name!r} among {self.kind}s; rename one of them")
+                found[spec.name] = spec
+        for point in entry_points(group=self.group):
+            try:
+                brought = self._brought(point)
+                if taken := [s.name for s in brought if s.name in found]:
+                    raise InputError(f"the name {taken[0]!r} is taken")
+            except Exception as error:  # somebody else's code: it must not take the package down with it
+                self.unusable[point.name] = broken(error)
+            else:
+                found |= {s.name: s for s in brought}
+        return dict(sorted(found.items(), key=lambda item: (item[0] not in BASELINES, item[0])))
+
+    def _brought(self, point: EntryPoint) -> list[S]:
+        loaded: Any = point.load()
+        specs: list[Any] = [loaded] if isinstance(loaded, MethodSpec) else list(loaded)
+        if wrong := [s for s in specs if not isinstance(s, self.spec)]:
+            raise InputError(f"{point.value} gives a {type(wrong[0]).__name__}; expected {self.spec.__name__}")
+        return specs
+
+    def __getitem__(self, name: str) -> S:
+        return self.specs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+
+def named(name: str, methods: Mapping[str, S], kind: str, unusable: Iterable[tuple[str, str]] = ()) -> S:
+    """The spec called ``name`` among ``methods``. Raises ``InputError`` that offers the nearest names."""
+    for plugin, why in unusable:
+        if plugin == name and name not in methods:
+            raise InputError(f"the plug-in {name} could not be loaded: {why}")
+    return methods[known(kind, name, methods)]

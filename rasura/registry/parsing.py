@@ -1,0 +1,74 @@
+"""Protections and updates as users write them: ``frozen-embeddings+dropout:0.1``, ``fedavg-sgd:4:0.01+bf16``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rasura.defenses.compose import chain
+from rasura.errors import InputError
+from rasura.interfaces import Defense
+from rasura.registry.collect import named
+from rasura.registry.tables import DEFENSES, UPDATES
+from rasura.specs import DefenseSpec
+from rasura.updates import Local
+from rasura.values import Stage
+
+ORDER = tuple(Stage)
+
+
+def parts(defense: str) -> tuple[tuple[str, str], ...]:
+    """``"dropout:0.1+fp16"`` as names with what is written behind them: ``(("dropout", "0.1"), ("fp16", ""))``."""
+    found = (part.strip().partition(":") for part in defense.split("+"))
+    return tuple((name, value) for name, _, value in found)
+
+
+def parse_defense(
+    text: str, sealing: Mapping[str, Any] | None = None, methods: Mapping[str, DefenseSpec] = DEFENSES
+) -> Defense:
+    """``"frozen-embeddings+dropout:0.1"`` as a defense: names with their parameter, joined by ``+``, in any order.
+
+    ``sealing``: what clients agreed on, by the names that ``rasura.defenses.sealing.sealing`` has for it. Raises
+    ``InputError`` for unknown names, and for a parameter that is missing, out of range or not wanted.
+    """
+    built = [_built(named(name, methods, "defense"), value, sealing or {}) for name, value in parts(text)]
+    flat = [t for d in built for t in (d if isinstance(d, tuple) else (d,))]
+    return chain(*sorted(flat, key=lambda t: ORDER.index(t.stage)))
+
+
+def _built(spec: DefenseSpec, value: str, sealing: Mapping[str, Any]) -> Any:
+    if spec.parameter is None:
+        if value:
+            raise InputError(f"defense {spec.name} takes no parameter, found {value!r}")
+        return spec.make()
+    try:
+        return spec.make(spec.parameter(value), **sealing if spec.name == "sealing" else {})
+    except InputError:
+        raise
+    except ValueError:
+        raise InputError(
+            f"defense {spec.name} needs a number, found {value!r}; write {spec.name}:... ({spec.about})"
+        ) from None
+
+
+def parse_update(text: str) -> tuple[Local, Defense]:
+    """``"fedavg-sgd:4:0.01+bf16"`` as local training, and what happens to the message behind every protection.
+
+    Raises ``InputError`` for unknown names, figures out of range, and parts that are not applied to a message.
+    """
+    first, *rest = (part.strip() for part in text.split("+"))
+    name, *figures = first.split(":")
+    spec = named(name, UPDATES, "update")
+    if len(figures) > spec.figures or len(figures) < spec.needed:
+        raise InputError(f"update {first!r} takes {spec.figures} figures, found {len(figures)}: {spec.about}")
+    try:
+        local: Local = spec.make(*figures)
+    except InputError:
+        raise
+    except (TypeError, ValueError):
+        raise InputError(f"update {first!r} has no whole number and rate; write {spec.example}: {spec.about}") from None
+    wire = parse_defense("+".join(rest)) if rest else ()
+    for part in wire:
+        if part.stage is not Stage.WIRE:
+            raise InputError(f"update {text!r}: {part.mechanism.name} is a protection of the client; pass it as a defense")
+    return local, wire

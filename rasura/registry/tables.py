@@ -1,0 +1,76 @@
+"""The registries, one a kind of method, and what is built by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rasura.errors import InputError
+from rasura.interfaces import Attack, MembershipAttack, Metric, ServiceAttack
+from rasura.registry.collect import Registry, named
+from rasura.specs import (
+    AttackSpec,
+    DefenseSpec,
+    MembershipSpec,
+    MetricSpec,
+    ModelSpec,
+    ServiceAttackSpec,
+    ServiceProtectionSpec,
+    UpdateSpec,
+)
+from rasura.values import Reconstruction, Task
+
+ATTACKS = Registry("attack", AttackSpec, "rasura.attacks", "rasura.attacks")
+DEFENSES = Registry("defense", DefenseSpec, "rasura.defenses", "rasura.defenses")
+METRICS = Registry("metric", MetricSpec, "rasura.metrics", "rasura.metrics")
+MEMBERSHIP = Registry("membership attack", MembershipSpec, "rasura.attacks", "rasura.membership")
+SERVICE_ATTACKS = Registry("attack on a service", ServiceAttackSpec, "rasura.attacks", "rasura.service_attacks")
+SERVICE_PROTECTIONS = Registry(
+    "protection of a service", ServiceProtectionSpec, "rasura.obfuscation", "rasura.service_protections"
+)
+UPDATES = Registry("update", UpdateSpec, "rasura.updates", "rasura.updates")
+MODELS = Registry("model family", ModelSpec, "rasura.victims", "rasura.models")
+
+KINDS: Mapping[str, Registry[Any]] = {
+    "attacks": ATTACKS, "defenses": DEFENSES, "metrics": METRICS, "membership": MEMBERSHIP, "updates": UPDATES,
+    "service-attacks": SERVICE_ATTACKS, "service-protections": SERVICE_PROTECTIONS, "models": MODELS,
+}  # fmt: skip
+"""What ``rasura list`` can list, by the word that users write."""
+
+
+def for_task(methods: Mapping[str, Any], task: Task | str) -> tuple[str, ...]:
+    """The names of those ``methods`` that work on ``task``."""
+    return tuple(name for name, spec in methods.items() if task in spec.tasks)
+
+
+def usual_metrics(task: Task | str = "classification") -> tuple[str, ...]:
+    """What an audit computes unless told otherwise: all that needs no model of its own."""
+    return tuple(name for name in for_task(METRICS, task) if METRICS[name].usual)
+
+
+def attack(name: str) -> Attack[Reconstruction]:
+    """The attack called ``name``."""
+    return named(name, ATTACKS, "attack", ATTACKS.unusable.items()).make()
+
+
+def membership_attack(name: str) -> MembershipAttack:
+    """The membership attack called ``name``."""
+    return named(name, MEMBERSHIP, "membership attack").make()
+
+
+def service_attack(name: str) -> ServiceAttack:
+    """The attack on a service called ``name``."""
+    return named(name, SERVICE_ATTACKS, "attack on a service").make()
+
+
+def metric(name: str, methods: Mapping[str, MetricSpec] = METRICS) -> Metric[Reconstruction]:
+    """The metric called ``name``, of texts or images; ``sentence_cosine:FOLDER`` names its encoder."""
+    bare, _, encoder = name.partition(":")
+    spec = named(bare, methods, "metric")
+    if spec.encoder:
+        from rasura.victims.encoder import sentence_encoder
+
+        return spec.make(sentence_encoder(*filter(None, [encoder])))
+    if encoder:
+        raise InputError(f"metric {bare} takes no parameter, found {encoder!r}")
+    return spec.make()

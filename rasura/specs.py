@@ -1,0 +1,193 @@
+"""What is known of a method, in one frozen value that stands beside its code.
+
+The registry (``rasura.registry``) collects these values from the package and from installed plug-ins. Names, lists, help
+texts, estimates, calibration, the rule for adversaries who know a protection, and the contract laws come from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rasura.errors import InputError
+from rasura.interfaces import Attack, MembershipAttack, Metric, ServiceAttack
+from rasura.values import Reconstruction, Task
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_+-]*", re.IGNORECASE)
+
+TEXT: frozenset[Task] = frozenset({"classification", "causal"})
+IMAGES: frozenset[Task] = frozenset({"vision"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodSpec:
+    """What every method says of itself.
+
+    ``name`` is what users write, ``about`` one sentence for lists and help texts, ``source`` the paper with its section, or
+    ``Rasura``. Raises ``InputError`` for a name that the command line could not take and for empty texts.
+    """
+
+    name: str
+    about: str
+    source: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise InputError(f"method name {self.name!r}; expected letters, digits, '-', '_' and '+' only")
+        for what in ("about", "source"):
+            text = getattr(self, what)
+            if not text.strip() or "\n" in text:
+                raise InputError(f"method {self.name}: {what} is {text!r}; expected one line of text")
+
+
+@dataclass(frozen=True)
+class Home:
+    """A setting in which an attack must make a guess, for the contract laws: model family, task, and protection.
+
+    ``reads``: the attack recovers the whole text there, with certainty.
+    """
+
+    family: str = "bert"
+    task: Task = "classification"
+    defense: str = "none"
+    reads: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttackSpec(MethodSpec):
+    """An attack on an update.
+
+    ``make`` builds it, ``seconds`` is a rough cost in CPU seconds for one short text on MiniLM (or one image), used for
+    estimates only. ``embedding``: it reads the gradient of the word embedding and nothing else. ``protection``: it reads the
+    protection itself, so that without one there is nothing to read.
+    """
+
+    make: Callable[[], Attack[Reconstruction]]
+    seconds: float
+    tasks: frozenset[Task] = TEXT
+    embedding: bool = False
+    protection: bool = False
+    home: Home = field(default_factory=Home)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strength:
+    """The one figure that sets how strong a protection is, and the range in which calibration looks for it.
+
+    ``points``: how many values are tried first, ``weakest`` and ``strongest`` among them; values in between grow by ratios.
+    ``dropped``: the figure is the fraction that is dropped, and the rest shrinks by ratios. ``whole``: a whole number.
+    ``entries``: it is counted in units of the model's trained entries. ``end``: what is written behind it. ``keys``: where
+    the figure is an option, the options that can carry it, the usual one first.
+    """
+
+    name: str
+    weakest: float
+    strongest: float
+    points: int
+    dropped: bool = False
+    whole: bool = False
+    entries: bool = False
+    end: str = ""
+    keys: tuple[str, ...] = ()
+
+    def positions(self) -> tuple[float, ...]:
+        """Where the figure is set at first, from weak (0) to strong (1)."""
+        return tuple(k / (self.points - 1) for k in range(self.points))
+
+    def value(self, position: float, entries: int = 1) -> float:
+        """The figure at ``position``, to two digits."""
+        first, last = (1 - self.weakest, 1 - self.strongest) if self.dropped else (self.weakest, self.strongest)
+        at: float = first * (last / first) ** position * (entries if self.entries else 1)
+        if self.whole:
+            return round(at)
+        rounded = float(f"{at:.2g}")
+        return round(1 - rounded, 12) if self.dropped else rounded
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefenseSpec(MethodSpec):
+    """A protection of an update.
+
+    ``make`` builds it: without an argument where ``parameter`` is None, else with one of that type; ``str`` stands for
+    options, which may be empty. ``example`` is the protection as users write it, at a setting at which it acts; ``neutral``
+    builds it at a setting at which it does nothing, where there is one. ``guarantee``: the formal guarantee, or ``none``.
+    ``known_by``: the attacks that know how it works; without all of them in a run, nothing is said to be stopped. None means
+    that no attack knows it. ``known_by_on_images``: the same for images. ``waits``: it acts by sending nothing.
+    """
+
+    make: Callable[..., Any]
+    example: str
+    parameter: type[int] | type[float] | type[str] | None = None
+    tasks: frozenset[Task] = TEXT | IMAGES
+    guarantee: str = "none"
+    known_by: tuple[str, ...] | None = None
+    known_by_on_images: tuple[str, ...] | None = None
+    strength: Strength | None = None
+    neutral: Callable[[], Any] | None = None
+    waits: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSpec(MethodSpec):
+    """A metric of recovered texts or images.
+
+    ``make`` builds it; where ``encoder`` is set, from a function that embeds texts, which the registry makes of the model
+    that follows the name (``sentence_cosine:FOLDER``). ``usual``: an audit computes it without being asked.
+    """
+
+    make: Callable[..., Metric[Reconstruction]]
+    tasks: frozenset[Task] = TEXT
+    encoder: bool = False
+    usual: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSpec(MethodSpec):
+    """A kind of update: what a client sends.
+
+    ``make`` builds it from the figures behind the name, as text: at least ``needed``, at most ``figures``.
+    """
+
+    make: Callable[..., Any]
+    figures: int = 0
+    needed: int = 0
+    example: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MembershipSpec(MethodSpec):
+    """An attack on a trained model, which tells whether an example was trained on."""
+
+    make: Callable[[], MembershipAttack]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceAttackSpec(MethodSpec):
+    """An attack by a service's operator. ``home``: a protection and a model family at which it must make a guess."""
+
+    make: Callable[[], ServiceAttack]
+    home: tuple[str, str] = ("obfuslm:k=4", "bert")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceProtectionSpec(MethodSpec):
+    """A protection of a model service. ``make`` takes the model, its vocabulary, and options by name.
+
+    ``example``: as users write it, at a setting at which it acts.
+    """
+
+    make: Callable[..., Any]
+    example: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(MethodSpec):
+    """An adapter for a model family whose parts are not found by structure.
+
+    ``name`` is the model's ``config.model_type``; ``make`` takes the model and gives its ``Parts``.
+    """
+
+    make: Callable[..., Any]
+

@@ -1,0 +1,74 @@
+"""The settings in which the laws try a method: tiny models, short texts, what an adversary is granted of them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rasura.data.images import demo_images, encode_images
+from rasura.interfaces import ActiveAttack, Defense
+from rasura.registry import DEFENSES, parse_defense
+from rasura.rng import generator
+from rasura.specs import AttackSpec, DefenseSpec
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_for, batch_of, tiny
+from rasura.threat import adversary_copy
+from rasura.values import NO_TEXT, Batch, Grant, ImageBatch, Message, Observation, Task, Transcript
+from rasura.victims.step import step
+from rasura.victims.vision import lenet
+
+TEXT = (CLS, 3, 40, 41, 4, 42, 9, SEP)
+"""The private text of the attack laws."""
+
+OTHER = (CLS, 50, 3, 51, SEP)
+"""The second text of the batch, where there are two."""
+
+IMAGE_SIZE = 16
+
+
+def send(family: str, task: Task, defense: Defense, model: nn.Module | None = None, seed: int = 0) -> Transcript:
+    """What a client sends of two short texts: the whole truth."""
+    return step(
+        tiny(family, task) if model is None else model,
+        batch_for(task), defense, task=task, vocabulary=VOCABULARY, rng=generator(seed, "step"),
+    )  # fmt: skip
+
+
+def at_home(spec: AttackSpec, rows: int = 1) -> Transcript:
+    """The step that the attack is made for, on one private text or image, or on two."""
+    home = spec.home
+    model: nn.Module
+    batch: Batch | ImageBatch
+    if home.task == "vision":
+        model = lenet(4, image_size=IMAGE_SIZE)
+        batch = encode_images(demo_images(IMAGE_SIZE)[:rows], size=IMAGE_SIZE, num_labels=4)
+    else:
+        model = tiny(home.family, home.task, num_labels=2)
+        batch = batch_of([list(TEXT), list(OTHER)][:rows], home.task, [1, 0][:rows])
+    attack = spec.make()
+    if isinstance(attack, ActiveAttack):
+        model = attack.craft(model, home.task, rng=generator(0, "craft"))
+    vocabulary = {"vision": NO_TEXT, "causal": CAUSAL_VOCABULARY}.get(home.task, VOCABULARY)
+    defense = parse_defense(home.defense)
+    return step(model, batch, defense, task=home.task, vocabulary=vocabulary, rng=generator(0, "step"))
+
+
+def seen(sent: Transcript, grants: frozenset[Grant], message: Message | None = None) -> Observation:
+    """What an adversary with exactly ``grants`` sees; every other field raises ``NotGranted``."""
+    everything = {
+        Grant.MODEL: adversary_copy(sent.model),
+        Grant.BASE_MODEL: sent.vocabulary,
+        Grant.LABELS: sent.batch.labels,
+        Grant.BATCH_SIZE: len(sent.batch),
+        Grant.MECHANISM: sent.mechanism,
+    }
+    if sent.task != "vision":
+        everything |= {
+            Grant.LENGTHS: sent.text_batch.lengths,
+            Grant.REFERENCE_TEXT: ("the w60 of w61 .", "the w62"),
+            Grant.LANGUAGE_MODEL: (tiny("gpt2", "causal"), CAUSAL_VOCABULARY),
+        }
+    return Observation(message or sent.message, sent.task, {g: everything[g] for g in grants if g in everything})
+
+
+def overlaid(spec: DefenseSpec) -> Defense:
+    """The defense as its ``example`` writes it, ``spec`` standing in for its name."""
+    return parse_defense(spec.example, methods={**DEFENSES, spec.name: spec})
