@@ -11,82 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from rasura.checked import flag, number, rules, settle, whole, word
 from rasura.errors import InputError
 from rasura.values import Mechanism, Parameter, Stage
 
 KNOWN: dict[str, type[Protection]] = {}
 """Every protection by name."""
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """What a field may be: a number between bounds (``open`` ones left out), one of ``words``, a flag; or None."""
-
-    kind: type[float] | type[int] | type[str] | type[bool]
-    least: float = -math.inf
-    most: float = math.inf
-    open: str = ""
-    words: tuple[str, ...] = ()
-    optional: bool = False
-    infinite: bool = False
-
-    def checked(self, owner: str, name: str, value: Any) -> Parameter:
-        if value is None and self.optional:
-            return None
-        if self.kind is bool or self.kind is str:
-            fits = isinstance(value, self.kind) and (not self.words or value in self.words)
-        else:
-            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and self._within(value)
-        if not fits:
-            raise InputError(f"{owner}: {name} is {value!r}; expected {self.wanted}")
-        made: Parameter = self.kind(value)
-        return made
-
-    def _within(self, value: float) -> bool:
-        if not math.isfinite(value) and not (self.infinite and value == math.inf):
-            return False
-        low = value > self.least if "low" in self.open else value >= self.least
-        high = value < self.most if "high" in self.open else value <= self.most
-        return low and high and (self.kind is float or value == int(value))
-
-    @property
-    def wanted(self) -> str:
-        if self.kind is bool:
-            return "true or false"
-        if self.kind is str:
-            return " or ".join(self.words) or "text"
-        ends = []
-        if self.least > -math.inf:
-            ends.append(f"{'above' if 'low' in self.open else 'at least'} {self.least:g}")
-        if self.most < math.inf:
-            ends.append(f"{'below' if 'high' in self.open else 'at most'} {self.most:g}")
-        what = "whole " if self.kind is int else "" if self.infinite else "finite "
-        return f"a {what}number {' and '.join(ends)}".rstrip()
-
-
-def _is(*default: Any, absent: bool = False, **rule: Any) -> Any:
-    """A field with its rule, and a ``default`` where one is given. ``absent``: no parameter where it is None."""
-    known = {"rule": _Rule(**rule), "absent": absent}
-    return field(default=default[0], metadata=known) if default else field(metadata=known)
-
-
-def _number(*default: float | None, **rule: Any) -> Any:
-    return _is(*default, kind=float, **rule)
-
-
-def _whole(*default: int | None, **rule: Any) -> Any:
-    return _is(*default, kind=int, **rule)
-
-
-def _word(*default: str | None, **rule: Any) -> Any:
-    return _is(*default, kind=str, **rule)
-
-
-def _flag(*default: bool, **rule: Any) -> Any:
-    return _is(*default, kind=bool, **rule)
 
 
 @dataclass(frozen=True)
@@ -106,13 +39,7 @@ class Protection(Mechanism):
             KNOWN[named] = cls
 
     def __post_init__(self) -> None:
-        told: dict[str, Parameter] = {}
-        for one in fields(self):
-            if "rule" in one.metadata:
-                value = one.metadata["rule"].checked(self.NAME, one.name, getattr(self, one.name))
-                object.__setattr__(self, one.name, value)
-                if value is not None or not one.metadata["absent"]:
-                    told[one.name] = value
+        told = settle(self, self.NAME)
         object.__setattr__(self, "name", self.NAME)
         object.__setattr__(self, "stage", self.STAGE)
         object.__setattr__(self, "parameters", told)
@@ -156,7 +83,7 @@ def mechanism(name: str, parameters: Mapping[str, Any] | None = None) -> Protect
     if name not in KNOWN:
         raise InputError(f"unknown mechanism {name!r}; known: {', '.join(sorted(KNOWN))}")
     made, given = KNOWN[name], dict(parameters or {})
-    names = {one.name: one for one in fields(made) if "rule" in one.metadata}
+    names = rules(made)
     for one in given:
         if one not in names:
             raise InputError(f"{name}: unknown parameter {one!r}; known: {', '.join(names) or 'none'}")
@@ -189,10 +116,10 @@ class Mean(Protection, named="mean", at=Stage.AGGREGATE):
 class _Trained(Protection):
     """What a client's own training changed; with ``lora`` above 0, of adapters of that rank."""
 
-    steps: int = _whole(1, least=1)
-    learning_rate: float = _number(1.0, least=0, open="low")
-    weight_decay: float = _number(0.0, least=0)
-    lora: int = _whole(0, least=0)
+    steps: int = whole(1, least=1)
+    learning_rate: float = number(1.0, least=0, open="low")
+    weight_decay: float = number(0.0, least=0)
+    lora: int = whole(0, least=0)
 
 
 @dataclass(frozen=True)
@@ -213,79 +140,73 @@ class FedAvgAdamW(_Trained, named="fedavg-adamw", at=Stage.AGGREGATE):
 # Noise
 
 
+class _Clipped(Protection):
+    """What is clipped before noise is added."""
+
+    clip: float
+
+    @property
+    def largest_norm(self) -> float:
+        return self.clip
+
+
 @dataclass(frozen=True)
-class Gaussian(Protection, named="gaussian", at=Stage.WIRE):
+class Gaussian(_Clipped, named="gaussian", at=Stage.WIRE):
     """The whole update clipped to the norm ``clip``, then Gaussian noise of deviation ``sigma`` on every visible entry."""
 
-    sigma: float = _number(least=0)
-    clip: float = _number(1.0, least=0, open="low", infinite=True)
+    sigma: float = number(least=0)
+    clip: float = number(1.0, least=0, open="low", infinite=True)
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         return self.sigma
 
-    @property
-    def largest_norm(self) -> float:
-        return self.clip
-
 
 @dataclass(frozen=True)
-class Laplace(Protection, named="laplace", at=Stage.WIRE):
+class Laplace(_Clipped, named="laplace", at=Stage.WIRE):
     """The whole update clipped to the norm ``clip``, then Laplace noise of ``scale`` b on every visible entry."""
 
-    scale: float = _number(least=0)
-    clip: float = _number(1.0, least=0, open="low", infinite=True)
+    scale: float = number(least=0)
+    clip: float = number(1.0, least=0, open="low", infinite=True)
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         return math.sqrt(2) * self.scale
 
-    @property
-    def largest_norm(self) -> float:
-        return self.clip
-
 
 @dataclass(frozen=True)
-class DpSgd(Protection, named="dp-sgd", at=Stage.AGGREGATE):
+class DpSgd(_Clipped, named="dp-sgd", at=Stage.AGGREGATE):
     """Every text's gradient clipped to ``clip``, noise of ``sigma * clip`` on their sum, all over the number of texts.
 
     The clip bounds the mean of the texts' gradients, too. With Laplace noise, ``sigma * clip`` is its scale b, and the norm
     is that of absolute values, which the Euclidean one does not exceed.
     """
 
-    sigma: float = _number(least=0, open="low")
-    clip: float = _number(1.0, least=0, open="low")
-    noise: str = _word("gaussian", words=("gaussian", "laplace"))
+    sigma: float = number(least=0, open="low")
+    clip: float = number(1.0, least=0, open="low")
+    noise: str = word("gaussian", words=("gaussian", "laplace"))
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         wide = math.sqrt(2) if self.noise == "laplace" else 1.0
         return wide * self.sigma * self.clip / _texts(batch_size)
 
-    @property
-    def largest_norm(self) -> float:
-        return self.clip
-
 
 @dataclass(frozen=True)
-class Normalised(Protection, named="normalised", at=Stage.AGGREGATE):
+class Normalised(_Clipped, named="normalised", at=Stage.AGGREGATE):
     """Every text's gradient scaled to norm 1, Gaussian noise of ``sigma`` on their sum, all over the number of texts."""
 
-    sigma: float = _number(least=0, open="low")
-    clip: float = _number(1.0, least=1, most=1)
-    noise: str = _word("gaussian", words=("gaussian",))
+    sigma: float = number(least=0, open="low")
+    clip: float = number(1.0, least=1, most=1)
+    noise: str = word("gaussian", words=("gaussian",))
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         return self.sigma / _texts(batch_size)
-
-    @property
-    def largest_norm(self) -> float:
-        return self.clip
 
 
 @dataclass(frozen=True)
 class Directional(Protection, named="directional", at=Stage.AGGREGATE):
     """The mean of one unit vector a text, drawn around its direction at concentration ``kappa`` (von Mises-Fisher)."""
 
-    kappa: float = _number(least=0, open="low")
-    blocks: str = _word("whole", words=("whole", "parameters"))
+    kappa: float = number(least=0, open="low")
+    blocks: str = word("whole", words=("whole", "parameters"))
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         """What a draw strays from its expectation, spread evenly over ``entries``.
@@ -329,14 +250,14 @@ class FrozenEmbeddings(_Hiding, named="frozen-embeddings", at=Stage.MODEL):
 class FrozenBlocks(_Hiding, named="frozen-blocks", at=Stage.MODEL):
     """Nor are the first ``n`` blocks."""
 
-    n: int = _whole(least=0)
+    n: int = whole(least=0)
 
 
 @dataclass(frozen=True)
 class Pruning(_Hiding, named="pruning", at=Stage.WIRE):
     """The smallest share ``ratio`` of the entries is left out."""
 
-    ratio: float = _number(least=0, most=1, open="high")
+    ratio: float = number(least=0, most=1, open="high")
 
     @property
     def hides_entries(self) -> bool:
@@ -352,12 +273,12 @@ class RandomPruning(Pruning, named="random-pruning", at=Stage.WIRE):
 class Sealing(_Hiding, named="sealing", at=Stage.WIRE):
     """Entries are encrypted: the share ``ratio`` that matters most by ``metric``, or the tensors that ``metric`` names."""
 
-    metric: str = _word()
-    ratio: float | None = _number(None, least=0, most=1, optional=True)
-    scope: str = _word("global", words=("global", "tensor"))
-    embeddings: str = _word("counted", words=("counted", "sealed", "clear"))
-    scheme: str = _word("none", words=("none", "bfv", "ckks"))
-    noise_budget_bits: float | None = _number(None, optional=True, absent=True)
+    metric: str = word()
+    ratio: float | None = number(None, least=0, most=1, optional=True)
+    scope: str = word("global", words=("global", "tensor"))
+    embeddings: str = word("counted", words=("counted", "sealed", "clear"))
+    scheme: str = word("none", words=("none", "bfv", "ckks"))
+    noise_budget_bits: float | None = number(None, optional=True, absent=True)
 
 
 @dataclass(frozen=True)
@@ -382,7 +303,7 @@ class Sign(Protection, named="sign", at=Stage.WIRE):
 class Dropout(Protection, named="dropout", at=Stage.MODEL):
     """Active dropout with probability ``p``."""
 
-    p: float = _number(least=0, most=1, open="high")
+    p: float = number(least=0, most=1, open="high")
 
     @property
     def dropout_rate(self) -> float:
@@ -393,24 +314,24 @@ class Dropout(Protection, named="dropout", at=Stage.MODEL):
 class Ghost(Protection, named="ghost", at=Stage.DATA):
     """Tokens give way to others before training; the parameters are those of ``ShadowSettings`` and ``Selection``."""
 
-    k: int = _whole(least=1)
-    overlap: float = _number(least=0, most=1)
-    grow: int = _whole(least=1)
-    most: int = _whole(least=1)
-    language: str | None = _word(optional=True)
-    direct: bool = _flag()
-    indirect: bool = _flag()
-    lemma: bool = _flag()
-    group: int = _whole(least=1)
-    choices: int = _whole(least=1)
-    keep_punctuation: bool = _flag()
-    keep_numbers: bool = _flag()
-    round_trip: bool = _flag()
-    beam: int = _whole(least=1)
-    tried: int = _whole(least=0)
-    sweeps: int = _whole(least=0)
-    enough: float = _number(least=0, most=1, open="high")
-    start: str = _word(words=("nearest", "random"))
+    k: int = whole(least=1)
+    overlap: float = number(least=0, most=1)
+    grow: int = whole(least=1)
+    most: int = whole(least=1)
+    language: str | None = word(optional=True)
+    direct: bool = flag()
+    indirect: bool = flag()
+    lemma: bool = flag()
+    group: int = whole(least=1)
+    choices: int = whole(least=1)
+    keep_punctuation: bool = flag()
+    keep_numbers: bool = flag()
+    round_trip: bool = flag()
+    beam: int = whole(least=1)
+    tried: int = whole(least=0)
+    sweeps: int = whole(least=0)
+    enough: float = number(least=0, most=1, open="high")
+    start: str = word(words=("nearest", "random"))
 
     @property
     def changes_texts(self) -> bool:
@@ -421,8 +342,8 @@ class Ghost(Protection, named="ghost", at=Stage.DATA):
 class Accumulate(Protection, named="accumulate", at=Stage.WIRE):
     """Nothing is sent below so many different ``tokens``, or ``widths`` times the hidden size: one of the two."""
 
-    tokens: int | None = _whole(None, least=1, optional=True, absent=True)
-    widths: float | None = _number(None, least=0, open="low", optional=True, absent=True)
+    tokens: int | None = whole(None, least=1, optional=True, absent=True)
+    widths: float | None = number(None, least=0, open="low", optional=True, absent=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,0 +1,97 @@
+"""Fields of frozen dataclasses that say what they may be, and the check of their values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from rasura.errors import InputError
+from rasura.values import Parameter
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field may be: a number between bounds (``open`` ones left out), one of ``words``, a flag; or None."""
+
+    kind: type[float] | type[int] | type[str] | type[bool]
+    least: float = -math.inf
+    most: float = math.inf
+    open: str = ""
+    words: tuple[str, ...] = ()
+    optional: bool = False
+    infinite: bool = False
+
+    def checked(self, owner: str, name: str, value: Any) -> Parameter:
+        if value is None and self.optional:
+            return None
+        if self.kind is bool or self.kind is str:
+            fits = isinstance(value, self.kind) and (not self.words or value in self.words)
+        else:
+            fits = isinstance(value, (int, float)) and not isinstance(value, bool) and self._within(value)
+        if not fits:
+            raise InputError(f"{owner}: {name} is {value!r}; expected {self.wanted}")
+        made: Parameter = self.kind(value)
+        return made
+
+    def _within(self, value: float) -> bool:
+        if not math.isfinite(value) and not (self.infinite and value == math.inf):
+            return False
+        low = value > self.least if "low" in self.open else value >= self.least
+        high = value < self.most if "high" in self.open else value <= self.most
+        return low and high and (self.kind is float or value == int(value))
+
+    @property
+    def wanted(self) -> str:
+        if self.kind is bool:
+            return "true or false"
+        if self.kind is str:
+            return " or ".join(self.words) or "text"
+        ends = []
+        if self.least > -math.inf:
+            ends.append(f"{'above' if 'low' in self.open else 'at least'} {self.least:g}")
+        if self.most < math.inf:
+            ends.append(f"{'below' if 'high' in self.open else 'at most'} {self.most:g}")
+        what = "whole " if self.kind is int else "" if self.infinite else "finite "
+        return f"a {what}number {' and '.join(ends)}".rstrip()
+
+
+def _is(*default: Any, absent: bool = False, **rule: Any) -> Any:
+    """A field with its rule, and a ``default`` where one is given. ``absent``: no parameter where it is None."""
+    known = {"rule": Rule(**rule), "absent": absent}
+    return field(default=default[0], metadata=known) if default else field(metadata=known)
+
+
+def number(*default: float | None, **rule: Any) -> Any:
+    return _is(*default, kind=float, **rule)
+
+
+def whole(*default: int | None, **rule: Any) -> Any:
+    return _is(*default, kind=int, **rule)
+
+
+def word(*default: str | None, **rule: Any) -> Any:
+    return _is(*default, kind=str, **rule)
+
+
+def flag(*default: bool, **rule: Any) -> Any:
+    return _is(*default, kind=bool, **rule)
+
+
+def rules(kind: Any) -> dict[str, Field[Any]]:
+    """The fields of ``kind`` that have a rule, by name."""
+    return {one.name: one for one in fields(kind) if "rule" in one.metadata}
+
+
+def settle(made: Any, owner: str) -> dict[str, Parameter]:
+    """Every field with a rule checked and set to its plain value; returned without those that are absent.
+
+    ``made`` may be frozen. Raises ``InputError``, which names ``owner``, for a value that breaks its rule.
+    """
+    told: dict[str, Parameter] = {}
+    for name, one in rules(made).items():
+        value = one.metadata["rule"].checked(owner, name, getattr(made, name))
+        object.__setattr__(made, name, value)
+        if value is not None or not one.metadata["absent"]:
+            told[name] = value
+    return told
