@@ -74,8 +74,8 @@ def word(*default: str | None, **rule: Any) -> Any:
     return _is(*default, kind=str, **rule)
 
 
-def flag(*default: bool, **rule: Any) -> Any:
-    return _is(*default, kind=bool, **rule)
+def flag(*default: bool) -> Any:
+    return _is(*default, kind=bool)
 
 
 def rules(kind: Any) -> dict[str, Field[Any]]:

@@ -18,6 +18,8 @@ from rasura.values import Mechanism
 
 NONE = "no formal guarantee"
 
+SHUFFLES = "the loader shuffles where the accountant assumes Poisson sampling: epsilon is not proven for this run"
+
 
 @dataclass(frozen=True)
 class Run:
@@ -113,7 +115,7 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
     standing = composition(defense)
     part = standing.formal
     if part is None:
-        return stated((), run, carrier=None, why=standing.why, planned=True)
+        return _unproven(standing.why)
     if part.name == DIRECTIONAL:
         # Batches that a loader shuffles are disjoint within a pass; otherwise every step counts.
         draws = [Draw("disjoint", number=k + 1) for k in range(run.epochs)]
@@ -135,8 +137,7 @@ def stated(
     proven, and ``why``. ``sized``: the entries of the draws are known.
     """
     if carrier is None or any(release.mechanism == UNPROVEN for release, _ in runs):
-        why = why or "its releases were made without a proof"
-        return Guarantee(f"{NONE}: {why}; only an audit says what it stops")
+        return _unproven(why or "its releases were made without a proof")
     made = sum(count for _, count in runs)
     notes, voids = [], []
     if not all(release.secret for release, _ in runs):
@@ -152,7 +153,7 @@ def stated(
     if any(release.sampling == "unknown" for release, _ in runs):
         if carrier == DIRECTIONAL:
             return Guarantee(f"{NONE}: how its batches were drawn is not known", warnings=(*voids, *notes))
-        voids.append("the loader shuffles where the accountant assumes Poisson sampling: epsilon is not proven for this run")
+        voids.append(SHUFFLES)
         runs = [(_by_chance(release, run.rate), count) for release, count in runs]
     found = spent(runs, run.fails)
     if carrier == DIRECTIONAL:
@@ -162,9 +163,13 @@ def stated(
     return _worded(
         kind, Guarantee(
             "", found.epsilon, run.fails, found.pure, None, found.cross_check, "one text is there or not", made,
-            rates.pop() if len(rates) == 1 else None, "shuffled" if len(voids) and "shuffles" in voids[-1] else "poisson",
+            rates.pop() if len(rates) == 1 else None, "shuffled" if SHUFFLES in voids else "poisson",
         ), planned, run, notes, voids,
     )  # fmt: skip
+
+
+def _unproven(why: str) -> Guarantee:
+    return Guarantee(f"{NONE}: {why}; only an audit says what it stops")
 
 
 def _by_chance(release: Release, rate: float) -> Release:
@@ -176,7 +181,7 @@ def _directional(
 ) -> Guarantee:
     planned, sized, made = told
     by_pass = all(release.sampling == "disjoint" for release, _ in runs)
-    if runs and not by_pass:
+    if not by_pass:
         notes.append(
             "batches overlap within an epoch, so that every step counts; a loader that shuffles needs the epochs only"
         )
