@@ -201,6 +201,14 @@ def test_the_noise_of_a_direction_by_bessel_functions(kappa: float, entries: int
     assert exact <= Directional(kappa).noise_per_entry(2, entries) <= 1.02 * exact
 
 
+def test_the_noise_of_a_direction_to_the_digit() -> None:
+    """With one entry the bound of the mean is kappa over the root of its square and 1: here .75 / 1.25."""
+    assert Directional(0.75).noise_per_entry(1, 1) == pytest.approx(0.8, rel=1e-15)
+    assert Directional(9.0).noise_per_entry() == pytest.approx(1 / 3) and Directional(9.0).noise_per_entry(4) == 1 / 6
+    # (3 - 1) / 2 is 1; 1.5 / (1 + 2.5), three entries of each of two texts
+    assert Directional(1.5).noise_per_entry(2, 3) == pytest.approx(math.sqrt((1 - (1.5 / 3.5) ** 2) / 6), rel=1e-15)
+
+
 def test_noise_is_over_the_number_of_texts_where_each_text_is_clipped() -> None:
     for one in (DpSgd(2.0, 0.5), Normalised(2.0)):
         assert one.noise_per_entry(4) == pytest.approx(one.noise_per_entry() / 4) and one.noise_per_entry() > 0

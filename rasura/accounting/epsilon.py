@@ -192,14 +192,15 @@ def sigma_for(
     if not 0 < target < math.inf:
         raise InputError(f"accounting: the target epsilon is {target}; expected a finite number above 0")
 
-    epsilon(1.0, rate, steps, delta, by="pld" if noise == "laplace" else "paper", noise=noise)  # says what cannot be
+    epsilon(1.0, rate, steps, delta, by="paper" if (by, noise) == ("pld", "gaussian") else by, noise=noise)  # what cannot be
     if by == "paper":
         return _as_opacus(
             lambda sigma: math.inf if sigma < LEAST_SIGMA else epsilon(sigma, rate, steps, delta, by=by), target
         )
 
     def spent(sigma: float) -> float:
-        return _by_library((Sampled(sigma, rate, steps, noise),), delta, max(1e-4, target / 1e4))
+        part = (Sampled(sigma, rate, steps, noise),)
+        return _by_orders(part, delta, ORDERS) if by == "rdp" else _by_library(part, delta, max(1e-4, target / 1e4))
 
     # RDP is quick and asks for somewhat more noise than is needed.
     if noise == "laplace":

@@ -116,15 +116,14 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
     part = standing.formal
     if part is None:
         return _unproven(standing.why)
-    if part.name == DIRECTIONAL:
+    if run.sampling == "poisson":
+        draws = [(Draw("poisson", run.rate), run.steps)]
+    elif part.name == DIRECTIONAL:
         # Batches that a loader shuffles are disjoint within a pass; otherwise every step counts.
-        draws = [Draw("disjoint", number=k + 1) for k in range(run.epochs)]
-        if run.sampling == "poisson":
-            draws = [Draw("poisson", run.rate)]
-        count = 1 if run.sampling == "shuffled" else run.steps
+        draws = [(Draw("disjoint", number=k), 1) for k in range(1, run.epochs + 1)]
     else:
-        draws, count = [Draw("poisson", run.rate) if run.sampling == "poisson" else Draw()], run.steps
-    runs = [(Release.of(part, draw, sizes or [1], secret=secure), count) for draw in draws]
+        draws = [(Draw(), run.steps)]
+    runs = [(Release.of(part, draw, sizes or [1], secret=secure), count) for draw, count in draws]
     return stated(runs, run, carrier=part.name, planned=True, sized=bool(sizes))
 
 

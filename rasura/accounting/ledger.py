@@ -142,9 +142,8 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
     names = {release.mechanism for release, _ in runs}
     if len(names) != 1:
         raise InputError(f"{path} holds releases of {len(names)} mechanisms; expected one")
-    name = names.pop()
     run = Run(state["examples"], state["batch_size"], 1, state["delta"] if delta is None else delta)
-    return stated(runs, run, carrier=None if name == UNPROVEN else name, planned=False)
+    return stated(runs, run, carrier=names.pop(), planned=False)
 
 
 def read(state: Any) -> tuple[list[Counted], int]:

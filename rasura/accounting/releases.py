@@ -173,7 +173,7 @@ def _by_chance(runs: Sequence[Counted], delta: float) -> Spent:
 def _pure_of_laplace(part: Sampled) -> float:
     """Epsilon at delta 0 of one sampled release with Laplace noise."""
     unseen = math.log1p(-part.rate) if part.rate < 1 else -math.inf
-    return finite("epsilon", float(np.logaddexp(unseen, math.log(part.rate) + 1 / part.sigma)))
+    return float(np.logaddexp(unseen, math.log(part.rate) + 1 / part.sigma))
 
 
 def _directional(runs: Sequence[Counted], delta: float) -> Spent:
@@ -189,4 +189,5 @@ def _directional(runs: Sequence[Counted], delta: float) -> Spent:
     # Different kinds share delta: basic composition.
     each = [directional_epsilon(kappa, blocks, count, delta / len(seen)) for (kappa, blocks), count in seen.items()]
     metric = sum(kappa * count for (kappa, _), count in seen.items())
-    return Spent(finite("epsilon", min(sum(each), 2 * metric)), finite("epsilon", 2 * metric), metric)
+    pure = finite("epsilon", 2 * metric)
+    return Spent(min(sum(each), pure), pure, metric)
