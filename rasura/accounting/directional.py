@@ -45,7 +45,7 @@ def log_normaliser(kappa: float, dimension: int) -> float:
     total = float(weights @ mean_cosine(near / 2 * (1 + nodes), dimension)) * near / 2
     if kappa > near:
         total += near * float(_areas(near, np.array([math.log(kappa / near)]), dimension)[0])
-    return -_finite("the normaliser", total)
+    return -total
 
 
 def renyi_divergence(order: float, kappa: float, dimension: int) -> float:
@@ -77,7 +77,7 @@ def directional_epsilon(kappa: float, sizes: Sequence[int], releases: int, delta
         spent += releases * count * _divergences(orders, kappa * (size / sum(sizes)), size)
     found = [_finite("epsilon", 2 * kappa * releases)]
     for order, one in zip(GRID, spent.tolist()):
-        found.append(_finite("epsilon", converted(order, _finite("a divergence", one), delta)) * (1 + MARGIN))
+        found.append(converted(order, one, delta) * (1 + MARGIN))
     return min(found)
 
 
