@@ -66,7 +66,7 @@ def child(rng: torch.Generator) -> int:
     """
     if not isinstance(rng, torch.Generator):
         raise TypeError(f"a seed of a {type(rng).__name__} would be all that is secret; pass the generator itself on")
-    return int(torch.randint(0, 2**62, (1,), generator=rng, dtype=torch.int64))
+    return int(torch.randint(1 << 62, (1,), generator=rng))
 
 
 def uniform(shape: Sequence[int], rng: Randomness) -> Tensor:
@@ -204,9 +204,9 @@ class _SecretDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
         drawn = _DRAWN.get(func)
         if drawn is None or kwargs.get("generator") is not None:
             _refused(f"{func} draws from PyTorch's generator, of which 32 bits are secret")
-        if torch._C._current_graph_task_id() >= 0:
+        if torch._C._current_graph_task_id() != -1:
             _refused(f"{func} draws anew in the backward pass; turn off gradient checkpointing, or dropout")
-        return drawn(self.rng, *args, **{k: v for k, v in kwargs.items() if k != "generator"})
+        return drawn(self.rng, *args, **kwargs)
 
 
 def _refused(why: str) -> NoReturn:
@@ -217,10 +217,9 @@ def _draws_nothing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bo
     """Whether this call of an operation that may draw has dropout off."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments} | dict(zip((a.name for a in arguments), args)) | kwargs
-    if "dropout" not in func._schema.name and "dropout_p" not in given and "dropout" not in given:
-        return False
-    rate = next((given[name] for name in ("dropout_p", "dropout", "p") if name in given), 1.0)
-    return rate == 0 or given.get("train") is False
+    names = ("dropout_p", "dropout", "p") if "dropout" in func._schema.name else ("dropout_p", "dropout")
+    rates = [given[name] for name in names if name in given]
+    return bool(rates) and (rates[0] == 0 or given.get("train") is False)
 
 
 def _bernoulli_(rng: SecretGenerator, into: Tensor, p: float = 0.5) -> Tensor:
@@ -233,7 +232,7 @@ def _dropout(rng: SecretGenerator, x: Tensor, p: float, train: bool | None) -> t
 
 
 def _uniform_(rng: SecretGenerator, into: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
-    drawn = (low + (high - low) * uniform(into.shape, rng)).to(into.dtype)
+    drawn = low + (high - low) * uniform(into.shape, rng)
     # Rounding to fewer digits may reach the upper end, which PyTorch leaves out.
     last = torch.nextafter(torch.tensor(high, dtype=into.dtype), torch.tensor(low, dtype=into.dtype))
     return into.copy_(torch.minimum(drawn, last))
