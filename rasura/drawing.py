@@ -110,5 +110,6 @@ def _emptied(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return type(batch)({k: _emptied(v) for k, v in batch.items()})  # type: ignore[call-arg]  # a dict or its like
     if isinstance(batch, (list, tuple)):
-        return type(batch)(_emptied(v) for v in batch)
+        parts = [_emptied(v) for v in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     raise InputError(f"a batch of {type(batch).__name__} cannot be made empty; let the collate function return tensors")

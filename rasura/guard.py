@@ -13,7 +13,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class Guard:
     """Watches ``model`` from now on. ``answer`` is called in place of its forward, with the forward itself first;
     ``copied``: the model is a copy of a protected one, which may not be trained before it is protected itself."""
 
-    def __init__(self, model: nn.Module, answer: Callable[..., Any], *, copied: bool = False) -> None:
+    def __init__(self, model: nn.Module, answer: Callable[..., Any], *, copied: bool) -> None:
         self.model, self.answer, self.copied = weakref.ref(model), answer, copied
         self.inside = False
         self.released = 0
@@ -63,7 +63,8 @@ class Guard:
         for name, parameter in self._parameters().items():
             if parameter.requires_grad and self._watched.get(name) is not parameter:
                 self._watched[name] = parameter
-                own, tensor = weakref.ref(self), cast(Any, parameter)
+                own = weakref.ref(self)
+                tensor: Any = parameter
                 self._hooks.append(tensor.register_hook(functools.partial(_arrived, own, name)))
                 self._hooks.append(tensor.register_post_accumulate_grad_hook(functools.partial(_left, own, name)))
 

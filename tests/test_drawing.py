@@ -1,0 +1,154 @@
+"""Loaders that draw texts as a guarantee assumes: which rows, how many, and what account is kept of them."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+
+from rasura.accounting import Draw, Ledger, Run
+from rasura.drawing import Batches, DrawnLoader
+from rasura.errors import InputError
+from rasura.rng import generator
+
+ROWS = list(range(10, 34))
+
+
+def drawn(loader: Any, *, poisson: bool = True) -> DrawnLoader:
+    """The loader that a protected model trains with."""
+    return DrawnLoader(loader, Ledger([], Run(24, 5, 3)), generator(0), poisson=poisson)
+
+
+def test_shuffled_batches_hold_every_row_once() -> None:
+    made = Batches(10, 4, generator(0), poisson=False)
+    passes = [list(made) for _ in range(3)]
+    for found in passes:
+        assert [len(rows) for rows in found] == [4, 4, 2] and sorted(row for rows in found for row in rows) == list(
+            range(10)
+        )
+    assert passes[0] != passes[1] and list(made.sizes) == [4, 4, 2] * 3
+    assert (made.count, made.size, made.poisson, made.rate) == (10, 4, False, 0.4)
+
+
+def test_poisson_batches_are_as_many_and_each_row_joins_by_chance() -> None:
+    made = Batches(500, 50, generator(0), poisson=True)
+    found = list(made)
+    assert len(found) == len(made) == 10 and list(made.sizes) == [len(rows) for rows in found]
+    assert len(set(made.sizes)) > 3 and 400 < sum(made.sizes) < 600
+    assert all(sorted(set(rows)) == sorted(rows) for rows in found) and len({row for rows in found for row in rows}) < 500
+
+
+@pytest.mark.parametrize(
+    ("count", "size", "batches", "rate"), [(10, 4, 3, 0.4), (8, 4, 2, 0.5), (3, 4, 1, 1.0), (1, 1, 1, 1)]
+)
+def test_a_pass_has_as_many_batches_as_its_rows_make(count: int, size: int, batches: int, rate: float) -> None:
+    for poisson in (True, False):
+        made = Batches(count, size, generator(0), poisson=poisson)
+        assert len(made) == batches == len(list(made)) and made.rate == rate
+
+
+def test_batches_are_taken_once_in_the_order_in_which_they_were_handed_out() -> None:
+    loader = drawn(DataLoader(ROWS, 5, shuffle=True), poisson=False)
+    handed = list(loader)
+    assert [len(b) for b in handed] == [5, 5, 5, 5, 4] and sorted(torch.cat(handed).tolist()) == ROWS
+    assert loader.take(5) == Draw("disjoint", number=1)
+    with pytest.raises(InputError, match=r"^no batch of 6 texts waits: .*; to evaluate, use torch.no_grad\(\)$"):
+        loader.take(6)
+    assert len(loader.waiting) == 4
+    assert loader.take(4) == Draw("disjoint", number=1)
+    with pytest.raises(InputError, match="no batch of 5 texts waits"):
+        loader.take(5)  # the three before it were passed over
+    part = iter(loader)
+    next(part)
+    next(part)
+    assert len(loader.waiting) == 2 and loader.take(5) == Draw("disjoint", number=2)
+    next(iter(loader))
+    assert len(loader.waiting) == 1, "a pass that was left is forgotten"
+    assert loader.take(5) == Draw("disjoint", number=3)
+
+
+def test_a_poisson_draw_tells_its_rate_and_an_empty_batch_is_not_passed_over() -> None:
+    loader = drawn(DataLoader(ROWS, 1))
+    handed = list(loader)
+    sizes = [len(b) for b in handed]
+    assert len(sizes) == 24 and sizes.count(0) > 1 and sum(sizes) > 0
+    first, full = sizes.index(0), next(k for k, n in enumerate(sizes) if n and 0 in sizes[:k])
+    for size in sizes[:first]:
+        loader.take(size)
+    with pytest.raises(InputError, match=r"left out; release it as well: its noise hides that it was empty$"):
+        loader.take(sizes[full])
+    for size in sizes[first:]:
+        assert loader.take(size) == Draw("poisson", 1 / 24)
+    assert not loader.waiting
+
+
+class Endless(IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[int]:
+        return iter(ROWS)
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+
+class Lengthless:
+    def __getitem__(self, row: int) -> int:
+        return ROWS[row]
+
+
+NO_SIZE = (
+    r"^the loader has no batch size, or a data set without a length; drawing texts needs both: pass a DataLoader over a "
+    r"list or map-style data set$"
+)
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(ROWS, None),
+        DataLoader(Endless(), 2),
+        DataLoader(Lengthless(), 2, sampler=SequentialSampler(ROWS)),  # type: ignore[arg-type]
+        DataLoader([], 2),
+    ],
+    ids=["no size", "a stream", "no length", "nothing"],
+)
+def test_what_has_no_size_or_no_length_is_not_drawn_from(loader: Any) -> None:
+    with pytest.raises(InputError, match=NO_SIZE):
+        drawn(loader)
+
+
+def test_the_loader_keeps_what_the_given_one_does_besides_drawing() -> None:
+    def doubled(rows: list[int]) -> Tensor:
+        return 2 * torch.tensor(rows)
+
+    given = DataLoader(ROWS, 24, collate_fn=doubled, num_workers=1, pin_memory=True)
+    loader = drawn(given, poisson=False)
+    assert loader.num_workers == 1 and loader.pin_memory and loader.dataset is ROWS
+    (batch,) = drawn(DataLoader(ROWS, 24, collate_fn=doubled), poisson=False)
+    assert sorted(batch.tolist()) == [2 * row for row in ROWS]
+
+
+Pair = namedtuple("Pair", "ids, more")
+
+
+def test_an_empty_batch_is_of_the_same_make_without_rows() -> None:
+    def made(rows: list[int]) -> dict[str, Any]:
+        ids = torch.tensor(rows)
+        return {"ids": ids, "all": [ids, (ids, ids[:, None].expand(-1, rows[0]))], "pair": Pair(ids, more=[ids])}
+
+    loader = drawn(DataLoader(ROWS, 1, collate_fn=made))
+    empty = next(b for b in loader if not len(b["ids"]))
+    assert type(empty) is dict and type(empty["all"]) is list and type(empty["all"][1]) is tuple
+    assert empty["ids"].shape == empty["all"][0].shape == (0,) and empty["all"][1][1].shape == (0, 10), "as of the first row"
+    assert empty["ids"].dtype == torch.int64
+    assert type(empty["pair"]) is Pair and len(empty["pair"].ids) == len(empty["pair"].more[0]) == 0
+
+
+def test_a_batch_that_cannot_be_made_empty_is_refused() -> None:
+    loader = drawn(DataLoader(ROWS, 1, collate_fn=lambda rows: str(rows)))
+    with pytest.raises(InputError, match=r"^a batch of str cannot be made empty; let the collate function return tensors$"):
+        list(loader)
