@@ -92,9 +92,7 @@ def mask_digest(visible: Mapping[str, Tensor]) -> str:
     """Sixteen hex digits that name which entries are visible; clients that agreed on a mask have the same."""
     out = hashlib.sha256()
     for name in sorted(visible):
-        out.update(
-            f"{name}\0{tuple(visible[name].shape)}\0".encode() + np.packbits(visible[name].numpy().reshape(-1)).tobytes()
-        )
+        out.update(f"{name}\0{tuple(visible[name].shape)}\0".encode() + np.packbits(visible[name].numpy()).tobytes())
     return out.hexdigest()[:16]
 
 
@@ -121,7 +119,7 @@ def to_bytes(message: Message) -> bytes:
         "sealed": [[name, len(data)] for name, data in message.sealed.items()],
     }  # fmt: skip
     _checked(header)
-    head = json.dumps(header, allow_nan=False).encode()
+    head = json.dumps(header).encode()
     return b"".join([MAGIC, struct.pack(">I", len(head)), head, *parts, *message.sealed.values()])
 
 

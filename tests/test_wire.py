@@ -130,6 +130,7 @@ MALFORMED: list[tuple[bytes, str]] = [
     (one([0, 10**30]), "the shape of w"),
     (one([0, 1 << 61, 1 << 61]), "the shape of w"),
     (one([1 << 62]), "the shape of w"),
+    (one([1 << 31, 1 << 31]), "the shape of w"),
     (one([2, 3], shown=7), "the entries of w"),
     (one([2, 3], shown=-1), "the entries of w"),
     (one([2, 3], shown=None), "the entries of w"),
@@ -138,6 +139,7 @@ MALFORMED: list[tuple[bytes, str]] = [
     (rebuilt({"sealed": [["x", 1, 2]]}), "its ciphertexts"),
     (rebuilt({"sealed": ["xy"]}), "its ciphertexts"),
     (rebuilt({"sealed": [["x", -1]]}), "its ciphertexts"),
+    (rebuilt({"sealed": [["x", 1 << 62]]}), "its ciphertexts"),
     (rebuilt({"sealed": [[None, 1]]}), "its ciphertexts"),
     (rebuilt({"sealed": [["x", 6], ["x", 0]]}), "one name"),
 ]  # fmt: skip
@@ -169,6 +171,7 @@ def test_a_malformed_header_is_refused_by_the_part_that_is_wrong(data: bytes, re
         (one([1 << 31], shown=1 << 31), "cut or added to"),
         (one([1 << 31], shown=1), "cut or added to"),
         (one([1 << 20, 1 << 11, 2]), "4294967296 entries; at most"),
+        (one([1] * 15 + [1 << 61]), "2305843009213693952 entries; at most"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_with_a_reason(data: bytes, reason: str) -> None:
@@ -248,6 +251,15 @@ def test_every_kind_comes_back_bit_by_bit(dtype: torch.dtype) -> None:
     for shape in ((), (0,), (4, 0), (1,) * 16):
         sent = Message({"w": torch.ones(shape, dtype=dtype)})
         assert same(sent, from_bytes(to_bytes(sent)))
+
+
+def test_a_single_entry_may_be_hidden_and_a_name_is_as_long_as_it_may() -> None:
+    for shape in ((), (1,), (1, 1)):
+        hidden = Message({"w": torch.zeros(shape)}, {"w": torch.zeros(shape, dtype=torch.bool)})
+        assert same(hidden, from_bytes(to_bytes(hidden)))
+    assert mask_digest({"w": torch.tensor(True)}) == hashlib.sha256(b"w\x00()\x00\x80").hexdigest()[:16]
+    long = Message({"w" * 256: torch.ones(1)}, header={"h" * 256: 1})
+    assert same(long, from_bytes(to_bytes(long)))
 
 
 def test_tensors_keep_their_order_and_their_own_memory() -> None:

@@ -280,9 +280,10 @@ def _vector(data: bytes, opened: Any, p: Parameters, number: int) -> Any:
         found = (_tenseal().bfv_vector_from if p.scheme == "bfv" else _tenseal().ckks_vector_from)(opened, data)
     except (ValueError, RuntimeError) as error:
         raise InputError(f"ciphertext {number} cannot be read ({error})") from None
-    # TenSEAL adds a vector of one value to every value of another.
-    if p.scheme == "bfv" and found.size() != p.degree:
-        raise InputError(f"ciphertext {number} holds {found.size()} slots; expected {p.degree}")
+    # TenSEAL adds a vector of one value to every value of another, and reads some bytes that are none as no values.
+    least, most = (p.degree, p.degree) if p.scheme == "bfv" else (2, p.degree // 2)
+    if not least <= found.size() <= most:
+        raise InputError(f"ciphertext {number} holds {found.size()} slots; expected {least} to {most}")
     return found
 
 
@@ -303,8 +304,9 @@ def added(sealed: Sequence[Sealed], context: Context) -> Sealed:
     for number, column in enumerate(zip(*(s.ciphertexts for s in sealed))):
         total = _vector(column[0], opened, p, number)
         for data in column[1:]:
+            other = _vector(data, opened, p, number)
             try:
-                total.add_(_vector(data, opened, p, number))
+                total.add_(other)
             except (ValueError, RuntimeError) as error:
                 raise InputError(f"ciphertext {number} does not fit the others ({error})") from None
         out.append(total.serialize())
