@@ -73,12 +73,12 @@ def uniform(shape: Sequence[int], rng: Randomness) -> Tensor:
     """Numbers between 0 and 1, both left out, float64, of 52 random bits each."""
     # 52 bits and half a step fit a float64: never 0, never 1.
     if isinstance(rng, torch.Generator):
-        return (torch.randint(0, 1 << 52, tuple(shape), generator=rng).double() + 0.5) * 2.0**-52
+        return (torch.randint(1 << 52, tuple(shape), generator=rng).double() + 0.5) * 2.0**-52
     return torch.from_numpy(_uniform(math.prod(shape), rng)).reshape(tuple(shape))
 
 
 def _uniform(count: int, rng: SecretGenerator) -> NDArray[np.float64]:
-    return ((rng.words(count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return ((rng.words(count) >> np.uint64(12)) + 0.5) * 2.0**-52
 
 
 def laplace(shape: Sequence[int], rng: Randomness) -> Tensor:
@@ -117,8 +117,9 @@ def gamma(shape: Tensor, rng: Randomness) -> Tensor:
     while len(missing):
         x, scale = normal((len(missing),), rng), d[missing]
         v = (1 + x / (9 * scale).sqrt()) ** 3
-        limit = x * x / 2 + scale * (1 - v + v.clamp_min(1e-300).log())
-        good = (v > 0) & (uniform((len(missing),), rng).log() < limit)
+        # Of a v that is not above 0 this is no number, which nothing is below.
+        limit = x * x / 2 + scale * (1 - v + v.log())
+        good = uniform((len(missing),), rng).log() < limit
         out[missing[good]] = (scale * v)[good]
         missing = missing[~good]
     return out * boost
@@ -217,7 +218,7 @@ def _draws_nothing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bo
     """Whether this call of an operation that may draw has dropout off."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments} | dict(zip((a.name for a in arguments), args)) | kwargs
-    names = ("dropout_p", "dropout", "p") if "dropout" in func._schema.name else ("dropout_p", "dropout")
+    names = ["dropout_p", "dropout", *(["p"] if "dropout" in func._schema.name else [])]
     rates = [given[name] for name in names if name in given]
     return bool(rates) and (rates[0] == 0 or given.get("train") is False)
 

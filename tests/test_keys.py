@@ -177,6 +177,13 @@ def test_values_are_rounded_to_steps_and_cut_at_the_scale() -> None:
     assert quantise(np.ones(1), np.full(1, 0.5)).steps.tolist() == [HALF]
 
 
+def test_a_sealed_value_takes_as_many_bytes_as_documented(keys: Context, nearly: Context) -> None:
+    for context, least, most in ((keys, 7.4, 7.7), (nearly, 56, 58)):
+        count = context.parameters.values
+        (ciphertext,) = seal(np.ones(count), np.ones(count), context.public())[0].ciphertexts
+        assert least < len(ciphertext) / count < most
+
+
 def test_a_sealed_sequence_is_one_clients(keys: Context) -> None:
     assert Sealed((b"x",)).clients == 1
     for count, ciphertexts in ((0, 0), (1, 1), (8190, 1), (8191, 2)):

@@ -14,7 +14,18 @@ from test_secrets import DISTRIBUTIONS, flat, system
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rasura.rng import SecretGenerator, bernoulli, child, derive, drawing, gamma, generator, secret_generator, uniform
+from rasura.rng import (
+    SecretGenerator,
+    bernoulli,
+    child,
+    derive,
+    drawing,
+    gamma,
+    generator,
+    integers,
+    secret_generator,
+    uniform,
+)
 
 
 def test_seeds_of_streams_are_the_same_on_every_machine() -> None:
@@ -46,8 +57,10 @@ def test_a_seeded_draw_hangs_on_its_generator_alone(name: str) -> None:
 
 
 def test_gamma_is_that_of_marsaglia_and_tsang(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of a normal number of -8.6 the cube is below 0, so that it is drawn again; then it is the root of log 2.
-    words = (0, 2**63, 0, 2**63, 2**61, 2**62)
+    # Of a normal number of -8.6 the cube is below 0, so that it is drawn again; one of the root of log 2, or of less than 0
+    # by as much, is taken but for the largest uniform numbers.
+    most = int(0.999 * 2**64)
+    words = (0, 2**63, 0, 2**63, 3 * 2**61, most, 2**63, 2**61, most, 2**63, 2**61, 2**62)
 
     def of(shape: float) -> float:
         d = shape - 1 / 3
@@ -75,6 +88,17 @@ def test_the_chance_itself_is_not_below_it() -> None:
     (drawn,) = uniform((1,), generator(4)).tolist()
     assert bernoulli(drawn, (1,), generator(4)).tolist() == [False]
     assert bernoulli(float(np.nextafter(drawn, 1)), (1,), generator(4)).tolist() == [True]
+
+
+def test_a_seeded_uniform_is_half_a_step_above_a_number_of_52_bits() -> None:
+    whole = torch.randint(2**52, (50,), generator=generator(3)).double()
+    assert torch.equal(uniform((50,), generator(3)) * 2**52, whole + 0.5)
+    assert uniform((2, 3), secret_generator()).dtype == uniform((2, 3), generator(0)).dtype == torch.float64
+
+
+def test_of_one_number_there_is_one_choice() -> None:
+    for rng in (secret_generator(), generator(0)):
+        assert integers(1, (2, 3), rng).tolist() == [[0, 0, 0]] * 2
 
 
 # --- what torch draws by itself

@@ -170,16 +170,11 @@ def _digest(data: bytes) -> str:
 def make_keys(clients: int, scheme: Scheme = "bfv") -> Context:
     """A fresh key pair, by TenSEAL from the operating system's randomness, for sums of up to ``clients``."""
     chosen, ts = parameters_for(clients, scheme), _tenseal()
+    kind, plain = ts.SCHEME_TYPE.CKKS, {}
     if scheme == "bfv":
-        context = ts.context(
-            ts.SCHEME_TYPE.BFV,
-            chosen.degree,
-            plain_modulus=chosen.plain,
-            coeff_mod_bit_sizes=list(chosen.moduli),
-            n_threads=1,
-        )
-    else:
-        context = ts.context(ts.SCHEME_TYPE.CKKS, chosen.degree, coeff_mod_bit_sizes=list(chosen.moduli), n_threads=1)
+        kind, plain = ts.SCHEME_TYPE.BFV, {"plain_modulus": chosen.plain}
+    context = ts.context(kind, chosen.degree, coeff_mod_bit_sizes=list(chosen.moduli), n_threads=1, **plain)
+    if scheme == "ckks":
         context.global_scale = 2.0**chosen.plain
     data = _bytes(context, secret=True)
     key = _digest(data)[:16]
@@ -265,7 +260,7 @@ def _encrypted(parts: Sequence[NDArray[np.int64]], context: Context) -> list[byt
         if p.scheme == "bfv":
             lanes = np.zeros((LANES, p.degree - 1), dtype=np.int64)
             # An offset makes every value positive: the carry of a sum stays in its lane.
-            lanes.reshape(-1)[: len(part)] = part + HALF
+            lanes.flat[: len(part)] = part + HALF
             packed: NDArray[np.int64] = sum(lanes[k] << (p.lane * k) for k in range(LANES))  # type: ignore[assignment]
             out.append(ts.bfv_vector(opened, [1, *packed.tolist()]).serialize())
         else:
