@@ -78,7 +78,7 @@ def uniform(shape: Sequence[int], rng: Randomness) -> Tensor:
 
 
 def _uniform(count: int, rng: SecretGenerator) -> NDArray[np.float64]:
-    return ((rng.words(count) >> np.uint64(12)) + 0.5) * 2.0**-52
+    return ((rng.words(count) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 def laplace(shape: Sequence[int], rng: Randomness) -> Tensor:
