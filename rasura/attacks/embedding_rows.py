@@ -45,6 +45,12 @@ class Rows:
         return len(self.index)
 
 
+def most_tokens(seen: Observation) -> int:
+    """How many tokens a batch can hold: texts as long as the model allows, 64 of them where their number is not known."""
+    longest = int(getattr(seen.model.config, "max_position_embeddings", 4096))
+    return (seen.batch_size if Grant.BATCH_SIZE in seen else 64) * longest
+
+
 def is_noisy(gradient: Tensor, most: int) -> bool:
     """Whether something filled the zero rows of a word embedding's gradient; ``most``: tokens that a batch can hold."""
     norms = gradient.norm(dim=1)
@@ -187,10 +193,9 @@ class EmbeddingRows:
             raise AttackFailed("the word embedding's gradient holds NaN or infinity")
         gradient, mask = gradient.cpu(), None if mask is None else mask.cpu()
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
-        longest = int(getattr(seen.model.config, "max_position_embeddings", 4096))
         tied = found.tied and seen.task == "causal"
         # Tied, every row is filled without noise; where there is noise too, the output part cannot be told apart at all.
-        noisy = not tied and is_noisy(gradient, (size or 64) * longest)
+        noisy = not tied and is_noisy(gradient, most_tokens(seen))
         places = self._places(seen, found, noisy)
         if tied:
             basis, there = without_output_part(gradient, mask, rng)

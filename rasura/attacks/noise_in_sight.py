@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rasura.attacks.embedding_rows import is_noisy
+from rasura.attacks.embedding_rows import is_noisy, most_tokens
 from rasura.attacks.span.rows import visible_blocks, visible_gradients
 from rasura.updates import announced_update
 from rasura.values import Grant, Observation
@@ -41,9 +41,7 @@ def _words(seen: Observation) -> bool:
     gradient = _whole(seen, known.word_embedding)
     if gradient is None or (known.tied and seen.task == "causal"):
         return False
-    longest = int(getattr(seen.model.config, "max_position_embeddings", 4096))
-    size = sum(seen.lengths) if Grant.LENGTHS in seen else (seen.batch_size if Grant.BATCH_SIZE in seen else 64) * longest
-    return is_noisy(gradient, size)
+    return is_noisy(gradient, sum(seen.lengths) if Grant.LENGTHS in seen else most_tokens(seen))
 
 
 def _head(seen: Observation) -> bool:
@@ -58,8 +56,9 @@ def _head(seen: Observation) -> bool:
 def _rank(seen: Observation) -> bool:
     if Grant.LENGTHS not in seen or announced_update(seen).kind != "fedsgd":
         return False
-    for block in visible_blocks(seen)[:1]:
-        values = torch.linalg.svdvals(torch.cat(visible_gradients(seen, block.qkv)).double())
-        most = sum(seen.lengths)
-        return most < len(values) and float(values[most]) > FULL * float(values[0])
-    return False
+    blocks = visible_blocks(seen)
+    if not blocks:
+        return False
+    values = torch.linalg.svdvals(torch.cat(visible_gradients(seen, blocks[0].qkv)).double())
+    most = sum(seen.lengths)
+    return most < len(values) and float(values[most]) > FULL * float(values[0])
