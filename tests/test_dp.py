@@ -31,7 +31,7 @@ def examples(rows: Tensor, expected: float | None = None) -> PerExample:
     each: list[Gradients] = [{"a": row[:2], "b": row[2:].reshape(2, -1)} for row in rows]
 
     def weighted(weigh: Weigh) -> Gradients:
-        total = weigh(rows.norm(dim=1)).to(rows) @ rows if len(rows) else torch.zeros(rows.shape[1], dtype=rows.dtype)
+        total = weigh(rows.norm(dim=1)).to(rows) @ rows
         return {"a": total[:2], "b": total[2:].reshape(2, -1)}
 
     return PerExample(dict, lambda: iter(each), len(rows), weighted, expected)

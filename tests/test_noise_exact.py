@@ -1,21 +1,29 @@
-"""DP-SGD, normalised gradients and noise on a whole gradient, entry by entry against their formulas."""
+"""DP-SGD, DirDP-SGD, normalised gradients and noise on a whole gradient, entry by entry against their formulas."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+from test_dp import ROWS as LONG
 from test_dp import examples
+from tiny import VOCABULARY, batch_for, tiny
 from torch import Tensor
 
+from rasura.defenses import directional as directional_module
+from rasura.defenses.directional import directional
 from rasura.defenses.dp_sgd import NOISES, dp_sgd, normalised_gaussian
 from rasura.defenses.noise import gaussian_noise, laplace_noise, visible_norm
+from rasura.defenses.von_mises_fisher import summed, summed_by_draws
 from rasura.interfaces import InputError
+from rasura.recipes import parse_defense
 from rasura.rng import generator, laplace, normal
 from rasura.values import Message, Stage
+from rasura.victims.step import step
 
 ROWS = torch.tensor(
     [[3.0, 4.0, 0.0, 0.0], [0.0, 0.0, 0.3, 0.4], [0.0, 0.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0]], dtype=torch.float64
@@ -144,3 +152,142 @@ def test_the_width_of_noise_on_a_whole_gradient() -> None:
     assert float(other.gradients["a"].abs().mean()) == pytest.approx(0.5, rel=0.03)
     for found in (gaussian, other):
         assert abs(float(found.gradients["a"].mean())) < 0.015
+
+
+def test_a_clip_below_one_and_gradients_below_one() -> None:
+    small = ROWS[1:2]  # norm .5, sum of absolute values .7
+    for noise, size in (("gaussian", 0.5), ("laplace", 0.7)):
+        found = applied(dp_sgd(1.5, 0.25, noise), small)
+        unit = drawn({"a": (2,), "b": (2, 1)}, noise)
+        wanted = torch.tensor([[0.3], [0.4]], dtype=torch.float64) * 0.25 / size + 0.375 * unit["b"]
+        assert torch.allclose(found["b"], wanted, rtol=1e-14, atol=0)
+    message = Message({"a": torch.tensor([0.3, 0.4])})
+    clear, _ = gaussian_noise(0.0, 0.25).apply(message, None, generator(1))
+    assert torch.allclose(clear.gradients["a"], torch.tensor([0.15, 0.2]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_noise_on_a_whole_gradient_is_the_one_that_its_seed_draws(dtype: torch.dtype) -> None:
+    shapes = {"a": (4, 3), "b": (5,)}
+    message = Message({n: torch.full(shape, 0.5, dtype=dtype) for n, shape in shapes.items()})
+    for make, draw in (
+        (gaussian_noise, lambda shape, rng: normal(shape, rng, torch.float32)),
+        (laplace_noise, lambda shape, rng: laplace(shape, rng).float()),
+    ):
+        found, _ = make(0.5, 100.0).apply(message, None, generator(2))
+        rng = generator(2)
+        for name, gradient in message.gradients.items():
+            wanted = gradient + (draw(shapes[name], rng) * 0.5).to(dtype)
+            assert found.gradients[name].dtype == dtype and torch.equal(found.gradients[name], wanted)
+
+
+def test_no_noise_takes_nothing_from_the_generator() -> None:
+    rng = generator(3)
+    gaussian_noise(0.0, 1.0).apply(sent(), None, rng)
+    assert torch.equal(normal((3,), rng), normal((3,), generator(3)))
+
+
+@pytest.mark.parametrize(
+    "part", [dp_sgd(1.0), normalised_gaussian(1.0), directional(1.0), gaussian_noise(1), laplace_noise(1)]
+)
+def test_they_keep_no_state(part: Any) -> None:
+    assert part.init(None) is None and part.undo is None
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: dp_sgd(0), "dp-sgd: sigma is 0; expected a finite number above 0"),
+        (lambda: dp_sgd(1, math.inf), "dp-sgd: clip is inf; expected a finite number above 0"),
+        (lambda: normalised_gaussian(-1), "normalised: sigma is -1; expected a finite number above 0"),
+        (lambda: directional(0.0), "directional: kappa is 0.0; expected a finite number above 0"),
+        (lambda: directional(1.0, "layers"), "directional: blocks is 'layers'; expected whole or parameters"),
+        (lambda: gaussian_noise(-0.5), "gaussian: sigma is -0.5; expected a number 0 or more"),
+        (lambda: gaussian_noise(math.inf), "gaussian: sigma is infinite; expected a finite number"),
+        (lambda: laplace_noise(math.nan), "laplace: scale is nan; expected a number 0 or more"),
+        (lambda: laplace_noise(1, 0), "laplace: clip is 0; expected a number above 0 (float('inf') for no clipping)"),
+        (lambda: gaussian_noise(0, -2), "gaussian: clip is -2; expected a number above 0 (float('inf') for no clipping)"),
+        (lambda: parse_defense("dp-sgd:1/clip=x"), "dp-sgd: clip is 'x'; expected a value like 1.0"),
+        (lambda: parse_defense("dp-sgd:x"), "dp-sgd: sigma is 'x'; expected a value like 1.0"),
+        (lambda: parse_defense("dp-sgd:1/kappa=2"), "dp-sgd has no option 'kappa'; known: sigma, clip, noise"),
+        (lambda: parse_defense("directional:x"), "directional: kappa is 'x'; expected a value like 1000000.0"),
+        (lambda: parse_defense("directional:1/clip=2"), "directional has no option 'clip'; known: kappa, blocks"),
+    ],
+)
+def test_a_refusal_names_the_protection_the_figure_and_what_was_expected(make: Any, says: str) -> None:
+    with pytest.raises(InputError) as refused:
+        make()
+    assert str(refused.value) == says
+
+
+def test_the_usual_clip_is_one_and_a_given_one_is_told() -> None:
+    for make in (dp_sgd, gaussian_noise, laplace_noise):
+        assert make(0.1).mechanism.parameters["clip"] == 1.0 and make(0.1, 3.0).mechanism.parameters["clip"] == 3.0
+    assert directional(2.0).mechanism.parameters == {"kappa": 2.0, "blocks": "whole"}
+    assert directional(2.0).stage is Stage.AGGREGATE and directional(2.0).mechanism.name == "directional"
+
+
+def test_a_float32_gradient_of_zero_stays_zero_where_it_is_normalised() -> None:
+    # One over the least norm that is allowed is endless in float32, and endless times zero is no number.
+    found = applied(normalised_gaussian(0.5), ROWS[2:3].float())
+    unit = drawn({"a": (2,), "b": (2, 1)}, "gaussian")
+    assert all(torch.equal(found[n], (0.5 * unit[n]).float()) for n in ("a", "b"))
+
+
+# --- DirDP-SGD
+
+
+def around(rows: Tensor, kappa: float, blocks: str, together: bool) -> Tensor:
+    """The mean of one draw around each row's direction, in the order of the draws of ``applied``."""
+    rng, count, parts = generator(4), len(rows), [rows] if blocks == "whole" else [rows[:, :2], rows[:, 2:]]
+    units = [part / part.norm(dim=1, keepdim=True) for part in parts]
+    shares = [part.shape[1] / rows.shape[1] for part in parts]
+    if together:
+        sums = [summed(part, kappa * share, rng) for part, share in zip(units, shares)]
+    else:
+        sums = [torch.zeros(part.shape[1], dtype=rows.dtype) for part in units]
+        for row, k in itertools.product(range(count), range(len(parts))):
+            sums[k] += summed_by_draws(units[k][row : row + 1], kappa * shares[k], rng)
+    return torch.cat([part * math.sqrt(share) for part, share in zip(sums, shares)]) / count
+
+
+def joined(found: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([g.reshape(-1) for g in found.values()])
+
+
+@pytest.mark.parametrize("blocks", ["whole", "parameters"])
+@pytest.mark.parametrize(("held", "together"), [(6 * 22, True), (6 * 22 - 1, False)])
+def test_directional_is_the_mean_draw_each_block_at_its_share_of_kappa_and_norm(
+    blocks: str, held: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At most as many numbers are held at once; beyond them every text's noise is drawn by itself.
+    monkeypatch.setattr(directional_module, "HELD", held)
+    found = applied(directional(50.0, blocks), LONG)
+    assert torch.allclose(joined(found), around(LONG, 50.0, blocks, together), rtol=1e-9, atol=1e-12)
+    assert [tuple(g.shape) for g in found.values()] == [(2,), (2, 10)] and list(found) == ["a", "b"]
+    assert {g.dtype for g in found.values()} == {torch.float64}
+
+
+@pytest.mark.parametrize("held", [2**29, 0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_directions_of_short_floats_are_drawn_in_float32(
+    dtype: torch.dtype, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directional_module, "HELD", held)
+    rows = LONG.to(dtype)
+    found, wanted = applied(directional(50.0), rows), applied(directional(50.0), rows.float())
+    assert all(found[n].dtype == dtype and torch.equal(found[n], wanted[n].to(dtype)) for n in ("a", "b"))
+
+
+def test_a_model_in_bfloat16_is_trained_behind_directions() -> None:
+    model = tiny("bert", "classification", hidden=16).bfloat16()
+    told: Any = {"task": "classification", "vocabulary": VOCABULARY}
+    sent_by = step(model, batch_for("classification", 2), parse_defense("directional:1e3"), rng=generator(0), **told)
+    assert {g.dtype for g in sent_by.message.gradients.values()} == {torch.bfloat16}
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in sent_by.message.gradients.values()))
+    assert norm == pytest.approx(math.sqrt(0.5), rel=0.1), "two directions that are almost at random"
+
+
+def test_no_texts_give_zeros_of_the_same_shapes() -> None:
+    found = applied(directional(50.0), LONG[:0])
+    assert [tuple(g.shape) for g in found.values()] == [(2,), (2, 10)] and not joined(found).any()

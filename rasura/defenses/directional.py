@@ -25,7 +25,8 @@ HELD = 2**29
 
 
 def _cut(gradient: Gradients, names: Sequence[str], whole: bool) -> list[Tensor]:
-    flat = [gradient[n].reshape(-1) for n in names]
+    # At least float32: half precision cannot hold a direction, and numpy knows no bfloat16.
+    flat = [gradient[n].reshape(-1).to(torch.promote_types(gradient[n].dtype, torch.float32)) for n in names]
     return [torch.cat(flat)] if whole else flat
 
 
@@ -45,14 +46,12 @@ def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gr
     def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         if not examples.size:
             return examples.weighted(lambda norms: norms), None
-        first: dict[str, torch.Size] = {}
-        like: list[torch.dtype] = []
+        first: dict[str, tuple[torch.Size, torch.dtype]] = {}
 
         def texts() -> Iterator[list[Tensor]]:
             for gradient in examples.each():
                 if not first:
-                    first.update({n: g.shape for n, g in gradient.items()})
-                    like.append(next(iter(gradient.values())).dtype)
+                    first.update({n: (g.shape, g.dtype) for n, g in gradient.items()})
                 yield [unit(part, rng) for part in _cut(gradient, list(first), blocks == "whole")]
 
         rows = texts()
@@ -70,10 +69,11 @@ def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gr
             for parts in _again(head, rows):
                 for total, part, k in zip(totals, parts, kappas):
                     drawn = summed_by_draws([part], k, rng)
-                    total += 0 if drawn is None else drawn
+                    assert drawn is not None  # there is one direction
+                    total += drawn
         joined = torch.cat([t * math.sqrt(size / sum(sizes)) for t, size in zip(totals, sizes)]) / examples.size
-        cut = torch.split(joined, [shape.numel() for shape in first.values()])
-        return {n: part.reshape(shape).to(like[0]) for (n, shape), part in zip(first.items(), cut)}, None
+        cut = torch.split(joined, [shape.numel() for shape, _ in first.values()])
+        return {n: part.reshape(shape).to(dtype) for (n, (shape, dtype)), part in zip(first.items(), cut)}, None
 
     return Transform(Stage.AGGREGATE, Directional(concentration, blocks), stateless, apply)
 
