@@ -30,25 +30,23 @@ def visible_norm(message: Message) -> float:
 
 
 def _noise(name: str, knob: str, width: float, clip: float, draw: Draw) -> Transform[Message, Message, None]:
-    for label, value, least in ((knob, width, 0.0), ("clip", clip, None)):
+    for label, value, wanted in ((knob, width, "0 or more"), ("clip", clip, "above 0 (float('inf') for no clipping)")):
         number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-        if not number or (value < 0 if least is not None else value <= 0):
-            wanted = "0 or more" if least is not None else "above 0 (float('inf') for no clipping)"
+        if not number or value < 0 or (value == 0 and label == "clip"):
             raise InputError(f"{name}: {label} is {value!r}; expected a number {wanted}")
     if math.isinf(width):
         raise InputError(f"{name}: {knob} is infinite; expected a finite number")
 
     def apply(message: Message, state: None, rng: Randomness) -> tuple[Message, None]:
-        norm = visible_norm(message)
-        factor = min(1.0, clip / norm) if norm > 0 else 1.0
+        factor = min(1.0, clip / max(visible_norm(message), 1e-300))
         noisy = {}
         for key, gradient in message.gradients.items():
-            out = gradient * factor if factor < 1 else gradient
+            out = gradient * factor
             if width > 0:
                 # Drawn on the CPU in float32, so that a seed gives the same noise on every device and for every dtype.
                 noise = draw(gradient.shape, rng).mul_(width).to(gradient)
                 mask = message.visible.get(key)
-                out = out + (noise if mask is None else noise * mask.to(noise))
+                out = out + (noise if mask is None else noise * mask)
             noisy[key] = out
         return replace(message, gradients=noisy), None
 
