@@ -48,7 +48,7 @@ def chance_limit(outside: Tensor, trials: float) -> float:
     centred = outside.double() - outside.double().mean(0)
     variance = torch.linalg.svdvals(centred).square() / (len(outside) - 1)
     # A quarter of the samples, at most: the smaller ones of more axes than that are no estimate.
-    variance = variance[variance > 1e-12 * variance[0].clamp_min(1e-300)][: max(1, len(outside) // 4)]
+    variance = variance[variance > 1e-12 * variance[0]][: max(1, len(outside) // 4)]
     if not len(variance):
         return 0.0
     best, logs = -math.inf, 0.0
@@ -141,10 +141,10 @@ def prefixes_believed(
     spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[int]]
 ) -> bool:
     """The same for a decoder's ``texts``, by any one of the blocks above the first that ``spaces`` has."""
-    whole = [torch.tensor(text, dtype=torch.long) for text in texts]
+    whole = [torch.tensor(text) for text in texts]
     blocks = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0]
     others = others_of(inputs, ids, {t for text in texts for t in text})[:OTHERS]
-    if not blocks or not len(others) or not all(map(len, whole)):
+    if not (whole and blocks and len(others) and all(map(len, whole))):
         return False
     own: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
     beside: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
