@@ -1,0 +1,339 @@
+"""What proves a guess, number by number: errors, labels that are tried, decoys, and what is said of a result."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
+from torch import Tensor, nn
+
+from rasura.attacks.decoys import decoys, weakest
+from rasura.attacks.verify import (
+    apart,
+    check,
+    entries,
+    in_span,
+    labelings,
+    pad,
+    prove,
+    prove_rows,
+    relative_error,
+    told,
+    verified,
+)
+from rasura.interfaces import AttackFailed
+from rasura.rng import generator
+from rasura.threat import HONEST_SERVER, WITH_LABELS, observe
+from rasura.updates import FEDSGD, Local, announced_update, changed
+from rasura.values import UNKNOWN, Grant, Message, Observation, Proof
+from rasura.victims.step import step
+
+TEXT = [CLS, 40, 3, 41, 9, 42, SEP]
+SHORT = [CLS, 50, 51, SEP]
+MORE = [[CLS, 60 + k, 70 + 2 * k, 90 + k, SEP] for k in range(20)]
+SEGMENTS = [0, 0, 0, 0, 1, 1, 1]
+
+
+def seen_of(
+    model: nn.Module,
+    rows: list[list[int]],
+    labels: list[int] | None = None,
+    task: str = "classification",
+    local: Local = FEDSGD,
+    types: list[list[int]] | None = None,
+    threat: Any = HONEST_SERVER,
+) -> Observation:
+    batch = batch_of(rows, task, labels)
+    if types is not None:
+        batch = replace(batch, token_type_ids=pad(types, 0)[0])
+    vocabulary = CAUSAL_VOCABULARY if task == "causal" else VOCABULARY
+    sent = step(model, batch, task=task, vocabulary=vocabulary, rng=generator(0), local=local)  # type: ignore[arg-type]
+    return observe(sent, threat)
+
+
+def only(seen: Observation, *names: str) -> Observation:
+    return replace(seen, message=Message({n: g for n, g in seen.gradients.items() if n in names}))
+
+
+def tried(seen: Observation, rows: list[list[int]], types: Tensor | None = None) -> list[list[int]]:
+    return [labels.tolist() for labels in labelings(seen, *pad(rows, PAD), types)]
+
+
+# --- errors
+
+
+def test_texts_are_padded_on_the_right() -> None:
+    ids, mask = pad([[5, 6, 7], [8]], 9)
+    assert ids.tolist() == [[5, 6, 7], [8, 9, 9]] and mask.tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert ids.dtype == mask.dtype == torch.long
+
+
+def tensors(**values: list[float]) -> dict[str, Tensor]:
+    return {name: torch.tensor(v, dtype=torch.double) for name, v in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("guess", "observed", "error"),
+    [
+        ({"a": [1.0, 0.0]}, {"a": [3.0, 4.0]}, 0.8),
+        ({"a": [1.0], "b": [1.0]}, {"a": [1.0], "b": [3.0]}, math.sqrt(0.2)),  # at scale 2
+        ({"a": [6.0, 8.0]}, {"a": [3.0, 4.0], "b": [12.0]}, 12 / 13),  # what the guess does not have is missed
+        ({"a": [0.3, 0.4], "c": [9.0]}, {"a": [3.0, 4.0]}, 0.0),  # what was not sent is not asked for
+        ({"a": [4.0, -3.0]}, {"a": [3.0, 4.0]}, 1.0),
+        ({"a": [-3.0, -4.0]}, {"a": [3.0, 4.0]}, 1.0),  # no scale turns a gradient around
+        ({"a": [1.0, 1e-9]}, {"a": [1.0, 0.0]}, 1e-9),  # far below the root of the precision
+        ({"a": [1e-3, 0.0]}, {"a": [3e-4, 4e-4]}, 0.8),
+        ({"a": [1.0, 2.0]}, {"a": [0.0, 0.0]}, math.inf),
+        ({"a": [0.0, 0.0]}, {"a": [1.0, 2.0]}, math.inf),
+        ({"b": [1.0]}, {"a": [1.0, 2.0]}, math.inf),
+    ],
+)
+def test_the_error_is_what_the_best_scale_leaves(guess: Any, observed: Any, error: float) -> None:
+    assert relative_error(tensors(**guess), tensors(**observed)) == pytest.approx(error, rel=1e-6, abs=1e-12)
+
+
+def test_hidden_entries_count_on_neither_side() -> None:
+    shown = {"a": torch.tensor([True, True, False])}
+    guess, observed = tensors(a=[1.0, 0.0, 50.0], b=[0.0]), tensors(a=[3.0, 4.0, 7.0], b=[0.0])
+    assert relative_error(guess, observed, shown) == pytest.approx(0.8)
+    assert relative_error(tensors(a=[1.0, 0.0, 50.0], b=[12.0]), tensors(a=[3.0, 4.0, 7.0], b=[36.0]), shown) == (
+        pytest.approx(4 / math.sqrt(9 + 16 + 36**2), rel=1e-2)
+    )
+    assert relative_error(tensors(b=[1.0]), tensors(a=[3.0, 4.0, 9.0], b=[12.0]), shown) == pytest.approx(5 / 13)
+
+
+def test_visible_entries_that_are_not_zero_are_counted() -> None:
+    message = Message(tensors(a=[1.0, 0.0, 2.0], b=[3.0, 0.0]), {"a": torch.tensor([True, True, False])})
+    assert entries(Observation(message, "classification", {})) == 2
+
+
+# --- labels
+
+
+def test_a_causal_model_has_one_labeling_padding_left_out() -> None:
+    rows = [[CLS, 40, 41], [CLS, 42]]
+    assert tried(seen_of(tiny("gpt2", "causal"), rows, task="causal"), rows) == [[[CLS, 40, 41], [CLS, 42, -100]]]
+
+
+def test_granted_labels_are_tried_in_every_order_of_up_to_four() -> None:
+    labels = [1, 1, 0, 2, 0]
+    for count in (1, 4, 5):
+        seen = seen_of(tiny("bert", "classification"), MORE[:count], labels[:count], threat=WITH_LABELS)
+        orders = sorted(set(itertools.permutations(labels[:count])))
+        assert tried(seen, MORE[:count]) == ([list(o) for o in orders] if count < 5 else [labels])
+
+
+@pytest.mark.parametrize("local", [FEDSGD, Local("fedavg-sgd", 3, 0.01)])
+@pytest.mark.parametrize("family", ["bert", "roberta", "gpt2", "llama"])
+def test_labels_are_solved_from_the_head(family: str, local: Local) -> None:
+    rows, labels = [[CLS, 40, 3, SEP], *MORE[:3], [CLS, 9, 40, 41, 3, 42, SEP]], [2, 0, 0, 1, 2]
+    assert tried(seen_of(tiny(family, "classification"), rows, labels, local=local), rows) == [labels]
+
+
+@pytest.mark.parametrize("local", [FEDSGD, Local("fedavg-sgd", 3, 0.001)])
+def test_copies_of_a_text_share_its_labels(local: Local) -> None:
+    rows = [TEXT, SHORT, TEXT, TEXT]
+    (found,) = tried(seen_of(tiny("bert", "classification"), rows, [0, 2, 1, 0], local=local), rows)
+    assert found[1] == 2 and sorted([found[0], *found[2:]]) == [0, 0, 1]
+
+
+def test_labels_are_solved_with_the_segments() -> None:
+    model = tiny("bert", "classification", hidden=16)
+    with torch.no_grad():
+        model.get_parameter("bert.embeddings.token_type_embeddings.weight").mul_(100.0)
+    # The segments say more of these texts than their words do.
+    rows, types = [TEXT, [*TEXT[:-2], 43, SEP]], [SEGMENTS, [0] * 7]
+    seen = seen_of(model, rows, [2, 0], types=types)
+    assert tried(seen, rows, torch.tensor(types)) == [[2, 0]]
+    assert check(seen, rows, types)[0] < 1e-5 < 1e-3 < check(seen, rows)[0]
+
+
+def test_no_more_labels_are_solved_for_than_the_head_has_inputs() -> None:
+    model, labels = tiny("bert", "classification", hidden=16), [k % 3 for k in range(17)]
+    with torch.no_grad():  # texts far apart
+        model.get_parameter("bert.embeddings.word_embeddings.weight").mul_(50.0)
+    (found,) = tried(seen_of(model, MORE[:16], labels[:16]), MORE[:16])
+    assert len(found) == 16
+    assert tried(seen_of(model, MORE[:17], labels), MORE[:17]) == [], "and too many to try them all"
+
+
+@pytest.mark.parametrize(("classes", "count", "found"), [(2, 1, 2), (3, 3, 27), (2, 6, 64), (2, 7, 0), (3, 4, 0)])
+def test_without_a_head_every_labeling_is_tried_up_to_sixty_four(classes: int, count: int, found: int) -> None:
+    seen = only(seen_of(tiny("bert", "classification", num_labels=classes), MORE[:count]), "bert.pooler.dense.bias")
+    assert tried(seen, MORE[:count]) == [list(y) for y in itertools.product(range(classes), repeat=count)][:found]
+
+
+def test_a_head_that_is_half_hidden_or_trained_by_adamw_tells_no_labels() -> None:
+    model = tiny("bert", "classification")
+    seen, every = seen_of(model, [TEXT], [2]), [[0], [1], [2]]
+    mask = torch.ones_like(seen.gradients["classifier.weight"], dtype=torch.bool)
+    hidden = replace(seen, message=replace(seen.message, visible={"classifier.weight": mask}))
+    assert tried(seen, [TEXT]) == [[2]] and tried(hidden, [TEXT]) == every
+    assert tried(seen_of(model, [TEXT], [2], local=Local("fedavg-adamw", 1, 1e-4)), [TEXT]) == every
+
+
+# --- the error of a guess
+
+
+def test_a_check_says_the_error_and_the_labels() -> None:
+    seen = seen_of(tiny("bert", "classification"), [TEXT, SHORT], [2, 1])
+    error, labels = check(seen, [SHORT, TEXT])
+    assert error < 1e-5 and labels == (1, 2)
+    for guess in ([], [TEXT, []], [TEXT, [CLS, UNKNOWN, SEP]], [TEXT, [-2, 40]]):
+        assert check(seen, guess) == (math.inf, None)
+    causal = seen_of(tiny("gpt2", "causal"), [[CLS, 40, 41]], task="causal")
+    error, labels = check(causal, [[CLS, 40, 41]])
+    assert error < 1e-5 and labels is None
+    many = only(seen_of(tiny("bert", "classification"), MORE[:4]), "bert.pooler.dense.bias")
+    assert check(many, MORE[:4]) == (math.inf, None), "too many labelings"
+
+
+def test_the_first_word_of_a_vocabulary_is_a_token_like_others() -> None:
+    text = [0, 40, 41, SEP]  # RoBERTa's texts begin with it
+    assert check(seen_of(tiny("bert", "classification"), [text]), [text])[0] < 1e-5
+
+
+def test_without_a_padding_token_texts_are_padded_with_id_zero() -> None:
+    seen = seen_of(tiny("bert", "classification"), [TEXT, SHORT], [2, 1])
+    bare = replace(seen, granted={**seen.granted, Grant.BASE_MODEL: replace(VOCABULARY, pad_id=None)})
+    assert check(bare, [TEXT, SHORT])[0] < 1e-5
+    other = replace(seen, granted={**seen.granted, Grant.BASE_MODEL: replace(VOCABULARY, pad_id=77)})
+    assert check(other, [TEXT, SHORT])[0] < 1e-5, "padding is not looked at"
+
+
+def test_a_model_without_segments_is_told_of_none() -> None:
+    text = [CLS, 40, 41, 42]
+    seen = seen_of(tiny("gpt2", "classification"), [text])
+    assert check(seen, [text], [[0, 0, 0, 0]])[0] < 1e-5 < 1e-3 < check(seen, [text], [[0, 0, 1, 1]])[0]
+
+
+# --- proofs
+
+
+def least_of(seen: Observation, texts: Sequence[Sequence[int]], labels: Tensor, types: Any = None) -> float:
+    """The least error of the decoys of ``texts``, each with ``labels`` (causal: its own) and the segments ``types``."""
+
+    def inputs(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        ids, mask = pad(rows, PAD)
+        more = {} if types is None else {"token_type_ids": pad(types, 0)[0]}
+        own = torch.where(mask.bool(), ids, -100) if seen.task == "causal" else labels
+        return {"input_ids": ids, "attention_mask": mask, "labels": own, **more}
+
+    guess = tuple(map(tuple, texts))
+    whole = inputs(guess)
+    logits = seen.model(**{k: v for k, v in whole.items() if k != "labels"}).logits
+    weak = weakest(logits, whole["labels"], whole["attention_mask"])
+    found = decoys(seen, guess, inputs=whole, weakest=weak, rng=generator(0, "decoys"))
+    names, local = list(seen.gradients), announced_update(seen)
+    return min(relative_error(changed(seen.model, inputs(d), names, local)[0], seen.gradients, seen.visible) for d in found)
+
+
+@pytest.mark.parametrize("kind", ["bert", "segments", "fedavg", "gpt2", "gpt2 causal", "llama causal"])
+def test_a_proof_holds_the_error_the_labels_and_the_least_error_of_its_decoys(kind: str) -> None:
+    family, _, task = kind.replace("segments", "bert").replace("fedavg", "bert").partition(" ")
+    rows, labels = ([[CLS, 40, 3, 41], [CLS, 50, 51]], None) if task else ([TEXT, SHORT], [2, 1])
+    types = [SEGMENTS, [0, 0, 1, 1]] if kind == "segments" else None
+    local = Local("fedavg-sgd", 2, 0.01) if kind == "fedavg" else FEDSGD
+    seen = seen_of(tiny(family, task or "classification"), rows, labels, task or "classification", local, types)
+    proof = prove(seen, rows, types)
+    assert proof is not None and proof.name == "gradient" and proof.tokens == tuple(map(tuple, rows))
+    assert proof.labels == (None if task else (2, 1)) and proof.error == check(seen, rows, types)[0] < 1e-5
+    assert proof.decoys == pytest.approx(least_of(seen, rows, torch.tensor(labels or [0, 0]), types), rel=1e-4)
+    assert all(type(t) is int for text in proof.tokens for t in text)
+    assert prove(seen, [*rows[:-1], [*rows[-1][:-2], 99, rows[-1][-1]]], types) is None
+    if types is not None:
+        assert prove(seen, rows) is None, "without its segments the text is another one"
+
+
+def test_as_many_entries_prove_a_text_as_tell_it_from_all_others() -> None:
+    seen = seen_of(tiny("bert", "classification"), [TEXT], [1])
+    name = "bert.encoder.layer.0.output.dense.bias"
+    gradient, answers = seen.gradients[name], []
+    for kept in (5, 7, 9, 64):
+        mask = torch.arange(64) < kept
+        part = replace(seen, message=Message({name: gradient * mask}, {name: mask}))
+        error, least = check(part, [TEXT])[0], least_of(part, [TEXT], torch.tensor([1]))
+        answers.append(prove(part, [TEXT]) is not None)
+        assert answers[-1] == (apart(error, least) and told(kept, error, least, 5, WORDS - 3)), kept
+    assert answers[0] is False and answers[-1] is True
+
+
+def test_noise_beyond_the_tolerance_leaves_no_proof() -> None:
+    seen = seen_of(tiny("bert", "classification"), [TEXT], [1])
+    for size, proven in ((1e-5, True), (2e-3, False)):
+        noisy = {
+            n: g + size * g.norm() * torch.randn(g.shape, generator=generator(1)) / math.sqrt(g.numel())
+            for n, g in seen.gradients.items()
+        }
+        part = replace(seen, message=Message(noisy))
+        assert check(part, [TEXT])[0] == pytest.approx(size, rel=0.1)
+        assert (prove(part, [TEXT]) is not None) == proven
+
+
+def test_a_guess_proves_itself_by_ids_of_any_whole_kind() -> None:
+    seen = seen_of(tiny("bert", "classification"), [TEXT], [1])
+    proof = prove(seen, [torch.tensor(TEXT).tolist()])
+    assert proof is not None and proof.tokens == (tuple(TEXT),)
+
+
+def test_decoys_must_miss_by_more_than_ten_times_the_error_and_than_float_precision() -> None:
+    assert not apart(1e-3, 1e-2) and apart(1e-3, 1.0001e-2)
+    assert not apart(0.0, 0.9999e-5) and apart(0.0, 1.0001e-5) and apart(1e-7, 1.0001e-5)
+
+
+@pytest.mark.parametrize("free", [0, 1, 4])
+@pytest.mark.parametrize("choices", [1, 2, 300])
+def test_numbers_are_told_from_all_texts_but_one_in_a_million(free: int, choices: int) -> None:
+    # An error a hundredth of the least: a number tells one text in a hundred; one number is lost to the scale.
+    wanted = (max(choices, 2) ** free * 1e6) ** (1 / math.log(100))
+    enough = math.floor(math.log(wanted)) + 2
+    for error, least in ((1e-3, 0.1), (1e-6, 1e-4), (0.0, 1e-4)):
+        assert told(enough, error, least, free, choices) and not told(enough - 1, error, least, free, choices)
+    for shown, error, least in ((0, 1e-3, 0.1), (99, 0.1, 0.1), (99, -0.1, 0.1), (99, 1e-3, math.inf), (1, 1e-3, 0.1)):
+        assert not told(shown, error, least, free, choices)
+
+
+def test_a_single_number_tells_nothing_however_far_decoys_are() -> None:
+    assert not told(1, 0.0, 1e300, 0, 2) and told(2, 0.0, 1e300, 0, 2)
+
+
+# --- rows
+
+
+def test_rows_prove_a_text_whose_places_add_up_in_one_way_alone() -> None:
+    tokens = [5, 6, 7, 6]
+    assert prove_rows(tokens, 1e-6, 0.5, 64, 3) == Proof("embedding-rows", ((5, 6, 7, 6),), 1e-6, 0.5)
+    assert prove_rows([5, UNKNOWN, 7, 6], 1e-6, 0.5, 64, 3) is None
+    assert prove_rows(tokens, 0.99e-4, 0.5, 64, 3) is not None and prove_rows(tokens, 1e-4, 0.5, 64, 3) is None
+    assert prove_rows(tokens, math.nan, 0.5, 64, 3) is None
+    assert prove_rows(tokens, 5e-5, 4.9e-4, 64, 3) is None and prove_rows(tokens, 5e-5, 5.1e-4, 64, 3) is not None
+    # 4 places for 3 words, one in a million: 18.2 nats, of which each number but one gives 13.1.
+    assert prove_rows(tokens, 1e-6, 0.5, 3, 3) is not None and prove_rows(tokens, 1e-6, 0.5, 2, 3) is None
+    assert prove_rows(tokens, 1e-6, 0.5, 3, 10**4) is None
+
+
+# --- what is said
+
+
+def test_a_proven_guess_says_its_proof_its_labels_and_its_error() -> None:
+    proof = Proof("gradient", ((1, 40, 2),), 1e-6, 0.1, (1,))
+    said = verified(proof, {"rank": 3, "proof": "none"})
+    assert said.tokens == proof.tokens and said.confidence == "verified" and said.ordered
+    assert said.labels == (1,) and said.residual == 1e-6 and said.proof is proof
+    assert said.details == {"rank": 3, "proof": "gradient"}
+
+
+def test_a_believed_guess_says_what_it_is_given() -> None:
+    said = in_span(((CLS, 40, SEP),), VOCABULARY, believed=True)
+    assert said.ordered is True and said.residual is None and said.details == {} and said.proof is None
+    said = in_span(((CLS, 40),), VOCABULARY, believed=False, residual=0.25, ordered=False, details={"rank": 3})
+    assert (said.confidence, said.ordered, said.residual, said.details) == ("matched", False, 0.25, {"rank": 3})
+    with pytest.raises(AttackFailed, match="only special tokens were found, which every text holds"):
+        in_span(((CLS, UNKNOWN), (SEP, PAD)), VOCABULARY, believed=True)
+    assert in_span(((CLS, SEP), (CLS, 40)), VOCABULARY, believed=True).tokens == ((CLS, SEP), (CLS, 40))
