@@ -235,6 +235,23 @@ def test_where_nothing_stands_or_nothing_else_is_tried_nothing_is_believed(bert:
     assert tokens_believed(space, bert, torch.cat([own, IDS[60:72]]), [TEXT], positional=True)
 
 
+def off(states: Tensor) -> Tensor:
+    """``states`` a little off: by more than float32 rounds an other token's."""
+    return states + 1e-4 * states.norm(dim=1, keepdim=True) / 8 * torch.randn(states.shape, generator=generator(2)).double()
+
+
+@pytest.mark.parametrize("segment", [0, 1])
+def test_others_are_tried_in_the_segment_of_the_text(segment: int) -> None:
+    model = tiny("bert", "classification")
+    with torch.no_grad():  # one place is like the other, so that a repeated token leaves a direction to somebody else
+        model.get_parameter("bert.embeddings.position_embeddings.weight").mul_(1e-6)
+        model.get_parameter("bert.embeddings.token_type_embeddings.weight").normal_()
+    inputs, text = Inputs(model), [(CLS, 1), (40, 1), (40, 1)]
+    distinct, other = states_of(inputs, text[:2]), states_of(inputs, [(200, segment)])
+    space = space_of(torch.cat([off(distinct), other]), [1e-9, 1e-9, 0.9])
+    assert tokens_believed(space, inputs, IDS, [text], positional=True) == (segment == 0)
+
+
 def tilted(states: Tensor, by: float) -> RowSpace:
     """A row space of which every one of ``states`` is ``by`` of its size outside."""
     free = torch.linalg.qr(
@@ -301,11 +318,6 @@ def test_texts_are_believed_by_any_block_above_the_first(gpt2: Inputs) -> None:
     assert not believed(right, [*ROW[:-1], 46]) and not believed(right, [CLS, 41, 40, *ROW[3:]])
     assert not believed(right, ROW, []) and not believed(right)
     assert not prefixes_believed(right, gpt2, torch.tensor(ROW), [ROW]), "no other token is known"
-
-
-def off(states: Tensor) -> Tensor:
-    """``states`` a little off: by more than float32 rounds an other token's."""
-    return states + 1e-4 * states.norm(dim=1, keepdim=True) / 8 * torch.randn(states.shape, generator=generator(2)).double()
 
 
 @pytest.mark.parametrize("place", range(7))
