@@ -193,7 +193,7 @@ def told(shown: int, error: float, least: float, free: int, choices: int) -> boo
     Texts lie about ``least`` apart, so a text fits by chance as well as the guess with ``(error / least) ** (shown - 1)``:
     one number is lost to the scale. Over all texts fewer than ``CHANCE`` may.
     """
-    if not 0 <= error < least < math.inf or shown < 1:
+    if not 0 <= error < least < math.inf or shown < 2:
         return False
     alone = (shown - 1) * math.log(least / max(error, PRECISION))
     return alone > free * math.log(max(choices, 2)) - math.log(CHANCE)
@@ -215,12 +215,12 @@ def prove(
     free = free_places(guess, seen.vocabulary)
     if not all(free):
         return None
-    inputs = _inputs(seen, guess, types)[0] | {"labels": labels}
+    inputs = _inputs(seen, guess, types)[0]
     with torch.no_grad():
-        logits = seen.model(**{k: v for k, v in inputs.items() if k != "labels"}).logits
+        logits = seen.model(**inputs).logits
     weak = weakest(logits, labels, inputs["attention_mask"])
     least = math.inf
-    for decoy in decoys(seen, guess, inputs=inputs, weakest=weak, rng=generator(0, "decoys")):
+    for decoy in decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys")):
         other = _inputs(seen, decoy, types)[0]
         other["labels"] = labels if seen.task != "causal" else _targets(other["input_ids"], other["attention_mask"])
         least = min(least, _error(seen, other))
