@@ -68,7 +68,7 @@ def relative_error(
             own += float(a.norm().double()) ** 2
             pairs.append((a, b))
     if square == 0.0 or own == 0.0:
-        return float("inf")
+        return math.inf
     scale = max(inner, 0.0) / own
     # The difference itself, not 1 - cos^2: that would vanish below the square root of the precision.
     missed = square - sum(float(b.norm().double()) ** 2 for _, b in pairs)
@@ -142,9 +142,9 @@ def _fitted(
 ) -> tuple[float, Tensor | None]:
     """The least relative error of ``tokens`` over the labels that can be tried, and the labels that reach it."""
     if not tokens or any(not t or min(t) < 0 for t in tokens):
-        return float("inf"), None
+        return math.inf, None
     inputs, type_ids = _inputs(seen, tokens, types)
-    best: tuple[float, Tensor | None] = (float("inf"), None)
+    best: tuple[float, Tensor | None] = (math.inf, None)
     for labels in labelings(seen, inputs["input_ids"], inputs["attention_mask"], type_ids):
         error = _error(seen, inputs | {"labels": labels})
         if error < best[0]:
