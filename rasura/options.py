@@ -9,6 +9,11 @@ from typing import Any
 from rasura.errors import InputError
 
 
+def name_of(part: str) -> str:
+    """The name in one part of a protection: ``"dp-sgd"`` of ``"dp-sgd:1.0/clip=0.5"``."""
+    return part.strip().partition(":")[0].partition("/")[0]
+
+
 def options(name: str, text: str, usual: Mapping[str, Any]) -> dict[str, Any]:
     """The values that ``text`` gives, each of the type that ``usual`` has for it; ``none`` where that is text is None.
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rasura.errors import InputError
+from rasura.options import name_of
 from rasura.registry.collect import named
 from rasura.registry.tables import DEFENSES
 from rasura.specs import DefenseSpec, Strength
@@ -52,12 +53,8 @@ def family(text: str, entries: int = 1) -> Family:
     ((place, form),) = forms.items()
     others = parts[:place] + parts[place + 1 :]
     whole = "+".join([*parts[:place], form, *parts[place + 1 :]])
-    strength = strengths()[_name(parts[place])]
+    strength = strengths()[name_of(parts[place])]
     return Family(text, whole, "+".join(others) or "none", strength, entries)
-
-
-def _name(part: str) -> str:
-    return part.partition(":")[0].partition("/")[0]
 
 
 def _form(part: str) -> str | None:
@@ -79,7 +76,7 @@ def _form(part: str) -> str | None:
 def _refusal(text: str, parts: list[str], opened: list[str]) -> str:
     if opened:
         return f"defense {text}: {' and '.join(opened)} have no value; calibrate finds one figure, give the others theirs"
-    valued = [p for p in parts if _name(p) in strengths()]
+    valued = [p for p in parts if name_of(p) in strengths()]
     if valued:
         return f"defense {valued[-1]} has its value already; calibrate finds it: pass {valued[-1].partition(':')[0]} alone"
     return f"defense {text} has no figure to calibrate; expected one of {', '.join(strengths())}"

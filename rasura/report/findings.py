@@ -26,6 +26,8 @@ class Wording:
 
 TEXTS = Wording("note", "notes", "of the words", "Words read back, %")
 IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure read back (SSIM), %")
+
+
 @dataclass(frozen=True)
 class Entry:
     """One entry of the matrix: an attack behind a protection, over ``notes`` examples in ``cells`` updates.
@@ -182,9 +184,7 @@ def _ordered(first: Iterable[str], there: Iterable[str]) -> list[str]:
     return [*named, *sorted(known - set(named))]
 
 
-def _verdict(
-    records: Sequence[Mapping[str, Any]], every: Iterable[Mapping[str, Any]], metric: str, images: bool
-) -> Verdict:
+def _verdict(records: Sequence[Mapping[str, Any]], every: Iterable[Mapping[str, Any]], metric: str, images: bool) -> Verdict:
     update = records[0].get("update", "fedsgd")
     baseline = [r for r in every if plain(r["defense"]) and r.get("update", "fedsgd") == update]
     return verdict(records[0]["defense"], records, baseline, metric, images=images)
@@ -311,4 +311,3 @@ def summarise(records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | No
             for e in f.matrix.values()
         ],
     }  # fmt: skip
-

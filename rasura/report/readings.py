@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from rasura.errors import InputError
-from rasura.metrics.intervals import mean_interval, mean_or_interval
+from rasura.metrics.intervals import mean_or_interval
 
 Record = Mapping[str, Any]
 Cell = tuple[int, int]
@@ -46,14 +46,12 @@ class Level:
         return f"{100 * self.mean:.0f} % (95 %: {100 * self.low:.0f} to {100 * self.high:.0f}, n = {self.n})"
 
 
-@lru_cache(maxsize=4096)
-def _interval(values: tuple[float, ...], low: float) -> tuple[float, float, float]:
-    return mean_interval(values, low=low)
+_kept = lru_cache(maxsize=4096)(mean_or_interval)
 
 
-def interval(values: Iterable[float], low: float = 0.0) -> tuple[float, float, float]:
-    """``mean_interval`` of values in [``low``, 1]. Kept, since a report asks for the same several times."""
-    return _interval(tuple(sorted(values)), low)
+def interval(values: Iterable[float], bounds: tuple[float, float] | None = (0.0, 1.0)) -> tuple[float, float, float]:
+    """``mean_or_interval`` of values within ``bounds``. Kept, since a report asks for the same several times."""
+    return _kept(tuple(sorted(values)), bounds)
 
 
 def share(value: float) -> float:
@@ -69,8 +67,7 @@ def pooled(values: Iterable[float | None], bounds: tuple[float, float] | None = 
     kept = [float(v) for v in values if v is not None and v == v]
     if not kept:
         return None
-    mean, low, high = interval(kept) if bounds == (0.0, 1.0) else mean_or_interval(kept, bounds)
-    return Level(mean, low, high, max(kept), len(kept))
+    return Level(*interval(kept, bounds), max(kept), len(kept))
 
 
 def notes_of(record: Record) -> tuple[int, ...]:
@@ -147,7 +144,7 @@ class Reading:
     @cached_property
     def above(self) -> bool:
         """Whether the mean gain is above 0 by its interval."""
-        return interval(self.gains, -1.0)[1] > 0
+        return interval(self.gains, (-1.0, 1.0))[1] > 0
 
     @cached_property
     def excess(self) -> float:

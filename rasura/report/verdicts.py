@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 from rasura.metrics.intervals import mean_interval
+from rasura.options import name_of
 from rasura.report.readings import BLIND, PORTFOLIO, Cell, Level, Reading, Record, cells_of, guessing, reading
 
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
@@ -28,7 +29,7 @@ HOLDS_WITHIN = 0.1
 
 def names_of(defense: str) -> tuple[str, ...]:
     """``"frozen-embeddings+dropout:0.1"`` as the names of its parts."""
-    return tuple(part.strip().partition(":")[0].partition("/")[0] for part in defense.split("+"))
+    return tuple(name_of(part) for part in defense.split("+"))
 
 
 def plain(defense: str) -> bool:
@@ -106,7 +107,6 @@ class Verdict:
             few = f"; too few to say that it holds, which takes {texts_needed(HOLDS_WITHIN)}"
         return f"{self.word} (n = {self.n}, upper bound {100 * (self.upper or 1):.0f} %{guess}{few})"
 
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``summary.json``."""
         return {
@@ -147,9 +147,7 @@ def _worst(found: Sequence[Verdict]) -> Verdict:
     )  # fmt: skip
 
 
-def _of_column(
-    defense: str, records: Sequence[Record], baseline: Sequence[Record], metric: str, images: bool
-) -> Verdict:
+def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Record], metric: str, images: bool) -> Verdict:
     cells = cells_of(records)
     notes = {n for some in cells.values() for n in some}
     here = _readings(records, cells, metric)
