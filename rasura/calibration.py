@@ -26,15 +26,12 @@ from rasura.records import RunStore
 from rasura.registry import METRICS, Family, family, for_task, parse_defense, usual_metrics
 from rasura.report.calibration import recommendation
 from rasura.report.levels import point, yardstick
+from rasura.report.search import UNPROTECTED, Measured, holds, least, not_found, why_not
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
 from rasura.training import Training, TrainPlan
 from rasura.victims.step import defended
 from rasura.victims.train import Recipe
 
-UNPROTECTED = -math.inf
-"""The position of a protection without its open part."""
-
-Measured = Sequence[float | None]
 Progress = Callable[[Cell], None]
 
 
@@ -96,55 +93,6 @@ class CalibrationPlan:
         for name in ("attacks", "defenses", "seeds", "seed", "show_text"):
             del found[name]
         return {**found, "kind": "calibration", "attacks": [], "defenses": []}
-
-
-def least(
-    measure: Callable[[Sequence[float]], Measured], ladder: Sequence[float], at_most: float, steps: int
-) -> float | None:
-    """The weakest position whose bound is at most ``at_most``, as are those of all stronger ones on ``ladder``.
-
-    ``measure`` gives the upper bound of the risk at each position, None where nothing could be measured: such a position
-    neither holds nor fails. ``ladder`` goes from weak to strong; between two of its finite positions ``steps`` halvings
-    follow, in which what was not measured does not hold. None: no position holds.
-    """
-    bounds = [(t, high) for t, high in zip(ladder, measure(ladder)) if high is not None]
-    chosen, weaker = None, UNPROTECTED
-    for position, high in reversed(bounds):
-        if high > at_most:
-            weaker = position
-            break
-        chosen = position
-    if chosen is None:
-        return None
-    for _ in range(steps if math.isfinite(weaker) else 0):
-        middle = (weaker + chosen) / 2
-        (found,) = measure([middle])
-        if found is not None and found <= at_most:
-            chosen = middle
-        else:
-            weaker = middle
-    return chosen
-
-
-def _holds(point: Mapping[str, Any], at_most: float) -> bool:
-    return point["bound"] is not None and point["bound"] <= at_most
-
-
-def _not_found(points: Sequence[Mapping[str, Any]], at_most: float) -> dict[str, Any]:
-    """The status of a protection of which no setting was found, from weak to strong: whether the target was missed, or could
-    not be judged beyond the last setting that misses it."""
-    missed = [k for k, p in enumerate(points) if p["bound"] is not None and p["bound"] > at_most]
-    beyond = points[missed[-1] + 1 :] if missed else points
-    unjudged = list(dict.fromkeys(why for p in beyond if p["risk"] is not None for why in p["unjudged"]))
-    return {"status": "not measured" if unjudged or not missed else "unreached", "unjudged": unjudged}
-
-
-def _why_not(again: Mapping[str, Any]) -> list[str]:
-    """Why a fresh audit does not confirm a setting, beyond its risk."""
-    v = again["verdict"]
-    if v["missing"] or v["verdict"] == READS:
-        return [v["says"]]
-    return [] if again["risk"] else list(again["reasons"])
 
 
 class Calibration:
@@ -254,10 +202,10 @@ class Calibration:
             "points": list(tried.values()), "yardsticks": [yardstick(a, tried.values()) for a in self.plan.attacks],
         }  # fmt: skip
         if chosen is None:
-            found |= _not_found([points[t] for t in sorted(points)], w.at_most)
+            found |= not_found([points[t] for t in sorted(points)], w.at_most)
         failures: list[dict[str, Any]] = []
         # What holds here and not afresh gives way to the next stronger one, which has to pass as well.
-        for t in [] if chosen is None else [t for t in sorted(points) if t >= chosen and _holds(points[t], w.at_most)]:
+        for t in [] if chosen is None else [t for t in sorted(points) if t >= chosen and holds(points[t], w.at_most)]:
             if points[t]["setting"] in [f["setting"] for f in failures]:
                 continue
             (again,) = self._measure([points[t]["setting"]], self.fresh, progress)
@@ -268,7 +216,7 @@ class Calibration:
                 found |= {"chosen": points[t], "guarantee": self._guarantee(points[t]["setting"])}
                 found["verification"] = {**again, "risk": worst, "on": self.which, "seed": self.fresh.seed}
                 break
-            failures.append({"setting": points[t]["setting"], "risk": worst, "reasons": _why_not(again)})
+            failures.append({"setting": points[t]["setting"], "risk": worst, "reasons": why_not(again)})
         found["not_verified"] = failures
         if failures and found["setting"] is None:
             found["status"] = "not verified"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ from test_auditing import model_folder
 from typer.testing import CliRunner
 
 from rasura.auditing import Audit
-from rasura.calibration import UNPROTECTED, Calibration, CalibrationPlan, _not_found, calibrate, least
+from rasura.calibration import Calibration, CalibrationPlan, calibrate
 from rasura.cli import app
 from rasura.interfaces import InputError
 from rasura.plan import Plan
 from rasura.records import RunStore
 from rasura.registry import family, parse_defense, strengths
-from rasura.report.levels import point, yardstick
 from rasura.report.page import write_report
 
 __all__ = ["model_folder"]
@@ -48,31 +46,7 @@ def wanted(folder: Path, notes: Path, **more: Any) -> CalibrationPlan:
     return CalibrationPlan(**{**fields, **more})
 
 
-# --- the search
-
-
-def searched(bounds: dict[float, float | None], at_most: float = 0.1, steps: int = 0) -> float | None:
-    return least(lambda where: [bounds[t] for t in where], sorted(bounds), at_most, steps)
-
-
-def test_the_search_finds_the_edge_of_a_falling_bound() -> None:
-    asked: list[float] = []
-
-    def measure(positions: Sequence[float]) -> list[float | None]:
-        asked.extend(positions)
-        return [1 - t if t >= 0 else 1.0 for t in positions]
-
-    found = least(measure, (UNPROTECTED, 0.0, 0.25, 0.5, 0.75, 1.0), 0.4, 8)
-    assert found is not None and 0.6 <= found < 0.6 + 0.25 / 2**8 * 1.01
-    assert max(t for t in asked if t < found) < 0.6, "the next weaker one tried does not hold"
-
-
-def test_the_search_asks_that_all_stronger_ones_hold() -> None:
-    assert searched({0.0: 0.05, 0.5: 0.2, 1.0: 0.1}) == 1.0, "a bound is met where it is equal; the weak one was luck"
-    assert searched({UNPROTECTED: 0.1, 0.0: 0.0, 1.0: 0.0}) == UNPROTECTED
-    assert searched({0.0: 0.9, 1.0: 0.11}) is None
-    assert searched({0.0: 0.9, 0.5: 0.1, 1.0: None}) == 0.5, "nothing was sent at the strongest"
-    assert searched({0.0: None, 1.0: None}) is None
+# --- the open figure
 
 
 @pytest.mark.parametrize("name", strengths())
@@ -92,59 +66,6 @@ def test_options_of_a_protection_stay() -> None:
     assert family("dropout:0.1+accumulate").setting(0.75) == "dropout:0.1+accumulate:1d"
     assert family("dropout:0.1+accumulate").rest == "dropout:0.1"
     assert family("pruning").setting(1.0) == "pruning:0.9999"
-
-
-# --- one setting, one attack
-
-
-def record(attack: str, values: list[float], *, seed: int = 0, status: str = "ok", guess: float = 0.2) -> dict[str, Any]:
-    scored = {"rougeL": {"per_record": values}} if status == "ok" else {}
-    guesses = {"rougeL": {"per_record": [guess] * len(values)}}
-    return {
-        "attack": attack, "status": status, "reason": "" if status == "ok" else "too much noise", "seed": seed, "batch": 0,
-        "examples": list(range(len(values))), "threat": "honest-server", "batch_size": len(values), "confidence": "none",
-        "scores": scored, "blind": guesses, "sent_bytes": 8, "defense_seconds": 0.0,
-    }  # fmt: skip
-
-
-def measured(setting: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    return point(setting, rows, [], ["span"], "rougeL", 0.5)
-
-
-def test_failures_and_guessing_count_and_seeds_add_no_texts() -> None:
-    rows = [record("span", [1.0, 0.0]), record("span", [0.0, 0.0], seed=1, status="failed", guess=0.3)]
-    (blind, span) = measured("gaussian:1", rows)["levels"]
-    assert (span["n"], span["mean"], span["failed"], span["cells"]) == (2, pytest.approx((0.65 + 0.15) / 2), 1, 2)
-    assert (blind["n"], blind["mean"], blind["cells"]) == (2, pytest.approx(0.25), 2)
-    mixed = [record("span", [v]) | {"batch": k, "examples": [k]} for k, v in enumerate((0.1, 0.9, 0.4, 0.7))]
-    assert measured("none", mixed) == measured("none", mixed[::-1]), "whatever the order"
-    silent = measured("gaussian:1", [record("span", [0.0], status="failed")])
-    assert silent["risk"]["mean"] == 0.2, "an attack that gives up guesses"
-    worse = measured("gaussian:1", [record("span", [0.0, 0.0, 0.0])])["risk"]
-    assert worse["attack"] == "blind", "nobody does worse than guessing"
-    assert measured("accumulate:9", [])["risk"] is None
-    for status in ("not_applicable", "crashed"):
-        nobody = measured("pruning:0.9", [record("span", [0.0], status=status)])
-        assert nobody["risk"] is None and len(nobody["levels"]) == 1, "that no attack could be tried says nothing"
-        assert nobody["bound"] is None and nobody["verdict"]["verdict"] == "not measured"
-
-
-def at(means: list[float], guess: float = 0.1) -> list[dict[str, Any]]:
-    def level(attack: str, mean: float) -> dict[str, Any]:
-        return {"attack": attack, "mean": mean, "low": mean - 0.05, "high": mean + 0.05}
-
-    return [{"levels": [level("blind", guess), level("span", m)]} for m in means]
-
-
-def test_yardsticks() -> None:
-    good = yardstick("span", at([1.0, 0.8, 0.3, 0.1]))
-    assert good["well_behaved"] and good["spearman"] == pytest.approx(-1.0) and good["bottom"]
-    assert yardstick("span", at([0.9, 0.3, 0.7, 0.1]))["violations"] == 1
-    flat = yardstick("span", at([0.1, 0.1, 0.1]))
-    assert not flat["well_behaved"] and flat["why"] == "never above guessing" and flat["spearman"] is None
-    assert "no lower at the strongest" in yardstick("span", at([0.9, 0.92, 0.9]))["why"]
-    assert yardstick("span", at([0.9, 0.0, 0.1]))["well_behaved"], "from below guessing to guessing is no rise"
-    assert not yardstick("pursuit", at([0.9, 0.1]))["well_behaved"], "it was not run"
 
 
 # --- on a model
@@ -194,19 +115,6 @@ def test_nothing_is_recommended_that_the_verdict_does_not_say(
     assert result["recommendation"] == f"Nothing can be recommended. {why}"
     assert any(p["risk"] and p["bound"] is None for p in part["points"]), "it was tried, and could not be judged"
     assert why in write_report(tmp_path).read_text().replace("&#39;", "'")
-
-
-def outcome_of(bounds: Sequence[float | None], tried: bool = True) -> str:
-    unjudged = [{"bound": b, "risk": {} if tried else None, "unjudged": ["why"] if b is None else []} for b in bounds]
-    return str(_not_found(unjudged, 0.5)["status"])
-
-
-def test_a_target_is_missed_only_where_nothing_stronger_is_unknown() -> None:
-    assert outcome_of([1.0, 0.6]) == "unreached"
-    assert outcome_of([1.0, None]) == outcome_of([None]) == "not measured"
-    assert outcome_of([None, 0.6]) == "unreached", "stronger ones are worse"
-    assert outcome_of([1.0, None], tried=False) == "unreached", "nothing was sent there"
-    assert outcome_of([None], tried=False) == "not measured"
 
 
 def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]]) -> None:

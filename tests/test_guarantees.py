@@ -11,7 +11,7 @@ from rasura.accounting import Draw, Guarantee, Ledger, Release, Run, directional
 from rasura.accounting.guarantees import assumes_poisson, carries, formal, stated
 from rasura.accounting.releases import UNPROVEN, Counted
 from rasura.errors import InputError
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.values import Mechanism
 
 pytest.importorskip("dp_accounting")

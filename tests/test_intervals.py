@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from rasura.metrics.intervals import mean_interval, mean_intervals, mean_or_interval, pairs_interval, proportion_interval
+from rasura.metrics.intervals import (
+    ROUNDING,
+    mean_interval,
+    mean_intervals,
+    mean_or_interval,
+    pairs_interval,
+    proportion_interval,
+)
 from rasura.registry import METRICS
 
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
@@ -96,9 +103,10 @@ def test_equal_values_are_no_point() -> None:
     assert mean == 0.5 and low < 0.02 and high > 0.98
 
 
-def test_figures_by_another_way_of_counting() -> None:
+@pytest.mark.parametrize("values", [[0.2, 0.9, 0.4, 0.4, 1.0, 0.0], [0.02, 0.03] * 200])
+def test_figures_by_another_way_of_counting(values: list[float]) -> None:
     """The definition, summed over bets in the open: at the ends the capital is just what the level asks for."""
-    values, level = [0.2, 0.9, 0.4, 0.4, 1.0, 0.0], 0.9
+    level = 0.9
     _, low, high = mean_interval(values, level=level)
     threshold = math.log(2 / (1 - level))
 
@@ -110,6 +118,18 @@ def test_figures_by_another_way_of_counting() -> None:
     assert math.log(capital(values, low)) == pytest.approx(threshold, abs=1e-9)
     assert math.log(capital([1 - v for v in values], 1 - high)) == pytest.approx(threshold, abs=1e-9)
     assert capital(values, low - 1e-6) > 2 / (1 - level) > capital(values, low + 1e-6)
+
+
+def test_a_bet_that_loses_all_is_no_warning() -> None:
+    with np.errstate(all="raise", under="ignore"):
+        assert mean_interval([0.0, 1.0])[0] == 0.5
+
+
+def test_many_samples_at_once_are_each_as_alone() -> None:
+    rows = np.array([[0.1, 0.7, 0.3], [1.0, 0.0, 0.9], [0.2, 0.2, 0.2]], dtype=np.float32)
+    lows, highs = mean_intervals(rows)
+    for row, low, high in zip(rows, lows, highs):
+        assert mean_interval([float(v) for v in row])[1:] == (low, high), "short floats are counted in full"
 
 
 def test_more_values_and_a_lower_level_are_narrower() -> None:
@@ -125,14 +145,21 @@ def test_more_values_and_a_lower_level_are_narrower() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     for values, options in (([1.1], {}), ([-0.1], {}), ([math.inf], {}), ([0.5], {"low": 1.0, "high": 0.0}),
-                            ([0.5], {"high": math.inf}), ([0.5], {"level": 1.0}), ([0.5], {"level": 0.0})):  # fmt: skip
+                            ([0.5], {"low": 0.5, "high": 0.5}), ([0.5], {"high": math.inf}),
+                            ([0.5], {"level": 1.0}), ([0.5], {"level": 0.0})):  # fmt: skip
         with pytest.raises(ValueError, match=r"expected|outside"):
             mean_interval(values, **options)
     with pytest.raises(ValueError, match=r"outside \[0, 1\]: the values go from 0.5 to 1.2"):
         mean_interval([0.5, 1.2])
     assert mean_interval([1 + 1e-9, -1e-9]) == mean_interval([1.0, 0.0]), "what a cosine's rounding does is no fault"
+    assert mean_interval([-ROUNDING, 1 + ROUNDING]) == mean_interval([0.0, 1.0])
     with pytest.raises(ValueError, match="outside"):
         mean_interval([1 + 2e-6])
+
+
+def test_short_floats_are_counted_in_full() -> None:
+    short = [np.float32(v) for v in (0.1, 0.7, -0.3)]
+    assert mean_interval(short, low=-1) == mean_interval([float(v) for v in short], low=-1)
 
 
 def test_no_values_no_mean() -> None:
@@ -145,6 +172,7 @@ def test_a_metric_without_a_range_has_no_interval() -> None:
     assert math.isnan(mean_or_interval([math.nan], None)[0])
     assert mean_or_interval([0.5, 0.25], (0.0, 1.0)) == mean_interval([0.5, 0.25])
     assert mean_or_interval([0.5, -0.25], (-1.0, 1.0), 0.9) == mean_interval([0.5, -0.25], low=-1, high=1, level=0.9)
+    assert mean_or_interval([1.5, 0.5], (0.0, 4.0)) == mean_interval([1.5, 0.5], high=4)
     made = {n: spec.make().bounds for n, spec in METRICS.items() if n != "sentence_cosine"}
     assert {n: b for n, b in made.items() if b != (0.0, 1.0)} == {
         "mse": None, "psnr": None, "lpips": None, "ssim": (-1.0, 1.0)
@@ -153,6 +181,7 @@ def test_a_metric_without_a_range_has_no_interval() -> None:
 
 def test_a_share_has_the_exact_interval() -> None:
     assert proportion_interval(0, 100) == pytest.approx((0.0, 1 - 0.025 ** (1 / 100)))
+    assert proportion_interval(1, 1) == pytest.approx((0.025, 1.0)) and proportion_interval(0, 1)[1] == pytest.approx(0.975)
     assert proportion_interval(7, 7) == pytest.approx((0.025 ** (1 / 7), 1.0))
     for hits, n, level in ((3, 50, 0.95), (40, 41, 0.9)):
         low, high = proportion_interval(hits, n, level)
@@ -166,6 +195,20 @@ def test_a_share_has_the_exact_interval() -> None:
 
 
 # Areas under a ROC curve
+
+
+@pytest.mark.parametrize(
+    ("share", "members", "others"), [(0.5, 0, 3), (0.5, 3, 0), (1.1, 3, 3), (-0.1, 3, 3), (math.nan, 3, 3)]
+)
+def test_an_area_that_cannot_be_is_refused(share: float, members: int, others: int) -> None:
+    with pytest.raises(ValueError, match="expected a share and texts of both"):
+        pairs_interval(share, members, others)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.975, 1.0])
+def test_one_pair_says_next_to_nothing(share: float) -> None:
+    """Of one trial the upper 2.5 % have the mean ``min(1, p / .025)``: the lower end is .025 of the share."""
+    assert pairs_interval(share, 1, 1) == pytest.approx((0.025 * share, 1 - 0.025 * (1 - share)), abs=1e-9)
 
 
 def test_perfect_separation_is_no_point() -> None:

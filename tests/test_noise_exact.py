@@ -11,7 +11,6 @@ import pytest
 import torch
 from test_dp import ROWS as LONG
 from test_dp import examples
-from tiny import VOCABULARY, batch_for, tiny
 from torch import Tensor
 
 from rasura.defenses import directional as directional_module
@@ -20,8 +19,9 @@ from rasura.defenses.dp_sgd import NOISES, dp_sgd, normalised_gaussian
 from rasura.defenses.noise import gaussian_noise, laplace_noise, visible_norm
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws
 from rasura.interfaces import InputError
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.rng import generator, laplace, normal
+from rasura.testing.tiny import VOCABULARY, batch_for, tiny
 from rasura.values import Message, Stage
 from rasura.victims.step import step
 

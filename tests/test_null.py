@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 import transformers
-from tiny import CLS, SEP, WORDS, tiny
 from torch import Tensor
 
 from rasura.attacks.span.null import (
@@ -26,6 +25,7 @@ from rasura.attacks.span.null import (
 )
 from rasura.attacks.span.rows import Inputs, RowSpace
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, SEP, WORDS, tiny
 from rasura.values import UNKNOWN
 
 IDS = torch.arange(3, WORDS)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 from torch import Tensor, nn
 
 from rasura.answers import Answers
 from rasura.obfuscation.services import Service, custext, dp_forward, plain
-from rasura.recipes import parse_defense
+from rasura.registry import parse_defense
 from rasura.rng import generator
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 from rasura.threat import (
     HONEST_SERVER,
     MALICIOUS_SERVER,

@@ -6,22 +6,20 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from rows import GUESS, MANY, METRIC, READ, column, of, record, runs
 
 from rasura.interfaces import InputError
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
-from rasura.report.gate import gate, judged
-from rasura.report.levels import bound, point
-from rasura.report.readings import gave_up, notes_of, pooled, reading, scored
-from rasura.report.terminal import summary
+from rasura.report.readings import Level, gave_up, notes_of, pooled, reading, scored
 from rasura.report.verdicts import (
     ABOVE,
     HOLDS_WITHIN,
@@ -35,42 +33,6 @@ from rasura.report.verdicts import (
     texts_needed,
     verdict,
 )
-
-GUESS = 0.2
-METRIC = "token_recall"
-MANY = 60
-"""Enough examples for a bound of .1."""
-
-
-def record(
-    attack: str, defense: str = "none", value: float | None = None, *, note: int = 0, status: str = "ok", **more: Any
-) -> dict[str, Any]:
-    """One text in one update. Without a ``value`` the attack has no score."""
-    fields: dict[str, Any] = {
-        "attack": attack, "defense": defense, "update": "fedsgd", "threat": "honest-server", "batch_size": 1, "seed": 0,
-        "batch": note, "examples": [note], "status": status, "reason": "" if status == "ok" else f"it {status}",
-        "confidence": "none", "scores": {} if value is None else {METRIC: {"per_record": [value]}},
-        "blind": {METRIC: {"per_record": [GUESS]}}, "details": {}, "recovered": [], "wall_seconds": 0.0,
-        "known_by": asdict(adversaries(defense)),
-    }  # fmt: skip
-    return {**fields, **more}
-
-
-def column(attack: str, defense: str, values: Sequence[float | None], status: str = "ok") -> list[dict[str, Any]]:
-    """An attack on one text after another. Where a value is None, it ended with ``status``."""
-    return [
-        record(attack, defense, v, note=k, status=status if v is None else "ok") for k, v in enumerate(values)
-    ]
-
-
-def of(records: Sequence[dict[str, Any]], defense: str) -> Verdict:
-    here = [r for r in records if r["defense"] == defense]
-    return verdict(defense, here, [r for r in records if r["defense"] == "none"], METRIC)
-
-
-READ = column("span", "none", [1.0] * MANY)
-"""What makes ``span`` a yardstick."""
-
 
 # --- words
 
@@ -104,8 +66,7 @@ def test_more_than_half_by_the_interval_is_read() -> None:
 def test_above_guessing_is_judged_by_the_difference_on_the_same_text() -> None:
     # Scores and guesses vary far more between texts than between the two on one text.
     rows = [
-        record("span", "bf16", g + 0.1, note=k, blind={METRIC: {"per_record": [g]}})
-        for k, g in enumerate([0.0, 0.8] * 200)
+        record("span", "bf16", g + 0.1, note=k, blind={METRIC: {"per_record": [g]}}) for k, g in enumerate([0.0, 0.8] * 200)
     ]
     assert of(rows, "bf16").word == ABOVE
     assert of(rows[:4], "bf16").word == NOT_MEASURED
@@ -161,6 +122,20 @@ def test_a_column_of_crashes_is_not_measured() -> None:
     assert "holds against" not in said.recommendation and said.sentence[0].startswith("No attack on the updates")
 
 
+def test_all_that_is_missing_is_told() -> None:
+    names = ("span", "tag")
+    rows = [r for a in names for r in (*column(a, "none", [1.0] * 2), *column(a, "cloak:3+gaussian", [None] * 2, "crashed"))]
+    assert of(rows, "cloak:3+gaussian").missing == (
+        "of the attacks that read it without protection, span crashed on 2 of 2, tag crashed on 2 of 2",
+        "against an adversary who knows it: no attack knows cloak; add --attack pursuit,grab",
+    )
+    rows = [*portfolio("none", [1.0], "tag", "tag"), *portfolio("accumulate:9", [None], "span,embedding-rows,tag")]
+    assert of(rows, "accumulate:9").missing == (
+        "against an adversary who knows it: add --attack embedding-rows,span, to see whether it reads anything without "
+        "protection",
+    )
+
+
 def test_an_attack_that_does_not_apply_did_not_try() -> None:
     rows = [
         *column("embedding-rows", "none", [1.0] * MANY), *column("pursuit", "none", [1.0] * MANY),
@@ -183,12 +158,16 @@ def test_blind_alone_says_nothing() -> None:
     rows = [*column("blind", "none", [1.0] * MANY), *column("blind", "dropout:0.1", [GUESS] * MANY)]
     for defense in ("none", "dropout:0.1"):
         found = of(rows, defense)
-        assert found.word == NOT_MEASURED and found.risk is None and "no attack was run that looks at" in found.says
+        assert found.word == NOT_MEASURED and found.risk is None
+        assert found.missing[0] == "no attack was run that looks at what is sent"
     assert findings(rows).best == {} and summarise(rows)["highest_risk"] is None
 
 
 def test_without_the_baseline_nobody_was_seen_to_work() -> None:
-    assert "it was not run without protection" in of(column("span", "dropout:0.1", [GUESS] * MANY), "dropout:0.1").says
+    assert of(column("span", "dropout:0.1", [GUESS] * MANY), "dropout:0.1").missing == (
+        "it was not run without protection, so no attack was seen to work",
+        "against an adversary who knows it: span was not seen to read anything without protection either",
+    )
 
 
 def test_an_attack_that_reads_nothing_anywhere_is_no_yardstick() -> None:
@@ -265,6 +244,46 @@ def test_threats_and_batch_sizes_are_judged_apart_and_the_worst_stands() -> None
     assert (few.word, few.n, few.holds) == (NOT_TOLD, 3, False)
 
 
+def test_of_several_columns_the_worst_speaks_and_every_figure_is_the_highest() -> None:
+    def of_all(*columns: list[dict[str, Any]]) -> Verdict:
+        rows = [r | {"batch_size": k} for k, some_of_it in enumerate(columns) for r in (*some_of_it, *READ)]
+        return of(rows, "bf16")
+
+    above, crashed = column("span", "bf16", [0.5] * MANY), column("span", "bf16", [None], "crashed")
+    guessable = [r | {"blind": {METRIC: {"per_record": [0.7]}}} for r in column("span", "bf16", [0.7] * 3)]
+    one, two, three = (of_all(some_of_it) for some_of_it in (above, guessable, crashed))
+    assert [v.word for v in (one, two, three)] == [ABOVE, NOT_TOLD, NOT_MEASURED] and three.missing and not one.missing
+    assert two.risk is not None and one.risk is not None and two.risk > one.risk
+    for columns in ((above, guessable, crashed), (crashed, above, guessable)):
+        assert of_all(*columns) == replace(one, missing=three.missing, risk=two.risk, upper=two.upper, excess=two.excess)
+    few = of_all(column("span", "bf16", [GUESS] * MANY), column("span", "bf16", [0.1] * 3))
+    assert (few.word, few.n, few.risk) == (NOT_TOLD, 3, pytest.approx(GUESS)), "the column of the fewest bounds it"
+    twice = (above, column("tag", "bf16", [0.6] * MANY))
+    assert of_all(*twice).attack == of_all(*twice[::-1]).attack == "tag", "of equal words, who read more"
+    unknown = column("tag", "bf16", [GUESS] * 3)
+    for columns in ((crashed, unknown), (unknown, crashed)):
+        found = of_all(*columns)
+        assert (found.word, found.attack, found.n) == (NOT_MEASURED, "tag", 3) and len(found.missing) == 2
+
+
+@pytest.mark.parametrize(("images", "many"), [(False, "notes"), (True, "images")])
+def test_a_protection_of_which_nothing_was_run(images: bool, many: str) -> None:
+    found = verdict("bf16", [], READ, METRIC, images=images)
+    assert found == Verdict(NOT_MEASURED, "bf16", 0, missing=("nothing was run",), many=many)
+    assert found.says == "not measured: nothing was run"
+
+
+def test_a_verdict_in_plain_values() -> None:
+    found = of([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], "dropout:0.1")
+    assert found.to_dict() == {
+        "verdict": NOT_TOLD, "says": found.says, "n": MANY, "risk": found.risk, "upper": found.upper,
+        "excess": found.excess, "holds": True, "counted": ["span"], "missing": [],
+    }  # fmt: skip
+    crashed = of([*READ, *column("span", "dropout:0.1", [None], "crashed")], "dropout:0.1")
+    assert crashed.to_dict()["missing"] == list(crashed.missing) and len(crashed.missing) == 2
+    assert (crashed.attack, crashed.whole, crashed.guess) == ("", 0, pooled([GUESS]))
+
+
 # --- texts count once
 
 
@@ -302,6 +321,10 @@ def test_an_interval_of_three_equal_texts_is_none() -> None:
     level = pooled([1.0, 1.0, 1.0])
     assert level is not None and level.high == 1.0 and level.low < 0.3, "three texts leave much open"
     assert level.text == "100 % (95 %: 28 to 100, n = 3)" and pooled([None, math.nan]) is None
+    mixed = pooled([0.5, None, -0.5], (-1.0, 1.0))
+    assert mixed == Level(*mean_interval([0.5, -0.5], low=-1), 0.5, 2)
+    free = pooled([30.0, 10.0], None)
+    assert free is not None and (free.mean, free.worst, free.n) == (20.0, 30.0, 2) and math.isnan(free.low)
 
 
 @pytest.mark.parametrize(("status", "values", "gives_up"), [
@@ -388,6 +411,13 @@ def test_the_portfolio_counts_for_what_it_ran() -> None:
     assert of([*plain_rows, *unsuited], "frozen-embeddings").word == NOT_MEASURED
     once = [*behind[:3], *unsuited[3:]]
     assert of([*plain_rows, *once], "frozen-embeddings").word == NOT_MEASURED, "not on every note"
+    shared = [*column("span", "frozen-embeddings", [GUESS] * 2), *behind[2:]]
+    assert of([*plain_rows, *shared], "frozen-embeddings").word == NOT_TOLD, "by itself on two, by the portfolio on two"
+    silent = [{**r, "details": {}} for r in behind]
+    assert of([*plain_rows, *silent], "frozen-embeddings").word == NOT_MEASURED, "nobody knows what it ran"
+    for winner in ("", "best"):
+        kept = portfolio("none", [1.0] * 4, "span", winner)
+        assert of([*kept, *portfolio("bf16", [None] * 4, "span,,best")], "bf16").word == NOT_MEASURED, "nor whose guess"
     crashed = [{**r, "status": "crashed"} for r in behind]
     assert of([*plain_rows, *crashed], "frozen-embeddings").word == NOT_MEASURED
 
@@ -405,30 +435,6 @@ def test_the_portfolio_is_no_yardstick_by_a_member_that_cannot_try_here() -> Non
 
 
 # --- laws
-
-STATUSES = ("ok", "failed", "crashed", "not_applicable")
-
-
-@some.composite
-def runs(draw: Any) -> list[dict[str, Any]]:
-    """Any few Records: attacks, protections, notes, statuses, scores."""
-    rows = []
-    for _ in range(draw(some.integers(0, 24))):
-        status = draw(some.sampled_from(STATUSES))
-        value = draw(some.sampled_from([None, 0.0, GUESS, 0.6, 1.0, math.nan])) if status == "ok" else None
-        rows.append(
-            record(
-                draw(some.sampled_from(["blind", "span", "embedding-rows", "best"])),
-                draw(some.sampled_from(["none", "bf16", "dropout:0.1", "gaussian:1"])),
-                value,
-                note=draw(some.integers(0, 2)),
-                status=status,
-                seed=draw(some.integers(0, 1)),
-                confidence=draw(some.sampled_from(["none", "verified"])),
-                details={"ran": draw(some.sampled_from(["", "span", "span,pursuit"]))},
-            )
-        )
-    return rows
 
 
 @settings(max_examples=150, deadline=None)
@@ -459,169 +465,6 @@ def test_a_crash_never_improves_a_verdict(rows: list[dict[str, Any]], where: str
         assert WORDS.index(after.word) <= WORDS.index(before.word)
         assert before.holds or not after.holds
         assert before.meets(0.9) or not after.meets(0.9)
-
-
-# --- the gate
-
-
-def of_gate(rows: list[dict[str, Any]], limit: float) -> Any:
-    return gate(findings(rows).verdicts, limit)
-
-
-def test_the_gate_judges_protections_and_the_baseline_only_if_alone() -> None:
-    quiet = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
-    passed = of_gate(quiet, 0.4)
-    assert (passed.exit, passed.judged, passed.says) == (0, ("dropout:0.1",), ())
-    alone = of_gate(READ, 0.4)
-    assert (alone.exit, alone.judged) == (3, ("none",))
-    assert alone.says == ("none: span read 100 %, above --fail-above 40 %",)
-    assert judged({}) == {} and gate({}, 0.4).exit == 4
-
-
-def test_the_gate_says_3_before_4_and_names_each_column() -> None:
-    rows = [
-        *READ, *column("span", "bf16", [0.5] * MANY), *column("span", "gaussian:1", [None] * MANY, "crashed"),
-        *column("span", "dropout:0.1", [GUESS] * MANY),
-    ]  # fmt: skip
-    found = of_gate(rows, 0.4)
-    assert found.exit == 3 and len(found.says) == 2
-    assert found.says[0] == "bf16: span read 50 %, above --fail-above 40 %"
-    assert found.says[1].startswith("gaussian:1: not judged against --fail-above 40 %: not measured: of the attacks")
-    assert of_gate([r for r in rows if r["defense"] != "bf16"], 0.4).exit == 4
-    assert of_gate(rows, 0.5).exit == 4, "at the limit is not above, and the bound is"
-
-
-def test_the_gate_says_how_many_texts_it_takes() -> None:
-    rows = [*READ[:4], *column("span", "dropout:0.1", [GUESS] * 4)]
-    found = of_gate(rows, 0.5)
-    assert found.exit == 4
-    (line,) = found.says
-    assert line == (
-        "dropout:0.1: not judged against --fail-above 50 %: 4 notes leave up to 70 % possible; it takes at least "
-        f"{texts_needed(0.5)}, for scores like these roughly 12"
-    )
-    assert of_gate([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], 0.5).exit == 0
-    below = of_gate([*READ, *column("span", "dropout:0.1", [0.0] * MANY)], 0.1)
-    assert below.exit == 4 and "guessing alone scores 20 %, so no protection can pass" in below.says[0]
-    silent = of_gate([*READ, *column("span", "dropout:0.1", [None] * MANY, "failed")], 0.1)
-    assert silent.exit == 4 and "guessing alone scores 20 %" in silent.says[0], "who gave up read nothing"
-    above = of_gate([*READ, *column("span", "dropout:0.1", [GUESS + 0.05] * MANY)], 0.1)
-    assert above.exit == 3 and above.says[0].endswith("(guessing alone scores 20 %: no protection can pass)")
-
-
-@pytest.mark.parametrize("limit", [math.nan, -0.1, 0.0, 1.0, 20.0, math.inf])
-def test_a_limit_that_nothing_is_above_is_refused(limit: float) -> None:
-    with pytest.raises(InputError, match="expected a share above 0 and below 1"):
-        gate({}, limit)
-
-
-@settings(max_examples=100, deadline=None)
-@given(runs(), some.sampled_from([0.3, 0.9]))
-def test_the_gate_passes_only_what_was_measured(rows: list[dict[str, Any]], limit: float) -> None:
-    found = findings(rows)
-    outcome = gate(found.verdicts, limit)
-    if outcome.exit == 0:
-        assert outcome.judged
-        for name in outcome.judged:
-            v = found.verdicts[name]
-            assert v.word != NOT_MEASURED and not v.missing and v.upper is not None and v.upper <= limit
-
-
-# --- what is said of a run
-
-
-def test_a_cell_says_of_how_many_notes_it_speaks() -> None:
-    rows = [*READ[:3], *column("span", "pruning:0.9", [1.0, None, None], "not_applicable"),
-            *column("tag", "pruning:0.9", [None] * 3, "failed"), *column("dlg", "pruning:0.9", [None] * 3, "crashed"),
-            *column("grab", "pruning:0.9", [None] * 3, "not_applicable")]  # fmt: skip
-    found = findings(rows)
-    assert found.matrix["span", "pruning:0.9"].coverage == (1, 3) and found.matrix["span", "none"].coverage is None
-    marks = [found.matrix[a, "pruning:0.9"].mark for a in ("span", "tag", "dlg", "grab")]
-    assert marks == ["100", "·", "!", "–"] and (found.gave_up, found.crashed) == (3, 3)
-    assert found.verdicts["pruning:0.9"].word == READS
-    level = found.matrix["span", "none"].level
-    assert level is not None and level.low < 0.3 < level.high == 1.0
-
-
-def text_of(rows: list[dict[str, Any]]) -> str:
-    from rich.console import Console
-
-    console = Console(width=400)
-    with console.capture() as shown:
-        console.print(summary(findings(rows)))
-    return shown.get()
-
-
-def test_every_door_uses_the_same_words() -> None:
-    rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY), *column("span", "gaussian:1", [None] * MANY, "failed")]
-    found, told, shown = findings(rows), summarise(rows), text_of(rows)
-    assert {name: v.word for name, v in found.verdicts.items()} == {
-        "none": READS, "dropout:0.1": NOT_TOLD, "gaussian:1": NOT_MEASURED,
-    }  # fmt: skip
-    for name, v in found.verdicts.items():
-        assert v.says in shown and told["verdicts"][name]["says"] == v.says and told["verdicts"][name]["verdict"] == v.word
-    assert told["judged"] == ["dropout:0.1", "gaussian:1"] and "none (baseline)" in shown
-    assert told["highest_risk"] == pytest.approx(GUESS)
-
-
-def test_a_recommendation_says_holds_only_of_what_does() -> None:
-    quiet = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
-    assert "Of the settings tested, dropout:0.1 holds against the attacks of this run" in findings(quiet).recommendation
-    few = [r for r in quiet if r["batch"] < 4]
-    said = findings(few).recommendation
-    assert "holds against" not in said and "dropout:0.1: not told from guessing (n = 4" in said
-    both = [*quiet, *column("span", "bf16", [0.25] * MANY)]
-    assert "dropout:0.1 holds" in findings(both).recommendation, "of two, the one that is read less"
-    assert findings(READ).recommendation.startswith("No protection was tested. Without one: reads (span: 60 of 60")
-    assert "no records" in findings([]).recommendation
-
-
-def test_advice_speaks_only_of_what_was_measured() -> None:
-    rows = [*READ, *column("span", "bf16", [1.0] * MANY)]
-    said = findings(rows).recommendation
-    assert said.startswith("None of the settings tested holds. The least is read behind bf16: 100 % (95 %")
-    assert "Freezing" not in said and "does not help" not in said and "different tokens" in said
-    assert "Not in this run: --defense frozen-embeddings+accumulate:1.0d" in said
-    tried = [*rows, *column("span", "accumulate:1.0d", [1.0] * MANY)]
-    tried += column("span", "sealing:all", [None], "not_applicable")
-    told = findings(tried).recommendation
-    assert "Not in this run" not in told
-    assert told.startswith("Read behind accumulate:1.0d, bf16. Nothing is known of sealing:all")
-    images = findings([{**r, "scores": {"ssim": r["scores"][METRIC]}, "blind": {"ssim": r["blind"][METRIC]}} for r in rows],
-                      {"task": "vision"}).recommendation  # fmt: skip
-    assert "tokens" not in images and "sealing:all" in images
-
-
-# --- the search of a calibration
-
-
-def test_a_search_goes_by_the_verdict() -> None:
-    quiet = [r | {"sent_bytes": 8, "defense_seconds": 0.5} for r in column("span", "dropout:0.1", [GUESS] * MANY)]
-    found = point("dropout:0.1", quiet, READ, ["span", "tag"], METRIC, 0.4)
-    high = mean_interval([GUESS] * MANY)[2]
-    assert found["bound"] == high == found["risk"]["high"] and found["unjudged"] == [] and found["seconds"] == 0.5
-    assert [level["attack"] for level in found["levels"]] == ["blind", "span"] and found["verdict"]["verdict"] == NOT_TOLD
-    few = point("dropout:0.1", quiet[:4], READ[:4], ["span"], METRIC, 0.4)
-    assert few["bound"] is None and few["unjudged"] == [f"4 notes; it takes at least {texts_needed(0.4)} to keep the upper "
-                                                        "bound at or below 40 %"]  # fmt: skip
-    noise = {"defense": "gaussian:1", "known_by": asdict(adversaries("gaussian:1"))}
-    noisy = point("gaussian:1", [r | noise for r in quiet], READ, ["span"], METRIC, 0.4)
-    assert noisy["bound"] is None and noisy["unjudged"] == [
-        "not measured against an adversary who knows it: add --attack pursuit,grab"
-    ]
-
-
-@pytest.mark.parametrize(("v", "expected"), [
-    (Verdict(NOT_TOLD, "x", 99, 0.1, 0.15), 0.15), (Verdict(ABOVE, "x", 99, 0.1, 0.2), 0.2),
-    (Verdict(NOT_TOLD, "x", 99, 0.1, 0.21), 0.21), (Verdict(READS, "x", 99, 0.1, 0.15), 1.0),
-    (Verdict(ABOVE, "x", 99, 0.3, 0.35, missing=("no",)), 1.0),
-    (Verdict(NOT_MEASURED, "x", 99, 0.1, 0.15, missing=("no",)), None),
-    (Verdict(ABOVE, "x", 99, 0.1, 0.15, missing=("no",)), None), (Verdict(NOT_TOLD, "x", 3, 0.1, 0.7), None),
-    (Verdict(NOT_MEASURED, "x", 0, missing=("no",)), None),
-])  # fmt: skip
-def test_what_a_bound_is(v: Verdict, expected: float | None) -> None:
-    found = bound(v, 0.2)
-    assert found["bound"] == expected and bool(found["unjudged"]) == (expected is None)
 
 
 # --- on models

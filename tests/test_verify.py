@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
 from torch import Tensor, nn
 
 from rasura.attacks.decoys import decoys, weakest
@@ -29,6 +28,7 @@ from rasura.attacks.verify import (
 )
 from rasura.interfaces import AttackFailed
 from rasura.rng import generator
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.threat import HONEST_SERVER, WITH_LABELS, observe
 from rasura.updates import FEDSGD, Local, announced_update, changed
 from rasura.values import UNKNOWN, Grant, Message, Observation, Proof

@@ -174,5 +174,5 @@ def _upper_mean(probability: float, n: int, tail: float) -> float:
     at = int(binom.isf(tail, n, probability))
     above = float(binom.sf(at, n, probability))
     # The sum of k P(k) over k > at is n p P(B' >= at), B' of n - 1 trials.
-    beyond = n * probability * float(binom.sf(at - 1, n - 1, probability)) if n > 1 else (probability if at < 1 else 0.0)
+    beyond = n * probability * float(binom.sf(at - 1, n - 1, probability))
     return (beyond + at * (tail - above)) / (tail * n)

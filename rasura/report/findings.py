@@ -125,7 +125,7 @@ def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], note
         sum(map(gave_up, records)),
         sum(r["status"] == "crashed" for r in records),
         sum(r["confidence"] == "verified" for r in records),
-        sum(r["wall_seconds"] for r in records) / max(1, len(records)),
+        sum(r["wall_seconds"] for r in records) / len(records),
     )
 
 
@@ -140,12 +140,14 @@ def findings(
     records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str | None = None
 ) -> Findings:
     """What the records say. ``plan`` gives the order of attacks and defenses. ``metric``: the task's headline if None."""
-    every = [{**r, "column": _setting(r.get("update", "fedsgd"), r["defense"])} for r in records]
-    order = dict(plan or {})
-    updates = order.get("updates", ["fedsgd"])
+    every = [{**r, "column": _setting(r["update"], r["defense"])} for r in records]
+    order = plan or {}
+    defenses = order.get("defenses", [])
     # The baseline stands first where the plan did not name it and the audit added it.
-    asked = ["none", *order.get("defenses", [])] if "none" not in order.get("defenses", []) else order["defenses"]
-    columns = _ordered((_setting(u, d) for u in updates for d in asked), (r["column"] for r in every))
+    asked = defenses if "none" in defenses else ["none", *defenses]
+    columns = _ordered(
+        (_setting(u, d) for u in order.get("updates", ["fedsgd"]) for d in asked), (r["column"] for r in every)
+    )
     attacks = _ordered(order.get("attacks", []), (r["attack"] for r in every))
     images = order.get("task") == "vision"
     metric = metric or ("ssim" if images else HEADLINE)
@@ -159,15 +161,15 @@ def findings(
     best: dict[str, Entry] = {}
     for c in columns:
         # Guessing is what the attacks are compared with, not one of them.
-        rows = [matrix[a, c] for a in attacks if a != BLIND and (a, c) in matrix and matrix[a, c].level is not None]
-        if rows:
-            best[c] = max(rows, key=lambda e: e.level.mean if e.level else -1.0)
+        means = {a: e.level.mean for a in attacks if a != BLIND and (e := matrix.get((a, c))) and e.level}
+        if means:
+            best[c] = matrix[max(means, key=means.__getitem__), c]
     verdicts = {c: _verdict(by_column[c], every, metric, images) for c in columns}
     blind = guessing(every, metric)
     strongest = [r for r in every if r["status"] == "ok" and r["recovered"] and r["attack"] != BLIND]
     found = Findings(
         metric, tuple(attacks), tuple(columns), matrix, best, blind, (), "",
-        {r["threat"]: r.get("threat_plain", "") for r in every},
+        {r["threat"]: r["threat_plain"] for r in every},
         tuple(_evidence(strongest)), tuple(sorted({r["batch_size"] for r in every})),
         len(every), sum(map(gave_up, every)), sum(r["status"] == "crashed" for r in every),
         verdicts, tuple(c for c in columns if plain(verdicts[c].defense)), tuple(judged(verdicts)),
@@ -185,15 +187,15 @@ def _ordered(first: Iterable[str], there: Iterable[str]) -> list[str]:
 
 
 def _verdict(records: Sequence[Mapping[str, Any]], every: Iterable[Mapping[str, Any]], metric: str, images: bool) -> Verdict:
-    update = records[0].get("update", "fedsgd")
-    baseline = [r for r in every if plain(r["defense"]) and r.get("update", "fedsgd") == update]
+    update = records[0]["update"]
+    baseline = [r for r in every if plain(r["defense"]) and r["update"] == update]
     return verdict(records[0]["defense"], records, baseline, metric, images=images)
 
 
 def _prices(records: Iterable[Mapping[str, Any]], defenses: Sequence[str]) -> dict[str, Price]:
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for r in records:
-        found[r["column"]].append((r.get("sent_bytes", 0), r.get("defense_seconds", 0.0)))
+        found[r["column"]].append((r["sent_bytes"], r["defense_seconds"]))
     return {d: Price(*(sum(part) / len(found[d]) for part in zip(*found[d]))) for d in defenses}
 
 
@@ -219,7 +221,9 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
         return ["No attack on the updates gave a result that can be scored; the reasons stand in the table."]
     entry = f.best[name]
     assert entry.level is not None
-    sizes = f"a single {f.words.one}" if f.sizes == (1,) else f"{f.sizes[0]} to {f.sizes[-1]} {f.words.many}"
+    few, many = f.sizes[0], f.sizes[-1]
+    sizes = f"{few} to {many} {f.words.many}" if few < many else f"{many} {f.words.many}"
+    sizes = f"a single {f.words.one}" if many == 1 else sizes
     where = "with no protection" if name == "none" else f"behind {name}"
     out = [f"From one update of {sizes} {where}, the server read back {entry.level.text} {f.words.share}."]
     if entry.coverage:
@@ -245,11 +249,11 @@ def _recommendation(f: Findings) -> str:
     columns = {name: f.verdicts[name] for name in f.judged}
     if not columns:
         return "Nothing can be recommended: the run holds no records."
-    holding = {name: v for name, v in columns.items() if v.holds}
+    holding = {name: v.excess for name, v in columns.items() if v.holds and v.excess is not None}
     if holding:
-        name = min(holding, key=lambda c: holding[c].excess or 0.0)
+        name = min(holding, key=holding.__getitem__)
         return (
-            f"Of the settings tested, {name} holds against the attacks of this run: {holding[name].says}. Empirical only: "
+            f"Of the settings tested, {name} holds against the attacks of this run: {columns[name].says}. Empirical only: "
             "no formal guarantee, and a stronger attack may come."
         )
     if set(f.judged) == set(f.baseline):

@@ -49,8 +49,8 @@ def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
     share = f"--fail-above {100 * limit:.3g} %"
     above, unknown = [], []
     for name, v in columns.items():
-        if _read_more(v, limit):
-            above.append(f"{name}: {v.attack} read {100 * (v.risk or 0):.0f} %, above {share}{_guessing(v, limit)}")
+        if v.risk is not None and v.risk > max(limit, _guess(v) + ROUNDING):
+            above.append(f"{name}: {v.attack} read {100 * v.risk:.0f} %, above {share}{_guessing(v, limit)}")
         elif not v.within(limit, v.upper):
             unknown.append(f"{name}: not judged against {share}: {_why(v, limit)}")
     if not columns:
@@ -58,23 +58,21 @@ def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
     return Gate(ABOVE_LIMIT if above else NOT_JUDGED if unknown else PASSED, tuple(columns), (*above, *unknown))
 
 
-def _read_more(v: Verdict, limit: float) -> bool:
-    guess = 0.0 if v.guess is None else v.guess.mean
-    return v.risk is not None and v.risk > limit and v.risk > guess + ROUNDING
+def _guess(v: Verdict) -> float:
+    return 0.0 if v.guess is None else v.guess.mean
 
 
 def _guessing(v: Verdict, limit: float) -> str:
-    if v.guess is None or v.guess.mean <= limit:
-        return ""
-    return f" (guessing alone scores {100 * v.guess.mean:.0f} %: no protection can pass)"
+    return f" (guessing alone scores {100 * _guess(v):.0f} %: no protection can pass)" if _guess(v) > limit else ""
 
 
 def _why(v: Verdict, limit: float) -> str:
     if v.missing or v.upper is None or v.risk is None:
         return unmeasured(v.missing or ("no attack has a figure",))
-    if v.guess is not None and v.guess.mean >= limit:
-        return f"guessing alone scores {100 * v.guess.mean:.0f} %, so no protection can pass"
-    # An interval narrows with the root of the number of examples.
-    more = math.ceil(v.n * ((v.upper - v.risk) / (limit - v.risk)) ** 2) if v.risk < limit else 0
+    if _guess(v) >= limit:
+        return f"guessing alone scores {100 * _guess(v):.0f} %, so no protection can pass"
+    likely = need = texts_needed(limit)
+    if v.risk < limit:  # an interval narrows with the root of the number of examples
+        likely = max(need, math.ceil(v.n * ((v.upper - v.risk) / (limit - v.risk)) ** 2))
     told = f"{v.n} {v.many} leave up to {100 * v.upper:.0f} % possible"
-    return f"{told}; it takes at least {texts_needed(limit)}, for scores like these roughly {max(more, texts_needed(limit))}"
+    return f"{told}; it takes at least {need}, for scores like these roughly {likely}"

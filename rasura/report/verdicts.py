@@ -160,20 +160,20 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         *_no_yardstick(here, finished, yardsticks, bool(baseline)),
         *_not_by_one_who_knows(_adversaries(defense, records), here, finished, yardsticks, images),
     ]
-    told = {a: r for a, r in here.items() if r.level is not None}
+    told = [(r, r.level) for r in here.values() if r.level is not None]
     guess = guessing(records, metric)
-    strongest = max(told.values(), key=lambda r: (r.reads, r.above, r.level.mean if r.level else 0.0), default=None)
+    strongest = max(told, key=lambda one: (one[0].reads, one[0].above, one[1].mean))[0] if told else None
     word = NOT_MEASURED if missing else NOT_TOLD
     if strongest is not None and (strongest.reads or strongest.above):
         word = READS if strongest.reads else ABOVE
-    levels = [r.level for r in told.values() if r.level is not None]
+    highs = [level.high for level in (guess, *(level for _, level in told)) if level is not None]
     return Verdict(
         word,
         defense,
         len(notes),
-        max((level.mean for level in levels), default=None),
-        max(level.high for level in [*levels, *([guess] if guess else [])]) if levels else None,
-        max((r.excess for r in told.values()), default=None),
+        max((level.mean for _, level in told), default=None),
+        max(highs) if told else None,
+        max((r.excess for r, _ in told), default=None),
         strongest.attack if strongest is not None else "",
         len(strongest.whole) if strongest is not None else 0,
         guess,
@@ -196,8 +196,8 @@ def _ran_by_the_portfolio(records: Iterable[Record], here: Mapping[str, Reading]
     ran: dict[str, set[Cell]] = defaultdict(set)
     for r in records:
         cell = (r["seed"], r["batch"])
-        if r["attack"] == PORTFOLIO and cell in here[PORTFOLIO].ended:
-            for member in filter(None, str(r["details"].get("ran", "")).split(",")):
+        if r["attack"] == PORTFOLIO and cell in here[PORTFOLIO].ended and "ran" in r["details"]:
+            for member in filter(None, str(r["details"]["ran"]).split(",")):
                 ran[member].add(cell)
     return {member: frozenset(cells) for member, cells in ran.items()}
 
@@ -208,8 +208,9 @@ def _yardsticks(baseline: Sequence[Record], notes: Collection[int], metric: str)
     if not notes or not set(notes) <= {n for some in cells.values() for n in some}:
         return {}
     own = [r for r in baseline if r["attack"] != PORTFOLIO]
-    kept = [{**r, "attack": str(r["details"].get("attack", ""))} for r in baseline if r["attack"] == PORTFOLIO]
-    return {a: r for a, r in _readings([*own, *kept], cells, metric).items() if a and r.yardstick}
+    kept = [r for r in baseline if r["attack"] == PORTFOLIO and r["details"].get("attack")]
+    by_winner = [{**r, "attack": str(r["details"]["attack"])} for r in kept]
+    return {a: r for a, r in _readings([*own, *by_winner], cells, metric).items() if r.yardstick}
 
 
 def _no_yardstick(

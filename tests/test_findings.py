@@ -1,0 +1,282 @@
+"""What is said of a run: the matrix, the sentence, the recommendation. Plain Records, no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from rows import GUESS, MANY, METRIC, READ, column, record
+
+from rasura.report.findings import IMAGES, TEXTS, Entry, Price, findings, summarise
+from rasura.report.readings import pooled
+from rasura.report.terminal import summary
+from rasura.report.verdicts import NOT_MEASURED, NOT_TOLD, READS
+
+
+def test_a_cell_says_of_how_many_notes_it_speaks() -> None:
+    rows = [*READ[:3], *column("span", "pruning:0.9", [1.0, None, None], "not_applicable"),
+            *column("tag", "pruning:0.9", [None] * 3, "failed"), *column("dlg", "pruning:0.9", [None] * 3, "crashed"),
+            *column("grab", "pruning:0.9", [None] * 3, "not_applicable")]  # fmt: skip
+    found = findings(rows)
+    assert found.matrix["span", "pruning:0.9"].coverage == (1, 3) and found.matrix["span", "none"].coverage is None
+    marks = [found.matrix[a, "pruning:0.9"].mark for a in ("span", "tag", "dlg", "grab")]
+    assert marks == ["100", "·", "!", "–"] and (found.gave_up, found.crashed) == (3, 3)
+    assert found.verdicts["pruning:0.9"].word == READS
+    level = found.matrix["span", "none"].level
+    assert level is not None and level.low < 0.3 < level.high == 1.0
+
+
+def text_of(rows: list[dict[str, Any]]) -> str:
+    from rich.console import Console
+
+    console = Console(width=400)
+    with console.capture() as shown:
+        console.print(summary(findings(rows)))
+    return shown.get()
+
+
+def test_every_door_uses_the_same_words() -> None:
+    rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY), *column("span", "gaussian:1", [None] * MANY, "failed")]
+    found, told, shown = findings(rows), summarise(rows), text_of(rows)
+    assert {name: v.word for name, v in found.verdicts.items()} == {
+        "none": READS, "dropout:0.1": NOT_TOLD, "gaussian:1": NOT_MEASURED,
+    }  # fmt: skip
+    for name, v in found.verdicts.items():
+        assert v.says in shown and told["verdicts"][name]["says"] == v.says and told["verdicts"][name]["verdict"] == v.word
+    assert told["judged"] == ["dropout:0.1", "gaussian:1"] and "none (baseline)" in shown
+    assert told["highest_risk"] == pytest.approx(GUESS)
+
+
+def test_a_recommendation_says_holds_only_of_what_does() -> None:
+    quiet = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
+    assert "Of the settings tested, dropout:0.1 holds against the attacks of this run" in findings(quiet).recommendation
+    few = [r for r in quiet if r["batch"] < 4]
+    said = findings(few).recommendation
+    assert "holds against" not in said and "dropout:0.1: not told from guessing (n = 4" in said
+    both = [*quiet, *column("span", "bf16", [GUESS + 0.02] * MANY)]
+    assert findings(both).verdicts["bf16"].holds
+    assert "dropout:0.1 holds" in findings(both).recommendation, "of two, the one that is read less"
+    assert findings(READ).recommendation.startswith("No protection was tested. Without one: reads (span: 60 of 60")
+    assert "no records" in findings([]).recommendation
+
+
+def test_advice_speaks_only_of_what_was_measured() -> None:
+    rows = [*READ, *column("span", "bf16", [1.0] * MANY)]
+    said = findings(rows).recommendation
+    assert said.startswith("None of the settings tested holds. The least is read behind bf16: 100 % (95 %")
+    assert "Freezing" not in said and "does not help" not in said and "different tokens" in said
+    assert "Not in this run: --defense frozen-embeddings+accumulate:1.0d" in said
+    tried = [*rows, *column("span", "accumulate:1.0d", [1.0] * MANY)]
+    tried += column("span", "sealing:all", [None], "not_applicable")
+    told = findings(tried).recommendation
+    assert "Not in this run" not in told
+    assert told.startswith("Read behind accumulate:1.0d, bf16. Nothing is known of sealing:all")
+    images = findings([{**r, "scores": {"ssim": r["scores"][METRIC]}, "blind": {"ssim": r["blind"][METRIC]}} for r in rows],
+                      {"task": "vision"}).recommendation  # fmt: skip
+    assert "tokens" not in images and "sealing:all" in images
+
+
+# --- figures of a run, exactly
+
+
+def scores(metric: str, *values: float | None) -> dict[str, Any]:
+    return {metric: {"per_record": list(values)}}
+
+
+def test_an_entry_counts_how_each_update_ended() -> None:
+    rows = [
+        record("span", "bf16", 0.5, note=0, wall_seconds=1.0, confidence="verified"),
+        record("span", "bf16", 0.3, note=1, wall_seconds=3.0),
+        record("span", "bf16", note=2, status="failed"), record("span", "bf16", note=3, status="crashed"),
+        record("tag", "bf16", note=4, status="crashed", blind={}, wall_seconds=4.0),
+    ]  # fmt: skip
+    found = findings(rows)
+    level = pooled([0.5, 0.3, GUESS])
+    reasons = ("it crashed", "it failed")
+    assert found.matrix["span", "bf16"] == Entry("span", "bf16", level, GUESS, reasons, 5, 4, 2, 1, 1, 1, 1.0)
+    assert found.matrix["tag", "bf16"] == Entry("tag", "bf16", None, 0.0, ("it crashed",), 5, 1, 0, 0, 1, 0, 4.0)
+    assert found.best == {"bf16": found.matrix["span", "bf16"]}
+    assert (found.cells, found.gave_up, found.crashed, found.sizes, found.metric) == (5, 1, 2, (1,), METRIC)
+
+
+def test_the_best_of_a_column_is_the_attack_that_read_most_and_never_guessing() -> None:
+    rows = [r for a, v in (("tag", 0.5), ("span", 0.6), ("dlg", 0.4), ("blind", 0.9)) for r in column(a, "bf16", [v] * 2)]
+    assert findings(rows).best["bf16"].attack == "span"
+    assert findings(rows, metric="rouge1").best == {}, "nothing has that score"
+
+
+def test_rows_and_columns_stand_as_the_plan_names_them_the_baseline_first_where_it_does_not() -> None:
+    names = ("none", "bf16", "pruning:0.9", "fp16")
+    rows = [record(a, d, GUESS) for a in ("span", "tag", "best", "dlg") for d in names]
+    found = findings(rows, {"attacks": ["tag", "span", "grab"], "defenses": ["pruning:0.9", "bf16", "sign"]})
+    assert found.attacks == ("tag", "span", "best", "dlg") and found.columns == ("none", "pruning:0.9", "bf16", "fp16")
+    named = findings(rows, {"attacks": [], "defenses": ["pruning:0.9", "none"]})
+    assert named.columns == ("pruning:0.9", "none", "bf16", "fp16") and named.attacks == ("best", "dlg", "span", "tag")
+    assert findings(rows).columns == ("none", "bf16", "fp16", "pruning:0.9")
+    local = [*rows, *(r | {"update": "fedavg-sgd:4"} for r in rows)]
+    plan = {"defenses": ["pruning:0.9", "bf16"], "updates": ["fedavg-sgd:4", "fedsgd"]}
+    assert findings(local, plan).columns[:6] == (
+        "fedavg-sgd:4", "pruning:0.9, fedavg-sgd:4", "bf16, fedavg-sgd:4", "none", "pruning:0.9", "bf16"
+    )  # fmt: skip
+
+
+def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
+    rows = [
+        record("span", "none", v, note=k, batch_size=size, scores={**scores(METRIC, v), **scores("sensitive", s)})
+        for k, (v, size, s) in enumerate(((1.0, 1, 1.0), (0.5, 2, 0.5), (0.6, 4, None)))
+    ]
+    rows += [record("tag", "none", 0.1, note=3), record("tag", "none", 0.1, scores=scores("sensitive", 1.0))]
+    level, guess = pooled([1.0, 0.5, 0.6]), pooled([GUESS] * 4)
+    assert level is not None and guess is not None
+    assert findings(rows).sentence == (
+        f"From one update of 1 to 4 notes with no protection, the server read back {level.text} of the words.",
+        "That is of 3 of 4 notes; the others have no figure.",
+        f"Guessing without the update: {guess.text}.",
+        "Every name, number and date came back in 1 of the 2 notes that hold any.",
+    )
+    one = pooled([0.5])
+    assert one is not None
+    for size, told in ((1, "a single note"), (2, "2 notes"), (4, "4 notes")):
+        first = findings([record("span", "bf16", 0.5, batch_size=size)]).sentence[0]
+        assert first == f"From one update of {told} behind bf16, the server read back {one.text} of the words."
+    both = findings([record("span", "bf16", 0.5), record("span", "pruning:0.9", 0.9), record("span", "none", 0.3)])
+    assert both.sentence[0].startswith("From one update of a single note with no protection") and len(both.sentence) == 2
+    crashed = findings([record("span", "bf16", status="crashed")])
+    assert crashed.sentence == (
+        "No attack on the updates gave a result that can be scored; the reasons stand in the table.",
+    )
+
+
+def test_prices_and_threats_are_those_of_the_records() -> None:
+    rows = [
+        record("span", "none", 1.0, sent_bytes=10, defense_seconds=0.5, threat_plain="It looks."),
+        record("span", "bf16", 1.0, sent_bytes=4, defense_seconds=1.0),
+        record("tag", "bf16", 1.0, sent_bytes=8, defense_seconds=2.0, threat="with-labels", threat_plain="It has labels."),
+    ]
+    found = findings([*rows[1:], rows[0]])
+    assert found.prices == {"none": Price(10.0, 0.5), "bf16": Price(6.0, 1.5)}
+    assert found.threats == {"honest-server": "It looks.", "with-labels": "It has labels."}
+
+
+def test_evidence_is_the_most_the_median_and_the_least_of_what_attacks_read() -> None:
+    def recovered(*found: float | None, attack: str = "span", **more: Any) -> dict[str, Any]:
+        texts = [{"sent": f"text {score}", "score": score} for score in found]
+        return record(attack, "bf16", 0.5, recovered=texts, confidence="verified", **more)
+
+    unread = [recovered(0.99, attack="blind"), recovered(0.98, status="crashed")]
+    five = findings([recovered(0.2, None, 0.9), *unread, recovered(0.5, 0.7, update="fedavg-sgd:4")]).evidence
+    assert five[0] == {
+        "sent": "text 0.9", "score": 0.9, "attack": "span", "defense": "bf16", "confidence": "verified", "rank": "most read",
+    }  # fmt: skip
+    assert [(e["score"], e["rank"]) for e in five[1:]] == [(0.5, "median"), (None, "least read")]
+    assert five[1]["defense"] == "bf16, fedavg-sgd:4"
+    assert [e["score"] for e in findings([recovered(0.1, 0.2, 0.3, 0.4)]).evidence] == [0.4, 0.2, 0.1]
+    assert [(e["score"], e["rank"]) for e in findings([recovered(0.2, None, 0.9)]).evidence] == [
+        (0.9, "most read"), (0.2, "median"), (None, "least read")
+    ]  # fmt: skip
+    assert [e["rank"] for e in findings([recovered(0.2)]).evidence] == ["most read"] and findings(unread).evidence == ()
+
+
+def test_images_have_their_own_words_and_figures() -> None:
+    def image(attack: str, defense: str, mse: Sequence[float | None], psnr: Sequence[float | None], **more: Any) -> Any:
+        own = {**scores("ssim", 0.5), **scores("mse", *mse), **scores("psnr", *psnr)} if mse else {}
+        guess = {**scores("ssim", 0.1), **scores("mse", 4.0), **scores("psnr", 3.0)}
+        return record(attack, defense, scores=own, blind=guess, **more)
+
+    rows = [
+        image("gradinv", "none", [1.0], [20.0]), image("gradinv", "none", [2.0], [None], note=1),
+        image("gradinv", "bf16", [], [], status="crashed"), image("dlg", "bf16", [0.5], [None]),
+    ]  # fmt: skip
+    found = findings(rows, {"task": "vision", "attacks": ["gradinv", "dlg"]})
+    assert found.figures == (
+        {"attack": "gradinv", "defense": "none", "n": 2, "mse_scores": 1.5, "mse_blind": 4.0, "psnr_scores": 20.0,
+         "psnr_blind": 3.0},
+        {"attack": "dlg", "defense": "bf16", "n": 1, "mse_scores": 0.5, "mse_blind": 4.0, "psnr_scores": None,
+         "psnr_blind": 3.0},
+    )  # fmt: skip
+    assert found.metric == "ssim" and found.words is IMAGES and found.verdicts["none"].many == "images"
+    assert "of a single image with no protection" in found.sentence[0] and "of the structure (SSIM)." in found.sentence[0]
+    texts = findings([record("span", "none", 1.0, scores={**scores(METRIC, 1.0), **scores("mse", 1.0)})], {"task": "causal"})
+    assert texts.figures == () and texts.words is TEXTS
+
+
+# --- what is recommended, in full
+
+
+MORE = (
+    "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide",
+    "sealing:all, which sends nothing in the clear",
+)
+
+
+def test_what_holds_is_recommended_with_what_it_rests_on() -> None:
+    found = findings([*READ, *column("span", "dropout:0.1", [GUESS] * MANY), *column("span", "bf16", [1.0] * MANY)])
+    assert found.recommendation == (
+        f"Of the settings tested, dropout:0.1 holds against the attacks of this run: {found.verdicts['dropout:0.1'].says}. "
+        "Empirical only: no formal guarantee, and a stronger attack may come."
+    )
+
+
+def test_a_run_without_protections_says_what_each_baseline_shows() -> None:
+    found = findings([*READ, *(r | {"update": "fedavg-sgd:4"} for r in READ)])
+    assert found.recommendation == (
+        "No protection was tested. Without one: reads (span: 60 of 60 notes nearly whole); reads (span: 60 of 60 notes "
+        "nearly whole)."
+    )
+    assert findings([]).recommendation == "Nothing can be recommended: the run holds no records."
+
+
+def test_where_all_is_read_the_least_is_named() -> None:
+    rows = [*READ, *column("span", "accumulate:9", [0.9] * MANY), *column("span", "bf16", [0.8] * MANY)]
+    least = pooled([0.8] * MANY)
+    assert least is not None
+    assert findings(rows).recommendation == (
+        f"None of the settings tested holds. The least is read behind bf16: {least.text} of the words. Not in this run: "
+        f"--defense {MORE[1]}."
+    )
+    assert findings([r for r in rows if r["defense"] != "accumulate:9"]).recommendation.endswith(
+        f" Not in this run: --defense {'; '.join(MORE)}."
+    )
+
+
+def test_what_is_read_not_told_and_not_known_is_said_in_turn() -> None:
+    n = 4
+    rows = [*READ[:n], *column("span", "bf16", [1.0] * n), *column("span", "sealing:all", [0.95] * n),
+            *column("span", "dropout:0.1", [GUESS] * n), *column("span", "gaussian:1", [GUESS] * n),
+            *column("span", "laplace:1", [GUESS] * n), *column("span", "accumulate:9", [GUESS] * n)]  # fmt: skip
+    found = findings(rows)
+    assert found.recommendation == (
+        f"Read behind bf16, sealing:all. dropout:0.1: {found.verdicts['dropout:0.1'].says}. Nothing is known of "
+        "accumulate:9: not measured against an adversary who knows it: add --attack embedding-rows. Nothing is known of "
+        "gaussian:1, laplace:1: not measured against an adversary who knows it: add --attack pursuit,grab."
+    )
+
+
+def test_a_summary_is_the_findings_in_plain_values() -> None:
+    rows = [*READ[:2], *column("span", "bf16", [0.5, None], "failed"), record("dlg", "bf16", status="crashed")]
+    plan = {"defenses": ["bf16", "none"], "attacks": ["span"]}
+    found, told = findings(rows, plan), summarise(rows, plan)
+    assert found.blind is not None and found.columns == ("bf16", "none")
+
+    def entry(attack: str, defense: str, **more: Any) -> dict[str, Any]:
+        level = found.matrix[attack, defense].level
+        fields = {
+            "attack": attack, "defense": defense, "level": None if level is None else level.__dict__, "blind": GUESS,
+            "notes": 2, "n_cells": 2, "gave_up": 0, "crashed": 0, "verified": 0, "reasons": [],
+        }  # fmt: skip
+        return {**fields, **more}
+
+    assert told == {
+        "sentence": list(found.sentence), "recommendation": found.recommendation, "metric": METRIC,
+        "blind": found.blind.__dict__, "verdicts": {d: v.to_dict() for d, v in found.verdicts.items()}, "judged": ["bf16"],
+        "highest_risk": pytest.approx(0.35), "cells": 5, "gave_up": 1, "crashed": 1,
+        "matrix": [
+            entry("span", "none"), entry("span", "bf16", gave_up=1, reasons=["it failed"]),
+            entry("dlg", "bf16", n_cells=1, crashed=1, reasons=["it crashed"]),
+        ],
+    }  # fmt: skip
+    assert list(told["verdicts"]) == ["bf16", "none"] and json.loads(json.dumps(told)) == told
+    nothing = summarise([record("span", "bf16", status="crashed", blind={})])
+    assert nothing["blind"] is None and nothing["matrix"][0]["level"] is None
