@@ -1,4 +1,4 @@
-"""The documentation reads as plain English: sentences that are short, and none of the phrases that the house style rules out."""
+"""The documentation is plain English: sentences are short, and no phrase occurs that the house style rules out."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _version(wanted: bool) -> None:
 def main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
 ) -> None:
-    """What can be read back from what a language model's training sends out."""
+    """Measure what can be read back from what the training of a language model sends out."""
 
 
 @app.command("list")
@@ -35,10 +35,10 @@ def list_names(
     kind: Annotated[
         str,
         typer.Argument(
-            help="attacks, defenses, metrics, membership, updates, threats, service-attacks, service-protections or models"
+            help="what to list: attacks, defenses, metrics, membership, updates, threats, service-attacks, service-protections or models"
         ),
     ],
-    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """List what can be named on the command line, with its source. Installed plug-ins are listed, too.
 
@@ -93,8 +93,8 @@ def _extras() -> dict[str, list[str]]:
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False) -> None:
-    """Say what is installed, which extras are missing, and where WordNet and the default model were found.
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False) -> None:
+    """Show what is installed, which extras are missing, and where WordNet and the default model were found.
 
     Example: rasura doctor
     """

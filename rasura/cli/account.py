@@ -23,22 +23,26 @@ def _figures(text: str | None, name: str) -> list[float]:
 
 @app.command()
 def account(
-    sigma: Annotated[str | None, typer.Option(help="noise multipliers of DP-SGD, with commas")] = None,
-    target_epsilon: Annotated[str | None, typer.Option(help="epsilons to find the noise for, with commas")] = None,
-    kappa: Annotated[str | None, typer.Option(help="concentrations of DirDP-SGD, with commas")] = None,
-    dimension: Annotated[int | None, typer.Option(help="trained entries, for --kappa")] = None,
-    examples: Annotated[int | None, typer.Option(help="training texts")] = None,
-    batch_size: Annotated[int, typer.Option(help="texts a step, on average")] = 32,
-    rate: Annotated[float | None, typer.Option(help="chance of a text to be in a step, instead of --batch-size")] = None,
-    epochs: Annotated[int, typer.Option(help="times that each text comes up, on average")] = 1,
-    delta: Annotated[float | None, typer.Option(help="chance that it fails; default a tenth of 1 / texts")] = None,
-    noise: Annotated[str, typer.Option(help="gaussian or laplace")] = "gaussian",
-    ledger: Annotated[Path | None, typer.Option(help="a training's ledger or result.json: what was spent")] = None,
+    sigma: Annotated[str | None, typer.Option(help="noise multipliers of DP-SGD, separated by commas")] = None,
+    target_epsilon: Annotated[
+        str | None, typer.Option(help="target epsilons, separated by commas: finds the noise for each")
+    ] = None,
+    kappa: Annotated[str | None, typer.Option(help="concentrations of DirDP-SGD, separated by commas")] = None,
+    dimension: Annotated[int | None, typer.Option(help="number of trained entries, for --kappa")] = None,
+    examples: Annotated[int | None, typer.Option(help="number of training texts")] = None,
+    batch_size: Annotated[int, typer.Option(help="texts per step, on average")] = 32,
+    rate: Annotated[float | None, typer.Option(help="probability that a text is in a step, instead of --batch-size")] = None,
+    epochs: Annotated[int, typer.Option(help="number of times that each text is used, on average")] = 1,
+    delta: Annotated[float | None, typer.Option(help="delta of the guarantee; default a tenth of 1 / texts")] = None,
+    noise: Annotated[str, typer.Option(help="kind of noise: gaussian or laplace")] = "gaussian",
+    ledger: Annotated[
+        Path | None, typer.Option(help="ledger or result.json of a training run: prints what was spent")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """Epsilon for each noise multiplier, or the least noise for each epsilon, by three accountants: a plan.
+    """Plan a guarantee: epsilon for each noise multiplier, or the least noise for each epsilon, by three accountants.
 
-    With --ledger, what the releases that a training made have spent; --delta for another delta than the training's.
+    With --ledger it prints what the releases of a training run have spent. --delta then asks for another delta.
 
     Example: rasura account --sigma 0.5,1,2 --examples 5056 --batch-size 128 --epochs 10
     """

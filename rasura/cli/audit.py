@@ -16,44 +16,66 @@ from rasura.errors import AttackFailed, InputError, NotApplicable
 
 @app.command()
 def audit(
-    file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; or images")] = None,
+    file: Annotated[
+        str | None, typer.Argument(help="JSONL, CSV or Parquet file, data set id, or a folder of images")
+    ] = None,
     text: Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")] = None,
-    reference: Annotated[str | None, typer.Option(help="a file of other such texts, which the adversary has")] = None,
-    language_model: Annotated[str | None, typer.Option(help="a causal model that the adversary knows language by")] = None,
-    model: Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); lenet, cnn")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="a file with other texts of the same kind, which the adversary has")
+    ] = None,
+    language_model: Annotated[
+        str | None, typer.Option(help="a causal model that the adversary uses as language model")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="model folder or hub id (default minilm); for images lenet or cnn")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="classification, causal or vision")] = None,
-    attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list attacks")] = None,
-    defense: Annotated[str | None, typer.Option(help="defenses, with commas; join parts of one with +")] = None,
-    update: Annotated[str | None, typer.Option(help="what is sent, with commas; see: rasura list updates")] = None,
-    threat: Annotated[str | None, typer.Option(help="threat models, with commas")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="texts in one update, with commas: 1,2,4")] = None,
-    limit: Annotated[int | None, typer.Option(help="texts used")] = None,
-    seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
+    attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list attacks")] = None,
+    defense: Annotated[str | None, typer.Option(help="defenses, separated by commas; join the parts of one with +")] = None,
+    update: Annotated[
+        str | None, typer.Option(help="kinds of update, separated by commas; see: rasura list updates")
+    ] = None,
+    threat: Annotated[str | None, typer.Option(help="threat models, separated by commas; see: rasura list threats")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="texts per update, separated by commas: 1,2,4")] = None,
+    limit: Annotated[int | None, typer.Option(help="number of texts to use")] = None,
+    seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
-    budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
-    max_memory: Annotated[int | None, typer.Option(help="MiB that an attack may hold at once; default 4096")] = None,
-    entries: Annotated[float | None, typer.Option(help="share of entries that matching attacks form one by one")] = None,
-    suite: Annotated[str | None, typer.Option(help="attacks and defenses of a suite: quick, full")] = None,
-    config: Annotated[Path | None, typer.Option(help="the same in a TOML file")] = None,
-    num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts or images that are too large")] = False,
+    budget: Annotated[str | None, typer.Option(help="work per attack: quick, default or paper")] = None,
+    max_memory: Annotated[int | None, typer.Option(help="memory limit of an attack in MiB; default 4096")] = None,
+    entries: Annotated[
+        float | None, typer.Option(help="fraction of the entries that matching attacks form for L1 and masks")
+    ] = None,
+    suite: Annotated[str | None, typer.Option(help="take attacks and defenses from a suite: quick or full")] = None,
+    config: Annotated[Path | None, typer.Option(help="a TOML file with the same settings")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="number of classes of a fresh head")] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="truncate texts that are too long, crop and scale images")
+    ] = False,
     show_text: Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")] = False,
-    fail_above: Annotated[float | None, typer.Option(help="exit with 3 if a risk is above this share, 4 if unknown")] = None,
-    folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path("runs/audit"),
-    device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
-    engine: Annotated[str, typer.Option(help="local, or ray to spread cells over a Ray cluster")] = "local",
-    address: Annotated[str | None, typer.Option(help="of a running Ray cluster; else one is started here")] = None,
-    workers: Annotated[int | None, typer.Option(help="processes of the engine ray; default all cores")] = None,
+    fail_above: Annotated[
+        float | None, typer.Option(help="exit with 3 if a risk is above this fraction, with 4 if unknown")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option("--out", help="folder for the results; the same command resumes the run")
+    ] = Path("runs/audit"),
+    device: Annotated[
+        str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")
+    ] = "auto",
+    engine: Annotated[str, typer.Option(help="local, or ray to spread the cells over a Ray cluster")] = "local",
+    address: Annotated[
+        str | None, typer.Option(help="address of a running Ray cluster; without it, one is started here")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="number of processes of the engine ray; default: all cores")] = None,
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Measure what attacks read back from the updates that your texts would cause, behind each protection.
+    """Measure what attacks read back from the updates that your texts would cause, under each protection.
 
-    --fail-above judges every protection, not the baseline none unless it is alone. Exit code 3: the strongest attack read
-    more than that share. 4: a protection could not be judged (not measured, or too few texts). 0: all stay below, by their
-    upper bounds.
+    --fail-above judges every protection; it judges the baseline none only if there is no other. Exit code 3: the strongest
+    attack read more than that fraction. 4: a protection could not be judged (not measured, or too few texts). 0: the upper
+    bounds of all protections are at most that fraction.
 
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
@@ -155,26 +177,34 @@ def read(
     update: Annotated[Path, typer.Argument(help="safetensors file, one tensor per parameter name, any subset")],
     model: Annotated[str, typer.Option(help="the model that sent it: folder or hub id")],
     task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
-    attack: Annotated[str, typer.Option(help="which attack; best tries them in turn")] = "best",
-    batch_size: Annotated[int | None, typer.Option(help="texts in the update, if known")] = None,
+    attack: Annotated[str, typer.Option(help="the attack; best tries several in turn")] = "best",
+    batch_size: Annotated[int | None, typer.Option(help="number of texts in the update, if known")] = None,
     labels: Annotated[str | None, typer.Option(help="their labels, if known: 0,1")] = None,
     lengths: Annotated[str | None, typer.Option(help="their lengths in tokens, if known: 12,9")] = None,
     dropout: Annotated[float, typer.Option(help="dropout probability while the update was made")] = 0.0,
-    frozen_embeddings: Annotated[bool, typer.Option("--frozen-embeddings", help="do not use embedding gradients")] = False,
+    frozen_embeddings: Annotated[
+        bool, typer.Option("--frozen-embeddings", help="do not use the gradients of the embeddings")
+    ] = False,
     reference: Annotated[Path | None, typer.Option(help="a file of texts of the same kind")] = None,
-    language_model: Annotated[str | None, typer.Option(help="a causal model that orders of words are judged by")] = None,
-    how: Annotated[str, typer.Option("--update", help="how it came about; see: rasura list updates")] = "fedsgd",
-    hidden: Annotated[Path | None, typer.Option(help="safetensors of bool tensors, true where an entry is hidden")] = None,
-    budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
-    max_memory: Annotated[int, typer.Option(help="MiB that an attack may hold at once")] = 4096,
-    entries: Annotated[float | None, typer.Option(help="share of entries that matching attacks form one by one")] = None,
-    num_labels: Annotated[int, typer.Option(help="classes of the head, where the folder has none")] = 2,
+    language_model: Annotated[str | None, typer.Option(help="a causal model that judges the order of words")] = None,
+    how: Annotated[str, typer.Option("--update", help="kind of update; see: rasura list updates")] = "fedsgd",
+    hidden: Annotated[
+        Path | None, typer.Option(help="safetensors file of bool tensors, true where an entry is hidden")
+    ] = None,
+    budget: Annotated[str, typer.Option(help="work per attack: quick, default or paper")] = "default",
+    max_memory: Annotated[int, typer.Option(help="memory limit of an attack in MiB")] = 4096,
+    entries: Annotated[
+        float | None, typer.Option(help="fraction of the entries that matching attacks form for L1 and masks")
+    ] = None,
+    num_labels: Annotated[int, typer.Option(help="number of classes of a fresh head, if the folder has none")] = 2,
     seed: Annotated[int, typer.Option(help="seed of the attack (and of a fresh head)")] = 0,
-    device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="print as JSON")] = False,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights; they can run code")] = False,
+    device: Annotated[
+        str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights, which can run code")] = False,
 ) -> None:
-    """Read the text behind an update that was captured elsewhere.
+    """Read the text back from an update that was captured elsewhere.
 
     Example: rasura read update.safetensors --model ./my-model --batch-size 2 --dropout 0.1
     """
@@ -216,8 +246,8 @@ def read(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(help="the --out folder of an audit")],
-    show_text: Annotated[bool, typer.Option("--show-text", help="reveal what the run stored unmasked")] = False,
+    folder: Annotated[Path, typer.Argument(help="the --out folder of a run")],
+    show_text: Annotated[bool, typer.Option("--show-text", help="show what the run stored unmasked")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Write report.html from a finished or interrupted audit.

@@ -16,47 +16,69 @@ from rasura.errors import InputError
 
 @app.command()
 def calibrate(
-    file: Annotated[str | None, typer.Argument(help="JSONL, CSV, Parquet or data set id; or images")] = None,
+    file: Annotated[
+        str | None, typer.Argument(help="JSONL, CSV or Parquet file, data set id, or a folder of images")
+    ] = None,
     text: Annotated[list[str] | None, typer.Option(help="a text to attack (repeatable), instead of FILE")] = None,
-    defense: Annotated[str, typer.Option(help="protections without their figure: gaussian,pruning")] = "gaussian",
-    attack: Annotated[str | None, typer.Option(help="attacks, with commas; default: some, and those that know it")] = None,
-    risk: Annotated[str | None, typer.Option(help="metric of what is read back (default rougeL; ssim of images)")] = None,
-    at_most: Annotated[float, typer.Option(help="the share that the risk's upper 95 % bound may reach")] = 0.1,
-    steps: Annotated[int, typer.Option(help="settings tried between the last that fails and the first that holds")] = 3,
-    utility: Annotated[str | None, typer.Option(help="accuracy, f1, mcc, loss or perplexity behind what was found")] = None,
+    defense: Annotated[
+        str, typer.Option(help="protections without their parameter, separated by commas: gaussian,pruning")
+    ] = "gaussian",
+    attack: Annotated[
+        str | None, typer.Option(help="attacks, separated by commas; default: a few, and those that know the protections")
+    ] = None,
+    risk: Annotated[str | None, typer.Option(help="metric of what is read back (default rougeL; for images ssim)")] = None,
+    at_most: Annotated[float, typer.Option(help="the fraction that the upper 95 % bound of the risk may reach")] = 0.1,
+    steps: Annotated[int, typer.Option(help="halvings between the last setting that fails and the first that holds")] = 3,
+    utility: Annotated[
+        str | None, typer.Option(help="also measure accuracy, f1, mcc, loss or perplexity under the setting found")
+    ] = None,
     train: Annotated[str | None, typer.Option(help="texts to train on for --utility; default FILE")] = None,
-    test: Annotated[str | None, typer.Option(help="texts that the trained model is judged on")] = None,
-    train_limit: Annotated[int | None, typer.Option(help="texts trained on")] = None,
-    epochs: Annotated[int, typer.Option(help="of the training, and of the formal guarantee")] = 3,
-    train_batch_size: Annotated[int, typer.Option(help="texts a step of the training, and of the guarantee")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="of the training")] = 1e-4,
-    reference: Annotated[str | None, typer.Option(help="a file of other such texts, which the adversary has")] = None,
-    language_model: Annotated[str | None, typer.Option(help="a causal model that the adversary knows language by")] = None,
-    model: Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); lenet, cnn")] = None,
+    test: Annotated[str | None, typer.Option(help="texts to judge the trained model on")] = None,
+    train_limit: Annotated[int | None, typer.Option(help="number of texts to train on")] = None,
+    epochs: Annotated[int, typer.Option(help="epochs of the training and of the formal guarantee")] = 3,
+    train_batch_size: Annotated[int, typer.Option(help="texts per step, for the training and the formal guarantee")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="learning rate of the training")] = 1e-4,
+    reference: Annotated[
+        str | None, typer.Option(help="a file with other texts of the same kind, which the adversary has")
+    ] = None,
+    language_model: Annotated[
+        str | None, typer.Option(help="a causal model that the adversary uses as language model")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="model folder or hub id (default minilm); for images lenet or cnn")
+    ] = None,
     task: Annotated[str, typer.Option(help="classification, causal or vision")] = "classification",
-    update: Annotated[str, typer.Option(help="what is sent; see: rasura list updates")] = "fedsgd",
-    threat: Annotated[str, typer.Option(help="the threat model")] = "honest-server",
-    batch_size: Annotated[int, typer.Option(help="texts in one update")] = 1,
-    limit: Annotated[int | None, typer.Option(help="texts attacked, and as many others to verify (default 8)")] = None,
-    seeds: Annotated[int, typer.Option(help="repetitions")] = 1,
+    update: Annotated[str, typer.Option(help="kind of update; see: rasura list updates")] = "fedsgd",
+    threat: Annotated[str, typer.Option(help="the threat model; see: rasura list threats")] = "honest-server",
+    batch_size: Annotated[int, typer.Option(help="texts per update")] = 1,
+    limit: Annotated[
+        int | None, typer.Option(help="number of texts to attack, and as many others to verify (default 8)")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="number of repetitions, each with its own seed")] = 1,
     seed: Annotated[int, typer.Option(help="first seed")] = 0,
-    budget: Annotated[str, typer.Option(help="quick, default or paper")] = "default",
-    max_memory: Annotated[int, typer.Option(help="MiB that an attack may hold at once")] = 4096,
-    entries: Annotated[float | None, typer.Option(help="share of entries that matching attacks form one by one")] = None,
-    num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts or images that are too large")] = False,
-    folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path(
+    budget: Annotated[str, typer.Option(help="work per attack: quick, default or paper")] = "default",
+    max_memory: Annotated[int, typer.Option(help="memory limit of an attack in MiB")] = 4096,
+    entries: Annotated[
+        float | None, typer.Option(help="fraction of the entries that matching attacks form for L1 and masks")
+    ] = None,
+    num_labels: Annotated[int | None, typer.Option(help="number of classes of a fresh head")] = None,
+    truncate: Annotated[
+        bool, typer.Option("--truncate", help="truncate texts that are too long, crop and scale images")
+    ] = False,
+    folder: Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")] = Path(
         "runs/calibrate"
     ),
-    device: Annotated[str, typer.Option(help="of the training step: auto, cpu, cuda or mps; attacks use the CPU")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")
+    ] = "auto",
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Find the least protection that keeps what attacks read below a share, and what it costs.
+    """Find the least protection that keeps what attacks read below a fraction, and what it costs.
 
-    Exit code 2: no protection reaches the target. 4: it could not be judged, for want of texts or of an attack.
+    Exit code 2: no protection reaches the target. 4: it could not be judged, because texts or an attack are missing.
 
     Example: rasura calibrate notes.jsonl --defense gaussian,pruning --attack span --risk rougeL --at-most 0.1
     """

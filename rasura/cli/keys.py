@@ -14,12 +14,12 @@ from rasura.cli.shared import app, out
 
 @app.command()
 def keys(
-    folder: Annotated[Path, typer.Argument(help="where the two files go")],
-    clients: Annotated[int, typer.Option(help="clients whose updates are added up, at most")] = 4,
-    scheme: Annotated[str, typer.Option(help="bfv (exact, small) or ckks (for comparison)")] = "bfv",
-    as_json: Annotated[bool, typer.Option("--json", help="print what was made as JSON")] = False,
+    folder: Annotated[Path, typer.Argument(help="folder for the two files")],
+    clients: Annotated[int, typer.Option(help="largest number of clients whose updates are summed")] = 4,
+    scheme: Annotated[str, typer.Option(help="scheme: bfv (exact, small) or ckks (for comparison)")] = "bfv",
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Make the keys of sealed updates: a secret file for the clients, a public one for the server.
+    """Make the keys for sealed updates: a secret file for the clients and a public one for the server.
 
     Example: rasura keys keys --clients 4
     """

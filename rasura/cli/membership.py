@@ -17,37 +17,41 @@ from rasura.errors import InputError
 @app.command()
 def membership(
     model: Annotated[str, typer.Argument(help="the trained model: folder or hub id")],
-    members: Annotated[str, typer.Option(help="texts that it was trained on: JSONL, CSV, Parquet or data set id")],
+    members: Annotated[str, typer.Option(help="texts that it was trained on: JSONL, CSV or Parquet file, or data set id")],
     non_members: Annotated[str | None, typer.Option(help="texts of the same kind that it was not trained on")] = None,
-    rows: Annotated[str | None, typer.Option(help="rows.json of the training: which rows it trained on, which not")] = None,
-    base: Annotated[str, typer.Option(help="the public model that training began with")] = "minilm",
-    reference: Annotated[str | None, typer.Option(help="more such texts, which the adversary has")] = None,
+    rows: Annotated[
+        str | None, typer.Option(help="rows.json of the training run: which rows were used and which held out")
+    ] = None,
+    base: Annotated[str, typer.Option(help="the public model that training started from")] = "minilm",
+    reference: Annotated[str | None, typer.Option(help="more texts of the same kind, which the adversary has")] = None,
     task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
-    attack: Annotated[str | None, typer.Option(help="attacks, with commas; see: rasura list membership")] = None,
-    own_models: Annotated[int, typer.Option(help="models that the adversary trains itself, an even number")] = 8,
-    defense: Annotated[str, typer.Option(help="the protection behind which the model was trained")] = "none",
-    epochs: Annotated[int, typer.Option(help="of the own models: as the model was trained")] = 5,
-    batch_size: Annotated[int, typer.Option(help="texts a step of the own models")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="of the own models")] = 1e-4,
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
-    fpr: Annotated[str | None, typer.Option(help="false positive rates, with commas; 0.01,0.001 as n allows")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="a guarantee to hold the figures against")] = None,
-    delta: Annotated[float, typer.Option(help="the guarantee's delta")] = 0.0,
-    limit: Annotated[int | None, typer.Option(help="texts used of each side")] = None,
-    num_labels: Annotated[int | None, typer.Option(help="classes, where the folder does not say")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
-    max_length: Annotated[int | None, typer.Option(help="tokens a text may have")] = None,
-    seed: Annotated[int, typer.Option(help="seed")] = 0,
-    folder: Annotated[Path, typer.Option("--out", help="where results go; the same command resumes")] = Path(
+    attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list membership")] = None,
+    own_models: Annotated[int, typer.Option(help="number of shadow models that the adversary trains; must be even")] = 8,
+    defense: Annotated[str, typer.Option(help="the protection under which the model was trained")] = "none",
+    epochs: Annotated[int, typer.Option(help="epochs of the shadow models; use those of the model")] = 5,
+    batch_size: Annotated[int, typer.Option(help="texts per step of the shadow models")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="learning rate of the shadow models")] = 1e-4,
+    optimizer: Annotated[str, typer.Option(help="optimizer: adamw or sgd")] = "adamw",
+    fpr: Annotated[
+        str | None, typer.Option(help="false positive rates, separated by commas; default 0.01,0.001 as far as n allows")
+    ] = None,
+    epsilon: Annotated[float | None, typer.Option(help="epsilon of a guarantee to compare the figures with")] = None,
+    delta: Annotated[float, typer.Option(help="delta of that guarantee")] = 0.0,
+    limit: Annotated[int | None, typer.Option(help="number of texts to use from each side")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="number of classes, if the folder does not say")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
+    max_length: Annotated[int | None, typer.Option(help="longest text in tokens")] = None,
+    seed: Annotated[int, typer.Option(help="random seed")] = 0,
+    folder: Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")] = Path(
         "runs/membership"
     ),
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    device: Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")] = "auto",
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the records as JSON")] = False,
 ) -> None:
-    """Measure whether those who may ask a trained model can tell which texts it was trained on.
+    """Measure how well someone who may ask a trained model can tell which texts it was trained on.
 
     Example: rasura membership runs/train/none-0/model --members train.jsonl --rows runs/train/rows.json
     """

@@ -12,11 +12,11 @@ from rasura.cli.shared import app, out
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(help="federated: a Flower app whose updates are sealed")],
-    folder: Annotated[Path, typer.Argument(help="where it goes")],
-    clients: Annotated[int, typer.Option(help="clients whose updates are added up, at most")] = 4,
+    kind: Annotated[str, typer.Argument(help="kind of project; federated: a Flower app whose updates are sealed")],
+    folder: Annotated[Path, typer.Argument(help="folder for the project")],
+    clients: Annotated[int, typer.Option(help="largest number of clients whose updates are summed")] = 4,
 ) -> None:
-    """Write a project to start from, with protection on.
+    """Write a project to start from, with protection switched on.
 
     Example: rasura new federated my-app --clients 4
     """

@@ -17,18 +17,26 @@ from rasura.cli.shared import err, out, protect
 @protect.command()
 def obfuslm(
     model: Annotated[str, typer.Argument(help="the public model: folder or hub id")],
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="the folder to write, for the server")],
-    key: Annotated[Path, typer.Option(help="the file to write, for the owner alone")],
-    k: Annotated[int, typer.Option(help="tokens a cluster; 1: only permute the vocabulary")] = 10,
-    epsilon: Annotated[float, typer.Option(help="privacy parameter of the mixing: smaller hides more")] = 1.0,
-    beta: Annotated[float, typer.Option(help="quantile of a token's similarities that a cluster's must reach")] = 0.99,
-    plus: Annotated[bool, typer.Option("--plus", help="ObfusLM+: the hidden dimension of all weights, too")] = False,
-    hidden_k: Annotated[int, typer.Option(help="dimensions a cluster, with --plus")] = 10,
-    hidden_epsilon: Annotated[float, typer.Option(help="their privacy parameter")] = 3.0,
-    task: Annotated[str, typer.Option(help="classification, causal, or by the model: auto")] = "auto",
-    num_labels: Annotated[int, typer.Option(help="classes of a head that the model lacks")] = 2,
-    passphrase: Annotated[bool, typer.Option("--passphrase", help="ask for one; or set RASURA_PASSPHRASE")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print what was made as JSON")] = False,
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write for the server")],
+    key: Annotated[Path, typer.Option(help="key file to write, for the owner alone")],
+    k: Annotated[int, typer.Option(help="tokens per cluster; 1 only permutes the vocabulary")] = 10,
+    epsilon: Annotated[
+        float, typer.Option(help="parameter of the mixing; smaller values hide more, without a guarantee")
+    ] = 1.0,
+    beta: Annotated[
+        float, typer.Option(help="quantile of a token's similarities that those of its cluster must reach")
+    ] = 0.99,
+    plus: Annotated[
+        bool, typer.Option("--plus", help="ObfusLM+: also obfuscate the hidden dimension of all weights")
+    ] = False,
+    hidden_k: Annotated[int, typer.Option(help="dimensions per cluster, with --plus")] = 10,
+    hidden_epsilon: Annotated[float, typer.Option(help="parameter of the mixing of dimensions, with --plus")] = 3.0,
+    task: Annotated[str, typer.Option(help="classification, causal, or auto to follow the model")] = "auto",
+    num_labels: Annotated[int, typer.Option(help="number of classes, if the model has no head")] = 2,
+    passphrase: Annotated[
+        bool, typer.Option("--passphrase", help="ask for a passphrase for the key, unless RASURA_PASSPHRASE is set")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Obfuscate a model: a folder that any server can train and run on token ids, and a key that names the tokens.
 

@@ -13,33 +13,33 @@ import typer
 from rasura.cli.shared import app, device_named, err, out
 from rasura.errors import InputError
 
-client = typer.Typer(no_args_is_help=True, help="Use a model service: texts and the key stay here, token ids go out.")
+client = typer.Typer(no_args_is_help=True, help="Use a model service: texts and the key stay here, only token ids are sent.")
 app.add_typer(client, name="client")
 
-Url = Annotated[str, typer.Option(help="the server", envvar="RASURA_URL")]
+Url = Annotated[str, typer.Option(help="address of the server", envvar="RASURA_URL")]
 TokenFile = Annotated[
-    Path | None, typer.Option(help="file that holds the token alone, or name:token; 0600; else RASURA_TOKEN is taken")
+    Path | None, typer.Option(help="file with the token, or with name:token; mode 0600; default: RASURA_TOKEN")
 ]
-KeyFile = Annotated[Path, typer.Option(help="the model's key; with a passphrase, set RASURA_PASSPHRASE")]
+KeyFile = Annotated[Path, typer.Option(help="key file of the model; if it has a passphrase, set RASURA_PASSPHRASE")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
 LOCAL = "http://127.0.0.1:8000"
 
 
 @app.command()
 def serve(
-    store: Annotated[Path, typer.Option(help="folder of models and jobs")],
-    token_file: Annotated[Path, typer.Option(help="lines name:token, one a tenant; 0600")],
+    store: Annotated[Path, typer.Option(help="folder for models and jobs")],
+    token_file: Annotated[Path, typer.Option(help="file with one line name:token per tenant; mode 0600")],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
-    max_model: Annotated[int, typer.Option(help="MiB of a model, at most")] = 2048,
-    max_data: Annotated[int, typer.Option(help="MiB of a data set, at most")] = 256,
-    quota: Annotated[int, typer.Option(help="MiB of a tenant's models together")] = 20480,
-    max_memory: Annotated[int, typer.Option(help="MiB that answering takes beside the weights, at most")] = 1024,
-    max_training: Annotated[int, typer.Option(help="MiB that a training job takes, at most")] = 8192,
-    rate: Annotated[float, typer.Option(help="requests a second of a tenant; twice as many at once")] = 50.0,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
+    max_model: Annotated[int, typer.Option(help="largest model in MiB")] = 2048,
+    max_data: Annotated[int, typer.Option(help="largest data set in MiB")] = 256,
+    quota: Annotated[int, typer.Option(help="largest total size of a tenant's models in MiB")] = 20480,
+    max_memory: Annotated[int, typer.Option(help="memory limit for answering in MiB, beside the weights")] = 1024,
+    max_training: Annotated[int, typer.Option(help="memory limit of a training job in MiB")] = 8192,
+    rate: Annotated[float, typer.Option(help="requests per second and tenant; twice as many at once")] = 50.0,
+    device: Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")] = "auto",
 ) -> None:
-    """Train and run obfuscated models for others, on token ids. Ctrl-C ends it; jobs go on at the next start.
+    """Train and run obfuscated models for others, on token ids. Ctrl-C stops the server; jobs continue at the next start.
 
     Example: rasura serve --store served --token-file tokens
     """
@@ -80,8 +80,8 @@ def _print(found: Any, as_json: bool, line: str) -> None:
 
 @client.command()
 def upload(
-    folder: Annotated[Path, typer.Argument(help="obfuscated model, made by rasura protect obfuslm")],
-    name: Annotated[str, typer.Argument(help="what the server shall call it")],
+    folder: Annotated[Path, typer.Argument(help="folder of an obfuscated model, made by rasura protect obfuslm")],
+    name: Annotated[str, typer.Argument(help="name of the model on the server")],
     url: Url = LOCAL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
@@ -97,12 +97,12 @@ def upload(
 
 @client.command()
 def download(
-    model: Annotated[str, typer.Argument(help="the server's name of the model")],
-    folder: Annotated[Path, typer.Argument(help="new folder for its config and weights")],
+    model: Annotated[str, typer.Argument(help="name of the model on the server")],
+    folder: Annotated[Path, typer.Argument(help="new folder for the config and weights")],
     url: Url = LOCAL,
     token_file: TokenFile = None,
 ) -> None:
-    """Fetch a model, trained or not, from the server; with its key it runs anywhere.
+    """Download a model from the server, trained or not. With its key it runs anywhere.
 
     Example: rasura client download reviews-1 mine --token-file token
     """
@@ -113,21 +113,25 @@ def download(
 
 @client.command(name="train")
 def train_remotely(
-    model: Annotated[str, typer.Argument(help="the server's name of the model")],
-    data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV, Parquet or data set id")],
+    model: Annotated[str, typer.Argument(help="name of the model on the server")],
+    data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV or Parquet file, or data set id")],
     output: Annotated[str, typer.Argument(help="name of the trained model")],
     key: KeyFile,
     method: Annotated[
-        str, typer.Option(help="full, or lora: the first two blocks and the last whole, the rest by adapters")
+        str, typer.Option(help="full, or lora: the first two blocks and the last in full, the rest by adapters")
     ] = "full",
-    epochs: Annotated[int, typer.Option(help="at most")] = 10,
-    batch_size: Annotated[int | None, typer.Option(help="texts a step; 32, causal 8")] = None,
-    learning_rate: Annotated[float | None, typer.Option(help="of AdamW; 2e-5, causal 1e-4")] = None,
-    rank: Annotated[int | None, typer.Option(help="of the adapters; 256, or the model's width")] = None,
-    patience: Annotated[int, typer.Option(help="epochs without improvement until it ends")] = 5,
-    seed: Annotated[int, typer.Option(help="of the order of texts")] = 0,
-    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="until the job is at its end")] = False,
+    epochs: Annotated[int, typer.Option(help="largest number of epochs")] = 10,
+    batch_size: Annotated[int | None, typer.Option(help="texts per step; default 32, for causal models 8")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="learning rate of AdamW; default 2e-5, for causal models 1e-4")
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option(help="rank of the adapters; default 256, or the model's width if smaller")
+    ] = None,
+    patience: Annotated[int, typer.Option(help="epochs without improvement before training stops")] = 5,
+    seed: Annotated[int, typer.Option(help="seed of the order of texts")] = 0,
+    truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="wait until the job has ended")] = False,
     url: Url = LOCAL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
@@ -156,12 +160,12 @@ def _told(job: dict[str, Any]) -> str:
 
 @client.command()
 def status(
-    job: Annotated[str | None, typer.Argument(help="a job; all jobs and models if none")] = None,
+    job: Annotated[str | None, typer.Argument(help="id of a job; without it, all jobs and models")] = None,
     url: Url = LOCAL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Where jobs stand, and which models there are.
+    """Show the state of the jobs, and the models on the server.
 
     Example: rasura client status --token-file token
     """
@@ -176,15 +180,15 @@ def status(
 
 @client.command()
 def classify(
-    model: Annotated[str, typer.Argument(help="the server's name of the model")],
+    model: Annotated[str, typer.Argument(help="name of the model on the server")],
     texts: Annotated[list[str], typer.Argument(help="texts, or one file: JSONL, CSV or Parquet")],
     key: KeyFile,
-    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
+    truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
     url: Url = LOCAL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Label texts.
+    """Classify texts.
 
     Example: rasura client classify reviews-1 "a fine film" --key my.key --token-file token
     """
@@ -205,13 +209,13 @@ def classify(
 
 @client.command()
 def generate(
-    model: Annotated[str, typer.Argument(help="the server's name of the model")],
+    model: Annotated[str, typer.Argument(help="name of the model on the server")],
     prompt: Annotated[str, typer.Argument(help="the text to continue")],
     key: KeyFile,
-    new_tokens: Annotated[int, typer.Option(help="at most")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token each time")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="tokens to draw from; 0: all")] = 0,
-    seed: Annotated[int | None, typer.Option(help="of the draws")] = None,
+    new_tokens: Annotated[int, typer.Option(help="largest number of new tokens")] = 64,
+    temperature: Annotated[float, typer.Option(help="sampling temperature; 0 always takes the likeliest token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="number of likeliest tokens to draw from; 0: all")] = 0,
+    seed: Annotated[int | None, typer.Option(help="seed of the draws")] = None,
     url: Url = LOCAL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
@@ -233,7 +237,7 @@ def generate(
 
 @client.command()
 def delete(
-    model: Annotated[str, typer.Argument(help="the server's name of the model")],
+    model: Annotated[str, typer.Argument(help="name of the model on the server")],
     url: Url = LOCAL,
     token_file: TokenFile = None,
 ) -> None:

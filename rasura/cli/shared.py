@@ -20,15 +20,15 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-protect = typer.Typer(no_args_is_help=True, help="Put a protection on: ghost on texts, obfuslm on a model.")
+protect = typer.Typer(no_args_is_help=True, help="Apply a protection: ghost to texts, obfuslm to a model.")
 app.add_typer(protect, name="protect")
 out = Console()
 err = Console(stderr=True)
 
 
-TextColumn = Annotated[str | None, typer.Option(help="column of the text, where its name is unusual")]
-PairColumn = Annotated[str | None, typer.Option(help="column of the second text of a pair; none: not read")]
-LabelColumn = Annotated[str | None, typer.Option(help="column of the label, a number or a name; none: not read")]
+TextColumn = Annotated[str | None, typer.Option(help="column of the text, if its name is not a usual one")]
+PairColumn = Annotated[str | None, typer.Option(help="column of the second text of a pair; none leaves it unread")]
+LabelColumn = Annotated[str | None, typer.Option(help="column of the label, a number or a name; none leaves it unread")]
 
 
 def split(text: str | None) -> tuple[str, ...] | None:

@@ -18,17 +18,17 @@ from rasura.errors import MissingExtra
 
 @app.command()
 def study(
-    name: Annotated[str, typer.Argument(help="a study of the folder studies/: grab/table7")],
+    name: Annotated[str, typer.Argument(help="a study in the folder studies/, for example grab/table7")],
     data: Annotated[str | None, typer.Option(help="the texts, or the folder that holds the study's own files")] = None,
-    model: Annotated[str | None, typer.Option(help="the model, where the study's own is not here")] = None,
-    limit: Annotated[int | None, typer.Option(help="texts used")] = None,
-    budget: Annotated[str | None, typer.Option(help="quick, default or paper")] = None,
-    attack: Annotated[str | None, typer.Option(help="only these attacks, with commas")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="only these batch sizes, with commas")] = None,
-    defense: Annotated[str | None, typer.Option(help="only these defenses, with commas")] = None,
-    seeds: Annotated[int | None, typer.Option(help="repetitions")] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="where the run goes; default runs/studies/NAME")] = None,
-    results: Annotated[Path, typer.Option(help="the Markdown file for the table")] = Path("studies/RESULTS.md"),
+    model: Annotated[str | None, typer.Option(help="the model, if the study's own is not available")] = None,
+    limit: Annotated[int | None, typer.Option(help="number of texts to use")] = None,
+    budget: Annotated[str | None, typer.Option(help="work per attack: quick, default or paper")] = None,
+    attack: Annotated[str | None, typer.Option(help="run only these attacks, separated by commas")] = None,
+    batch_size: Annotated[str | None, typer.Option(help="run only these batch sizes, separated by commas")] = None,
+    defense: Annotated[str | None, typer.Option(help="run only these defenses, separated by commas")] = None,
+    seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="folder for the run; default runs/studies/NAME")] = None,
+    results: Annotated[Path, typer.Option(help="Markdown file for the table")] = Path("studies/RESULTS.md"),
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Run a table of a paper, scaled to the model at hand, and write it beside the paper's figures.
@@ -107,7 +107,7 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
 
 
 def served(plan: Any, folder: Path, training: Any, as_json: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What a service is worth behind each protection, where it is trained, and what each attack reads there."""
+    """What a service is worth under each protection, where it is trained, and what each attack reads there."""
     from rasura.service_audit import ServiceAudit
 
     before = prepared(training, folder / "training") if training else None

@@ -33,27 +33,33 @@ class Rate:
 
 @protect.command()
 def ghost(
-    source: Annotated[str, typer.Argument(help="JSONL, CSV, Parquet or data set id")],
-    target: Annotated[Path, typer.Argument(help="the file to write: .jsonl, .csv or .parquet")],
+    source: Annotated[str, typer.Argument(help="JSONL, CSV or Parquet file, or data set id")],
+    target: Annotated[Path, typer.Argument(help="file to write: .jsonl, .csv or .parquet")],
     model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
-    k: Annotated[int | None, typer.Option(help="neighbours among which a token's substitute is looked for (70)")] = None,
-    overlap: Annotated[float | None, typer.Option(help="share of neighbours above which two mean the same (0.1)")] = None,
+    k: Annotated[int | None, typer.Option(help="number of nearest tokens to search for a substitute (70)")] = None,
+    overlap: Annotated[
+        float | None, typer.Option(help="largest fraction of neighbours that a token and its substitute may share (0.1)")
+    ] = None,
     group: Annotated[int | None, typer.Option(help="tokens that share substitutes; 1: as published, 8: balanced")] = None,
-    beam: Annotated[int, typer.Option(help="texts kept while substitutes are chosen")] = 1,
-    keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="marks stay as they are")] = False,
-    keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="numbers stay as they are")] = False,
-    round_trip: Annotated[bool, typer.Option("--round-trip", help="only words that the text alone gives back")] = False,
-    language: Annotated[str | None, typer.Option(help="of the lemmas, as simplemma names it: en, de ...; none")] = None,
-    table: Annotated[Path | None, typer.Option(help="file of the search; written if it does not exist")] = None,
-    seed: Annotated[int, typer.Option(help="seed of the first choice")] = 0,
+    beam: Annotated[int, typer.Option(help="beam width of the selection of substitutes")] = 1,
+    keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="leave punctuation unchanged")] = False,
+    keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="leave numbers unchanged")] = False,
+    round_trip: Annotated[
+        bool, typer.Option("--round-trip", help="take only whole words that are tokenized as before when written as text")
+    ] = False,
+    language: Annotated[
+        str | None, typer.Option(help="language of the lemmas, as named by simplemma: en, de ...; none works without lemmas")
+    ] = None,
+    table: Annotated[Path | None, typer.Option(help="file that keeps the search; written if it does not exist")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the first substitutes")] = 0,
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print what was done as JSON")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Obfuscate a data set before training: tokens give way to near ones of other meaning.
+    """Obfuscate a data set before training: replace tokens by near ones of other meaning.
 
-    An interrupted run goes on where it stopped.
+    The same command resumes an interrupted run.
 
     Example: rasura protect ghost notes.jsonl hidden.jsonl --model minilm
     """
@@ -95,39 +101,45 @@ def ghost(
 
 @app.command()
 def train(
-    data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV, Parquet or data set id")],
-    test: Annotated[str | None, typer.Option(help="original texts that the trained model is judged on")] = None,
+    data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV or Parquet file, or data set id")],
+    test: Annotated[str | None, typer.Option(help="original texts to judge the trained model on")] = None,
     model: Annotated[str, typer.Option(help="model folder or hub id")] = "minilm",
     task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
-    defense: Annotated[str, typer.Option(help="defenses, with commas; join parts of one with +")] = "none",
-    epochs: Annotated[int, typer.Option(help="at most")] = 20,
-    patience: Annotated[int, typer.Option(help="epochs without improvement until it ends")] = 5,
-    keep: Annotated[str, typer.Option(help="the weights of the best epoch, or of the last")] = "best",
-    batch_size: Annotated[int, typer.Option(help="texts a step")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="of AdamW or SGD")] = 1e-4,
-    schedule: Annotated[str, typer.Option(help="of the learning rate: constant, or linear, which falls to 0")] = "constant",
-    warmup: Annotated[float, typer.Option(help="share of the steps over which a linear schedule rises first")] = 0.0,
-    optimizer: Annotated[str, typer.Option(help="adamw or sgd")] = "adamw",
-    lora: Annotated[int, typer.Option(help="rank of adapters that are trained instead of the weights; 0: none")] = 0,
-    holdout: Annotated[float, typer.Option(help="share of the training texts kept back for early stopping")] = 0.1,
-    limit: Annotated[int | None, typer.Option(help="training texts used")] = None,
-    seeds: Annotated[int, typer.Option(help="repetitions")] = 1,
+    defense: Annotated[str, typer.Option(help="defenses, separated by commas; join the parts of one with +")] = "none",
+    epochs: Annotated[int, typer.Option(help="largest number of epochs")] = 20,
+    patience: Annotated[int, typer.Option(help="epochs without improvement before training stops")] = 5,
+    keep: Annotated[str, typer.Option(help="weights to keep: those of the best epoch, or of the last")] = "best",
+    batch_size: Annotated[int, typer.Option(help="texts per step")] = 32,
+    learning_rate: Annotated[float, typer.Option(help="learning rate of AdamW or SGD")] = 1e-4,
+    schedule: Annotated[
+        str, typer.Option(help="schedule of the learning rate: constant, or linear, which falls to 0")
+    ] = "constant",
+    warmup: Annotated[float, typer.Option(help="fraction of the steps over which a linear schedule rises first")] = 0.0,
+    optimizer: Annotated[str, typer.Option(help="optimizer: adamw or sgd")] = "adamw",
+    lora: Annotated[int, typer.Option(help="rank of LoRA adapters to train instead of the weights; 0: none")] = 0,
+    holdout: Annotated[float, typer.Option(help="fraction of the training texts held out for early stopping")] = 0.1,
+    limit: Annotated[int | None, typer.Option(help="number of training texts to use")] = None,
+    seeds: Annotated[int, typer.Option(help="number of repetitions, each with its own seed")] = 1,
     seed: Annotated[int, typer.Option(help="first seed")] = 0,
-    num_labels: Annotated[int | None, typer.Option(help="classes of a fresh head")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="cut texts that are too long")] = False,
-    max_length: Annotated[int | None, typer.Option(help="tokens a text may have")] = None,
-    service: Annotated[bool, typer.Option("--service", help="defenses protect a model service: none,obfuslm:k=10")] = False,
-    precision: Annotated[str, typer.Option(help="float32 or bf16")] = "float32",
-    delta: Annotated[float | None, typer.Option(help="of a formal guarantee; default a tenth of 1 / texts")] = None,
-    seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="repeatable, and without any guarantee")] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or mps")] = "auto",
-    folder: Annotated[Path, typer.Option("--out", help="where models go; the same command resumes")] = Path("runs/train"),
+    num_labels: Annotated[int | None, typer.Option(help="number of classes of a fresh head")] = None,
+    truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
+    max_length: Annotated[int | None, typer.Option(help="longest text in tokens")] = None,
+    service: Annotated[
+        bool, typer.Option("--service", help="the defenses are protections of a model service: none,obfuslm:k=10")
+    ] = False,
+    precision: Annotated[str, typer.Option(help="precision: float32 or bf16")] = "float32",
+    delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee; default a tenth of 1 / texts")] = None,
+    seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="repeatable noise, without any guarantee")] = False,
+    device: Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")] = "auto",
+    folder: Annotated[
+        Path, typer.Option("--out", help="folder for the models; the same command resumes the run")
+    ] = Path("runs/train"),
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
-    """Fine-tune behind each protection, and compare what the models are worth on original text.
+    """Fine-tune under each protection, and compare the models on original text.
 
     Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
     """
