@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 MOST_WORDS = 35
+MOST_IN_A_CELL = 25
 
 RULED_OUT = (
     r"values that are none",
@@ -68,3 +69,11 @@ def test_no_phrase_that_the_style_rules_out(page: str) -> None:
     text = " ".join(text.split())
     found = [match.group() for phrase in RULED_OUT for match in re.finditer(phrase, text)]
     assert not found, found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_table_cell_holds_a_paragraph(page: str) -> None:
+    rows = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    cells = [re.sub(r"`[^`]*`", "", cell) for row in rows for cell in row.split("|")]
+    long = [cell for cell in cells if words(cell) > MOST_IN_A_CELL]
+    assert not long, "\n".join(long)
