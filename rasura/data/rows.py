@@ -180,34 +180,15 @@ class Source:
         return max(SEPARATORS, key=fit)
 
     def _parquet(self) -> Iterator[Row]:
-        import pyarrow as pa
-        import pyarrow.parquet as parquet
+        from rasura.data.parquet import read_rows
 
-        def broken(error: Exception) -> InputError:
-            # The library's own words may quote the file.
-            return InputError(f"{self.path} cannot be read as Parquet ({type(error).__name__}); expected a whole file")
+        def needed(names: tuple[str, ...]) -> list[str]:
+            found = self.wanted(names)
+            if double := [n for n in found if names.count(n) > 1]:
+                raise InputError(f"{self.path}: two columns are named {shown(double)}; rename one")
+            return found
 
-        try:
-            table = parquet.ParquetFile(self.path)
-            names = tuple(table.schema_arrow.names)
-        except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
-            raise broken(error) from None
-        needed = self.wanted(names)
-        if double := [n for n in needed if names.count(n) > 1]:
-            raise InputError(f"{self.path}: two columns are named {shown(double)}; rename one")
-        number = 0
-        batches = table.iter_batches(1024, columns=needed)
-        while True:
-            try:
-                batch = next(batches, None)
-                rows = [] if batch is None else batch.to_pylist()
-            except (pa.ArrowException, OSError, ValueError, MemoryError, OverflowError) as error:
-                raise broken(error) from None
-            if batch is None:
-                return
-            for row in rows:
-                number += 1
-                yield number, row
+        return read_rows(self.path, needed)
 
     def _hub(self) -> Iterator[Row]:
         try:

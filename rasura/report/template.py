@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from rasura.errors import MissingExtra
+
 COLOURS = ("#542d87", "#b5482a", "#2f7d5b", "#2a6fb5", "#a17c1a", "#8c3b6e")
 """Of the curves in a plot, in their order."""
 
 
 def filled(name: str, **values: Any) -> str:
-    """The template ``name`` with ``values``, escaped, as a string."""
-    from jinja2 import Environment, PackageLoader
+    """The template ``name`` with ``values``, escaped, as a string. Raises ``MissingExtra`` without Jinja2."""
+    try:
+        from jinja2 import Environment, PackageLoader
+    except ImportError:
+        raise MissingExtra(
+            "the page needs Jinja2; run: pip install 'rasura[report]', then `rasura report FOLDER`: the figures are stored"
+        ) from None
 
     loader = PackageLoader("rasura", "report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
