@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from test_cli import rasura_command, refused
+from commands import rasura_command, refused
 
 from rasura.accounting import (
     Run,

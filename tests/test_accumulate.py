@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from audit_setting import model_folder, plan_for
 from hypothesis import given, settings
 from hypothesis import strategies as some
-from test_auditing import model_folder, plan_for
-from test_training import RECIPE, figures, rows
+from training_setting import RECIPE, figures, rows
 
 from rasura.accumulation import Accumulator, gathered, least_tokens, tokens_in, width
 from rasura.auditing import Audit, audit

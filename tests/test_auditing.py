@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
+from audit_setting import TEXTS, comparable, plan_for
 
 from rasura.auditing import Audit, audit
 from rasura.interfaces import InputError
@@ -25,29 +25,6 @@ from rasura.records import RunStore
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate
 from rasura.report.page import write_report
-from rasura.testing.tiny import tiny
-
-NAMES = ["alpha", "bravo", "carol", "delta", "echo", "the", "met", "in", "paid", "."]
-TEXTS = ("Alpha met Bravo in Delta .", "Carol paid the echo .", "Delta paid 7 .")
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *NAMES, *map(str, range(10)), *(f"w{i}" for i in range(275))]
-    (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(vocab=str(folder / "vocab.txt")).save_pretrained(folder)
-    tiny("bert", "classification", num_labels=2).save_pretrained(folder)
-    return folder
-
-
-def plan_for(folder: Path, **more: Any) -> Plan:
-    fields: dict[str, Any] = {
-        "model": str(folder), "texts": TEXTS, "limit": 3, "attacks": ("blind", "embedding-rows", "span"),
-        "defenses": ("none", "frozen-embeddings", "gaussian:0.1"), "metrics": ("rouge1", "token_recall", "sensitive"),
-        "budget": "quick",
-    }  # fmt: skip
-    return Plan(**{**fields, **more})
 
 
 def test_reference_text_is_granted_and_may_not_hold_the_audited_texts(model_folder: Path, tmp_path: Path) -> None:
@@ -62,16 +39,6 @@ def test_reference_text_is_granted_and_may_not_hold_the_audited_texts(model_fold
     reference.write_text(json.dumps({"text": TEXTS[1], "label": 0}))
     with pytest.raises(InputError, match="1 of the audited texts"):
         Audit(plan)
-
-
-def comparable(folder: Path) -> list[dict[str, Any]]:
-    """The Records without what depends on the machine's mood."""
-    moody = {"wall_seconds", "cpu_seconds", "peak_mb", "defense_seconds"}
-    store = RunStore(folder)
-    try:
-        return [{k: v for k, v in r.items() if k not in moody} for r in store]
-    finally:
-        store.close()
 
 
 def test_matrix_is_whole_and_says_what_happened(tmp_path: Path, model_folder: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_auditing import model_folder
+from audit_setting import model_folder
 from typer.testing import CliRunner
 
 from rasura.auditing import Audit

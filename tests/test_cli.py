@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from audit_setting import TEXTS, model_folder
+from commands import rasura_command, refused
 from safetensors.torch import load_file, save_file
-from test_auditing import TEXTS, model_folder
 
 import rasura
 
 __all__ = ["model_folder"]
-
-
-def rasura_command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rasura", *map(str, arguments)], capture_output=True, text=True, check=False, timeout=280
-    )
-
-
-def refused(*arguments: str | Path) -> str:
-    done = rasura_command(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    return done.stderr
 
 
 @pytest.mark.parametrize("command", ["audit", "read", "report", "list", "doctor"])

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audit_setting import model_folder
 from safetensors.torch import load_file, save_file
-from test_auditing import model_folder
-from test_training import RECIPE, figures, fine_tuning, notes, rows
+from training_setting import RECIPE, figures, fine_tuning, notes, rows
 
 from rasura.accounting import Ledger, Run, epsilon
 from rasura.accounting.ledger import counted

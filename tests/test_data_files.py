@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from audit_setting import TEXTS, model_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_auditing import TEXTS, model_folder
 
 from rasura.auditing import Audit
 from rasura.data import lines as line_reader

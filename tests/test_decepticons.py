@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_auditing import model_folder, plan_for
+from audit_setting import model_folder, plan_for
 from torch import Tensor, nn
 
 from rasura.attacks.decepticons import Decepticons

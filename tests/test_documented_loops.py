@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_private import DATA, collate, plain_gradients
+from private_setting import DATA, collate, plain_gradients
 from torch.utils.data import DataLoader
 
 import rasura

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dp_setting import ROWS, examples
 from scipy import stats
-from test_training import RECIPE, fine_tuning
 from torch import Tensor
+from training_setting import RECIPE, fine_tuning
 
 from rasura.defenses import directional as directional_module
 from rasura.defenses.directional import directional
@@ -21,20 +22,9 @@ from rasura.interfaces import InputError
 from rasura.registry import parse_defense
 from rasura.rng import gamma, generator, normal, secret_generator, uniform
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
-from rasura.values import Gradients, PerExample, Weigh
+from rasura.values import Gradients
 from rasura.victims.batching import drawn
 from rasura.victims.step import step
-
-
-def examples(rows: Tensor, expected: float | None = None) -> PerExample:
-    """Texts whose gradients are the rows, as two parameters of 2 and the other entries."""
-    each: list[Gradients] = [{"a": row[:2], "b": row[2:].reshape(2, -1)} for row in rows]
-
-    def weighted(weigh: Weigh) -> Gradients:
-        total = weigh(rows.norm(dim=1)).to(rows) @ rows
-        return {"a": total[:2], "b": total[2:].reshape(2, -1)}
-
-    return PerExample(dict, lambda: iter(each), len(rows), weighted, expected)
 
 
 def flat(gradients: Gradients) -> Tensor:
@@ -46,7 +36,6 @@ def released(defense: str | Any, rows: Tensor, seed: int = 0, expected: float | 
     return flat(part.apply(examples(rows, expected), None, generator(seed))[0])
 
 
-ROWS = torch.randn((6, 22), generator=generator(3), dtype=torch.float64) * torch.tensor([0.1, 1, 2, 3, 4, 20.0])[:, None]
 
 
 # --- randomness

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rounds import DEFENSES, FIRST, averaged, keys, largest, model, sides, trained
+from rounds_setting import DEFENSES, FIRST, averaged, keys, largest, model, sides, trained
 from torch import Tensor
 
 from rasura.defenses.homomorphic import Context as Keys

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from audit_setting import TEXTS, model_folder
+from commands import refused
 from safetensors.torch import load_file, save_file
-from test_auditing import TEXTS, model_folder
-from test_cli import refused
 
 from rasura import protection
 from rasura.cli.train import Rate

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_span import seen_by_server
+from span_setting import seen_by_server
 from torch import Tensor, nn
 
 from rasura.attacks.gradient_matching.factors import Factoriser

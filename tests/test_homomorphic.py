@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import rasura_command, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cli import rasura_command, refused
 
 from rasura.defenses.homomorphic import (
     CHOICES,

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_auditing import comparable
-from test_cli import refused
-from test_images import decibels, read
+from audit_setting import comparable
+from commands import refused
+from image_setting import decibels, read
 
 from rasura import registry
 from rasura.auditing import Audit, audit

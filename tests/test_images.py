@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from image_setting import ATTACKS, QUICK, SIZE, decibels, image_batch, read
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rasura import registry
 from rasura.attacks.image_layers import ImageGradients, layer_input
 from rasura.attacks.inverting_gradients import total_variation
-from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
-from rasura.interfaces import AttackFailed, Budget, InputError, MissingExtra, NotApplicable, Unavailable
-from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_psnr, image_ssim, mse, psnr, ssim
+from rasura.data.images import ImageExample, encode_images, images_hash, load_images
+from rasura.interfaces import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
+from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_ssim, mse, psnr, ssim
 from rasura.plan import Plan
 from rasura.rng import generator
 from rasura.threat import HONEST_SERVER, adversary_copy, observe
@@ -36,27 +37,11 @@ from rasura.values import (
 from rasura.victims.step import step
 from rasura.victims.vision import ImageClassifier, build, cnn, lenet
 
-ATTACKS = ("inverting-gradients", "feature-matching")
-SIZE = 16
-QUICK = Budget("quick")
-
-
-def image_batch(rows: int = 1, size: int = SIZE) -> ImageBatch:
-    return encode_images(demo_images(size)[:rows], size=size, num_labels=4)
-
 
 def sent(model: ImageClassifier | None = None, defense: str = "none", rows: int = 1) -> Transcript:
     model = lenet(4, image_size=SIZE) if model is None else model
     batch = image_batch(rows, model.config.image_size)
     return step(model, batch, registry.parse_defense(defense), task="vision", vocabulary=NO_TEXT, rng=generator(0, "step"))
-
-
-def read(name: str, truth: Transcript, *, seed: int = 0, budget: Budget = QUICK) -> Reconstruction:
-    return registry.attack(name)(observe(truth, HONEST_SERVER), rng=generator(seed, "attack"), budget=budget)
-
-
-def decibels(guess: Reconstruction, truth: Transcript) -> float:
-    return min(image_psnr()(guess, truth))
 
 
 def test_every_attack_of_images_has_a_row() -> None:

@@ -196,3 +196,18 @@ def test_each_optional_library_is_imported_in_one_file_inside_functions() -> Non
             names = {a.name.split(".")[0] for n in top if isinstance(n, ast.Import) for a in n.names}
             names |= {n.module.split(".")[0] for n in top if isinstance(n, ast.ImportFrom) and n.module}
             assert library not in names, f"{m} imports {library} at its top"
+
+
+TESTS = sorted(Path(__file__).parent.glob("*.py"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: p.name)
+def test_no_test_module_is_imported(path: Path) -> None:
+    """What several tests build on lies in a module of its own, so that each test module runs and moves alone."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module or ''}.{a.name}" for a in node.names}
+    assert [name for name in sorted(found) if any(part.startswith("test_") for part in name.split(".")[:2])] == []

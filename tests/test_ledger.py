@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import rasura_command
+from commands import rasura_command
 
 from rasura.accounting import Draw, Ledger, Release, Run, composition, directional_epsilon, epsilon, guarantee
 from rasura.accounting import compositions as table

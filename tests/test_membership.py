@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from audit_setting import model_folder
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from scipy.stats import norm
-from test_auditing import model_folder
 from transformers import BertConfig, BertForMaskedLM
 
 from rasura import registry

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_auditing import model_folder
+from audit_setting import model_folder
 from typer.testing import CliRunner
 
 from rasura import registry

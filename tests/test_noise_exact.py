@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_dp import ROWS as LONG
-from test_dp import examples
+from dp_setting import ROWS as LONG
+from dp_setting import examples
 from torch import Tensor
 
 from rasura.defenses import directional as directional_module

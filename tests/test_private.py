@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from private_setting import DATA, collate, plain_gradients
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
@@ -24,12 +25,6 @@ from rasura.private import Private
 from rasura.testing.tiny import tiny
 
 pytest.importorskip("dp_accounting")
-
-DATA: Any = [{"input_ids": [1, 40 + k % 9, 3, 41, 2], "attention_mask": [1] * 5, "labels": k % 2} for k in range(24)]
-
-
-def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    return {k: torch.tensor([r[k] for r in rows]) for k in rows[0]}
 
 
 def loop(defense: str | Defense, *, model: nn.Module | None = None, size: int = 2, **options: Any) -> Private:
@@ -52,12 +47,6 @@ def trained(private: Private, epochs: int) -> list[int]:
             assert math.isfinite(float(loss.detach()))
             optimizer.step()
     return sizes
-
-
-def plain_gradients(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    model = tiny("bert", "classification", num_labels=2)
-    model(**batch).loss.backward()
-    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 # --- what it releases and counts

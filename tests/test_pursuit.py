@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_updates import NOTE, sent_by
+from update_setting import NOTE, sent_by
 
 from rasura.attacks.pursuit import Pursuit, Signs, Squares
 from rasura.interfaces import AttackFailed, Budget, NotApplicable

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from test_secrets import DISTRIBUTIONS, flat, system
+from secret_setting import DISTRIBUTIONS, flat, system
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

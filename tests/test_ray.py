@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_auditing import comparable, model_folder, plan_for
+from audit_setting import comparable, model_folder, plan_for
 
 from rasura.auditing import Audit, Cell, audit
 from rasura.integrations.ray_cluster import LOSSES, spread

@@ -13,20 +13,31 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from secret_setting import (
+    DISTRIBUTIONS,
+    NAMES,
+    NOISY,
+    PUBLIC,
+    QUIET,
+    TEXTS,
+    Draw,
+    federated,
+    flat,
+    key,
+    sent,
+    states,
+    system,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rasura.defenses.significance import sensitivity
-from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
 from rasura.drawing import Batches
-from rasura.integrations.flower.agreement import agree
-from rasura.integrations.flower.rounds import Ticket, opened, protected
 from rasura.obfuscation.model import obfuscate, obfuscate_embedding
 from rasura.obfuscation.services import cape, custext, dp_forward, santext, sentinel, text_obfuscator
 from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.registry import DEFENSES, parse_defense
+from rasura.registry import DEFENSES
 from rasura.rng import (
-    Randomness,
     SecretGenerator,
     bernoulli,
     child,
@@ -40,78 +51,11 @@ from rasura.rng import (
     secret_generator,
     uniform,
 )
-from rasura.testing.tiny import VOCABULARY, batch_for, tiny
+from rasura.testing.tiny import VOCABULARY, batch_for
 from rasura.threat import service_transcript
 from rasura.victims.batching import batches, drawn
-from rasura.victims.step import step
-from rasura.wire import from_bytes
 
 LIKE = torch.ones((), dtype=torch.float64)
-UNITS = nn.functional.normalize(torch.randn(3, 40, generator=generator(0), dtype=torch.float64))
-TEXTS = [[1, *range(20, 40), 2], [1, *range(30, 45), 2]]
-
-Draw = Callable[[Randomness], Any]
-
-DISTRIBUTIONS: dict[str, Draw] = {
-    "uniform": lambda rng: uniform((4,), rng),
-    "normal": lambda rng: normal((4,), rng),
-    "normal float32": lambda rng: normal((2, 2), rng, torch.float32),
-    "laplace": lambda rng: laplace((4,), rng),
-    "gamma": lambda rng: gamma(torch.tensor([0.4, 3.0, 50.0], dtype=torch.float64), rng),
-    "integers": lambda rng: integers(1 << 40, (3,), rng),
-    "permutation": lambda rng: permutation(60, rng),
-    "bernoulli": lambda rng: bernoulli(0.5, (90,), rng),
-    "von Mises-Fisher, cosines": lambda rng: one_minus_cosine(3.0, 9, 4, rng),
-    "von Mises-Fisher, line": lambda rng: one_minus_cosine(0.01, 1, 90, rng),
-    "von Mises-Fisher, one by one": lambda rng: summed_by_draws(UNITS, 3.0, rng),
-    "von Mises-Fisher, together": lambda rng: summed(UNITS, 3.0, rng),
-    "a direction": lambda rng: unit(torch.zeros(9), rng),
-}
-
-
-def sent(defense: str, rng: Randomness, family: str = "bert", attention: str = "eager") -> list[Tensor]:
-    model = tiny(family, "classification", hidden=16, blocks=1)
-    model.config._attn_implementation = attention
-    found = step(
-        model, batch_for("classification"), parse_defense(defense), task="classification", vocabulary=VOCABULARY, rng=rng
-    ).message
-    return [*found.gradients.values(), *found.visible.values()]
-
-
-NOISY = {
-    "dropout": ("dropout:0.5",),
-    "gaussian": ("gaussian:0.1",),
-    "laplace": ("laplace:0.1",),
-    "random-pruning": ("random-pruning:0.5",),
-    "sealing": ("sealing:random=0.5",),
-    "dp-sgd": ("dp-sgd:1.0", "dp-sgd:1.0/noise=laplace"),
-    "normalised": ("normalised:1.0",),
-    "directional": ("directional:10", "directional:10/blocks=parameters"),
-    "ghost": ("ghost:start=random/sweeps=0/lemma=false/k=9",),
-}
-QUIET = {"none", "accumulate", "frozen-embeddings", "frozen-blocks", "pruning", "fp16", "bf16", "sign"}
-
-PUBLIC = tiny("bert", "classification", hidden=16, blocks=1)
-NAMES = [n for n, _ in PUBLIC.named_parameters()]
-
-
-def key(plus: bool, rng: Randomness) -> list[Tensor]:
-    made = obfuscate(PUBLIC, ObfuscationSettings(k=4, plus=plus, hidden_k=4), VOCABULARY.special_ids, rng)
-    return [made.tokens, *made.model.state_dict().values()]
-
-
-def federated(rng: Randomness) -> list[Tensor]:
-    """What a client of a federation sends; its randomness is not to be chosen."""
-    agreement = agree("gaussian:0.1", PUBLIC)
-    before = opened(agreement, agreement.start, b"")
-    data, _ = protected(agreement, Ticket(1, "nonce", 0, 1.0), before, agreement.start, 3)
-    return list(from_bytes(data, agreement.limits).gradients.values())
-
-
-def states(service: Any, rng: Randomness) -> Any:
-    return service_transcript(service, [tuple(t) for t in TEXTS], rng).vectors
-
-
 USES: dict[str, Draw] = {
     **{text: (lambda rng, text=text: sent(text, rng)) for texts in NOISY.values() for text in texts},  # type: ignore[misc]
     **{
@@ -146,14 +90,6 @@ BY_DEFAULT: dict[str, Callable[[], Any]] = {
     "SANTEXT+": lambda: santext(PUBLIC, VOCABULARY, epsilon=0.1).sent(TEXTS),
     "states": lambda: service_transcript(dp_forward(PUBLIC, VOCABULARY), [tuple(t) for t in TEXTS]).vectors,
 }
-
-
-def flat(found: Any) -> bytes:
-    if isinstance(found, Tensor):
-        return found.detach().contiguous().numpy().tobytes()
-    if isinstance(found, int | float):
-        return repr(found).encode()
-    return b"".join(map(flat, found))
 
 
 def seeds_fixed() -> None:
@@ -293,18 +229,6 @@ def test_draws_have_their_distribution(draw: Draw, law: Any, secret: bool) -> No
     half = len(found) // 2  # the two halves of Box and Muller are independent
     assert abs(np.corrcoef(found[:half], found[half : 2 * half])[0, 1]) < 0.06
     assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.06
-
-
-def system(monkeypatch: pytest.MonkeyPatch, *words: int) -> None:
-    """The operating system gives these 64-bit numbers."""
-    left = list(words)
-
-    def urandom(count: int) -> bytes:
-        out = left[: count // 8]
-        del left[: count // 8]
-        return np.array(out, dtype=np.uint64).tobytes()
-
-    monkeypatch.setattr(os, "urandom", urandom)
 
 
 def test_the_ends_of_the_uniform_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,16 +21,7 @@ import httpx
 import pytest
 import torch
 import transformers
-
-import rasura
-from rasura.errors import InputError
-from rasura.service.client import Client
-from rasura.service.container import Outgoing
-from rasura.service.inference import Decoding, Prompt
-from rasura.service.limits import Refused
-from rasura.testing.tiny import SEP, batch_for, tiny
-from rasura.victims.loading import with_partial_adapter
-from tests.service_setting import (
+from service_setting import (
     ALICE,
     BOB,
     EXAMPLES,
@@ -42,6 +33,15 @@ from tests.service_setting import (
     setting,
     token_file,
 )
+
+import rasura
+from rasura.errors import InputError
+from rasura.service.client import Client
+from rasura.service.container import Outgoing
+from rasura.service.inference import Decoding, Prompt
+from rasura.service.limits import Refused
+from rasura.testing.tiny import SEP, batch_for, tiny
+from rasura.victims.loading import with_partial_adapter
 
 __all__ = ["setting"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_auditing import TEXTS, model_folder
-from test_cli import rasura_command, refused
-from test_studies import notes, study_folder
+from audit_setting import TEXTS, model_folder
+from commands import rasura_command, refused
+from study_setting import notes, study_folder
 from typer.testing import CliRunner
 
 from rasura import registry

@@ -14,12 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from service_setting import ALICE, BOB, Server, Setting, ask, container, make_models, token_file
 
 from rasura.service import memory
 from rasura.service.container import CONTENT_TYPE
 from rasura.service.limits import MIB, Limits, Refused
 from rasura.service.models import checked
-from tests.service_setting import ALICE, BOB, Server, Setting, ask, container, make_models, token_file
 
 BERT = {
     "kind": "classification", "hidden": 768, "blocks": 12, "heads": 12, "inner": 3072, "vocabulary": 30522, "labels": 2,

@@ -17,13 +17,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-
-from rasura.errors import InputError
-from rasura.service.container import CONTENT_TYPE
-from rasura.service.limits import Limits, Rates, Tenants
-from rasura.service.server import application
-from rasura.service.store import Store
-from tests.service_setting import (
+from service_setting import (
     ALICE,
     BOB,
     EXAMPLES,
@@ -35,6 +29,12 @@ from tests.service_setting import (
     setting,
     token_file,
 )
+
+from rasura.errors import InputError
+from rasura.service.container import CONTENT_TYPE
+from rasura.service.limits import Limits, Rates, Tenants
+from rasura.service.server import application
+from rasura.service.store import Store
 
 __all__ = ["setting"]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from span_setting import TEXTS, seen_by_server
 from torch import nn
 
 from rasura.attacks.span import Span
@@ -19,26 +20,14 @@ from rasura.data.text import Example, encode
 from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.registry import parse_defense, parse_update
 from rasura.rng import generator
-from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.threat import HONEST_SERVER, observe
-from rasura.values import UNKNOWN, Batch, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
+from rasura.values import UNKNOWN, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
 from rasura.victims.loading import load
 from rasura.victims.models import layer_inputs, parts
 from rasura.victims.step import gradients, step
 
-TEXTS = [[CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP]]
 BARE = [[CLS, *t[1:-1]] for t in TEXTS]
-
-
-def seen_by_server(model: nn.Module, batch: Batch, task: str, keep: str | None = None) -> Observation:
-    """What the honest server sees of one step; ``keep``: only parameters with this in their names."""
-    vocabulary = CAUSAL_VOCABULARY if task == "causal" else VOCABULARY
-    truth = step(model, batch, task=task, vocabulary=vocabulary, rng=generator(0, "step"))  # type: ignore[arg-type]
-    seen = observe(truth, HONEST_SERVER)
-    if keep is None:
-        return seen
-    kept = {n: g for n, g in seen.gradients.items() if keep in n}
-    return Observation(Message(kept), seen.task, seen.granted)
 
 
 def attack(seen: Observation) -> Reconstruction:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_span import TEXTS, seen_by_server
+from span_setting import TEXTS, seen_by_server
 
 from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.span_matching import SpanMatching

@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_auditing import TEXTS, model_folder
+from audit_setting import TEXTS, model_folder
+from study_setting import notes, study_folder
 from typer.testing import CliRunner
 
 from rasura.cli import app
@@ -60,17 +61,6 @@ def record(attack: str, values: list[float], status: str = "ok") -> dict[str, ob
     where = dict(zip(CELL, (attack, "fedsgd", "none", "honest-server", 1)))
     return {**where, "status": status, "reason": "", "scores": scores if status == "ok" else {}, "cpu_seconds": 2.0,
             "blind": {"rouge1": {"per_record": [0.1]}}}  # fmt: skip
-
-
-def notes(path: Path, texts: list[str]) -> None:
-    """A data file of ``texts``, the labels by turns 0 and 1."""
-    path.write_text("".join(f'{{"text": "{t}", "label": {k % 2}}}\n' for k, t in enumerate(texts)), encoding="utf-8")
-
-
-def study_folder(tmp_path: Path, body: str) -> Path:
-    (tmp_path / "studies").mkdir()
-    (tmp_path / "studies" / "one.toml").write_text(body, encoding="utf-8")
-    return tmp_path / "studies"
 
 
 BODY = """

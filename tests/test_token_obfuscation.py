@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_auditing import TEXTS, model_folder
-from test_cli import rasura_command, refused
+from audit_setting import TEXTS, model_folder
+from commands import rasura_command, refused
 from torch import Tensor
 
 from rasura import protection

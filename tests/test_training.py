@@ -10,48 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from audit_setting import TEXTS, model_folder
+from commands import rasura_command, refused
 from safetensors.torch import load_file
-from test_auditing import TEXTS, model_folder
-from test_cli import rasura_command, refused
+from training_setting import RECIPE, figures, fine_tuning, notes, rows
 from transformers import get_scheduler
 
 from rasura.data.text import load_examples
 from rasura.interfaces import InputError
 from rasura.metrics.utility import causal, classification
-from rasura.registry import parse_defense
 from rasura.rng import generator
-from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from rasura.testing.tiny import VOCABULARY, tiny
 from rasura.training import Training, TrainPlan
-from rasura.values import Batch
 from rasura.victims.batching import batches, joined, split
-from rasura.victims.train import FineTuning, Recipe, nats, predictions, protected
+from rasura.victims.train import FineTuning, Recipe, nats, protected
 
 __all__ = ["model_folder"]
 
-RECIPE = Recipe(epochs=3, batch_size=4, learning_rate=1e-3, seed=5)
 LINEAR = replace(RECIPE, schedule="linear", warmup=1 / 3)
-
-
-def rows(task: str = "classification", count: int = 10) -> list[Batch]:
-    """Texts whose label is in their first word, of different lengths."""
-    out = []
-    for k in range(count):
-        middle = torch.randint(20, 200, (3 + k % 4,), generator=generator(k)).tolist()
-        out.append(batch_of([[CLS, 10 + k % 2, *middle, SEP]], task, [k % 2]))
-    return out
-
-
-def figures(model: torch.nn.Module, some: list[Batch]) -> dict[str, float]:
-    return classification(predictions(model, some, 0), [int(r.labels[0]) for r in some])
-
-
-def fine_tuning(folder: Path, defense: str = "none", seed: int = 0, recipe: Recipe = RECIPE, **options: Any) -> FineTuning:
-    some = rows()
-    return FineTuning(
-        tiny("bert", "classification", num_labels=2, seed=seed), some, parse_defense(defense), recipe, folder,
-        task="classification", vocabulary=VOCABULARY, evaluate=lambda m: figures(m, some), watched="accuracy", higher=True,
-        **options,
-    )  # fmt: skip
 
 
 def test_batches_join_and_split_back() -> None:
@@ -176,12 +152,6 @@ def test_figures_of_utility() -> None:
 
 
 # --- as a person runs it
-
-
-def notes(folder: Path, name: str = "notes.jsonl", count: int = 12) -> Path:
-    path = folder / name
-    path.write_text("".join(json.dumps({"text": TEXTS[k % len(TEXTS)], "label": k % 2}) + "\n" for k in range(count)))
-    return path
 
 
 def test_the_command_trains_behind_several_defenses_and_resumes(tmp_path: Path, model_folder: Path) -> None:

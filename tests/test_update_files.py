@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from audit_setting import model_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
-from test_auditing import model_folder
 
 from rasura.interfaces import InputError
 from rasura.reading import load_hidden, load_update

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from update_setting import NOTE, sent_by
 
 from rasura import registry
 from rasura.attacks.span import Span
-from rasura.data.text import Example, encode
 from rasura.defenses.compose import mean
 from rasura.interfaces import Budget, InputError, Transform
 from rasura.plan import Plan
@@ -19,13 +18,11 @@ from rasura.registry import parse_update
 from rasura.rng import generator
 from rasura.testing.settings import seen
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
-from rasura.threat import THREATS, observe
 from rasura.updates import WEIGHT_DECAY, Local, announced_update, changed
-from rasura.values import Grant, Mechanism, Observation, Stage, Transcript
-from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.values import Grant, Mechanism, Stage, Transcript
+from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 
-NOTE = "the patient owes 4250 euros to dr brandt"
 TEXT = [CLS, 3, 40, 41, 4, 42, 9, SEP]
 
 
@@ -73,16 +70,6 @@ def test_one_step_of_sgd_sends_the_gradient() -> None:
 @pytest.fixture(scope="module")
 def minilm(minilm_path: Path) -> Victim:
     return load(minilm_path, "classification")
-
-
-def sent_by(victim: Victim, update: str, defense: str = "frozen-embeddings", texts: Sequence[str] = (NOTE,)) -> Observation:
-    local, wire = parse_update(update)
-    examples = [Example(t, None, k % 2) for k, t in enumerate(texts)]
-    batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
-    whole = (*registry.parse_defense(defense), *wire)
-    model = with_fresh_adapter(victim, local.lora, 0)
-    truth = step(model, batch, whole, task="classification", vocabulary=victim.vocabulary, rng=generator(0), local=local)
-    return observe(truth, THREATS["honest-server"])
 
 
 @pytest.mark.parametrize("update", ["fedavg-sgd:4", "fedavg-sgd:16", "fedsgd+fp16", "fedavg-sgd:4+bf16"])

@@ -1,0 +1,24 @@
+"""What a server sees of small batches."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rasura.rng import generator
+from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY
+from rasura.threat import HONEST_SERVER, observe
+from rasura.values import Batch, Message, Observation
+from rasura.victims.step import step
+
+TEXTS = [[CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP]]
+
+
+def seen_by_server(model: nn.Module, batch: Batch, task: str, keep: str | None = None) -> Observation:
+    """What the honest server sees of one step; ``keep``: only parameters with this in their names."""
+    vocabulary = CAUSAL_VOCABULARY if task == "causal" else VOCABULARY
+    truth = step(model, batch, task=task, vocabulary=vocabulary, rng=generator(0, "step"))  # type: ignore[arg-type]
+    seen = observe(truth, HONEST_SERVER)
+    if keep is None:
+        return seen
+    kept = {n: g for n, g in seen.gradients.items() if keep in n}
+    return Observation(Message(kept), seen.task, seen.granted)

@@ -1,0 +1,47 @@
+"""A short fine-tuning run and its rows: what several tests build on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from audit_setting import TEXTS
+
+from rasura.metrics.utility import classification
+from rasura.registry import parse_defense
+from rasura.rng import generator
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from rasura.values import Batch
+from rasura.victims.train import FineTuning, Recipe, predictions
+
+RECIPE = Recipe(epochs=3, batch_size=4, learning_rate=1e-3, seed=5)
+
+
+def rows(task: str = "classification", count: int = 10) -> list[Batch]:
+    """Texts whose label is in their first word, of different lengths."""
+    out = []
+    for k in range(count):
+        middle = torch.randint(20, 200, (3 + k % 4,), generator=generator(k)).tolist()
+        out.append(batch_of([[CLS, 10 + k % 2, *middle, SEP]], task, [k % 2]))
+    return out
+
+
+def figures(model: torch.nn.Module, some: list[Batch]) -> dict[str, float]:
+    return classification(predictions(model, some, 0), [int(r.labels[0]) for r in some])
+
+
+def fine_tuning(folder: Path, defense: str = "none", seed: int = 0, recipe: Recipe = RECIPE, **options: Any) -> FineTuning:
+    some = rows()
+    return FineTuning(
+        tiny("bert", "classification", num_labels=2, seed=seed), some, parse_defense(defense), recipe, folder,
+        task="classification", vocabulary=VOCABULARY, evaluate=lambda m: figures(m, some), watched="accuracy", higher=True,
+        **options,
+    )  # fmt: skip
+
+
+def notes(folder: Path, name: str = "notes.jsonl", count: int = 12) -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps({"text": TEXTS[k % len(TEXTS)], "label": k % 2}) + "\n" for k in range(count)))
+    return path
