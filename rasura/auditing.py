@@ -62,9 +62,7 @@ class Audit:
     is seen to read there can say anything of a protection; without the baseline every verdict is 'not measured'.
     """
 
-    def __init__(
-        self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None, baseline: bool = True
-    ) -> None:
+    def __init__(self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None, baseline: bool = True) -> None:
         self.plan = plan = plan.checked()
         added = () if "none" in plan.defenses or not baseline else ("none",)
         self.columns = (*added, *plan.defenses)

@@ -112,8 +112,10 @@ class Plan:
         if self.task in spec.tasks:
             return
         images = spec.tasks == IMAGES
-        what = ("reads images" if images else "reads texts") if kind == "attack" else (
-            "is for images" if images else "is for language models"
+        what = (
+            ("reads images" if images else "reads texts")
+            if kind == "attack"
+            else ("is for images" if images else "is for language models")
         )
         others = f"on {'images' if self.task == 'vision' else self.task}: {', '.join(for_task(methods, self.task))}"
         raise InputError(f"{kind} {spec.name} {what}; {'pass --task vision' if images else others}")

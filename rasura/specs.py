@@ -190,4 +190,3 @@ class ModelSpec(MethodSpec):
     """
 
     make: Callable[..., Any]
-

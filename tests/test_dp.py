@@ -36,8 +36,6 @@ def released(defense: str | Any, rows: Tensor, seed: int = 0, expected: float | 
     return flat(part.apply(examples(rows, expected), None, generator(seed))[0])
 
 
-
-
 # --- randomness
 
 

@@ -199,9 +199,7 @@ def told(shown: int, error: float, least: float, free: int, choices: int) -> boo
     return alone > free * math.log(max(choices, 2)) - math.log(CHANCE)
 
 
-def prove(
-    seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
-) -> Proof | None:
+def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Proof | None:
     """The proof ``gradient`` of ``tokens``; None where the update does not prove them.
 
     Their recomputed update must be within ``VERIFIED`` of the observed one, that of every decoy must miss it by ``MARGIN``

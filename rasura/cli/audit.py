@@ -55,9 +55,9 @@ def audit(
     fail_above: Annotated[
         float | None, typer.Option(help="exit with 3 if a risk is above this fraction, with 4 if unknown")
     ] = None,
-    folder: Annotated[
-        Path, typer.Option("--out", help="folder for the results; the same command resumes the run")
-    ] = Path("runs/audit"),
+    folder: Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")] = Path(
+        "runs/audit"
+    ),
     device: Annotated[
         str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")
     ] = "auto",

@@ -131,9 +131,9 @@ def train(
     delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee; default a tenth of 1 / texts")] = None,
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="repeatable noise, without any guarantee")] = False,
     device: Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")] = "auto",
-    folder: Annotated[
-        Path, typer.Option("--out", help="folder for the models; the same command resumes the run")
-    ] = Path("runs/train"),
+    folder: Annotated[Path, typer.Option("--out", help="folder for the models; the same command resumes the run")] = Path(
+        "runs/train"
+    ),
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,

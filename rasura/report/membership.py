@@ -108,9 +108,7 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
     blind, by_words = beside.get("auc"), beside["words"]
     off = [s for s in (blind, by_words) if s is not None and (s["low"] > 0.5 or s["high"] < 0.5)]
     by_length = "(not measured)" if blind is None else _auc(blind)
-    out.append(
-        f"Without the model, members are told from others by length with AUC {by_length}, by words {_auc(by_words)}."
-    )
+    out.append(f"Without the model, members are told from others by length with AUC {by_length}, by words {_auc(by_words)}.")
     if off:
         out.append(
             "That is not .5: members and others differ as texts, and every figure here measures that difference as well. "

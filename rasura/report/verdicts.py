@@ -27,6 +27,7 @@ AGAINST = "against an adversary who knows it"
 HOLDS_WITHIN = 0.1
 """A setting holds when what is read above guessing is at most this share, by the upper end of its interval."""
 
+
 def names_of(defense: str) -> tuple[str, ...]:
     """``"frozen-embeddings+dropout:0.1"`` as the names of its parts."""
     return tuple(name_of(part) for part in defense.split("+"))

@@ -101,6 +101,7 @@ def robust_chance(rank: int, width: int, trials: float) -> float:
     Any row space of ``rank`` fits as many coordinates of anything. The others of the 97 % that must be right or zero are so
     by chance with probability ``2 * TOLERANT`` each, whichever half is zero and whichever 3 % are wrong.
     """
+
     def ways(share: float) -> float:
         return -width * (share * math.log(share) + (1 - share) * math.log(1 - share))
 
@@ -137,9 +138,7 @@ def tokens_believed(
     return stand_clear(space.residual(states.double()), [beside[n, s] for n, _, s in standing], len(ids) * len(beside))
 
 
-def prefixes_believed(
-    spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[int]]
-) -> bool:
+def prefixes_believed(spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[int]]) -> bool:
     """The same for a decoder's ``texts``, by any one of the blocks above the first that ``spaces`` has."""
     whole = [torch.tensor(text) for text in texts]
     blocks = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0]
