@@ -79,7 +79,11 @@ class Protection(Mechanism):
 
 
 def mechanism(name: str, parameters: Mapping[str, Any] | None = None) -> Protection:
-    """The protection called ``name`` with these parameters. Raises ``InputError`` for a name or a parameter that is none."""
+    """The protection called ``name`` with these parameters. Raises ``InputError`` for a name or a parameter that is none.
+
+    >>> mechanism("gaussian", {"sigma": 0.1})
+    Gaussian(sigma=0.1, clip=1.0)
+    """
     if name not in KNOWN:
         raise InputError(f"unknown mechanism {name!r}; known: {', '.join(sorted(KNOWN))}")
     made, given = KNOWN[name], dict(parameters or {})

@@ -40,6 +40,10 @@ class Plan:
     once. ``entries``: share of the entries that matching attacks form where they need them one by one. ``text_column``,
     ``pair_column``, ``label_column``: where ``data`` and ``reference`` have unusual names for them. ``label_names``: what
     labels stand for that are text in ``data``; the audit fills it in.
+
+    >>> plan = Plan(attacks=("blind", "span"), defenses=("none", "dropout:0.1"), limit=8).checked()
+    >>> plan.defenses
+    ('none', 'dropout:0.1')
     """
 
     model: str = "minilm"

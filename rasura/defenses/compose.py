@@ -39,6 +39,10 @@ def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:
 
     Raises ``InputError`` that names both parts when a stage stands before an earlier one (DATA < MODEL < AGGREGATE < WIRE),
     and when two parts aggregate. The order is refused, not repaired: what is described must be what runs.
+
+    >>> from rasura.defenses.noise import gaussian_noise
+    >>> [part.mechanism for part in chain(gaussian_noise(0.1), gaussian_noise(0.2))]
+    [Gaussian(sigma=0.1, clip=1.0), Gaussian(sigma=0.2, clip=1.0)]
     """
     flat: list[Transform[Any, Any, Any]] = []
     for part in parts:

@@ -38,6 +38,12 @@ def proportion_interval(hits: int, n: int, level: float = 0.95) -> tuple[float, 
 
     Each end errs with a chance of at most ``(1 - level) / 2``, at every n and every probability. Raises ``ValueError``
     for hits that are not among 0 to n, or no trial.
+
+    Nothing found in ten trials does not say that there is nothing:
+
+    >>> low, high = proportion_interval(0, 10)
+    >>> low, round(high, 3)
+    (0.0, 0.308)
     """
     from scipy.stats import beta
 
@@ -67,6 +73,9 @@ def mean_interval(
     is drawn, and the mean is always inside, since a product of ``1 + b (x_i - mean)`` is at most 1. Values that are all 0
     or 1 get the same interval as others: to choose Clopper and Pearson's once the values are seen could lose coverage.
     Where the law is known beforehand to be 0 or 1, ``proportion_interval`` is narrower.
+
+    >>> [round(x, 2) for x in mean_interval([0.1, 0.3, 0.2, 0.4])]
+    [0.25, 0.06, 0.73]
     """
     if not (math.isfinite(low) and math.isfinite(high) and low < high):
         raise ValueError(f"the range is {low} to {high}; expected two finite numbers, the lower one first")

@@ -49,14 +49,22 @@ def _area(inside: Array, outside: Array) -> float:
 
 
 def auc(scores: Sequence[float], members: Sequence[bool]) -> Rate:
-    """The chance that a member scores above another text, ties counted half, with ``pairs_interval``."""
+    """The chance that a member scores above another text, ties counted half, with ``pairs_interval``.
+
+    >>> auc([0.9, 0.7, 0.8, 0.1], [True, True, False, False]).mean
+    0.75
+    """
     inside, outside = _parted(scores, members)
     mean = _area(inside, outside)
     return Rate(mean, *pairs_interval(mean, len(inside), len(outside)), len(inside) + len(outside))
 
 
 def needed(fpr: float) -> int:
-    """How many members, and how many others, it takes to see a false positive rate of ``fpr``."""
+    """How many members, and how many others, it takes to see a false positive rate of ``fpr``.
+
+    >>> needed(0.01)
+    100
+    """
     if not 0 < fpr < 1:
         raise InputError(f"the false positive rate is {fpr}; expected a share between 0 and 1, as 0.01")
     return math.ceil(1 / fpr - 1e-9)

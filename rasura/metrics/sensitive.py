@@ -29,6 +29,10 @@ def sensitive_spans(text: str) -> list[tuple[int, int]]:
 
     Rules, not a model: capitalised words that do not open a sentence, words after a title, runs of capitalised words, and
     everything with digits. Text without capitals gives numbers only.
+
+    >>> text = "Please pay Lena Brandt 4,250 euros"
+    >>> [text[start:end] for start, end in sensitive_spans(text)]
+    ['Lena Brandt', '4,250']
     """
     found: list[tuple[int, int]] = []
     for pattern in (_EMAIL, _DATE, _NUMBER):
@@ -73,7 +77,11 @@ class Sensitive:
 
 
 def marked_words(reference: str, read: str) -> list[tuple[str, bool, bool]]:
-    """The words of ``reference`` as written: (word, whether it was read back, whether it is sensitive)."""
+    """The words of ``reference`` as written: (word, whether it was read back, whether it is sensitive).
+
+    >>> marked_words("Lena Brandt owes", read="lena owes")
+    [('Lena', True, True), ('Brandt', False, True), ('owes', True, False)]
+    """
     spans = sensitive_spans(reference)
     # A mark that stands alone counts as itself; beside letters it follows them.
     left = Counter(words(read)) + Counter(re.sub(r"[\w\s]", "", read))

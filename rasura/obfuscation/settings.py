@@ -15,6 +15,9 @@ class ObfuscationSettings:
 
     ``plus``: ObfusLM+, the hidden dimension too, with ``hidden_k`` and ``hidden_epsilon`` (the paper's 10 and 3).
     ``disjoint=False`` and ``merge_leftovers=False`` are the algorithms as printed. Raises ``InputError`` for what cannot be.
+
+    >>> ObfuscationSettings(k=4).plus
+    False
     """
 
     k: int = 10
