@@ -1,0 +1,94 @@
+"""What is published: sdist and wheel are built from a clean copy, hold what they should, and the wheel runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+LEFT = (".git", ".venv", "runs", "build", "dist", "mutants", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+
+
+@dataclass(frozen=True)
+class Built:
+    """The two archives: the names of their files, and the metadata of the wheel."""
+
+    wheel: Path
+    of_wheel: frozenset[str]
+    of_sdist: frozenset[str]
+    metadata: Message
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    pytest.importorskip("build")
+    source, out = tmp_path_factory.mktemp("source") / "rasura", tmp_path_factory.mktemp("dist")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT))
+    # Without isolation nothing is downloaded: setuptools is the one of this environment. The wheel is made from the sdist.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=out, env=clean)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    with zipfile.ZipFile(wheel) as archive, tarfile.open(sdist) as tar:
+        names = archive.namelist()
+        (about,) = [n for n in names if n.endswith(".dist-info/METADATA")]
+        metadata = message_from_string(archive.read(about).decode())
+        inside = frozenset(m.name.partition("/")[2] for m in tar.getmembers() if m.isfile())
+    return Built(wheel, frozenset(names), inside, metadata)
+
+
+def test_the_wheel_holds_the_package_whole_and_nothing_else(built: Built) -> None:
+    wanted = {p.relative_to(ROOT).as_posix() for p in (ROOT / "rasura").rglob("*") if p.is_file()}
+    wanted = {name for name in wanted if "__pycache__" not in name}
+    assert {n for n in built.of_wheel if ".dist-info/" not in n} == wanted
+    assert any(n.endswith(".dist-info/licenses/LICENSE") for n in built.of_wheel)
+    assert built.wheel.name == f"rasura-{PROJECT['version']}-py3-none-any.whl"
+
+
+def test_the_sdist_holds_what_is_needed_to_test_it(built: Built) -> None:
+    for folder in ("rasura", "tests", "fuzz", "tools"):
+        wanted = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob("*.py")}
+        assert wanted <= built.of_sdist, folder
+    for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Makefile", "constraints.txt"):
+        assert name in built.of_sdist
+    assert not any("runs/" in name or name.endswith(".safetensors") for name in built.of_sdist)
+
+
+def test_the_metadata_says_who_where_and_what(built: Built) -> None:
+    about = built.metadata
+    assert about["Name"] == "rasura" and about["Version"] == PROJECT["version"]
+    assert about["License-Expression"] == "Apache-2.0" and about["License-File"] == "LICENSE"
+    assert about["Requires-Python"] == ">=3.11" and about["Description-Content-Type"] == "text/markdown"
+    urls = dict(line.split(", ", 1) for line in about.get_all("Project-URL", []))
+    assert urls == PROJECT["urls"] and set(urls) >= {"Repository", "Issues", "Changelog", "Documentation"}
+    assert about.get_all("Classifier") == PROJECT["classifiers"] and about["Keywords"]
+    required = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert sorted(required) == sorted(PROJECT["dependencies"]) and len(required) <= 8
+    assert set(about.get_all("Provides-Extra", [])) == set(PROJECT["optional-dependencies"])
+
+
+def test_the_wheel_runs_outside_the_checkout(built: Built, tmp_path: Path) -> None:
+    with zipfile.ZipFile(built.wheel) as archive:
+        archive.extractall(tmp_path)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    code = (
+        "import rasura, sys; from rasura.cli import main; sys.argv = ['rasura', '--version']; print(rasura.__file__); main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    where, version = done.stdout.split("\n")[:2]
+    assert Path(where).is_relative_to(tmp_path) and version == f"rasura {PROJECT['version']}"
