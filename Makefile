@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: audit test slow mutants fuzz clean
+.PHONY: audit test slow coverage mutants fuzz clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -18,12 +18,18 @@ audit: .venv/demo
 	$(BIN)/rasura audit --budget quick --limit 3 --out runs/demo
 
 test: .venv/dev
+	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
 
 slow: .venv/dev
 	$(BIN)/python -m pytest -n 2 --run-slow
+
+# Apart from `make test`: below Python 3.12 counting the lines takes a third more time, with sys.monitoring next to none.
+coverage: .venv/dev
+	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
+		$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered
 
 mutants: .venv/dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/mutmut run
@@ -36,4 +42,4 @@ fuzz: .venv/dev
 	$(BIN)/python -m fuzz --inputs $(INPUTS)
 
 clean:
-	rm -rf .venv runs build dist mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv runs build dist mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
