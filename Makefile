@@ -26,7 +26,7 @@ test: .venv/dev
 slow: .venv/dev
 	$(BIN)/python -m pytest -n 2 --run-slow
 
-# Apart from `make test`: below Python 3.12 counting the lines takes a third more time, with sys.monitoring next to none.
+# Apart from `make test`: counting costs time, most of it below Python 3.12, which lacks sys.monitoring.
 coverage: .venv/dev
 	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
 		$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audit_setting import TEXTS, comparable, plan_for
+from audit_setting import TEXTS, comparable, model_folder, plan_for
 
 from rasura.auditing import Audit, audit
 from rasura.interfaces import InputError
@@ -25,6 +25,8 @@ from rasura.records import RunStore
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate
 from rasura.report.page import write_report
+
+__all__ = ["model_folder"]
 
 
 def test_reference_text_is_granted_and_may_not_hold_the_audited_texts(model_folder: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from rounds_setting import DEFENSES, FIRST, RATE, averaged, largest, model, sides, texts, trained
+from rounds_setting import DEFENSES, FIRST, RATE, averaged, keys, largest, model, sides, texts, trained
 from torch import Tensor
 
 from rasura.defenses.homomorphic import Context as Keys
@@ -24,6 +24,8 @@ from rasura.interfaces import InputError
 from rasura.updates import Local, changed
 from rasura.values import Message
 from rasura.wire import from_bytes, to_bytes
+
+__all__ = ["keys"]
 
 FEW = {"least": 1, "allow_few_clients": True}
 """Many rounds here are of one or two clients."""
