@@ -35,7 +35,7 @@ MARGIN = 1e-9
 
 
 def log_normaliser(kappa: float, dimension: int) -> float:
-    """log C_d(kappa) less its value at kappa 0, C_d being the constant of the von Mises-Fisher density; right to 1e-12."""
+    """Log C_d(kappa) less its value at kappa 0, C_d being the constant of the von Mises-Fisher density; right to 1e-12."""
     _checked(kappa, dimension)
     if not kappa:
         return 0.0

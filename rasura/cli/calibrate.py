@@ -107,6 +107,7 @@ def calibrate(
 
 
 def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> None:
+    """Run ``wanted``, a ``CalibrationPlan``, into ``folder``; print what it found and write the report."""
     from rasura.calibration import Calibration
     from rasura.report.calibration import REACHED
     from rasura.report.page import write_report

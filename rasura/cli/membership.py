@@ -91,6 +91,7 @@ def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
 
 
 def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
+    """Run ``plan``, a ``MembershipPlan``, into ``folder``; print what it found and write the report."""
     from rasura.report.membership import membership_findings
     from rasura.report.page import write_report
 

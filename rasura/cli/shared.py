@@ -32,10 +32,20 @@ LabelColumn = Annotated[str | None, typer.Option(help="column of the label, a nu
 
 
 def split(text: str | None) -> tuple[str, ...] | None:
+    """The names of an option, which stand with commas between them; None for None.
+
+    >>> split("blind, span")
+    ('blind', 'span')
+    """
     return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def numbers(text: str | None, name: str) -> tuple[int, ...] | None:
+    """The whole numbers of the option ``--name``; None for None. Raises ``InputError`` for anything else.
+
+    >>> numbers("0,1", "labels")
+    (0, 1)
+    """
     parts = split(text)
     if parts is None:
         return None
@@ -46,6 +56,7 @@ def numbers(text: str | None, name: str) -> tuple[int, ...] | None:
 
 
 def device_named(name: str) -> str:
+    """The device that ``--device`` names. Raises ``InputError`` where this machine has none of that kind."""
     import torch
 
     if name not in ("auto", "cpu", "cuda", "mps"):

@@ -173,6 +173,7 @@ def train(
 
 
 def prepared(plan: Any, folder: Path, device: str = "cpu") -> Any:
+    """The training of ``plan``, a ``TrainPlan``, with its model and texts loaded."""
     from rasura.training import Training
 
     with err.status("loading the model and the texts"):
@@ -180,6 +181,7 @@ def prepared(plan: Any, folder: Path, device: str = "cpu") -> Any:
 
 
 def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
+    """Run what ``prepared`` made, print a row for each defense and seed, and return the rows."""
     with watched() as bar:
         line = bar.add_task("training", total=None)
 

@@ -69,7 +69,6 @@ def laplace_noise(scale: float, clip: float = 1.0) -> Transform[Message, Message
     The standard deviation of an entry is ``sqrt(2) * b``. Raises ``InputError`` unless ``scale >= 0`` and ``clip > 0``. See
     the module for what this does not guarantee.
     """
-
     return _noise("laplace", "scale", scale, clip, lambda shape, rng: laplace(shape, rng).float())
 
 

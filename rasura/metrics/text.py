@@ -67,6 +67,7 @@ def jaccard() -> TextMetric:
 
 
 def meteor(reference: str, read: str) -> float:
+    """METEOR of ``read`` with ``reference``, in ``[0, 1]``; WordNet must be there (``wordnet``)."""
     from nltk.translate.meteor_score import meteor_score
 
     return float(meteor_score([words(reference)], words(read))) if words(read) else 0.0

@@ -1,0 +1,1 @@
+"""Reports: findings, verdicts and pages, made from Records alone."""

@@ -1,0 +1,1 @@
+"""Victims: the models under attack, how they are loaded, and the step whose update is sent."""
