@@ -63,18 +63,22 @@ def _is(*default: Any, absent: bool = False, **rule: Any) -> Any:
 
 
 def number(*default: float | None, **rule: Any) -> Any:
+    """A field that is a number, with its ``Rule``; ``default`` where one is given."""
     return _is(*default, kind=float, **rule)
 
 
 def whole(*default: int | None, **rule: Any) -> Any:
+    """A field that is a whole number."""
     return _is(*default, kind=int, **rule)
 
 
 def word(*default: str | None, **rule: Any) -> Any:
+    """A field that is a text, one of ``words`` where they are given."""
     return _is(*default, kind=str, **rule)
 
 
 def flag(*default: bool) -> Any:
+    """A field that is true or false."""
     return _is(*default, kind=bool)
 
 

@@ -49,7 +49,14 @@ def usual_metrics(task: Task | str = "classification") -> tuple[str, ...]:
 
 
 def attack(name: str) -> Attack[Reconstruction]:
-    """The attack called ``name``."""
+    """The attack called ``name``.
+
+    >>> sorted(grant.name for grant in attack("span").needs)
+    ['BASE_MODEL', 'MODEL']
+    >>> attack("spam")
+    Traceback (most recent call last):
+    rasura.errors.InputError: unknown attack 'spam'; did you mean span or span-matching?
+    """
     return named(name, ATTACKS, "attack", ATTACKS.unusable.items()).make()
 
 
