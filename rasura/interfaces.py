@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from rasura.answers import Membership, ModelObservation, ServiceObservation, ServiceTranscript, TokenReading
 from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
 from rasura.rng import Randomness
-from rasura.values import Grant, Mechanism, Observation, Stage, Task, Transcript
+from rasura.values import Grant, Mechanism, Observation, Stage, Task, Transcript, Vocabulary
 
 __all__ = [
     "ActiveAttack", "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric",
-    "MissingExtra", "NotApplicable", "NotSent", "Prior", "ServiceAttack", "ServiceMetric", "Transform", "Unavailable",
+    "MissingExtra", "ModelService", "NotApplicable", "NotSent", "Prior", "ServiceAttack", "ServiceMetric", "Transform",
+    "Unavailable",
 ]  # fmt: skip
 
 G_co = TypeVar("G_co", covariant=True)
@@ -116,6 +117,34 @@ class Metric(Protocol[G_contra]):
     @property
     def bounds(self) -> tuple[float, float] | None: ...
     def __call__(self, guess: G_contra, truth: Transcript) -> Sequence[float]: ...
+
+
+class ModelService(Protocol):
+    """A model service under a protection: what is ``public``, what is ``served``, and what a client sends it.
+
+    ``tokens`` ``(vocabulary,)`` int64: the id that each token has there. ``replacement``: what is drawn in place of a token,
+    None where nothing is.
+    """
+
+    @property
+    def public(self) -> nn.Module: ...
+    @property
+    def served(self) -> nn.Module: ...
+    @property
+    def vocabulary(self) -> Vocabulary: ...
+    @property
+    def mechanism(self) -> Mechanism: ...
+    @property
+    def tokens(self) -> Tensor: ...
+    @property
+    def replacement(self) -> object | None: ...
+    def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:
+        """The ids that the client sends for ``texts`` in its own ids."""
+        ...
+
+    def states(self, texts: Sequence[Sequence[int]], rng: Randomness) -> tuple[Tensor, ...] | None:
+        """The states ``(length, hidden)`` that the client sends in place of ids; None where ids are sent."""
+        ...
 
 
 @runtime_checkable

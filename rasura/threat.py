@@ -5,16 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from rasura.answers import Answers, ModelObservation, OwnModel, ServiceObservation, ServiceTranscript
+from rasura.interfaces import ModelService
 from rasura.rng import Randomness, secret_generator
 from rasura.values import UNKNOWN, Batch, Grant, Mechanism, Observation, Task, Transcript, Vocabulary
-
-if TYPE_CHECKING:
-    from rasura.obfuscation.services import Service
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,9 @@ def observe_model(
     return ModelObservation(task, {g: sources[g] for g in Grant if g in threat.grants and g in sources})
 
 
-def service_transcript(service: Service, ids: Sequence[tuple[int, ...]], rng: Randomness | None = None) -> ServiceTranscript:
+def service_transcript(
+    service: ModelService, ids: Sequence[tuple[int, ...]], rng: Randomness | None = None
+) -> ServiceTranscript:
     """The truth of sending the texts ``ids``, special tokens included, to ``service``."""
     rng = rng or secret_generator()
     drawn = None if service.replacement is None else service.sent(ids, rng)
