@@ -23,12 +23,12 @@ from rasura.values import Reconstruction, Task
 ATTACKS = Registry("attack", AttackSpec, "rasura.attacks", "rasura.attacks")
 DEFENSES = Registry("defense", DefenseSpec, "rasura.defenses", "rasura.defenses")
 METRICS = Registry("metric", MetricSpec, "rasura.metrics", "rasura.metrics")
-MEMBERSHIP = Registry("membership attack", MembershipSpec, "rasura.attacks", "rasura.membership")
+MEMBERSHIP = Registry("membership attack", MembershipSpec, "rasura.attacks", "rasura.membership_attacks")
 SERVICE_ATTACKS = Registry("attack on a service", ServiceAttackSpec, "rasura.attacks", "rasura.service_attacks")
 SERVICE_PROTECTIONS = Registry(
     "protection of a service", ServiceProtectionSpec, "rasura.obfuscation", "rasura.service_protections"
 )
-UPDATES = Registry("update", UpdateSpec, "rasura.updates", "rasura.updates")
+UPDATES = Registry("update", UpdateSpec, "rasura.updates", "rasura.update_kinds")
 MODELS = Registry("model family", ModelSpec, "rasura.victims", "rasura.models")
 
 KINDS: Mapping[str, Registry[Any]] = {
