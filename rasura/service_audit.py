@@ -23,7 +23,7 @@ from rasura.files import write_whole
 from rasura.interfaces import Budget
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
-from rasura.obfuscation.services import Service
+from rasura.obfuscation.service import Service
 from rasura.options import known
 from rasura.registry import SERVICE_ATTACKS, service_attack
 from rasura.rng import generator

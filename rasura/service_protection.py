@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rasura.interfaces import InputError
-from rasura.obfuscation.services import Service
+from rasura.obfuscation.service import Service
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.tokenizer import fixed_ids
 from rasura.options import options

@@ -21,7 +21,7 @@ from rasura.data.text import Example, columns_of, data_hash, encode, load_exampl
 from rasura.files import write_whole
 from rasura.interfaces import Defense, InputError
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
-from rasura.obfuscation.services import Service
+from rasura.obfuscation.service import Service
 from rasura.options import known
 from rasura.records import canonical
 from rasura.registry import parse_defense

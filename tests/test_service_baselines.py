@@ -19,7 +19,7 @@ from rasura.metrics.service import TopTokens
 from rasura.obfuscation.glide import glide
 from rasura.obfuscation.noisy_states import MatrixGaussian, analytic_sigma
 from rasura.obfuscation.replacement import CusText, Replacement, SanText, Words, replaced
-from rasura.obfuscation.services import Service
+from rasura.obfuscation.service import Service
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
 from rasura.obfuscation.word_vectors import glove

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.answers import Answers
-from rasura.obfuscation.services import Service, custext, dp_forward, plain
+from rasura.obfuscation.service import Service
+from rasura.obfuscation.services import custext, dp_forward, plain
 from rasura.registry import parse_defense
 from rasura.rng import generator
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny

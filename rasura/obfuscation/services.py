@@ -1,10 +1,9 @@
-"""A model service behind any protection that ObfusLM's Table 2 compares, as one value: what is served, what is sent."""
+"""The model services that ObfusLM's Table 2 compares: one function a protection, each makes a ``Service``."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,43 +11,14 @@ from torch import Tensor, nn
 from rasura.obfuscation.glide import Directions, glide
 from rasura.obfuscation.model import obfuscate
 from rasura.obfuscation.noisy_states import Cape, MatrixGaussian, Prototypes, prototypes
-from rasura.obfuscation.replacement import Replacement, replaced, replacement
+from rasura.obfuscation.replacement import replacement
+from rasura.obfuscation.service import Service
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
-from rasura.rng import Randomness, drawing, secret_generator
+from rasura.rng import Randomness, secret_generator
 from rasura.specs import ServiceProtectionSpec
 from rasura.values import Mechanism, Parameter, Stage, Vocabulary
 from rasura.victims.models import parts
-
-
-@dataclass(frozen=True)
-class Service:
-    """``served`` is what the server has or, where states are sent, both halves; ``tokens`` ``(vocabulary,)`` each token's id
-    there; ``replacement`` what is drawn in place of a token."""
-
-    public: nn.Module
-    served: nn.Module
-    vocabulary: Vocabulary
-    mechanism: Mechanism
-    tokens: Tensor
-    replacement: Replacement | None = None
-
-    def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:
-        """The ids that the client sends (or, where states are sent, computes them of) for ``texts`` in its own ids."""
-        if self.replacement is not None:
-            return replaced(self.replacement, texts, self.vocabulary.special_ids, rng or secret_generator())
-        return tuple(tuple(self.tokens[list(text)].tolist()) for text in texts)
-
-    def states(self, texts: Sequence[Sequence[int]], rng: Randomness) -> tuple[Tensor, ...] | None:
-        """The states that the client sends in place of ids, as ``states_sent``; None where ids are sent."""
-        return states_sent(self.served, texts, rng) if isinstance(self.served, Split) else None
-
-
-def states_sent(split: Split, texts: Sequence[Sequence[int]], rng: Randomness) -> tuple[Tensor, ...]:
-    """What the client of ``split`` sends for each of ``texts`` by itself: ``(length, hidden)``."""
-    with drawing(rng):
-        rows = [torch.tensor([list(text)]) for text in texts]
-        return tuple(split.sent(ids, torch.ones_like(ids))[0].float() for ids in rows)
 
 
 def _same(model: nn.Module) -> Tensor:

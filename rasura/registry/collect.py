@@ -35,18 +35,20 @@ class Registry(Mapping[str, S]):
     """The methods of one kind, by name; loaded when first asked for.
 
     ``kind`` is the kind in words, ``spec`` its type, ``package`` where the package's own methods stand, ``group`` the entry
-    points of plug-ins. ``unusable`` says why a plug-in could not be loaded: it is left out, and the others work.
+    points of plug-ins, ``also`` a second place of the package's own. ``unusable`` says why a plug-in could not be loaded: it
+    is left out, and the others work.
     """
 
-    def __init__(self, kind: str, spec: type[S], package: str, group: str) -> None:
-        self.kind, self.spec, self.package, self.group = kind, spec, package, group
+    def __init__(self, kind: str, spec: type[S], package: str, group: str, *, also: str | None = None) -> None:
+        self.kind, self.spec, self.group = kind, spec, group
+        self.packages = (package,) if also is None else (package, also)
         self.unusable: dict[str, str] = {}
 
     @cached_property
     def specs(self) -> dict[str, S]:
         """Name to spec, baselines first, then by name."""
         found: dict[str, S] = {}
-        for spec in specs_in(self.package):
+        for spec in (spec for package in self.packages for spec in specs_in(package)):
             if isinstance(spec, self.spec):
                 if spec.name in found:
                     raise InputError(f"two methods are called {spec.name!r} among {self.kind}s; rename one of them")

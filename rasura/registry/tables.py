@@ -21,7 +21,7 @@ from rasura.specs import (
 from rasura.values import Reconstruction, Task
 
 ATTACKS = Registry("attack", AttackSpec, "rasura.attacks", "rasura.attacks")
-DEFENSES = Registry("defense", DefenseSpec, "rasura.defenses", "rasura.defenses")
+DEFENSES = Registry("defense", DefenseSpec, "rasura.defenses", "rasura.defenses", also="rasura.shadows")
 METRICS = Registry("metric", MetricSpec, "rasura.metrics", "rasura.metrics")
 MEMBERSHIP = Registry("membership attack", MembershipSpec, "rasura.attacks", "rasura.membership_attacks")
 SERVICE_ATTACKS = Registry("attack on a service", ServiceAttackSpec, "rasura.attacks", "rasura.service_attacks")

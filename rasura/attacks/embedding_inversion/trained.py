@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, word_table
 from rasura.interfaces import Budget, NotApplicable
-from rasura.obfuscation.services import custext, obfuslm, plain, santext, sentinel, states_sent
+from rasura.obfuscation.service import states_sent
+from rasura.obfuscation.services import custext, obfuslm, plain, santext, sentinel
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
 from rasura.rng import child, generator
