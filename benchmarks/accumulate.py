@@ -13,15 +13,15 @@ from collections.abc import Iterator
 
 import torch
 
-from rasura.accumulation import counted, tokens_in, width
+from rasura.core.accumulation import counted, tokens_in, width
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, adversary_copy, observe
+from rasura.core.values import Batch, Transcript
 from rasura.data.text import Example, encode, load_examples
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import attack as make_attack
 from rasura.registry import metric, parse_defense
-from rasura.rng import generator
-from rasura.threat import HONEST_SERVER, adversary_copy, observe
-from rasura.values import Batch, Transcript
 from rasura.victims.batching import joined, split
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, logging
 
 from rasura.attacks.span import Span
 from rasura.attacks.verify import pad
+from rasura.core.interfaces import AttackFailed, Budget
+from rasura.core.rng import derive, generator
+from rasura.core.values import Grant, Message, Observation, Reconstruction, Vocabulary
 from rasura.data.text import load_examples
-from rasura.interfaces import AttackFailed, Budget
-from rasura.rng import derive, generator
-from rasura.values import Grant, Message, Observation, Reconstruction, Vocabulary
 from rasura.victims.loading import load
 from rasura.victims.models import parts
 from rasura.victims.step import gradients

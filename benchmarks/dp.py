@@ -22,10 +22,10 @@ from opacus.grad_sample.functorch import ft_compute_per_sample_gradient  # noqa:
 from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
 from torch import Tensor
 
+from rasura.core.rng import generator
+from rasura.core.updates import changed
 from rasura.data.text import encode, load_examples
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws
-from rasura.rng import generator
-from rasura.updates import changed
 from rasura.victims.loading import load
 from rasura.victims.per_example import Together
 

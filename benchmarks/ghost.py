@@ -19,13 +19,13 @@ import torch
 
 from rasura.attacks.shadow_generation import restored, trained
 from rasura.attacks.shadow_inversion import inverted, likeliest, preimages_of
+from rasura.core.rng import derive, generator
 from rasura.data.text import load_examples
 from rasura.metrics.intervals import mean_interval
 from rasura.metrics.text import meteor, rouge, wordnet
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
 from rasura.registry import parse_defense
-from rasura.rng import derive, generator
 from rasura.shadows.models import made_for
 from rasura.shadows.neighbours import common, neighbours, unit_rows
 from rasura.shadows.selection import Selection, Selector

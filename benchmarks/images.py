@@ -14,12 +14,12 @@ from statistics import mean, median
 import torch
 from readback import without_largest
 
+from rasura.core.interfaces import AttackFailed, Budget
+from rasura.core.rng import generator
+from rasura.core.threat import THREATS, adversary_copy, observe
 from rasura.data.images import encode_images, load_images
 from rasura.data.text import groups
-from rasura.interfaces import AttackFailed, Budget
 from rasura.registry import attack, metric, parse_defense
-from rasura.rng import generator
-from rasura.threat import THREATS, adversary_copy, observe
 from rasura.victims.loading import load
 from rasura.victims.step import step
 

@@ -16,15 +16,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import WITH_LABELS_AND_LENGTHS, adversary_copy, observe
+from rasura.core.values import Transcript
 from rasura.data.text import encode, load_examples
 from rasura.defenses.sealing import Sealing, mask
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import attack as make_attack
 from rasura.registry import metric, parse_defense
-from rasura.rng import generator
-from rasura.threat import WITH_LABELS_AND_LENGTHS, adversary_copy, observe
-from rasura.values import Transcript
 from rasura.victims.batching import split
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step

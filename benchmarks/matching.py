@@ -17,8 +17,8 @@ from torch import Tensor
 
 from rasura.attacks.gradient_matching.factors import Factoriser
 from rasura.attacks.gradient_matching.objective import Distance, soft_cross_entropy
+from rasura.core.rng import generator
 from rasura.data.text import Example, encode
-from rasura.rng import generator
 from rasura.victims.loading import load
 from rasura.victims.step import gradients
 

@@ -19,14 +19,14 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.accounting import epsilon
-from rasura.answers import Answers, OwnModel
+from rasura.core.answers import Answers, OwnModel
+from rasura.core.rng import derive, generator
+from rasura.core.threat import MODEL_USER, observe_model
+from rasura.core.values import Batch
 from rasura.data.text import encode, load_examples
 from rasura.metrics.intervals import mean_interval
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, needed, split_check, tpr_at
 from rasura.registry import membership_attack
-from rasura.rng import derive, generator
-from rasura.threat import MODEL_USER, observe_model
-from rasura.values import Batch
 from rasura.victims.batching import joined, split
 from rasura.victims.loading import Victim, load
 

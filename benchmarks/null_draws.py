@@ -34,13 +34,13 @@ from rasura import registry
 from rasura.attacks.gradient_matching.settings import Work as Matching
 from rasura.attacks.inverting_gradients import Work as Images
 from rasura.attacks.span_matching.attack import Work as Spans
+from rasura.core.interfaces import ActiveAttack, Attack, AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, WITH_LENGTHS, observe
+from rasura.core.values import NO_TEXT, UNKNOWN, Batch, Grant, Message, Observation, Reconstruction, Vocabulary
 from rasura.data.images import demo_images, encode_images
 from rasura.defenses.token_obfuscation import ghost
-from rasura.interfaces import ActiveAttack, Attack, AttackFailed, Budget, NotApplicable
-from rasura.rng import generator
 from rasura.shadows.table import ShadowSettings
-from rasura.threat import HONEST_SERVER, WITH_LENGTHS, observe
-from rasura.values import NO_TEXT, UNKNOWN, Batch, Grant, Message, Observation, Reconstruction, Vocabulary
 from rasura.victims.step import step
 from rasura.victims.vision import lenet
 

@@ -15,9 +15,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from rasura.core.rng import generator
 from rasura.obfuscation.clusters import BLOCK_BYTES, Clusters, _Search, embed_cluster
 from rasura.obfuscation.synthesis import weight_synth
-from rasura.rng import generator
 from rasura.victims.loading import load
 
 T = TypeVar("T")

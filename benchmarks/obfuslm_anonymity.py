@@ -17,9 +17,9 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+from rasura.core.rng import permutation, secret_generator
 from rasura.obfuscation.clusters import embed_cluster
 from rasura.obfuscation.synthesis import weight_synth
-from rasura.rng import permutation, secret_generator
 from rasura.victims.loading import load
 
 

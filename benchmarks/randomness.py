@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from rasura.core.rng import Randomness, bernoulli, generator, laplace, normal, secret_generator
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense
-from rasura.rng import Randomness, bernoulli, generator, laplace, normal, secret_generator
 from rasura.victims.loading import load
 from rasura.victims.step import step
 

@@ -16,13 +16,13 @@ from statistics import mean, median
 
 import torch
 
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import derive, generator
+from rasura.core.threat import THREATS, adversary_copy, observe
+from rasura.core.values import Message, Observation, Reconstruction
 from rasura.data.text import Example, encode, load_examples
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.metrics.text import rouge
 from rasura.registry import attack, parse_defense, parse_update
-from rasura.rng import derive, generator
-from rasura.threat import THREATS, adversary_copy, observe
-from rasura.values import Message, Observation, Reconstruction
 from rasura.victims.loading import load, with_fresh_adapter
 from rasura.victims.step import step
 

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from rasura.core.rng import generator
+from rasura.core.values import Message
+from rasura.core.wire import to_bytes
 from rasura.data.text import Example, encode
 from rasura.defenses.homomorphic import added, make_keys, opened_sum, seal
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, sealing
 from rasura.defenses.significance import PROBES, sensitivity
-from rasura.rng import generator
-from rasura.values import Message
 from rasura.victims.loading import load
 from rasura.victims.step import gradients
-from rasura.wire import to_bytes
 
 TEXT = "The patient was moved to the ward after the second blood test."
 

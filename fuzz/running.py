@@ -18,7 +18,7 @@ from random import Random
 from typing import Any
 
 from fuzz.target import Target
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 SECONDS = 20
 """That one input may take."""

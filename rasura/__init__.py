@@ -19,7 +19,7 @@ _NAMES = {
     "load": "rasura.victims.loading",
     "infer_membership": "rasura.membership",
     "MembershipPlan": "rasura.membership",
-    "observe": "rasura.threat",
+    "observe": "rasura.core.threat",
     "ObfuscatedTokenizer": "rasura.obfuscation.tokenizer",
     "obfuscate_embedding": "rasura.obfuscation.model",
     "obfuscate_model": "rasura.obfuscation.folder",

@@ -14,28 +14,37 @@ from typing import Any
 
 from torch import nn
 
-from rasura.accumulation import gathered, least_tokens, tokens_in
+from rasura.core.accumulation import gathered, least_tokens, tokens_in
+from rasura.core.errors import broken
+from rasura.core.interfaces import (
+    ActiveAttack,
+    Attack,
+    AttackFailed,
+    InputError,
+    Metric,
+    NotApplicable,
+    NotSent,
+    Unavailable,
+)
+from rasura.core.records import Record, RunStore, cell_key
+from rasura.core.rng import generator
+from rasura.core.threat import THREATS, ThreatModel, adversary_copy, observe
+from rasura.core.values import Message, Reconstruction, Transcript
+from rasura.core.wire import to_bytes
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
 from rasura.data.text import E, Example, columns_of, data_hash, demo_examples, encode, groups, load_examples, load_reference
-from rasura.errors import broken
-from rasura.interfaces import ActiveAttack, Attack, AttackFailed, InputError, Metric, NotApplicable, NotSent, Unavailable
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
 from rasura.metrics.text import rouge
 from rasura.plan import Plan
-from rasura.records import Record, RunStore, cell_key
 from rasura.registry import ATTACKS, adversaries, parse_defense, parse_update
 from rasura.registry import attack as make_attack
 from rasura.registry import metric as make_metric
-from rasura.rng import generator
-from rasura.threat import THREATS, ThreatModel, adversary_copy, observe
-from rasura.values import Message, Reconstruction, Transcript
 from rasura.victims.batching import joined
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import step
-from rasura.wire import to_bytes
 
 WORK = {"quick": 0.25, "default": 1.0, "paper": 30.0}
 """What a budget makes of an attack's usual cost."""

@@ -16,13 +16,13 @@ from typing import Any
 
 from rasura.accounting import Run, assumes_poisson, guarantee
 from rasura.auditing import Audit, Cell
+from rasura.core.errors import MissingExtra
+from rasura.core.interfaces import InputError
+from rasura.core.options import known
+from rasura.core.records import RunStore
 from rasura.data.text import columns_of, load_examples
-from rasura.errors import MissingExtra
-from rasura.interfaces import InputError
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.options import known
 from rasura.plan import COLUMNS, Plan
-from rasura.records import RunStore
 from rasura.registry import METRICS, Family, family, for_task, parse_defense, usual_metrics
 from rasura.report.calibration import recommendation
 from rasura.report.levels import point, yardstick

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from rasura.accounting import Draw, Ledger
-from rasura.errors import InputError
-from rasura.rng import Randomness, permutation
+from rasura.core.errors import InputError
+from rasura.core.rng import Randomness, permutation
 from rasura.victims.batching import drawn
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from rasura.errors import InputError
-from rasura.options import known
+from rasura.core.errors import InputError
+from rasura.core.options import known
 
 MOST = 1 << 63
 """Whole numbers are below this, as TOML has them."""

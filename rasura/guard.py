@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 KEY = "_rasura_guard"
 """The attribute of a protected model that holds its guard."""

@@ -13,18 +13,18 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from rasura.answers import Answers, Membership, OwnModel
 from rasura.auditing import versions
+from rasura.core.answers import Answers, Membership, OwnModel
+from rasura.core.errors import InputError, NotApplicable, crash
+from rasura.core.options import known
+from rasura.core.records import Record, RunStore, cell_key
+from rasura.core.rng import generator
+from rasura.core.threat import MODEL_USER, adversary_copy, observe_model
+from rasura.core.values import Batch, Grant, Task
 from rasura.data.text import Example, columns_of, data_hash, load_examples
-from rasura.errors import InputError, NotApplicable, crash
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, leakage, needed, roc, split_check, tpr_at
-from rasura.options import known
-from rasura.records import Record, RunStore, cell_key
 from rasura.registry import MEMBERSHIP, membership_attack, parse_defense
-from rasura.rng import generator
-from rasura.threat import MODEL_USER, adversary_copy, observe_model
 from rasura.training import encoded
-from rasura.values import Batch, Grant, Task
 from rasura.victims.loading import Victim, load
 from rasura.victims.train import FineTuning, Recipe, answers, protected
 

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, get_args
 
+from rasura.core.interfaces import Budget, InputError
+from rasura.core.options import known
+from rasura.core.specs import IMAGES, AttackSpec, DefenseSpec
+from rasura.core.values import Task
 from rasura.fields import toml, typed
-from rasura.interfaces import Budget, InputError
-from rasura.options import known
 from rasura.registry import ATTACKS, DEFENSES, METRICS, for_task, metric, named, parse_update, parts, usual_metrics
-from rasura.specs import IMAGES, AttackSpec, DefenseSpec
-from rasura.values import Task
 
 COLUMNS = ("text_column", "pair_column", "label_column")
 """Fields that name the columns of data files."""
@@ -75,7 +75,7 @@ class Plan:
 
     def checked(self) -> Plan:
         """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it."""
-        from rasura.threat import THREATS
+        from rasura.core.threat import THREATS
 
         known("task", self.task, get_args(Task))
         if self.task == "vision" and (plan := self._of_images()) != self:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from rasura.accounting import Draw, Ledger, Run, assumes_poisson, formal
+from rasura.core.interfaces import Defense, InputError
+from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
+from rasura.core.values import Stage
 from rasura.drawing import DrawnLoader
 from rasura.guard import Guard, guarded, put, taken_off
-from rasura.interfaces import Defense, InputError
 from rasura.registry import parse_defense
-from rasura.rng import Randomness, SecretGenerator, generator, secret_generator
-from rasura.values import Stage
 from rasura.victims.step import defended, message_for
 from rasura.victims.train import local
 
@@ -151,7 +151,7 @@ def protect_training(
         raise InputError("a protection of the data acts before training; make the texts with rasura protect ghost first")
     if any(p.mechanism.name == "accumulate" for p in parts):
         raise InputError("accumulate holds an update back until it has enough text, which a backward pass cannot do; gather "
-                         "batches first (rasura.accumulation), or use rasura train")  # fmt: skip
+                         "batches first (rasura.core.accumulation), or use rasura train")  # fmt: skip
     _trainable(model, optimizer)
     mechanisms = [p.mechanism for p in parts]
     carrier = formal(mechanisms)

@@ -12,13 +12,13 @@ from typing import Any, overload
 
 from torch import nn
 
+from rasura.core.interfaces import Defense, InputError
+from rasura.core.rng import generator
 from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
 from rasura.data.text import Example, load_examples, place_of
 from rasura.defenses.token_obfuscation import ghost
-from rasura.interfaces import Defense, InputError
 from rasura.private import Private, protect_training
-from rasura.rng import generator
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selection
 from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from rasura.core.interfaces import Budget, InputError, NotApplicable
+from rasura.core.mechanisms import Dropout, FrozenEmbeddings
+from rasura.core.rng import generator
+from rasura.core.threat import adversary_copy
+from rasura.core.values import UNKNOWN, Grant, Message, Observation
 from rasura.data.text import load_examples
-from rasura.interfaces import Budget, InputError, NotApplicable
-from rasura.mechanisms import Dropout, FrozenEmbeddings
 from rasura.registry import attack as make_attack
 from rasura.registry import parse_update
-from rasura.rng import generator
-from rasura.threat import adversary_copy
 from rasura.update_files import load_hidden, load_update
-from rasura.values import UNKNOWN, Grant, Message, Observation
 from rasura.victims.loading import Victim, load
 
 

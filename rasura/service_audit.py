@@ -15,22 +15,22 @@ from typing import Any, get_args
 
 import torch
 
-from rasura.answers import ServiceObservation, ServiceTranscript, TokenReading
+from rasura.core.answers import ServiceObservation, ServiceTranscript, TokenReading
+from rasura.core.errors import AttackFailed, InputError, NotApplicable, crash
+from rasura.core.files import write_whole
+from rasura.core.interfaces import Budget
+from rasura.core.options import known
+from rasura.core.rng import generator
+from rasura.core.threat import observe_service, service_transcript
+from rasura.core.values import Task
 from rasura.data.text import load_examples
-from rasura.errors import AttackFailed, InputError, NotApplicable, crash
 from rasura.fields import typed
-from rasura.files import write_whole
-from rasura.interfaces import Budget
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
 from rasura.obfuscation.service import Service
-from rasura.options import known
 from rasura.registry import SERVICE_ATTACKS, service_attack
-from rasura.rng import generator
 from rasura.service_protection import learned, parsed, protected
-from rasura.threat import observe_service, service_transcript
 from rasura.training import Training
-from rasura.values import Task
 from rasura.victims.loading import load
 
 METRICS = (TopTokens(1), TopTokens(3), RougeL(), BagF1())

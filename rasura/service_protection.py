@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.options import options
+from rasura.core.rng import generator
+from rasura.core.values import Vocabulary
 from rasura.obfuscation.service import Service
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.tokenizer import fixed_ids
-from rasura.options import options
 from rasura.registry import SERVICE_PROTECTIONS, named
-from rasura.rng import generator
-from rasura.values import Vocabulary
 from rasura.victims.loading import Victim
 
 

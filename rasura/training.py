@@ -17,18 +17,18 @@ from torch import nn
 
 from rasura.accounting import Ledger, Run, assumes_poisson, carries, checked_delta
 from rasura.auditing import versions
+from rasura.core.files import write_whole
+from rasura.core.interfaces import Defense, InputError
+from rasura.core.options import known
+from rasura.core.records import canonical
+from rasura.core.rng import Randomness, generator
+from rasura.core.values import Batch, Task
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
-from rasura.files import write_whole
-from rasura.interfaces import Defense, InputError
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.obfuscation.service import Service
-from rasura.options import known
-from rasura.records import canonical
 from rasura.registry import parse_defense
-from rasura.rng import Randomness, generator
 from rasura.service_protection import parsed
 from rasura.service_protection import protected as protected_service
-from rasura.values import Batch, Task
 from rasura.victims.batching import renamed, split
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import defended

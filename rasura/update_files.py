@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from rasura.interfaces import InputError
-from rasura.options import known
+from rasura.core.interfaces import InputError
+from rasura.core.options import known
 from rasura.victims.loading import Victim
 from rasura.victims.models import parameter_shapes
 

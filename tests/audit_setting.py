@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import transformers
 
+from rasura.core.records import RunStore
 from rasura.plan import Plan
-from rasura.records import RunStore
 from rasura.testing.tiny import tiny
 
 NAMES = ["alpha", "bravo", "carol", "delta", "echo", "the", "met", "in", "paid", "."]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rasura.rng import generator
-from rasura.values import Gradients, PerExample, Weigh
+from rasura.core.rng import generator
+from rasura.core.values import Gradients, PerExample, Weigh
 
 
 def examples(rows: Tensor, expected: float | None = None) -> PerExample:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from rasura import registry
-from rasura.data.images import demo_images, encode_images
-from rasura.interfaces import Budget
-from rasura.metrics.image import image_psnr
-from rasura.rng import generator
-from rasura.threat import HONEST_SERVER, observe
-from rasura.values import (
+from rasura.core.interfaces import Budget
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.values import (
     ImageBatch,
     Reconstruction,
     Transcript,
 )  # fmt: skip
+from rasura.data.images import demo_images, encode_images
+from rasura.metrics.image import image_psnr
 
 ATTACKS = ("inverting-gradients", "feature-matching")
 

@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
-from rasura.integrations.flower.agreement import agree
-from rasura.integrations.flower.rounds import Ticket, opened, protected
-from rasura.obfuscation.model import obfuscate
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.registry import parse_defense
-from rasura.rng import (
+from rasura.core.rng import (
     Randomness,
     bernoulli,
     gamma,
@@ -28,10 +22,16 @@ from rasura.rng import (
     permutation,
     uniform,
 )
+from rasura.core.threat import service_transcript
+from rasura.core.wire import from_bytes
+from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
+from rasura.integrations.flower.agreement import agree
+from rasura.integrations.flower.rounds import Ticket, opened, protected
+from rasura.obfuscation.model import obfuscate
+from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.registry import parse_defense
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
-from rasura.threat import service_transcript
 from rasura.victims.step import step
-from rasura.wire import from_bytes
 
 LIKE = torch.ones((), dtype=torch.float64)
 

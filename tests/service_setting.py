@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from rasura.core.rng import generator
 from rasura.data.text import Example
 from rasura.obfuscation.folder import obfuscate_model
 from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.rng import generator
 from rasura.service.client import Client
 from rasura.service.container import header_bytes
 from rasura.testing.tiny import tiny, tokenizer_folder

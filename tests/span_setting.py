@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-from rasura.rng import generator
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.values import Batch, Message, Observation
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY
-from rasura.threat import HONEST_SERVER, observe
-from rasura.values import Batch, Message, Observation
 from rasura.victims.step import step
 
 TEXTS = [[CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP]]

@@ -19,7 +19,7 @@ from rasura.accounting import (
     renyi_divergence,
     sigma_for,
 )  # fmt: skip
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.registry import DEFENSES, parse_defense
 
 pytest.importorskip("dp_accounting")

@@ -15,19 +15,19 @@ from torch import nn
 from rasura.attacks.blind import Blind, best_guess
 from rasura.attacks.embedding_rows import EmbeddingRows
 from rasura.attacks.label_recovery import LabelRecovery, counts
+from rasura.core.interfaces import AttackFailed, Budget, Defense, InputError, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
 from rasura.defenses.compose import chain, none
 from rasura.defenses.dropout import dropout
 from rasura.defenses.frozen import frozen_embeddings
 from rasura.defenses.noise import gaussian_noise, laplace_noise
 from rasura.defenses.pruning import magnitude_pruning, random_pruning
-from rasura.interfaces import AttackFailed, Budget, Defense, InputError, NotApplicable
 from rasura.priors.causal import CausalPrior
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
-from rasura.rng import generator
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, FAMILIES, SEP, VOCABULARY, batch_for, batch_of, tiny
-from rasura.threat import HONEST_SERVER, observe
-from rasura.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
 from rasura.victims.loading import load
 from rasura.victims.step import step
 

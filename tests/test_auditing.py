@@ -19,9 +19,9 @@ import pytest
 from audit_setting import TEXTS, comparable, model_folder, plan_for
 
 from rasura.auditing import Audit, audit
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.records import RunStore
 from rasura.plan import Plan, from_toml
-from rasura.records import RunStore
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate
 from rasura.report.page import write_report

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from rasura.auditing import Audit
 from rasura.calibration import Calibration, CalibrationPlan, calibrate
 from rasura.cli import app
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.records import RunStore
 from rasura.plan import Plan
-from rasura.records import RunStore
 from rasura.registry import family, parse_defense, strengths
 from rasura.report.page import write_report
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from rasura.checked import flag, number, rules, settle, whole, word
-from rasura.errors import InputError
-from rasura.mechanisms import KNOWN, Protection, mechanism
-from rasura.values import Mechanism, Parameter, Stage
+from rasura.core.checked import flag, number, rules, settle, whole, word
+from rasura.core.errors import InputError
+from rasura.core.mechanisms import KNOWN, Protection, mechanism
+from rasura.core.values import Mechanism, Parameter, Stage
 
 
 def box() -> Any:

@@ -11,12 +11,12 @@ from torch import Tensor
 from rasura.attacks.span import Span
 from rasura.attacks.span.completion import complete, uncovered
 from rasura.attacks.span_matching import SpanMatching
+from rasura.core.interfaces import Budget
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.values import Message, Observation
 from rasura.data.text import Example, encode
 from rasura.defenses.pruning import random_pruning
-from rasura.interfaces import Budget
-from rasura.rng import generator
-from rasura.threat import HONEST_SERVER, observe
-from rasura.values import Message, Observation
 from rasura.victims.loading import load
 from rasura.victims.models import parts
 from rasura.victims.step import step

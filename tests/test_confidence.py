@@ -25,13 +25,13 @@ from rasura.attacks.span.attack import dager
 from rasura.attacks.span.null import chance_limit, explained, outside, robust_chance, rows_believed, stand_clear
 from rasura.attacks.span.rows import Inputs, RowSpace
 from rasura.attacks.verify import apart, check, entries, in_span, prove, prove_rows, told, verified
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, WITH_LABELS_AND_LENGTHS, adversary_copy, observe
+from rasura.core.values import UNKNOWN, Grant, Message, Observation, Proof, Reconstruction, Vocabulary
 from rasura.registry import attack as make_attack
 from rasura.registry import parse_defense
-from rasura.rng import generator
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
-from rasura.threat import HONEST_SERVER, WITH_LABELS_AND_LENGTHS, adversary_copy, observe
-from rasura.values import UNKNOWN, Grant, Message, Observation, Proof, Reconstruction, Vocabulary
 from rasura.victims.models import layer_inputs, parts
 from rasura.victims.step import step
 

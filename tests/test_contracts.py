@@ -7,15 +7,15 @@ from itertools import combinations
 import pytest
 
 from rasura import registry
+from rasura.core.interfaces import InputError, Unavailable
+from rasura.core.specs import MethodSpec
+from rasura.core.values import Batch, NotGranted, Stage, Task, Transcript
 from rasura.defenses.compose import chain, none, with_aggregation
-from rasura.interfaces import InputError, Unavailable
 from rasura.registry import parse_defense
-from rasura.specs import MethodSpec
 from rasura.testing import attacks, check_metric, check_service_attack, check_service_protection, defenses
 from rasura.testing.defenses import SETTINGS, snapshot
 from rasura.testing.settings import at_home, seen, send
 from rasura.testing.tiny import tiny
-from rasura.values import Batch, NotGranted, Stage, Task, Transcript
 from rasura.victims.step import defended
 
 EVERY = [spec for methods in registry.KINDS.values() for spec in methods.values()]

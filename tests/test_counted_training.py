@@ -15,10 +15,10 @@ from training_setting import RECIPE, figures, fine_tuning, notes, rows
 
 from rasura.accounting import Ledger, Run, epsilon
 from rasura.accounting.ledger import counted
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.values import Batch
 from rasura.registry import parse_defense
 from rasura.training import Training, TrainPlan
-from rasura.values import Batch
 from rasura.victims import train
 from rasura.victims.train import Recipe
 

@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 import transformers
 
+from rasura.core.interfaces import InputError
 from rasura.data.text import Example, data_hash, demo_examples, encode, groups, load_examples
-from rasura.interfaces import InputError
 
 ROWS = [{"text": "one two", "label": 1}, {"text": "three, four", "label": 0}]
 EXPECTED = [Example("one two", None, 1), Example("three, four", None, 0)]

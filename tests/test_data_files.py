@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rasura.auditing import Audit
+from rasura.core.interfaces import InputError
 from rasura.data import lines as line_reader
 from rasura.data.columns import Columns
 from rasura.data.lines import Lines
 from rasura.data.text import Example, encode, load_examples
 from rasura.fields import typed
-from rasura.interfaces import InputError
 from rasura.plan import Plan, from_toml
 from rasura.service_audit import ServicePlan
 from rasura.studies.files import load_study

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from rasura.attacks.decepticons import Decepticons
 from rasura.attacks.decepticons.reading import _seen_wider
 from rasura.auditing import Audit
-from rasura.interfaces import ActiveAttack, AttackFailed, Budget, NotApplicable
-from rasura.records import RunStore
+from rasura.core.interfaces import ActiveAttack, AttackFailed, Budget, NotApplicable
+from rasura.core.records import RunStore
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, MALICIOUS_SERVER, adversary_copy, observe
+from rasura.core.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
 from rasura.registry import attack, parse_defense
 from rasura.report.page import ACTIVE, not_tested
-from rasura.rng import generator
 from rasura.testing.attacks import token_f1 as f1
 from rasura.testing.defenses import snapshot
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, ENCODERS, SEP, VOCABULARY, WORDS, batch_for, batch_of, tiny
-from rasura.threat import HONEST_SERVER, MALICIOUS_SERVER, adversary_copy, observe
-from rasura.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
 from rasura.victims.step import step
 
 __all__ = ["model_folder"]

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from rasura.core.interfaces import Defense, InputError
+from rasura.core.rng import generator
+from rasura.core.values import Message, Stage, Transcript
 from rasura.defenses.compose import chain, mean, none, with_aggregation
 from rasura.defenses.dropout import dropout
 from rasura.defenses.frozen import frozen_blocks, frozen_embeddings
 from rasura.defenses.noise import gaussian_noise, laplace_noise
 from rasura.defenses.pruning import magnitude_pruning, random_pruning
-from rasura.interfaces import Defense, InputError
-from rasura.rng import generator
 from rasura.testing.tiny import FAMILIES, VOCABULARY, batch_for, tiny
-from rasura.values import Message, Stage, Transcript
 from rasura.victims.models import parts
 from rasura.victims.step import defended, gradients, step
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from rasura.accounting import directional_epsilon, log_normaliser, renyi_divergence
 from rasura.accounting.directional import GRID, MARGIN, mean_cosine
 from rasura.cli import app
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 mp = pytest.importorskip("mpmath")
 

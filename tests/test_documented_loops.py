@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import rasura
 from rasura.accounting import epsilon
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.testing.tiny import tiny
 
 pytest.importorskip("dp_accounting")

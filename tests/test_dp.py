@@ -14,15 +14,15 @@ from scipy import stats
 from torch import Tensor
 from training_setting import RECIPE, fine_tuning
 
+from rasura.core.interfaces import InputError
+from rasura.core.rng import gamma, generator, normal, secret_generator, uniform
+from rasura.core.values import Gradients
 from rasura.defenses import directional as directional_module
 from rasura.defenses.directional import directional
 from rasura.defenses.dp_sgd import dp_sgd, normalised_gaussian
 from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
-from rasura.interfaces import InputError
 from rasura.registry import parse_defense
-from rasura.rng import gamma, generator, normal, secret_generator, uniform
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
-from rasura.values import Gradients
 from rasura.victims.batching import drawn
 from rasura.victims.step import step
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from rasura.accounting import Draw, Ledger, Run
+from rasura.core.errors import InputError
+from rasura.core.rng import generator
 from rasura.drawing import Batches, DrawnLoader
-from rasura.errors import InputError
-from rasura.rng import generator
 
 ROWS = list(range(10, 34))
 

@@ -11,18 +11,18 @@ from scipy.optimize import nnls
 from torch import nn
 
 from rasura import registry
-from rasura.answers import ServiceTranscript, TokenReading
 from rasura.attacks.embedding_inversion.dimensions import changed, mixing
 from rasura.attacks.embedding_inversion.mixture import matched, mixtures
 from rasura.attacks.embedding_inversion.tables import word_table
-from rasura.interfaces import Budget, NotApplicable
+from rasura.core.answers import ServiceTranscript, TokenReading
+from rasura.core.interfaces import Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import observe_service
+from rasura.core.values import Mechanism, Stage
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.obfuscation.model import obfuscate
 from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.rng import generator
 from rasura.testing.tiny import CLS, FAMILIES, SEP, VOCABULARY, WORDS, tiny
-from rasura.threat import observe_service
-from rasura.values import Mechanism, Stage
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
 

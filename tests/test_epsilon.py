@@ -23,7 +23,7 @@ from rasura.accounting.epsilon import (
     converted,
     finite,
 )
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 pytest.importorskip("dp_accounting")
 assert _function is epsilon

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from audit_setting import TEXTS, model_folder
 
+from rasura.core.errors import MissingExtra
 from rasura.data.text import load_examples
-from rasura.errors import MissingExtra
 from rasura.protection import protect_file
 from rasura.report.template import filled
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rasura.core.files import read_limited, read_private, write_whole
+from rasura.core.interfaces import InputError
 from rasura.defenses.homomorphic import Context, make_keys
-from rasura.files import read_limited, read_private, write_whole
-from rasura.interfaces import InputError
 from rasura.obfuscation.key import Key
 
 

@@ -16,13 +16,13 @@ import torch
 from rounds_setting import DEFENSES, FIRST, averaged, keys, largest, model, sides, trained
 from torch import Tensor
 
+from rasura.core.interfaces import InputError
+from rasura.core.wire import from_bytes
 from rasura.defenses.homomorphic import Context as Keys
 from rasura.defenses.homomorphic import make_keys
 from rasura.integrations.flower.agreement import Agreement, agree, read_scales
 from rasura.integrations.flower.rounds import RoundFailed, opened
-from rasura.interfaces import InputError
 from rasura.testing.tiny import tiny
-from rasura.wire import from_bytes
 
 __all__ = ["keys"]
 
@@ -251,7 +251,7 @@ def test_the_app_trains_weights_and_adapters_behind_sealing(app_modules: Path, f
 
 @pytest.mark.usefixtures("flower")
 def test_what_the_server_records_is_read_without_protection_and_not_behind_it(app_modules: Path, folder: Path) -> None:
-    from rasura.interfaces import NotApplicable
+    from rasura.core.interfaces import NotApplicable
     from rasura.reading import read_update
     from rasura.victims.loading import load
 

@@ -14,7 +14,7 @@ from fuzz import running, targets
 from fuzz.mutations import VALUES, damaged, retyped
 from fuzz.running import State, attempt, input_of, kept_seeds, run_here
 from fuzz.target import Target
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 
 INPUTS = {"stores": 60, "uploads": 120}
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from rows import GUESS, MANY, READ, column, runs
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.report.findings import findings
 from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED, ROUNDING, gate, judged
 from rasura.report.readings import Level

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from rasura import protection
 from rasura.cli.train import Rate
+from rasura.core.interfaces import InputError
 from rasura.data.text import encode, load_examples
-from rasura.interfaces import InputError
 from rasura.shadows.table import ShadowSettings, ShadowTable
 
 __all__ = ["model_folder"]

@@ -15,12 +15,12 @@ from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cros
 from rasura.attacks.gradient_matching.presets import dlg, grab, lamp_cos, tag
 from rasura.attacks.gradient_matching.reorder import orders, reordered
 from rasura.attacks.gradient_matching.settings import Work
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import THREATS, observe
+from rasura.core.values import Grant, Message, Observation
 from rasura.registry import parse_defense
-from rasura.rng import generator
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, batch_of, tiny
-from rasura.threat import THREATS, observe
-from rasura.values import Grant, Message, Observation
 from rasura.victims.step import gradients, step
 
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])

@@ -10,9 +10,9 @@ import pytest
 from rasura.accounting import Draw, Guarantee, Ledger, Release, Run, directional_epsilon, epsilon, guarantee
 from rasura.accounting.guarantees import assumes_poisson, carries, formal, stated
 from rasura.accounting.releases import UNPROVEN, Counted
-from rasura.errors import InputError
+from rasura.core.errors import InputError
+from rasura.core.values import Mechanism
 from rasura.registry import parse_defense
-from rasura.values import Mechanism
 
 pytest.importorskip("dp_accounting")
 

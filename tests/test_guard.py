@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 from rasura.guard import Guard, guarded, put, taken_off
 
 ROWS = torch.tensor([[1.0, 2.0], [3.0, -1.0]])

@@ -13,6 +13,7 @@ from commands import rasura_command, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rasura.core.interfaces import InputError
 from rasura.defenses.homomorphic import (
     CHOICES,
     HALF,
@@ -28,7 +29,6 @@ from rasura.defenses.homomorphic import (
     seal,
     server_context,
 )
-from rasura.interfaces import InputError
 
 pytest.importorskip("tenseal")
 

@@ -17,13 +17,10 @@ from torch import Tensor
 from rasura import registry
 from rasura.attacks.image_layers import ImageGradients, layer_input
 from rasura.attacks.inverting_gradients import total_variation
-from rasura.data.images import ImageExample, encode_images, images_hash, load_images
-from rasura.interfaces import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
-from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_ssim, mse, psnr, ssim
-from rasura.plan import Plan
-from rasura.rng import generator
-from rasura.threat import HONEST_SERVER, adversary_copy, observe
-from rasura.values import (
+from rasura.core.interfaces import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, adversary_copy, observe
+from rasura.core.values import (
     NO_TEXT,
     Batch,
     Grant,
@@ -34,6 +31,9 @@ from rasura.values import (
     Reconstruction,
     Transcript,
 )  # fmt: skip
+from rasura.data.images import ImageExample, encode_images, images_hash, load_images
+from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_ssim, mse, psnr, ssim
+from rasura.plan import Plan
 from rasura.victims.step import step
 from rasura.victims.vision import ImageClassifier, build, cnn, lenet
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rasura.core.errors import InputError
 from rasura.defenses import homomorphic
 from rasura.defenses.homomorphic import (
     CHOICES,
@@ -28,7 +29,6 @@ from rasura.defenses.homomorphic import (
     seal,
     server_context,
 )
-from rasura.errors import InputError
 
 tenseal = pytest.importorskip("tenseal")
 

@@ -108,21 +108,21 @@ def test_the_walls_see_what_is_imported_by_name() -> None:
 
 
 def test_values_and_errors_import_nothing_of_ours() -> None:
-    assert ours("rasura.values") == set() and ours("rasura.errors") == set()
-    assert ours("rasura.answers") == {"rasura.values"}
+    assert ours("rasura.core.values") == set() and ours("rasura.core.errors") == set()
+    assert ours("rasura.core.answers") == {"rasura.core.values"}
 
 
 @pytest.mark.parametrize("module", below("rasura.attacks"))
 def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
     allowed = (
-        "rasura.values",
-        "rasura.errors",
-        "rasura.specs",
-        "rasura.answers",
-        "rasura.interfaces",
-        "rasura.mechanisms",
-        "rasura.rng",
-        "rasura.updates",
+        "rasura.core.values",
+        "rasura.core.errors",
+        "rasura.core.specs",
+        "rasura.core.answers",
+        "rasura.core.interfaces",
+        "rasura.core.mechanisms",
+        "rasura.core.rng",
+        "rasura.core.updates",
         "rasura.priors",
         "rasura.shadows",
         "rasura.attacks",
@@ -141,7 +141,7 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
 
 
 def test_mechanisms_describe_and_import_no_method() -> None:
-    assert ours("rasura.mechanisms") <= {"rasura.values", "rasura.errors", "rasura.checked"}
+    assert ours("rasura.core.mechanisms") <= {"rasura.core.values", "rasura.core.errors", "rasura.core.checked"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if family(m) in FAMILIES - {"rasura.attacks"}])
@@ -152,11 +152,11 @@ def test_families_do_not_import_each_other(module: str) -> None:
 @pytest.mark.parametrize("module", below("rasura.obfuscation"))
 def test_obfuscation_knows_no_attack_and_no_metric(module: str) -> None:
     allowed = (
-        "rasura.values",
-        "rasura.specs",
-        "rasura.interfaces",
-        "rasura.files",
-        "rasura.rng",
+        "rasura.core.values",
+        "rasura.core.specs",
+        "rasura.core.interfaces",
+        "rasura.core.files",
+        "rasura.core.rng",
         "rasura.priors",
         "rasura.victims.models",
         "rasura.victims.loading",
@@ -187,20 +187,20 @@ def test_only_the_registry_imports_concrete_attacks_and_defenses(module: str) ->
 @pytest.mark.parametrize("module", MODULES)
 def test_transcripts_are_read_by_threat_metrics_and_the_audit_only(module: str) -> None:
     readers = (
-        "rasura.threat",
+        "rasura.core.threat",
         "rasura.metrics",
         "rasura.testing",
         "rasura.auditing",
         "rasura.service_audit",
-        "rasura.interfaces",
-        "rasura.values",
-        "rasura.answers",
+        "rasura.core.interfaces",
+        "rasura.core.values",
+        "rasura.core.answers",
         "rasura.victims.step",
     )
     assert lies_in(module, *readers) or "Transcript" not in text(module)
 
 
-@pytest.mark.parametrize("module", below("rasura.records", "rasura.report", "rasura.errors"))
+@pytest.mark.parametrize("module", below("rasura.core.records", "rasura.report", "rasura.core.errors"))
 def test_records_and_report_need_no_torch(module: str) -> None:
     assert [i for i in imports(module) if i.split(".")[0] in {"torch", "transformers"}] == []
 
@@ -209,7 +209,7 @@ def test_records_and_report_load_without_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, rasura, rasura.cli, rasura.records, rasura.report.page; sys.exit('torch' in sys.modules)"
+    code = "import sys, rasura, rasura.cli, rasura.core.records, rasura.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

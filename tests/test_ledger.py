@@ -19,9 +19,9 @@ from rasura.accounting.epsilon import ORDERS, Sampled, composed_epsilon, convert
 from rasura.accounting.ledger import counted, parsed, read
 from rasura.accounting.releases import UNPROVEN, Spent, spent
 from rasura.cli.account import account
-from rasura.errors import InputError
+from rasura.core.errors import InputError
+from rasura.core.values import Mechanism, Stage
 from rasura.registry import DEFENSES, parse_defense
-from rasura.values import Mechanism, Stage
 
 pytest.importorskip("dp_accounting")
 

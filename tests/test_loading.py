@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.testing.tiny import tiny, tokenizer_folder
 from rasura.victims.loading import load
 from rasura.victims.models import parts

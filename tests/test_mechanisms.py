@@ -13,17 +13,17 @@ from scipy.special import ive
 
 from rasura import registry
 from rasura.attacks.mechanism import announced_dropout, announced_noise
+from rasura.core.errors import InputError
+from rasura.core.mechanisms import KNOWN, Directional, DpSgd, Gaussian, Laplace, Normalised, Protection, mechanism, typed
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.updates import Local
+from rasura.core.values import Grant, Mechanism, Message, Observation, Stage, Transcript
 from rasura.defenses.accumulate import accumulate
 from rasura.defenses.noise import gaussian_noise, laplace_noise
-from rasura.errors import InputError
-from rasura.mechanisms import KNOWN, Directional, DpSgd, Gaussian, Laplace, Normalised, Protection, mechanism, typed
-from rasura.rng import generator
 from rasura.shadows.selection import Selection
 from rasura.shadows.table import ShadowSettings
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
-from rasura.threat import HONEST_SERVER, observe
-from rasura.updates import Local
-from rasura.values import Grant, Mechanism, Message, Observation, Stage, Transcript
 from rasura.victims.step import step
 
 EXAMPLES = {name: spec.example for name, spec in registry.DEFENSES.items()}

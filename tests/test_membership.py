@@ -16,8 +16,11 @@ from scipy.stats import norm
 from transformers import BertConfig, BertForMaskedLM
 
 from rasura import registry
-from rasura.answers import Answers, Membership, ModelObservation, OwnModel
-from rasura.interfaces import InputError, MembershipAttack
+from rasura.core.answers import Answers, Membership, ModelObservation, OwnModel
+from rasura.core.interfaces import InputError, MembershipAttack
+from rasura.core.rng import generator
+from rasura.core.threat import MODEL_USER, observe_model
+from rasura.core.values import Batch, Grant, NotGranted
 from rasura.metrics.intervals import pairs_interval, proportion_interval
 from rasura.metrics.membership import (
     auc,
@@ -31,10 +34,7 @@ from rasura.metrics.membership import (
     tpr_at,
 )
 from rasura.report.membership import membership_findings
-from rasura.rng import generator
 from rasura.testing.tiny import CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
-from rasura.threat import MODEL_USER, observe_model
-from rasura.values import Batch, Grant, NotGranted
 from rasura.victims.train import answers
 
 __all__ = ["model_folder"]
@@ -221,7 +221,7 @@ def test_attacks_beat_the_blind_level_on_a_model_that_remembers(name: str) -> No
 
 @pytest.mark.parametrize("name", ["mia-r", "lira"])
 def test_a_text_that_every_own_model_holds_is_not_applicable(name: str) -> None:
-    from rasura.interfaces import NotApplicable
+    from rasura.core.interfaces import NotApplicable
 
     seen, _ = imagined()
     models = tuple(OwnModel(m.answers, torch.ones(N, dtype=torch.bool)) for m in seen.own)

@@ -14,16 +14,16 @@ from audit_setting import model_folder
 from typer.testing import CliRunner
 
 from rasura import registry
-from rasura.answers import Membership, ModelObservation
 from rasura.cli import app
-from rasura.interfaces import InputError
+from rasura.core.answers import Membership, ModelObservation
+from rasura.core.interfaces import InputError
+from rasura.core.records import RunStore
+from rasura.core.specs import MembershipSpec
+from rasura.core.values import Grant
 from rasura.membership import MembershipAudit, MembershipPlan, infer_membership
 from rasura.metrics.membership import auc, coin_level
-from rasura.records import RunStore
 from rasura.report.page import write_report
-from rasura.specs import MembershipSpec
 from rasura.training import Training, TrainPlan
-from rasura.values import Grant
 from rasura.victims.train import Recipe
 
 __all__ = ["model_folder"]

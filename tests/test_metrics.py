@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rasura.interfaces import InputError, Unavailable
+from rasura.core.interfaces import InputError, Unavailable
+from rasura.core.values import UNKNOWN, Batch, Message, Reconstruction, Transcript
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
 from rasura.metrics.text import (
     Meteor,
@@ -25,7 +26,6 @@ from rasura.metrics.text import (
 from rasura.registry import METRICS
 from rasura.registry import metric as make_metric
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of
-from rasura.values import UNKNOWN, Batch, Message, Reconstruction, Transcript
 
 WORDS = st.lists(st.integers(11, 290), min_size=1, max_size=8)
 EVERY = [rouge("rouge1"), rouge("rouge2"), rouge("rougeL"), jaccard(), token_precision(), token_recall(), position_exact(),

@@ -13,16 +13,16 @@ from dp_setting import ROWS as LONG
 from dp_setting import examples
 from torch import Tensor
 
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator, laplace, normal
+from rasura.core.values import Message, Stage
 from rasura.defenses import directional as directional_module
 from rasura.defenses.directional import directional
 from rasura.defenses.dp_sgd import NOISES, dp_sgd, normalised_gaussian
 from rasura.defenses.noise import gaussian_noise, laplace_noise, visible_norm
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws
-from rasura.interfaces import InputError
 from rasura.registry import parse_defense
-from rasura.rng import generator, laplace, normal
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
-from rasura.values import Message, Stage
 from rasura.victims.step import step
 
 ROWS = torch.tensor(

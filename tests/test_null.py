@@ -24,9 +24,9 @@ from rasura.attacks.span.null import (
     tokens_believed,
 )
 from rasura.attacks.span.rows import Inputs, RowSpace
-from rasura.rng import generator
+from rasura.core.rng import generator
+from rasura.core.values import UNKNOWN
 from rasura.testing.tiny import CLS, SEP, WORDS, tiny
-from rasura.values import UNKNOWN
 
 IDS = torch.arange(3, WORDS)
 

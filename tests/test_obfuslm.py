@@ -17,16 +17,16 @@ from torch import Tensor, nn
 
 import rasura
 from rasura.accounting import Run, guarantee
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator, laplace
+from rasura.core.values import Mechanism, Stage
 from rasura.obfuscation.clusters import embed_cluster
 from rasura.obfuscation.folder import obfuscate_model
 from rasura.obfuscation.key import Key
 from rasura.obfuscation.model import obfuscate, obfuscate_embedding
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.synthesis import weight_synth
-from rasura.rng import generator, laplace
 from rasura.testing.tiny import FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
-from rasura.values import Mechanism, Stage
 
 SPECIAL = VOCABULARY.special_ids
 PERMUTED = ObfuscationSettings(k=1)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator
+from rasura.core.updates import changed
+from rasura.core.values import Batch, Gradients
 from rasura.defenses.dropout import dropout
-from rasura.interfaces import InputError
-from rasura.rng import generator
 from rasura.testing.tiny import CLS, FAMILIES, SEP, batch_for, batch_of, tiny
-from rasura.updates import changed
-from rasura.values import Batch, Gradients
 from rasura.victims import per_example as module
 from rasura.victims.per_example import Together, fault, per_example
 from rasura.victims.step import defended
@@ -96,7 +96,7 @@ def test_frozen_layers(trained: str) -> None:
 
 
 def test_images() -> None:
-    from rasura.values import ImageBatch
+    from rasura.core.values import ImageBatch
     from rasura.victims.vision import cnn
 
     pixels = torch.rand((3, 3, 32, 32), generator=generator(0), dtype=torch.float64)

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import rasura
 from rasura.accounting import epsilon
+from rasura.core.interfaces import Defense, InputError
 from rasura.defenses.compose import chain
 from rasura.defenses.dp_sgd import dp_sgd
-from rasura.interfaces import Defense, InputError
 from rasura.private import Private
 from rasura.testing.tiny import tiny
 

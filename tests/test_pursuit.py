@@ -9,11 +9,11 @@ import torch
 from update_setting import NOTE, sent_by
 
 from rasura.attacks.pursuit import Pursuit, Signs, Squares
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import WITH_LENGTHS, observe
 from rasura.registry import parse_defense
-from rasura.rng import generator
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
-from rasura.threat import WITH_LENGTHS, observe
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 

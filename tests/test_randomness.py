@@ -14,7 +14,7 @@ from secret_setting import DISTRIBUTIONS, flat, system
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rasura.rng import (
+from rasura.core.rng import (
     SecretGenerator,
     bernoulli,
     child,

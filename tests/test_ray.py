@@ -12,9 +12,9 @@ import pytest
 from audit_setting import comparable, model_folder, plan_for
 
 from rasura.auditing import Audit, Cell, audit
+from rasura.core.interfaces import InputError
+from rasura.core.records import Record, RunStore
 from rasura.integrations.ray_cluster import LOSSES, spread
-from rasura.interfaces import InputError
-from rasura.records import Record, RunStore
 
 __all__ = ["model_folder"]
 

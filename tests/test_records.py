@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from rasura.files import write_whole
-from rasura.interfaces import InputError
-from rasura.records import STATES, Record, RunStore, canonical, cell_key
+from rasura.core.files import write_whole
+from rasura.core.interfaces import InputError
+from rasura.core.records import STATES, Record, RunStore, canonical, cell_key
 from rasura.report.page import write_report
 
 PLAN = {"model": "m", "seeds": 1}
@@ -219,7 +219,7 @@ def test_a_damaged_store_is_read_as_it_was_or_refused(tmp_path: Path) -> None:
 
 def test_keys_are_the_same_in_every_process() -> None:
     here = cell_key(b=2, a="ü", c=[1.5])
-    code = "from rasura.records import cell_key; print(cell_key(c=[1.5], a='ü', b=2))"
+    code = "from rasura.core.records import cell_key; print(cell_key(c=[1.5], a='ü', b=2))"
     there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     assert here == there
     assert canonical({"b": 1, "a": 2}) == '{"a":2,"b":1}'

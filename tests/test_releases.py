@@ -13,9 +13,9 @@ import pytest
 from rasura.accounting import Draw, Ledger, Release, Run, composition, epsilon
 from rasura.accounting.ledger import counted, parsed, read
 from rasura.accounting.releases import UNPROVEN, Spent, spent
-from rasura.errors import InputError
-from rasura.mechanisms import Directional, DpSgd, Gaussian, Normalised
-from rasura.values import Mechanism, Stage
+from rasura.core.errors import InputError
+from rasura.core.mechanisms import Directional, DpSgd, Gaussian, Normalised
+from rasura.core.values import Mechanism, Stage
 
 pytest.importorskip("dp_accounting")
 

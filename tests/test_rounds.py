@@ -15,15 +15,15 @@ import torch
 from rounds_setting import DEFENSES, FIRST, RATE, averaged, keys, largest, model, sides, texts, trained
 from torch import Tensor
 
+from rasura.core.interfaces import InputError
+from rasura.core.updates import Local, changed
+from rasura.core.values import Message
+from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses.homomorphic import Context as Keys
 from rasura.defenses.homomorphic import make_keys
 from rasura.integrations.flower.agreement import agree, local_part, next_scales, read_scales
 from rasura.integrations.flower.capture import Capture
 from rasura.integrations.flower.rounds import Collector, RoundFailed, Ticket, opened, protected
-from rasura.interfaces import InputError
-from rasura.updates import Local, changed
-from rasura.values import Message
-from rasura.wire import from_bytes, to_bytes
 
 __all__ = ["keys"]
 

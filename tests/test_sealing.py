@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 import torch
 
+from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import THREATS, observe
+from rasura.core.values import Message, Reconstruction
+from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses.homomorphic import Sealed, added, make_keys, opened_sum
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, sealing, unflattened
 from rasura.defenses.significance import NAMED, scores, sensitivity
-from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.registry import attack, parse_defense
-from rasura.rng import generator
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_for, batch_of, tiny
-from rasura.threat import THREATS, observe
-from rasura.values import Message, Reconstruction
 from rasura.victims.step import step
-from rasura.wire import from_bytes, to_bytes
 
 INPUTS = batch_for("classification", 1).inputs()
 

@@ -31,13 +31,7 @@ from secret_setting import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rasura.defenses.significance import sensitivity
-from rasura.drawing import Batches
-from rasura.obfuscation.model import obfuscate, obfuscate_embedding
-from rasura.obfuscation.services import cape, custext, dp_forward, santext, sentinel, text_obfuscator
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.registry import DEFENSES
-from rasura.rng import (
+from rasura.core.rng import (
     SecretGenerator,
     bernoulli,
     child,
@@ -51,8 +45,14 @@ from rasura.rng import (
     secret_generator,
     uniform,
 )
+from rasura.core.threat import service_transcript
+from rasura.defenses.significance import sensitivity
+from rasura.drawing import Batches
+from rasura.obfuscation.model import obfuscate, obfuscate_embedding
+from rasura.obfuscation.services import cape, custext, dp_forward, santext, sentinel, text_obfuscator
+from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.registry import DEFENSES
 from rasura.testing.tiny import VOCABULARY, batch_for
-from rasura.threat import service_transcript
 from rasura.victims.batching import batches, drawn
 
 LIKE = torch.ones((), dtype=torch.float64)
@@ -283,7 +283,7 @@ def test_bernoulli_has_its_chance_and_its_ends(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_long_draws_are_taken_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rasura.rng._AT_ONCE", 7)
+    monkeypatch.setattr("rasura.core.rng._AT_ONCE", 7)
     assert len(normal((15,), secret_generator()).unique()) == 15
     assert 150 < int(bernoulli(0.5, (400,), secret_generator()).sum()) < 250
 

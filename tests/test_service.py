@@ -35,7 +35,7 @@ from service_setting import (
 )
 
 import rasura
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 from rasura.service.client import Client
 from rasura.service.container import Outgoing
 from rasura.service.inference import Decoding, Prompt

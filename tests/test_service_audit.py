@@ -14,10 +14,10 @@ from study_setting import notes, study_folder
 from typer.testing import CliRunner
 
 from rasura import registry
-from rasura.answers import ServiceObservation, TokenReading
 from rasura.cli import app
-from rasura.errors import AttackFailed
-from rasura.interfaces import Budget, InputError
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.errors import AttackFailed
+from rasura.core.interfaces import Budget, InputError
 from rasura.service_audit import ServiceAudit, ServicePlan, _whole
 from rasura.studies.figures import of_service
 from rasura.studies.files import load_study, prepared

@@ -10,11 +10,14 @@ import pytest
 import torch
 
 from rasura import registry
-from rasura.answers import TokenReading
 from rasura.attacks.embedding_inversion.isometry import moved
 from rasura.attacks.embedding_inversion.preimage import in_context
 from rasura.attacks.embedding_inversion.trained import own_service
-from rasura.interfaces import Budget, InputError, NotApplicable
+from rasura.core.answers import TokenReading
+from rasura.core.interfaces import Budget, InputError, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import observe_service, service_transcript
+from rasura.core.values import UNKNOWN
 from rasura.metrics.service import TopTokens
 from rasura.obfuscation.glide import glide
 from rasura.obfuscation.noisy_states import MatrixGaussian, analytic_sigma
@@ -24,10 +27,7 @@ from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
 from rasura.obfuscation.word_vectors import glove
 from rasura.priors import trigrams
-from rasura.rng import generator
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
-from rasura.threat import observe_service, service_transcript
-from rasura.values import UNKNOWN
 from rasura.victims.step import step
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))

@@ -30,7 +30,7 @@ from service_setting import (
     token_file,
 )
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 from rasura.service.container import CONTENT_TYPE
 from rasura.service.limits import Limits, Rates, Tenants
 from rasura.service.server import application

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rasura.interfaces import InputError
-from rasura.rng import generator
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator
 from rasura.shadows.groups import bands, by_frequency, groups_of
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector

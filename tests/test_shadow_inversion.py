@@ -12,16 +12,16 @@ import torch
 from rasura import registry
 from rasura.attacks.shadow_generation import restored, trained
 from rasura.attacks.shadow_inversion import Preimages, Strategy, announced_ghost, inverted
+from rasura.core.interfaces import Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.values import Observation
 from rasura.defenses.token_obfuscation import ghost
-from rasura.interfaces import Budget, NotApplicable
 from rasura.priors.trigram import Trigram
-from rasura.rng import generator
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector
 from rasura.shadows.table import ShadowSettings, ShadowTable, token_embedding
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
-from rasura.threat import HONEST_SERVER, observe
-from rasura.values import Observation
 from rasura.victims.step import step
 
 SMALL = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)

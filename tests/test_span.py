@@ -16,13 +16,13 @@ from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, row_space, 
 from rasura.attacks.span.sentences import Finder, checker, rearranged
 from rasura.attacks.span.tokens import robust_fit
 from rasura.attacks.verify import VERIFIED, check, relative_error
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.values import UNKNOWN, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
 from rasura.data.text import Example, encode
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.registry import parse_defense, parse_update
-from rasura.rng import generator
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
-from rasura.threat import HONEST_SERVER, observe
-from rasura.values import UNKNOWN, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
 from rasura.victims.loading import load
 from rasura.victims.models import layer_inputs, parts
 from rasura.victims.step import gradients, step

@@ -10,10 +10,10 @@ from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.span_matching import SpanMatching
 from rasura.attacks.span_matching.discrete import beam_search, fill_holes, neighbours
 from rasura.attacks.span_matching.objective import Objective, readout
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.rng import generator
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.values import Message, Observation
 from rasura.testing.tiny import CLS, ENCODERS, FAMILIES, SEP, batch_of, tiny
-from rasura.values import Message, Observation
 from rasura.victims.models import read_position
 
 SHORT = [CLS, 40, 3, 41, 9, SEP]

@@ -11,8 +11,8 @@ from study_setting import notes, study_folder
 from typer.testing import CliRunner
 
 from rasura.cli import app
-from rasura.interfaces import InputError
-from rasura.options import known
+from rasura.core.interfaces import InputError
+from rasura.core.options import known
 from rasura.plan import Plan
 from rasura.registry import parse_defense
 from rasura.service_audit import ServicePlan

@@ -9,13 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rasura.answers import Answers
-from rasura.obfuscation.service import Service
-from rasura.obfuscation.services import custext, dp_forward, plain
-from rasura.registry import parse_defense
-from rasura.rng import generator
-from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
-from rasura.threat import (
+from rasura.core.answers import Answers
+from rasura.core.rng import generator
+from rasura.core.threat import (
     HONEST_SERVER,
     MALICIOUS_SERVER,
     MODEL_USER,
@@ -30,7 +26,11 @@ from rasura.threat import (
     observe_service,
     service_transcript,
 )
-from rasura.values import UNKNOWN, Grant, ImageBatch, Mechanism, Message, NotGranted, Stage, Transcript
+from rasura.core.values import UNKNOWN, Grant, ImageBatch, Mechanism, Message, NotGranted, Stage, Transcript
+from rasura.obfuscation.service import Service
+from rasura.obfuscation.services import custext, dp_forward, plain
+from rasura.registry import parse_defense
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 from rasura.victims.step import step
 
 PUBLIC = {Grant.MODEL, Grant.BASE_MODEL, Grant.MECHANISM, Grant.BATCH_SIZE, Grant.REFERENCE_TEXT, Grant.LANGUAGE_MODEL}

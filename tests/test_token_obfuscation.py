@@ -15,16 +15,16 @@ from commands import rasura_command, refused
 from torch import Tensor
 
 from rasura import protection
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator
+from rasura.core.values import Vocabulary
 from rasura.defenses.token_obfuscation import ghost
-from rasura.interfaces import InputError
 from rasura.registry import parse_defense
-from rasura.rng import generator
 from rasura.shadows.models import made_for
 from rasura.shadows.neighbours import common, neighbours
 from rasura.shadows.selection import Selection, Selector
 from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable, lemmas, search, usable_tokens
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
-from rasura.values import Vocabulary
 from rasura.victims.step import step
 
 __all__ = ["model_folder"]

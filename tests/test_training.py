@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from training_setting import RECIPE, figures, fine_tuning, notes, rows
 from transformers import get_scheduler
 
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator
 from rasura.data.text import load_examples
-from rasura.interfaces import InputError
 from rasura.metrics.utility import causal, classification
-from rasura.rng import generator
 from rasura.testing.tiny import VOCABULARY, tiny
 from rasura.training import Training, TrainPlan
 from rasura.victims.batching import batches, joined, split

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.reading import load_hidden, load_update
 from rasura.victims.loading import Victim, load
 

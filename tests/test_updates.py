@@ -11,15 +11,15 @@ from update_setting import NOTE, sent_by
 
 from rasura import registry
 from rasura.attacks.span import Span
+from rasura.core.interfaces import Budget, InputError, Transform
+from rasura.core.rng import generator
+from rasura.core.updates import WEIGHT_DECAY, Local, announced_update, changed
+from rasura.core.values import Grant, Mechanism, Stage, Transcript
 from rasura.defenses.compose import mean
-from rasura.interfaces import Budget, InputError, Transform
 from rasura.plan import Plan
 from rasura.registry import parse_update
-from rasura.rng import generator
 from rasura.testing.settings import seen
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
-from rasura.updates import WEIGHT_DECAY, Local, announced_update, changed
-from rasura.values import Grant, Mechanism, Stage, Transcript
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 

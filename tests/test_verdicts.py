@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from rows import GUESS, MANY, METRIC, READ, column, of, record, runs
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise

@@ -26,12 +26,12 @@ from rasura.attacks.verify import (
     told,
     verified,
 )
-from rasura.interfaces import AttackFailed
-from rasura.rng import generator
+from rasura.core.interfaces import AttackFailed
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, WITH_LABELS, observe
+from rasura.core.updates import FEDSGD, Local, announced_update, changed
+from rasura.core.values import UNKNOWN, Grant, Message, Observation, Proof
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
-from rasura.threat import HONEST_SERVER, WITH_LABELS, observe
-from rasura.updates import FEDSGD, Local, announced_update, changed
-from rasura.values import UNKNOWN, Grant, Message, Observation, Proof
 from rasura.victims.step import step
 
 TEXT = [CLS, 40, 3, 41, 9, 42, SEP]

@@ -10,10 +10,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from rasura.interfaces import InputError
-from rasura.rng import generator
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator
+from rasura.core.threat import adversary_copy
 from rasura.testing.tiny import ENCODERS, FAMILIES, PAD, VOCABULARY, batch_for, tiny
-from rasura.threat import adversary_copy
 from rasura.victims.loading import load, vocabulary
 from rasura.victims.models import is_eager, parts, position_ids, register
 from rasura.victims.step import capture, step

@@ -13,10 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rasura.interfaces import InputError
-from rasura.rng import generator
-from rasura.values import Message
-from rasura.wire import MAGIC, Limits, WireError, from_bytes, mask_digest, to_bytes
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator
+from rasura.core.values import Message
+from rasura.core.wire import MAGIC, Limits, WireError, from_bytes, mask_digest, to_bytes
 
 
 def message(seed: int = 0) -> Message:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rasura import registry
+from rasura.core.rng import generator
+from rasura.core.threat import THREATS, observe
+from rasura.core.values import Observation
 from rasura.data.text import Example, encode
 from rasura.registry import parse_update
-from rasura.rng import generator
-from rasura.threat import THREATS, observe
-from rasura.values import Observation
 from rasura.victims.loading import Victim, with_fresh_adapter
 from rasura.victims.step import step
 

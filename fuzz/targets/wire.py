@@ -11,12 +11,12 @@ import torch
 
 from fuzz.mutations import as_json, damaged, retyped
 from fuzz.target import Target
-from rasura.values import Message
-from rasura.wire import DTYPES, START, from_bytes, to_bytes
+from rasura.core.values import Message
+from rasura.core.wire import DTYPES, START, from_bytes, to_bytes
 
 
 class Wire(Target):
-    """``rasura.wire.from_bytes``; what is read must be finite, and written again be the same."""
+    """``rasura.core.wire.from_bytes``; what is read must be finite, and written again be the same."""
 
     name, share = "wire", 360
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rasura.values import Mechanism
+from rasura.core.values import Mechanism
 
 POISSON = ("dp-sgd", "normalised")
 """Mechanisms whose guarantee assumes that every text joins a batch by chance, each for itself."""

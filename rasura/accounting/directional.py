@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rasura.accounting.epsilon import ORDERS, checked_delta, converted
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 Floats = NDArray[np.float64]
 

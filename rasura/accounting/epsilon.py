@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rasura.errors import InputError, MissingExtra
+from rasura.core.errors import InputError, MissingExtra
 
 Accountant = Literal["pld", "rdp", "paper"]
 ACCOUNTANTS = ("pld", "rdp", "paper")

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from rasura.accounting.compositions import DIRECTIONAL, FORMAL, POISSON, composition
 from rasura.accounting.epsilon import LEAST_SIGMA, checked_delta
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release, Spent, spent
-from rasura.errors import InputError
-from rasura.values import Mechanism
+from rasura.core.errors import InputError
+from rasura.core.values import Mechanism
 
 NONE = "no formal guarantee"
 

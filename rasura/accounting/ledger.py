@@ -13,8 +13,8 @@ from typing import Any
 from rasura.accounting.compositions import composition
 from rasura.accounting.guarantees import Guarantee, Run, guarantee, stated
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release
-from rasura.errors import InputError
-from rasura.values import Mechanism
+from rasura.core.errors import InputError
+from rasura.core.values import Mechanism
 
 VERSION = 1
 

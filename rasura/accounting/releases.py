@@ -16,8 +16,8 @@ import numpy as np
 from rasura.accounting.compositions import DIRECTIONAL, FORMAL, POISSON
 from rasura.accounting.directional import directional_epsilon
 from rasura.accounting.epsilon import NOISES, Sampled, composed_epsilon, finite
-from rasura.errors import InputError
-from rasura.values import Mechanism
+from rasura.core.errors import InputError
+from rasura.core.values import Mechanism
 
 Sampling = Literal["poisson", "disjoint", "unknown"]
 """How a batch was drawn: each text by chance; from a division of all texts that does not depend on them; by someone else."""

@@ -17,10 +17,10 @@ from rasura.attacks.pursuit import Pursuit
 from rasura.attacks.span import Span
 from rasura.attacks.span_matching import SpanMatching
 from rasura.attacks.verify import check
-from rasura.interfaces import Attack, AttackFailed, Budget, NotApplicable
-from rasura.rng import child
-from rasura.specs import AttackSpec, Home
-from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
+from rasura.core.interfaces import Attack, AttackFailed, Budget, NotApplicable
+from rasura.core.rng import child
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 
 _CERTAINTY = {"verified": 3, "span": 2, "matched": 1, "none": 0}
 

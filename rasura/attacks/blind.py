@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Generator
 
-from rasura.interfaces import Budget, NotApplicable
+from rasura.core.interfaces import Budget, NotApplicable
+from rasura.core.specs import IMAGES, TEXT, AttackSpec
+from rasura.core.values import Grant, Observation, Reconstruction
 from rasura.priors import words
 from rasura.priors.ngram import Unigram
-from rasura.specs import IMAGES, TEXT, AttackSpec
-from rasura.values import Grant, Observation, Reconstruction
 
 
 def best_guess(prior: Unigram, length: int) -> tuple[int, ...]:

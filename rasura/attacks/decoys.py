@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Generator, Tensor
 
-from rasura.updates import changed
-from rasura.values import Observation, Vocabulary
+from rasura.core.updates import changed
+from rasura.core.values import Observation, Vocabulary
 from rasura.victims.models import parts
 
 MOST_TEXTS = 4

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rasura.values import Vocabulary
+from rasura.core.values import Vocabulary
 
 
 def ordinary_ids(vocabulary: Vocabulary) -> Tensor:

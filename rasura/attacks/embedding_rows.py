@@ -14,9 +14,9 @@ from torch import Generator, Tensor
 
 from rasura.attacks.tied_rows import without_output_part
 from rasura.attacks.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.specs import AttackSpec, Home
-from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import Parts, first_position, parts
 
 FLOOR = 1e-9

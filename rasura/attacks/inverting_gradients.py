@@ -19,10 +19,10 @@ from rasura.attacks.gradient_matching.factors import Factor
 from rasura.attacks.image_layers import ImageGradients, LayerInput, layer_input
 from rasura.attacks.label_recovery import LabelRecovery
 from rasura.attacks.verify import relative_error
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.rng import child
-from rasura.specs import IMAGES, AttackSpec, Home
-from rasura.values import Grant, Observation, Reconstruction
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.rng import child
+from rasura.core.specs import IMAGES, AttackSpec, Home
+from rasura.core.values import Grant, Observation, Reconstruction
 
 _SMOOTH = 1e-3
 """Total variation is ``sqrt(d^2 + _SMOOTH^2)``, which has a gradient everywhere; differences below 1/255 cost little."""

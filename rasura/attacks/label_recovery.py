@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.specs import AttackSpec
-from rasura.values import Grant, Observation, Reconstruction, Vocabulary
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec
+from rasura.core.values import Grant, Observation, Reconstruction, Vocabulary
 from rasura.victims.models import Linear, layer_inputs, parts
 
 _PROBES = 16

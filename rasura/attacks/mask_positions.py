@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.specs import AttackSpec, Home
-from rasura.values import Grant, Observation, Parameter, Reconstruction
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import parts
 
 WINDOW = 33

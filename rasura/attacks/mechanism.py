@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rasura.mechanisms import Protection, typed
-from rasura.values import Grant, Observation
+from rasura.core.mechanisms import Protection, typed
+from rasura.core.values import Grant, Observation
 
 
 def announced(seen: Observation) -> tuple[Protection, ...]:

@@ -6,8 +6,8 @@ import torch
 
 from rasura.attacks.embedding_rows import is_noisy, most_tokens
 from rasura.attacks.span.rows import visible_blocks, visible_gradients
-from rasura.updates import announced_update
-from rasura.values import Grant, Observation
+from rasura.core.updates import announced_update
+from rasura.core.values import Grant, Observation
 from rasura.victims.models import parts
 
 UNBALANCED = 1e-2

@@ -27,10 +27,10 @@ from rasura.attacks.span.rows import Inputs, masked_gradients
 from rasura.attacks.span.sentences import rearranged
 from rasura.attacks.span.tokens import candidates
 from rasura.attacks.verify import MOST_LABELINGS, pad, prove, verified
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.specs import AttackSpec
-from rasura.updates import announced_update
-from rasura.values import Grant, Observation, Reconstruction
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec
+from rasura.core.updates import announced_update
+from rasura.core.values import Grant, Observation, Reconstruction
 from rasura.victims.models import is_eager, parts, positions
 
 LONGEST = 40

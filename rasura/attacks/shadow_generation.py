@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.shadow_inversion import Preimages, announced_ghost, preimages_of, substitutes
-from rasura.interfaces import AttackFailed, Budget
-from rasura.rng import generator
+from rasura.core.interfaces import AttackFailed, Budget
+from rasura.core.rng import generator
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import Grant, Observation, Reconstruction, Vocabulary
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import Selector
 from rasura.shadows.table import ShadowTable, embedding_digest, token_embedding
-from rasura.specs import AttackSpec, Home
-from rasura.values import Grant, Observation, Reconstruction, Vocabulary
 
 LONGEST = 64
 """Tokens of a reference text that is learned from."""

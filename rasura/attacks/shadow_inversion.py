@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.best import Best
-from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
+from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
+from rasura.core.rng import generator
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction
 from rasura.priors import language
-from rasura.rng import generator
 from rasura.shadows.models import made_for
 from rasura.shadows.neighbours import unit_rows
 from rasura.shadows.table import ShadowSettings, ShadowTable, token_embedding
-from rasura.specs import AttackSpec, Home
-from rasura.values import UNKNOWN, Grant, Observation, Reconstruction
 
 Strategy = Literal["sampling", "maximum", "median", "mean", "lattice"]
 

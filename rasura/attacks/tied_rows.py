@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from rasura.interfaces import AttackFailed, NotApplicable
+from rasura.core.interfaces import AttackFailed, NotApplicable
 
 _OUTSIDE = 1e-4
 """Share of a row outside the output part's span above which the row holds an input word (noise: 1e-6)."""

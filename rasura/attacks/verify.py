@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.decoys import Texts, decoys, free_places, weakest, words
-from rasura.interfaces import AttackFailed
-from rasura.rng import generator
-from rasura.updates import announced_update, changed
-from rasura.values import UNKNOWN, Confidence, Grant, Observation, Parameter, Proof, Reconstruction, Vocabulary
+from rasura.core.interfaces import AttackFailed
+from rasura.core.rng import generator
+from rasura.core.updates import announced_update, changed
+from rasura.core.values import UNKNOWN, Confidence, Grant, Observation, Parameter, Proof, Reconstruction, Vocabulary
 from rasura.victims.models import layer_inputs, parts
 
 VERIFIED = 1e-3

@@ -6,7 +6,7 @@ import logging
 
 from rasura.cli import about, account, audit, calibrate, keys, membership, new, obfuslm, service, study, train
 from rasura.cli.shared import app, err
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 __all__ = [
     "about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "obfuslm", "service", "study",

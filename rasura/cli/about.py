@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rasura import __version__
 from rasura.cli.shared import app, err, out
-from rasura.errors import MissingExtra
+from rasura.core.errors import MissingExtra
 
 
 def _version(wanted: bool) -> None:
@@ -46,9 +46,9 @@ def list_names(
 
     Example: rasura list defenses
     """
-    from rasura.options import known
+    from rasura.core.options import known
+    from rasura.core.threat import THREATS
     from rasura.registry import KINDS
-    from rasura.threat import THREATS
 
     unusable: dict[str, str] = {}
     if known("list", kind, (*KINDS, "threats")) == "threats":

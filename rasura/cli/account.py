@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from rasura.cli.shared import app, err, out, split
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 
 def _figures(text: str | None, name: str) -> list[float]:
@@ -47,7 +47,7 @@ def account(
     Example: rasura account --sigma 0.5,1,2 --examples 5056 --batch-size 128 --epochs 10
     """
     from rasura.accounting import ACCOUNTANTS, Run, directional_epsilon, epsilon, sigma_for
-    from rasura.options import known
+    from rasura.core.options import known
 
     if ledger is not None:
         if any(value is not None for value in (sigma, target_epsilon, kappa, dimension, examples, rate)):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, numbers, out, split, watched
-from rasura.errors import AttackFailed, InputError, NotApplicable
+from rasura.core.errors import AttackFailed, InputError, NotApplicable
 
 
 @app.command()
@@ -81,7 +81,7 @@ def audit(
     """
     from dataclasses import replace
 
-    from rasura.options import known
+    from rasura.core.options import known
     from rasura.plan import SUITES, Plan, from_toml
     from rasura.report.gate import checked_limit
 
@@ -121,7 +121,7 @@ def run_audit(
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     from rasura.auditing import Audit
-    from rasura.records import RunStore
+    from rasura.core.records import RunStore
     from rasura.report.findings import findings, summarise
     from rasura.report.gate import gate
     from rasura.report.page import write_report
@@ -210,10 +210,10 @@ def read(
     """
     from typing import get_args
 
-    from rasura.interfaces import Budget
-    from rasura.options import known
+    from rasura.core.interfaces import Budget
+    from rasura.core.options import known
+    from rasura.core.values import Task
     from rasura.reading import read_update
-    from rasura.values import Task
     from rasura.victims.loading import load
 
     kind: Any = known("task", task, get_args(Task))

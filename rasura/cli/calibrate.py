@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, out, split, watched
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 
 @app.command()

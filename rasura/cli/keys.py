@@ -23,8 +23,8 @@ def keys(
 
     Example: rasura keys keys --clients 4
     """
+    from rasura.core.options import known
     from rasura.defenses.homomorphic import make_keys
-    from rasura.options import known
 
     chosen: Any = known("scheme", scheme, ("bfv", "ckks"))
     made = make_keys(clients, chosen)

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, out, split, watched
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 
 @app.command()
@@ -55,8 +55,8 @@ def membership(
 
     Example: rasura membership runs/train/none-0/model --members train.jsonl --rows runs/train/rows.json
     """
+    from rasura.core.options import known
     from rasura.membership import MembershipPlan
-    from rasura.options import known
     from rasura.registry import MEMBERSHIP
     from rasura.victims.train import Recipe
 
@@ -75,8 +75,8 @@ def membership(
 
 def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
     """The run's identity, and a record of every attack."""
+    from rasura.core.records import RunStore
     from rasura.membership import MembershipAudit
-    from rasura.records import RunStore
 
     with err.status("loading the model and the texts"):
         prepared = MembershipAudit(plan, folder, device=device)

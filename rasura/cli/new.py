@@ -20,8 +20,8 @@ def new(
 
     Example: rasura new federated my-app --clients 4
     """
+    from rasura.core.options import known
     from rasura.integrations.flower.new_app import new_app
-    from rasura.options import known
 
     known("project", kind, ("federated",))
     place = new_app(folder, clients)

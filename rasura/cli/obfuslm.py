@@ -42,9 +42,9 @@ def obfuslm(
 
     Example: rasura protect obfuslm minilm served --key my.key
     """
+    from rasura.core.options import known
     from rasura.obfuscation.folder import obfuscate_model
     from rasura.obfuscation.settings import ObfuscationSettings
-    from rasura.options import known
 
     settings = ObfuscationSettings(k, epsilon, beta, plus, hidden_k, hidden_epsilon)
     kind: Any = known("task", task, ("auto", "classification", "causal"))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rasura.cli.shared import app, device_named, err, out
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 client = typer.Typer(no_args_is_help=True, help="Use a model service: texts and the key stay here, only token ids are sent.")
 app.add_typer(client, name="client")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn

@@ -13,7 +13,7 @@ from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
 from rasura.cli.shared import app, err, numbers, split, watched
 from rasura.cli.train import prepared, trained
-from rasura.errors import MissingExtra
+from rasura.core.errors import MissingExtra
 
 
 @app.command()
@@ -65,7 +65,7 @@ def study(
 
 def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: bool) -> tuple[str, Any]:
     """Section and figure of an audit, alone or beside a training."""
-    from rasura.records import RunStore
+    from rasura.core.records import RunStore
     from rasura.studies import figures, files, tables
 
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.

@@ -143,7 +143,7 @@ def train(
 
     Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
     """
-    from rasura.options import known
+    from rasura.core.options import known
     from rasura.training import TrainPlan
     from rasura.victims.train import Recipe
 

@@ -11,8 +11,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+from rasura.core.errors import InputError
 from rasura.data.rows import shown
-from rasura.errors import InputError
 
 TEXT = (
     "text", "texts", "sentence", "content", "body", "note", "message", "comment", "review", "document", "sentence1",

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rasura.core.interfaces import InputError, MissingExtra
+from rasura.core.values import ImageBatch
 from rasura.data.columns import MAX_CLASSES
-from rasura.interfaces import InputError, MissingExtra
-from rasura.values import ImageBatch
 
 SUFFIXES = (".png", ".jpg", ".jpeg")
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 PIECE = 1 << 20
 """Bytes that are read at once."""

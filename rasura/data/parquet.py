@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rasura.errors import InputError, MissingExtra
+from rasura.core.errors import InputError, MissingExtra
 
 
 def check_installed() -> None:

@@ -10,8 +10,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+from rasura.core.errors import InputError, MissingExtra
 from rasura.data.lines import Lines
-from rasura.errors import InputError, MissingExtra
 
 Row = tuple[int, Mapping[str, Any]]
 """Number and cells by column. Of JSONL the number is the line's; else 1 is the first row, of CSV that behind the header."""

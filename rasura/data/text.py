@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from rasura.core.interfaces import InputError
+from rasura.core.values import Batch, Task
 from rasura.data.columns import NAMES, Chosen, Columns, Labels, model_classes, taken
 from rasura.data.rows import MAX_CELL, Source, shown
-from rasura.interfaces import InputError
-from rasura.values import Batch, Task
 
 _LOG = logging.getLogger("rasura.data")
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rasura.accumulation import NAME, least_tokens, tokens_in
-from rasura.interfaces import InputError, NotSent, Transform
-from rasura.mechanisms import Accumulate
-from rasura.rng import Randomness
-from rasura.specs import TEXT, DefenseSpec, Strength
-from rasura.values import Message, Stage
+from rasura.core.accumulation import NAME, least_tokens, tokens_in
+from rasura.core.interfaces import InputError, NotSent, Transform
+from rasura.core.mechanisms import Accumulate
+from rasura.core.rng import Randomness
+from rasura.core.specs import TEXT, DefenseSpec, Strength
+from rasura.core.values import Message, Stage
 
 Held = tuple[int, int]
 """The state: different tokens that the step was made of, and how many it takes to be sent."""
@@ -25,7 +25,7 @@ def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Tra
     """Send an update only if it was made of at least ``tokens`` different tokens, or ``widths`` times the hidden size d.
 
     Special tokens count; padding does not, nor does what leaves no gradient (``accumulation.tokens_in``). Applied to a step
-    with fewer, it raises ``NotSent``: whoever trains or audits gathers batches first (``rasura.accumulation``). Raises
+    with fewer, it raises ``NotSent``: whoever trains or audits gathers batches first (``rasura.core.accumulation``). Raises
     ``InputError`` unless exactly one of the two is given, above 0.
     """
     if (tokens is None) == (widths is None):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from rasura.interfaces import Defense, InputError, Transform
-from rasura.mechanisms import Mean
-from rasura.rng import Randomness
-from rasura.specs import DefenseSpec
-from rasura.values import Gradients, PerExample, Stage
+from rasura.core.interfaces import Defense, InputError, Transform
+from rasura.core.mechanisms import Mean
+from rasura.core.rng import Randomness
+from rasura.core.specs import DefenseSpec
+from rasura.core.values import Gradients, PerExample, Stage
 
 ORDER = (Stage.DATA, Stage.MODEL, Stage.AGGREGATE, Stage.WIRE)
 """The stages in the order in which a step runs through them."""

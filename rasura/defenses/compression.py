@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rasura.core.interfaces import Transform
+from rasura.core.mechanisms import Bf16, Fp16, Protection, Sign
+from rasura.core.rng import Randomness
+from rasura.core.specs import DefenseSpec
+from rasura.core.values import Message, Stage
 from rasura.defenses.compose import stateless
-from rasura.interfaces import Transform
-from rasura.mechanisms import Bf16, Fp16, Protection, Sign
-from rasura.rng import Randomness
-from rasura.specs import DefenseSpec
-from rasura.values import Message, Stage
 
 
 def _each(told: Protection, change: Callable[[Tensor], Tensor]) -> Transform[Message, Message, None]:

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rasura.core.interfaces import InputError, Transform
+from rasura.core.mechanisms import Directional
+from rasura.core.options import options
+from rasura.core.rng import Randomness
+from rasura.core.specs import DefenseSpec, Strength
+from rasura.core.values import Gradients, PerExample, Stage
 from rasura.defenses.compose import stateless
 from rasura.defenses.dp_sgd import positive
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws, unit
-from rasura.interfaces import InputError, Transform
-from rasura.mechanisms import Directional
-from rasura.options import options
-from rasura.rng import Randomness
-from rasura.specs import DefenseSpec, Strength
-from rasura.values import Gradients, PerExample, Stage
 
 BLOCKS = ("whole", "parameters")
 

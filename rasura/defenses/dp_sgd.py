@@ -1,8 +1,8 @@
 """DP-SGD (Abadi et al. 2016) and its sibling that scales instead of clipping: every text's gradient by itself, then noise.
 
 The guarantee is in ``rasura.accounting``. It holds for texts that join a batch by chance (Poisson sampling), for noise that
-nobody can repeat (``rasura.rng.secret_generator()``), and for all that is trained: a frozen layer sends nothing and needs
-no noise.
+nobody can repeat (``rasura.core.rng.secret_generator()``), and for all that is trained: a frozen layer sends nothing and
+needs no noise.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rasura.core.interfaces import InputError, Transform
+from rasura.core.mechanisms import DpSgd, Normalised
+from rasura.core.options import options
+from rasura.core.rng import Randomness, laplace, normal
+from rasura.core.specs import DefenseSpec, Strength
+from rasura.core.values import Gradients, PerExample, Stage
 from rasura.defenses.compose import stateless
-from rasura.interfaces import InputError, Transform
-from rasura.mechanisms import DpSgd, Normalised
-from rasura.options import options
-from rasura.rng import Randomness, laplace, normal
-from rasura.specs import DefenseSpec, Strength
-from rasura.values import Gradients, PerExample, Stage
 
 NOISES = ("gaussian", "laplace")
 

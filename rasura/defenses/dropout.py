@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from rasura.core.interfaces import InputError, Transform
+from rasura.core.mechanisms import Dropout
+from rasura.core.rng import Randomness
+from rasura.core.specs import TEXT, DefenseSpec, Strength
+from rasura.core.values import Stage
 from rasura.defenses.compose import stateless
-from rasura.interfaces import InputError, Transform
-from rasura.mechanisms import Dropout
-from rasura.rng import Randomness
-from rasura.specs import TEXT, DefenseSpec, Strength
-from rasura.values import Stage
 
 _RATES = ("attention_dropout", "dropout", "hidden_dropout", "activation_dropout")
 """Float attributes that models hand to ``F.dropout`` (Llama, OPT) where others keep an ``nn.Dropout``."""

@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from torch import nn
 
+from rasura.core.interfaces import InputError, Transform
+from rasura.core.mechanisms import FrozenBlocks, FrozenEmbeddings
+from rasura.core.rng import Randomness
+from rasura.core.specs import TEXT, DefenseSpec
+from rasura.core.values import Stage
 from rasura.defenses.compose import stateless
 from rasura.defenses.structure import blocks, embedding_parameters
-from rasura.interfaces import InputError, Transform
-from rasura.mechanisms import FrozenBlocks, FrozenEmbeddings
-from rasura.rng import Randomness
-from rasura.specs import TEXT, DefenseSpec
-from rasura.values import Stage
 
 Frozen = list[nn.Parameter] | None
 """The state: the parameters that were trainable before, which ``undo`` makes trainable again."""

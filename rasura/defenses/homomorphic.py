@@ -28,8 +28,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rasura.errors import InputError, MissingExtra
-from rasura.files import read_limited, write_whole
+from rasura.core.errors import InputError, MissingExtra
+from rasura.core.files import read_limited, write_whole
 
 Scheme = Literal["bfv", "ckks"]
 

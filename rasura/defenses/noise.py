@@ -2,7 +2,7 @@
 
 No formal guarantee is claimed for this per-batch form: differential privacy for single texts needs clipping *per example*
 (DP-SGD), noise from a cryptographic source, and accounting over all steps. In a real deployment pass
-``rasura.rng.secret_generator()``, the operating system's randomness: whoever knows a seed can subtract the noise.
+``rasura.core.rng.secret_generator()``, the operating system's randomness: whoever knows a seed can subtract the noise.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rasura.core.interfaces import InputError, Transform
+from rasura.core.mechanisms import Gaussian, Laplace
+from rasura.core.rng import Randomness, laplace, normal
+from rasura.core.specs import DefenseSpec, Strength
+from rasura.core.values import Message, Stage
 from rasura.defenses.compose import stateless
-from rasura.interfaces import InputError, Transform
-from rasura.mechanisms import Gaussian, Laplace
-from rasura.rng import Randomness, laplace, normal
-from rasura.specs import DefenseSpec, Strength
-from rasura.values import Message, Stage
 
 Draw = Callable[[Sequence[int], Randomness], Tensor]
 

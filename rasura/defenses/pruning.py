@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rasura.core.interfaces import InputError, Transform
+from rasura.core.mechanisms import mechanism
+from rasura.core.rng import Randomness, uniform
+from rasura.core.specs import DefenseSpec, Strength
+from rasura.core.values import Message, Stage
 from rasura.defenses.compose import stateless
-from rasura.interfaces import InputError, Transform
-from rasura.mechanisms import mechanism
-from rasura.rng import Randomness, uniform
-from rasura.specs import DefenseSpec, Strength
-from rasura.values import Message, Stage
 
 
 def _smallest(scores: Tensor, count: int) -> Tensor:

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from rasura.core.interfaces import InputError, Transform
+from rasura.core.mechanisms import mechanism
+from rasura.core.options import options
+from rasura.core.rng import Randomness, generator
+from rasura.core.specs import DefenseSpec, Strength
+from rasura.core.values import Message, Parameter, Stage
+from rasura.core.wire import mask_digest
 from rasura.defenses.homomorphic import Context, Scheme, make_keys, parameters_for, seal
 from rasura.defenses.significance import NAMED, SCORED, named, scores
 from rasura.defenses.structure import embedding_parameters
-from rasura.interfaces import InputError, Transform
-from rasura.mechanisms import mechanism
-from rasura.options import options
-from rasura.rng import Randomness, generator
-from rasura.specs import DefenseSpec, Strength
-from rasura.values import Message, Parameter, Stage
-from rasura.wire import mask_digest
 
 Embeddings = Literal["counted", "sealed", "clear"]
 

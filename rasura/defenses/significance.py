@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.interfaces import InputError
+from rasura.core.rng import Randomness, uniform
+from rasura.core.updates import classified
 from rasura.defenses.structure import blocks, embedding_parameters
-from rasura.interfaces import InputError
-from rasura.rng import Randomness, uniform
-from rasura.updates import classified
 
 SCORED = ("grad", "param", "prodsig", "random", "sens", "sens-exact", "sens-discrete")
 """Metrics that give every entry a score, of which the largest are sealed."""

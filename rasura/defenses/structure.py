@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 
 
 def _size(module: nn.Module) -> int:

@@ -10,15 +10,15 @@ from dataclasses import asdict, replace
 import torch
 from torch import nn
 
-from rasura.interfaces import Transform
-from rasura.mechanisms import mechanism
-from rasura.options import options
-from rasura.rng import Randomness
+from rasura.core.interfaces import Transform
+from rasura.core.mechanisms import mechanism
+from rasura.core.options import options
+from rasura.core.rng import Randomness
+from rasura.core.specs import TEXT, DefenseSpec, Strength
+from rasura.core.values import Batch, Stage, Vocabulary
 from rasura.shadows.models import made_for
 from rasura.shadows.selection import DEFAULT, Selection, Selector
 from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
-from rasura.specs import TEXT, DefenseSpec, Strength
-from rasura.values import Batch, Stage, Vocabulary
 
 
 def ghost(

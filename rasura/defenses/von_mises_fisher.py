@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rasura.rng import Randomness, gamma, normal, uniform
+from rasura.core.rng import Randomness, gamma, normal, uniform
 
 TOGETHER = 32
 """Rows of one Gaussian vector: more of them cost more in products of the rows with each other than they save in draws."""

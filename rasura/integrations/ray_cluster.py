@@ -10,11 +10,11 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rasura.errors import InputError, MissingExtra
+from rasura.core.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from rasura.auditing import Audit, Cell
-    from rasura.records import Record, RunStore
+    from rasura.core.records import Record, RunStore
 
 LOSSES = 3
 """Workers that may be lost over the same cells before these are given up: they then kill their workers, most likely by

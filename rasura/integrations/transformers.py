@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from rasura.accounting import Guarantee, Ledger
-from rasura.interfaces import Defense, InputError
+from rasura.core.interfaces import Defense, InputError
 from rasura.private import protect_training
 
 LEDGER = "rasura_ledger.json"

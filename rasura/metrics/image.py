@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rasura.interfaces import Unavailable
+from rasura.core.interfaces import Unavailable
+from rasura.core.specs import IMAGES, MetricSpec
+from rasura.core.values import Reconstruction, Transcript
 from rasura.metrics.matching import assign
-from rasura.specs import IMAGES, MetricSpec
-from rasura.values import Reconstruction, Transcript
 
 PSNR_MOST = 100.0
 """In dB: what identical images have, instead of infinity."""

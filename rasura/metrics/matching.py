@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from rasura.values import Reconstruction, Transcript
+from rasura.core.values import Reconstruction, Transcript
 
 
 def read_texts(guess: Reconstruction, truth: Transcript) -> list[str]:

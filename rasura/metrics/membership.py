@@ -14,7 +14,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 from rasura.metrics.intervals import pairs_interval, proportion_interval
 
 Array = np.ndarray

@@ -8,9 +8,9 @@ from typing import Literal
 
 import numpy as np
 
+from rasura.core.specs import MetricSpec
+from rasura.core.values import Reconstruction, Transcript
 from rasura.metrics.matching import assign, read_texts
-from rasura.specs import MetricSpec
-from rasura.values import Reconstruction, Transcript
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from rasura.core.specs import MetricSpec
+from rasura.core.values import Reconstruction, Transcript
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.text import _scorer, words
-from rasura.specs import MetricSpec
-from rasura.values import Reconstruction, Transcript
 
 _MONTHS = ["January", "February", "March", "April", "May", "June"]
 _MONTHS += ["July", "August", "September", "October", "November", "December"]

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rasura.answers import ServiceTranscript, TokenReading
+from rasura.core.answers import ServiceTranscript, TokenReading
+from rasura.core.values import UNKNOWN
 from rasura.metrics.text import rouge
-from rasura.values import UNKNOWN
 
 
 @dataclass(frozen=True)

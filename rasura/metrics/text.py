@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rasura.interfaces import Unavailable
+from rasura.core.interfaces import Unavailable
+from rasura.core.specs import MetricSpec
+from rasura.core.values import UNKNOWN, Reconstruction, Transcript
 from rasura.metrics.matching import assign, paired, read_texts
-from rasura.specs import MetricSpec
-from rasura.values import UNKNOWN, Reconstruction, Transcript
 
 
 @dataclass(frozen=True)

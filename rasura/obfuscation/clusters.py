@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 
 BLOCK_BYTES = 1 << 26
 """Size of a block of cosines."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.rng import Randomness
+from rasura.core.values import Task
 from rasura.obfuscation.key import PAIR, Key
 from rasura.obfuscation.model import obfuscate
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.tokenizer import describe, fixed_ids
-from rasura.rng import Randomness
-from rasura.values import Task
 from rasura.victims.loading import EMBEDDED, embedded_model_path, load
 from rasura.victims.models import parts
 

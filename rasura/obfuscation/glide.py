@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rasura.interfaces import InputError
-from rasura.rng import Randomness, normal, uniform
+from rasura.core.interfaces import InputError
+from rasura.core.rng import Randomness, normal, uniform
 
 Directions = Literal["ones", "random"]
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rasura.files import read_private, write_whole
-from rasura.interfaces import InputError, MissingExtra
+from rasura.core.files import read_private, write_whole
+from rasura.core.interfaces import InputError, MissingExtra
 
 PAIR = "obfuslm_pair"
 """The entry of the served model's ``config.json`` that says which key it goes with: sixteen random hex digits."""

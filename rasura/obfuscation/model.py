@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.rng import Randomness, permutation, secret_generator
 from rasura.obfuscation.clusters import Clusters, embed_cluster
 from rasura.obfuscation.residual import change_stream, model_head
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.synthesis import weight_synth
-from rasura.rng import Randomness, permutation, secret_generator
 from rasura.victims.models import parts
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.obfuscation.split import Change
 
 

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.rng import Randomness, uniform
+from rasura.core.values import Mechanism, Parameter, Stage, Vocabulary
 from rasura.obfuscation.word_vectors import glove
 from rasura.priors.ngram import Unigram
-from rasura.rng import Randomness, uniform
-from rasura.values import Mechanism, Parameter, Stage, Vocabulary
 
 BLOCK = 256
 """Tokens whose distributions are formed at once."""

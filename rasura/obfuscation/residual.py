@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.victims.models import QKV_NAMES, Linear, parts
 
 READS = QKV_NAMES | {"gate_proj", "up_proj", "c_fc", "lin1", "intermediate.dense", "fc1"}

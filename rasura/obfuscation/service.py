@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rasura.core.rng import Randomness, drawing, secret_generator
+from rasura.core.values import Mechanism, Vocabulary
 from rasura.obfuscation.replacement import Replacement, replaced
 from rasura.obfuscation.split import Split
-from rasura.rng import Randomness, drawing, secret_generator
-from rasura.values import Mechanism, Vocabulary
 
 
 @dataclass(frozen=True)

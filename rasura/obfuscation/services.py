@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from rasura.core.rng import Randomness, secret_generator
+from rasura.core.specs import ServiceProtectionSpec
+from rasura.core.values import Mechanism, Parameter, Stage, Vocabulary
 from rasura.obfuscation.glide import Directions, glide
 from rasura.obfuscation.model import obfuscate
 from rasura.obfuscation.noisy_states import Cape, MatrixGaussian, Prototypes, prototypes
@@ -15,9 +18,6 @@ from rasura.obfuscation.replacement import replacement
 from rasura.obfuscation.service import Service
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
-from rasura.rng import Randomness, secret_generator
-from rasura.specs import ServiceProtectionSpec
-from rasura.values import Mechanism, Parameter, Stage, Vocabulary
 from rasura.victims.models import parts
 
 

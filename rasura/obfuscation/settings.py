@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from rasura.core.rng import Randomness, laplace
 from rasura.obfuscation.clusters import Clusters
-from rasura.rng import Randomness, laplace
 
 BLOCK_BYTES = 1 << 26
 """Size of the rows of a block of clusters."""

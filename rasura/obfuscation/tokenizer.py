@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.obfuscation.key import PAIR, Key
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

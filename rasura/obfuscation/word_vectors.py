@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rasura.interfaces import InputError
-from rasura.values import Vocabulary
+from rasura.core.interfaces import InputError
+from rasura.core.values import Vocabulary
 
 
 def glove(path: str | Path, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

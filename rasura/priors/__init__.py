@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from rasura.interfaces import Prior
+from rasura.core.interfaces import Prior
+from rasura.core.values import Grant, Observation, Vocabulary
 from rasura.priors.causal import CausalPrior
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
-from rasura.values import Grant, Observation, Vocabulary
 
 
 def language(seen: Observation) -> Prior:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.values import Vocabulary
+from rasura.core.values import Vocabulary
 
 REMEMBERED = 1 << 16
 """Texts whose probability is kept: an attack tries the same orders again and again."""

@@ -10,8 +10,8 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-from rasura.interfaces import InputError
-from rasura.values import Vocabulary
+from rasura.core.interfaces import InputError
+from rasura.core.values import Vocabulary
 
 TYPICAL_TOKENS = 12
 """Tokens of a text of which nothing is known, special tokens left out."""

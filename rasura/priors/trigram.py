@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from rasura.core.values import Vocabulary
 from rasura.priors.ngram import Unigram
-from rasura.values import Vocabulary
 
 _EDGE = -1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rasura.core.specs import AttackSpec, DefenseSpec
 from rasura.registry.parsing import parts
 from rasura.registry.tables import ATTACKS, DEFENSES
-from rasura.specs import AttackSpec, DefenseSpec
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from importlib.metadata import EntryPoint, entry_points
 from pkgutil import walk_packages
 from typing import Any, TypeVar
 
-from rasura.errors import InputError, broken
-from rasura.options import known
-from rasura.specs import MethodSpec
+from rasura.core.errors import InputError, broken
+from rasura.core.options import known
+from rasura.core.specs import MethodSpec
 
 S = TypeVar("S", bound=MethodSpec)
 BASELINES = ("none", "blind")

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from rasura.core.errors import InputError
+from rasura.core.interfaces import Attack, Defense, Metric, Transform
+from rasura.core.specs import IMAGES, TEXT, AttackSpec, DefenseSpec, MethodSpec, MetricSpec
+from rasura.core.values import Reconstruction
 from rasura.defenses.compose import chain
-from rasura.errors import InputError
-from rasura.interfaces import Attack, Defense, Metric, Transform
 from rasura.registry.tables import ATTACKS, DEFENSES, METRICS
-from rasura.specs import IMAGES, TEXT, AttackSpec, DefenseSpec, MethodSpec, MetricSpec
-from rasura.values import Reconstruction
 
 S = TypeVar("S", bound=MethodSpec)
 GIVEN = "given as an object"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from rasura.core.errors import InputError
+from rasura.core.interfaces import Defense
+from rasura.core.specs import DefenseSpec
+from rasura.core.updates import Local
+from rasura.core.values import Stage
 from rasura.defenses.compose import chain
-from rasura.errors import InputError
-from rasura.interfaces import Defense
 from rasura.registry.collect import named
 from rasura.registry.tables import DEFENSES, UPDATES
-from rasura.specs import DefenseSpec
-from rasura.updates import Local
-from rasura.values import Stage
 
 ORDER = tuple(Stage)
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rasura.errors import InputError
-from rasura.options import name_of
+from rasura.core.errors import InputError
+from rasura.core.options import name_of
+from rasura.core.specs import DefenseSpec, Strength
 from rasura.registry.collect import named
 from rasura.registry.tables import DEFENSES
-from rasura.specs import DefenseSpec, Strength
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rasura.errors import InputError
-from rasura.interfaces import Attack, MembershipAttack, Metric, ServiceAttack
-from rasura.registry.collect import Registry, named
-from rasura.specs import (
+from rasura.core.errors import InputError
+from rasura.core.interfaces import Attack, MembershipAttack, Metric, ServiceAttack
+from rasura.core.specs import (
     AttackSpec,
     DefenseSpec,
     MembershipSpec,
@@ -18,7 +17,8 @@ from rasura.specs import (
     ServiceProtectionSpec,
     UpdateSpec,
 )
-from rasura.values import Reconstruction, Task
+from rasura.core.values import Reconstruction, Task
+from rasura.registry.collect import Registry, named
 
 ATTACKS = Registry("attack", AttackSpec, "rasura.attacks", "rasura.attacks")
 DEFENSES = Registry("defense", DefenseSpec, "rasura.defenses", "rasura.defenses", also="rasura.shadows")
@@ -28,7 +28,7 @@ SERVICE_ATTACKS = Registry("attack on a service", ServiceAttackSpec, "rasura.att
 SERVICE_PROTECTIONS = Registry(
     "protection of a service", ServiceProtectionSpec, "rasura.obfuscation", "rasura.service_protections"
 )
-UPDATES = Registry("update", UpdateSpec, "rasura.updates", "rasura.update_kinds")
+UPDATES = Registry("update", UpdateSpec, "rasura.core.updates", "rasura.update_kinds")
 MODELS = Registry("model family", ModelSpec, "rasura.victims", "rasura.models")
 
 KINDS: Mapping[str, Registry[Any]] = {
@@ -55,7 +55,7 @@ def attack(name: str) -> Attack[Reconstruction]:
     ['BASE_MODEL', 'MODEL']
     >>> attack("spam")
     Traceback (most recent call last):
-    rasura.errors.InputError: unknown attack 'spam'; did you mean span or span-matching?
+    rasura.core.errors.InputError: unknown attack 'spam'; did you mean span or span-matching?
     """
     return named(name, ATTACKS, "attack", ATTACKS.unusable.items()).make()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 from rasura.report.template import COLOURS, filled
 
 REACHED = ("found", "no need")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 from rasura.report.verdicts import Verdict, plain, texts_needed, unmeasured
 
 PASSED, ABOVE_LIMIT, NOT_JUDGED = 0, 3, 4

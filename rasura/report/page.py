@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rasura.files import write_whole
-from rasura.records import RunStore, refused_if_damaged
+from rasura.core.files import write_whole
+from rasura.core.records import RunStore, refused_if_damaged
 from rasura.report.calibration import finished, render_calibration
 from rasura.report.findings import Findings, findings, summarise
 from rasura.report.membership import membership_findings, render_membership

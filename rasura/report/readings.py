@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 from rasura.metrics.intervals import mean_or_interval
 
 Record = Mapping[str, Any]

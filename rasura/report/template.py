@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rasura.errors import MissingExtra
+from rasura.core.errors import MissingExtra
 
 COLOURS = ("#542d87", "#b5482a", "#2f7d5b", "#2a6fb5", "#a17c1a", "#8c3b6e")
 """Of the curves in a plot, in their order."""

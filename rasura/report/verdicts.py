@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from rasura.core.options import name_of
 from rasura.metrics.intervals import mean_interval
-from rasura.options import name_of
 from rasura.report.readings import BLIND, PORTFOLIO, Cell, Level, Reading, Record, cells_of, guessing, reading
 
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rasura.errors import InputError, MissingExtra
+from rasura.core.errors import InputError, MissingExtra
 from rasura.service.container import CHUNK, CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, header_bytes, tensor_shapes
 from rasura.service.limits import Refused
 

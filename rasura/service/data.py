@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from rasura.core.values import NO_TEXT, Batch, Vocabulary
 from rasura.service.container import DATA, tensor_shapes
 from rasura.service.limits import Limits, Refused
 from rasura.service.memory import check_job
-from rasura.values import NO_TEXT, Batch, Vocabulary
 
 EXPECTED = {"ids": "I32", "lengths": "I32", "labels": "I32", "types": "U8"}
 

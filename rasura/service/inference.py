@@ -15,11 +15,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from rasura.core.values import Batch
 from rasura.service.limits import Limits, Refused
 from rasura.service.memory import groups, together
 from rasura.service.models import opened
 from rasura.service.store import Model, Store
-from rasura.values import Batch
 from rasura.victims.train import predictions
 
 WINDOW = 0.004

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rasura.errors import InputError
-from rasura.files import read_private
+from rasura.core.errors import InputError
+from rasura.core.files import read_private
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of models and tenants: they never become a path, and could not leave a folder if they did."""

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 
-from rasura.errors import InputError, MissingExtra
+from rasura.core.errors import InputError, MissingExtra
 from rasura.service import data, memory, models
 from rasura.service.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, Outgoing, checked_name
 from rasura.service.guard import Guard

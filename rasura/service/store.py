@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 from rasura.service.limits import Refused
 
 SCHEMA = """

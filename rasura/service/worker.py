@@ -13,13 +13,13 @@ from typing import Any
 
 from torch import nn
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
+from rasura.core.rng import generator
+from rasura.core.values import Batch, Task
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
-from rasura.rng import generator
 from rasura.service import data, models
 from rasura.service.container import CONFIG, WEIGHTS
 from rasura.service.store import Job, Store, exclusive
-from rasura.values import Batch, Task
 from rasura.victims.loading import with_partial_adapter
 from rasura.victims.train import FineTuning, Recipe, nats, predictions
 

@@ -15,11 +15,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
+from rasura.core.values import Vocabulary
 from rasura.priors.ngram import Unigram
 from rasura.shadows.neighbours import unit_rows
 from rasura.shadows.table import NONE, ShadowTable
-from rasura.values import Vocabulary
 
 PIVOTS = 64
 """Groups whose members are looked for at once."""

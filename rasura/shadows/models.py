@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from rasura.core.values import Vocabulary
 from rasura.shadows.groups import grouped
 from rasura.shadows.table import (
     POLICY,
@@ -18,7 +19,6 @@ from rasura.shadows.table import (
     token_embedding,
     usable_tokens,
 )
-from rasura.values import Vocabulary
 
 _MADE: dict[tuple[str, ShadowSettings], ShadowTable] = {}
 

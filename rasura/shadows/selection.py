@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
-from rasura.rng import Randomness, integers
+from rasura.core.interfaces import InputError
+from rasura.core.rng import Randomness, integers
 from rasura.shadows.table import POLICY, RELAXED, ShadowTable, embedding_digest, token_embedding
 
 TOGETHER = 8192

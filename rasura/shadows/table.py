@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError, MissingExtra
+from rasura.core.interfaces import InputError, MissingExtra
+from rasura.core.values import Vocabulary
 from rasura.shadows.neighbours import common, neighbours
-from rasura.values import Vocabulary
 
 RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", "kept by policy")
 """What was given up for a token that no neighbour is left to by ``ShadowSettings.most``, by its code in the table."""

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rasura.rng import generator
+from rasura.core.rng import generator
+from rasura.core.values import Batch
 from rasura.studies.figures import Curve, Figure
 from rasura.studies.files import Study
 from rasura.studies.tables import head, row_of
 from rasura.training import Training, TrainPlan, folder_of
-from rasura.values import Batch
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 

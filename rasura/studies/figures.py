@@ -9,7 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from rasura.interfaces import MissingExtra
+from rasura.core.interfaces import MissingExtra
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.plan import Plan
 from rasura.report.page import strength

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rasura.core.interfaces import InputError
+from rasura.core.options import known
 from rasura.fields import text, texts, toml, typed, whole
-from rasura.interfaces import InputError
 from rasura.membership import MembershipPlan
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.options import known
 from rasura.plan import Plan, plan_of
 from rasura.service_audit import ServicePlan, service_plan_of
 from rasura.training import TrainPlan, folder_of

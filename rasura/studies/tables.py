@@ -9,7 +9,7 @@ from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
-from rasura.files import write_whole
+from rasura.core.files import write_whole
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.plan import Plan

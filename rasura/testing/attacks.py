@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from rasura.interfaces import Attack, AttackFailed, Budget, NotApplicable
+from rasura.core.interfaces import Attack, AttackFailed, Budget, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.specs import AttackSpec
+from rasura.core.values import Grant, Message, Observation, Reconstruction
 from rasura.registry import ATTACKS
-from rasura.rng import generator
-from rasura.specs import AttackSpec
 from rasura.testing.defenses import snapshot
 from rasura.testing.settings import TEXT, at_home, seen
 from rasura.testing.tiny import VOCABULARY
-from rasura.values import Grant, Message, Observation, Reconstruction
 
 QUICK = Budget("quick")
 

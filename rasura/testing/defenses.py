@@ -7,13 +7,13 @@ import json
 import torch
 from torch import nn
 
+from rasura.core.errors import NotSent
+from rasura.core.interfaces import Defense
+from rasura.core.specs import DefenseSpec
+from rasura.core.values import Message, Task
 from rasura.defenses.compose import chain, none
-from rasura.errors import NotSent
-from rasura.interfaces import Defense
-from rasura.specs import DefenseSpec
 from rasura.testing.settings import overlaid, send
 from rasura.testing.tiny import FAMILIES, batch_for, tiny
-from rasura.values import Message, Task
 
 SETTINGS: tuple[tuple[str, Task], ...] = (
     *((family, "classification") for family in FAMILIES), ("gpt2", "causal"), ("llama", "causal"),

@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from rasura.core.interfaces import Metric
+from rasura.core.rng import generator
+from rasura.core.specs import MetricSpec
+from rasura.core.values import NO_TEXT, Message, Reconstruction, Transcript
 from rasura.data.images import demo_images, encode_images
-from rasura.interfaces import Metric
-from rasura.rng import generator
-from rasura.specs import MetricSpec
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of
-from rasura.values import NO_TEXT, Message, Reconstruction, Transcript
 
 ROUNDING = 1e-6
 """How far a value may lie outside its bounds."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from rasura.answers import ServiceTranscript, TokenReading
-from rasura.interfaces import Budget
-from rasura.rng import generator
+from rasura.core.answers import ServiceTranscript, TokenReading
+from rasura.core.interfaces import Budget
+from rasura.core.rng import generator
+from rasura.core.specs import ServiceAttackSpec, ServiceProtectionSpec
+from rasura.core.threat import observe_service, service_transcript
 from rasura.service_protection import service
-from rasura.specs import ServiceAttackSpec, ServiceProtectionSpec
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, tiny
-from rasura.threat import observe_service, service_transcript
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
 IDS = tuple((CLS, *VOCABULARY.encode(t), SEP) for t in TEXTS[:6])

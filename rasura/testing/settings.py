@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import nn
 
+from rasura.core.interfaces import ActiveAttack, Defense
+from rasura.core.rng import generator
+from rasura.core.specs import AttackSpec, DefenseSpec
+from rasura.core.threat import adversary_copy
+from rasura.core.values import NO_TEXT, Batch, Grant, ImageBatch, Message, Observation, Task, Transcript
 from rasura.data.images import demo_images, encode_images
-from rasura.interfaces import ActiveAttack, Defense
 from rasura.registry import DEFENSES, parse_defense
-from rasura.rng import generator
-from rasura.specs import AttackSpec, DefenseSpec
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_for, batch_of, tiny
-from rasura.threat import adversary_copy
-from rasura.values import NO_TEXT, Batch, Grant, ImageBatch, Message, Observation, Task, Transcript
 from rasura.victims.step import step
 from rasura.victims.vision import lenet
 

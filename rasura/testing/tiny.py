@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rasura.values import Batch, Task, Vocabulary
+from rasura.core.values import Batch, Task, Vocabulary
 
 WORDS = 300
 PAD, CLS, SEP = 0, 1, 2

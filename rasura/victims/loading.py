@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.interfaces import InputError, MissingExtra
-from rasura.values import NO_TEXT, Task, Vocabulary
+from rasura.core.interfaces import InputError, MissingExtra
+from rasura.core.values import NO_TEXT, Task, Vocabulary
 from rasura.victims.models import parts, positions
 from rasura.victims.structure import verify_parts
 from rasura.victims.weights import check_config, check_files, check_finite, check_size, fresh_weights, read_config, some

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 
 QKV_NAMES = frozenset(
     {"query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "q", "k", "v"}

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rasura.interfaces import InputError
-from rasura.updates import changed
-from rasura.values import Gradients, PerExample, Weigh
+from rasura.core.interfaces import InputError
+from rasura.core.updates import changed
+from rasura.core.values import Gradients, PerExample, Weigh
 
 TOLERANCE = 1e-3
 """Relative error of a text's gradient against the loop, beyond which a model's rules are not used."""

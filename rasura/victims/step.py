@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rasura.interfaces import Defense, InputError
-from rasura.rng import Randomness, drawing, secret_generator
-from rasura.updates import FEDSGD, Local, changed
-from rasura.values import Batch, Gradients, ImageBatch, Message, Stage, Task, Transcript, Vocabulary
+from rasura.core.interfaces import Defense, InputError
+from rasura.core.rng import Randomness, drawing, secret_generator
+from rasura.core.updates import FEDSGD, Local, changed
+from rasura.core.values import Batch, Gradients, ImageBatch, Message, Stage, Task, Transcript, Vocabulary
 from rasura.victims.per_example import per_example
 
 Record = Callable[[Sequence[int]], None]

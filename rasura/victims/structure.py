@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
-from rasura.values import Vocabulary
+from rasura.core.interfaces import InputError
+from rasura.core.values import Vocabulary
 from rasura.victims.models import Parts, evaluating, first_inputs, first_position, parts
 
 LENGTH = 8

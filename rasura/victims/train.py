@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from rasura.accounting import Draw, Ledger
-from rasura.accumulation import counted, gathered, least_tokens
-from rasura.answers import Answers
-from rasura.files import write_whole
-from rasura.interfaces import Defense, InputError
-from rasura.rng import Randomness, SecretGenerator, generator, secret_generator
-from rasura.values import Batch, Stage, Task, Vocabulary
+from rasura.core.accumulation import counted, gathered, least_tokens
+from rasura.core.answers import Answers
+from rasura.core.files import write_whole
+from rasura.core.interfaces import Defense, InputError
+from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
+from rasura.core.values import Batch, Stage, Task, Vocabulary
 from rasura.victims.batching import batches, drawn, joined, none_of, renamed
 from rasura.victims.step import step
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 
 
 @dataclass(frozen=True)

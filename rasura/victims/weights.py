@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.interfaces import InputError
+from rasura.core.interfaces import InputError
 from rasura.victims.models import parts
 
 CONFIG_BYTES = 10_000_000

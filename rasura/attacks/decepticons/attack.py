@@ -7,9 +7,9 @@ from torch import Generator, nn
 
 from rasura.attacks.decepticons.crafting import crafted, is_crafted, layout, matrix
 from rasura.attacks.decepticons.reading import along_prefixes, into_texts, read_tokens
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.specs import AttackSpec
-from rasura.values import UNKNOWN, Grant, Observation, Reconstruction, Task
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec
+from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction, Task
 
 
 class Decepticons:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor, nn
 
-from rasura.interfaces import NotApplicable
-from rasura.values import Task
+from rasura.core.interfaces import NotApplicable
+from rasura.core.values import Task
 from rasura.victims.models import Linear, Parts, first_position, layer_inputs, parts
 
 DIRECTIONS = 3

@@ -16,7 +16,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
 from rasura.attacks.decepticons.crafting import DIRECTIONS, Layout, first_place, matrix, value
-from rasura.values import UNKNOWN
+from rasura.core.values import UNKNOWN
 
 PURE, IMPURE = 1e-5, 0.1
 """Share of a step's energy that may lie beside the one token that is read from it: first, and when no such step is left."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.mixture import Decipherment, RowMixture
 from rasura.attacks.embedding_inversion.nearest import EmbeddingReplacement, Knn
 from rasura.attacks.embedding_inversion.trained import InvBert
-from rasura.interfaces import Budget, NotApplicable, ServiceAttack
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.interfaces import Budget, NotApplicable, ServiceAttack
+from rasura.core.specs import ServiceAttackSpec
 from rasura.obfuscation.residual import change_stream, stream_axes
-from rasura.specs import ServiceAttackSpec
 from rasura.victims.models import parts
 
 RIDGE = 1e-12

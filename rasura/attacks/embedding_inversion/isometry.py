@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables
-from rasura.interfaces import Budget, NotApplicable
-from rasura.specs import ServiceAttackSpec
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.interfaces import Budget, NotApplicable
+from rasura.core.specs import ServiceAttackSpec
 
 SWEEPS = 3
 """Times that the motion is fitted anew, to the pairs that the last one gave."""

@@ -17,12 +17,12 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.nearest import frequencies
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables, nearest
-from rasura.interfaces import Budget, InputError, NotApplicable, Prior
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.interfaces import Budget, InputError, NotApplicable, Prior
+from rasura.core.specs import ServiceAttackSpec
 from rasura.priors import trigrams
-from rasura.specs import ServiceAttackSpec
 
 NEAR = 60
 """Public rows near an obfuscated one, of which it may be made."""

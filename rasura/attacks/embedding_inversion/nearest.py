@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables, nearest
-from rasura.interfaces import Budget, InputError, NotApplicable
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.interfaces import Budget, InputError, NotApplicable
+from rasura.core.specs import ServiceAttackSpec
 from rasura.priors.ngram import Unigram
-from rasura.specs import ServiceAttackSpec
 from rasura.victims.models import layer_inputs, parts
 
 BLOCK = 64

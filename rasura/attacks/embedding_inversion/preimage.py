@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.nearest import frequencies
 from rasura.attacks.embedding_inversion.tables import KEPT, Tables
-from rasura.interfaces import Budget, InputError, NotApplicable, Prior
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.interfaces import Budget, InputError, NotApplicable, Prior
+from rasura.core.specs import ServiceAttackSpec
+from rasura.core.values import UNKNOWN
 from rasura.obfuscation.noisy_states import MatrixGaussian
 from rasura.obfuscation.replacement import replacement
 from rasura.priors import trigrams
-from rasura.specs import ServiceAttackSpec
-from rasura.values import UNKNOWN
 
 BLOCK = 64
 """Ids or places whose posteriors are formed at once."""

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import Tables, cosines, nearest
 from rasura.attacks.embedding_inversion.trained import LONGEST
-from rasura.interfaces import Budget, NotApplicable
-from rasura.rng import child, generator
-from rasura.specs import ServiceAttackSpec
-from rasura.values import Vocabulary
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.interfaces import Budget, NotApplicable
+from rasura.core.rng import child, generator
+from rasura.core.specs import ServiceAttackSpec
+from rasura.core.values import Vocabulary
 from rasura.victims.models import parts
 
 BATCH = 32

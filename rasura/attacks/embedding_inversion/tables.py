@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.answers import ServiceObservation, TokenReading
-from rasura.values import UNKNOWN
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.values import UNKNOWN
 from rasura.victims.models import parts
 
 KEPT = 3

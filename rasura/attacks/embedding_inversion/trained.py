@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.answers import ServiceObservation, TokenReading
 from rasura.attacks.embedding_inversion.tables import KEPT, word_table
-from rasura.interfaces import Budget, NotApplicable
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.interfaces import Budget, NotApplicable
+from rasura.core.rng import child, generator
+from rasura.core.specs import ServiceAttackSpec
+from rasura.core.values import UNKNOWN
 from rasura.obfuscation.service import states_sent
 from rasura.obfuscation.services import custext, obfuslm, plain, santext, sentinel
 from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.obfuscation.split import Split
-from rasura.rng import child, generator
-from rasura.specs import ServiceAttackSpec
-from rasura.values import UNKNOWN
 
 DEPTH = 3
 """Blocks whose output InvBert inverts (ObfusLM, appendix C.2)."""

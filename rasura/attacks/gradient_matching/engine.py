@@ -20,10 +20,10 @@ from rasura.attacks.gradient_matching.settings import LEVELS, Settings, Work
 from rasura.attacks.mechanism import announced_dropout, announced_noise
 from rasura.attacks.span.rows import block_spaces, visible_blocks
 from rasura.attacks.verify import prove, verified
-from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
+from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
+from rasura.core.values import UNKNOWN as OVER
+from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors import language
-from rasura.values import UNKNOWN as OVER
-from rasura.values import Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import is_eager, parts
 
 CHUNK = 16

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.updates import classified
+from rasura.core.updates import classified
 from rasura.victims.models import Linear, parts
 
 

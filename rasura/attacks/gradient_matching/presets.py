@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rasura.attacks.gradient_matching.engine import GradientMatching
 from rasura.attacks.gradient_matching.settings import Settings, Work
-from rasura.specs import AttackSpec
+from rasura.core.specs import AttackSpec
 
 # LAMP takes 2,000 steps (GRAB sec. 5.1); its public code tries 200 orders every 75 of them after a first tenth.
 LAMP_LEVELS: Mapping[str, Work] = {

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
-from rasura.answers import Membership, ModelObservation
-from rasura.specs import MembershipSpec
-from rasura.values import Batch, Grant, Vocabulary
+from rasura.core.answers import Membership, ModelObservation
+from rasura.core.specs import MembershipSpec
+from rasura.core.values import Batch, Grant, Vocabulary
 
 NEAREST = 10
 """Tokens that may stand in for one, by the public word embedding."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Generator
 
-from rasura.answers import Membership, ModelObservation
-from rasura.specs import MembershipSpec
-from rasura.values import Grant
+from rasura.core.answers import Membership, ModelObservation
+from rasura.core.specs import MembershipSpec
+from rasura.core.values import Grant
 
 
 class Loss:

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
-from rasura.answers import Answers, Membership, ModelObservation, OwnModel
-from rasura.interfaces import NotApplicable
-from rasura.specs import MembershipSpec
-from rasura.values import Grant
+from rasura.core.answers import Answers, Membership, ModelObservation, OwnModel
+from rasura.core.interfaces import NotApplicable
+from rasura.core.specs import MembershipSpec
+from rasura.core.values import Grant
 
 _NEEDS = frozenset({Grant.MODEL, Grant.CANDIDATES, Grant.TRAINING})
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from torch import Generator
 
-from rasura.answers import Answers, Membership, ModelObservation
-from rasura.specs import MembershipSpec
-from rasura.values import Grant
+from rasura.core.answers import Answers, Membership, ModelObservation
+from rasura.core.specs import MembershipSpec
+from rasura.core.values import Grant
 
 
 def features(answers: Answers) -> np.ndarray:

@@ -20,9 +20,9 @@ from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, visible_blo
 from rasura.attacks.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.span.tokens import Row, Search, candidates, plain
 from rasura.attacks.verify import check, in_span, prove, verified
-from rasura.interfaces import AttackFailed, Budget, NotApplicable
-from rasura.specs import AttackSpec, Home
-from rasura.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
 from rasura.victims.models import parts
 
 Sentences = list[list[tuple[int, int]]]

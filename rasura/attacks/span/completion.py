@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.span.rows import GAP, masked_gradients
-from rasura.values import Grant, Message, Observation
+from rasura.core.values import Grant, Message, Observation
 from rasura.victims.models import Linear, parts
 
 FITS = 1e-5

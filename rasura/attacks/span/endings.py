@@ -14,7 +14,7 @@ from torch import Tensor
 from rasura.attacks.span.prefixes import Prefix
 from rasura.attacks.span.rows import Inputs
 from rasura.attacks.verify import VERIFIED, check
-from rasura.values import UNKNOWN, Observation
+from rasura.core.values import UNKNOWN, Observation
 from rasura.victims.models import layer_inputs
 
 GUESSES = 512

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.span.rows import RowSpace
-from rasura.values import Observation
+from rasura.core.values import Observation
 from rasura.victims.models import Block, Linear
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rasura.attacks.span.rows import DOUBT, Inputs, RowSpace
 from rasura.attacks.span.tokens import TOLERANT, Row
-from rasura.values import UNKNOWN
+from rasura.core.values import UNKNOWN
 
 FALSE = 0.01
 """Tokens that may be in the row space by chance, over all tokens and places that were tried."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.span.rows import Inputs, RowSpace
-from rasura.values import Observation
+from rasura.core.values import Observation
 
 TOLERANCE = 1e-3
 """Largest residual of a true prefix: float32 through several blocks leaves 1e-7 to 1e-5, a wrong token 1e-2 and more."""

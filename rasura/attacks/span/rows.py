@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rasura.values import Observation
+from rasura.core.values import Observation
 from rasura.victims.models import Block, Linear, first_inputs, layer_inputs, parts, segment_types
 
 CHUNK = 2048

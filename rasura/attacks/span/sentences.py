@@ -17,7 +17,7 @@ from torch import Tensor
 from rasura.attacks.span.rows import Inputs, RowSpace, row_space, visible_gradients
 from rasura.attacks.span.tokens import Row
 from rasura.attacks.verify import pad
-from rasura.values import Observation
+from rasura.core.values import Observation
 from rasura.victims.models import layer_inputs
 
 FLOOR = 5e-6

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.span.rows import TOLERANCE, Inputs, RowSpace
-from rasura.values import Vocabulary
+from rasura.core.values import Vocabulary
 
 TOLERANT = 2e-2
 """Largest error of a fitted coordinate, over the coordinates' mean size: a token with little influence on the loss stands

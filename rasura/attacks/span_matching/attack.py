@@ -15,10 +15,10 @@ from rasura.attacks.span.rows import RowSpace, block_spaces, visible_blocks
 from rasura.attacks.span_matching.discrete import Beam, beam_search, fill_holes
 from rasura.attacks.span_matching.objective import Body, Objective, readout
 from rasura.attacks.verify import prove, verified
-from rasura.interfaces import AttackFailed, Budget, InputError, NotApplicable
+from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors.ngram import Unigram
-from rasura.specs import AttackSpec, Home
-from rasura.values import Grant, Observation, Parameter, Reconstruction
 
 FLOOR = 1e-7
 """Squared relative residual under which a text is exact: float32 leaves 1e-12 to 1e-9, one wrong token 1e-3 and more."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rasura.attacks.span.rows import RowSpace, row_space, visible_gradients
 from rasura.attacks.verify import pad
-from rasura.values import Observation, Vocabulary
+from rasura.core.values import Observation, Vocabulary
 from rasura.victims.models import layer_inputs, parts, read_position
 
 Body = tuple[int, ...]

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
+from rasura.core.interfaces import InputError, MissingExtra
 from rasura.integrations.flower.agreement import Agreement, agree, local_part
 from rasura.integrations.flower.capture import Capture, as_tensors, check_folder
 from rasura.integrations.flower.rounds import LEAST, Collector, RoundFailed, Ticket, opened, protected
-from rasura.interfaces import InputError, MissingExtra
 
 __all__ = ["Agreement", "Capture", "Client", "RoundFailed", "agree", "check_folder", "local_part", "protect", "strategy"]
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.interfaces import Defense, InputError
+from rasura.core.values import Message, Stage
+from rasura.core.wire import Limits, mask_digest
 from rasura.defenses import sealing
 from rasura.defenses.homomorphic import LIMIT
-from rasura.interfaces import Defense, InputError
 from rasura.registry import parse_defense, parts
-from rasura.values import Message, Stage
-from rasura.wire import Limits, mask_digest
 
 
 @dataclass(frozen=True)

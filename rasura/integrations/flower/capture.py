@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rasura.interfaces import InputError
-from rasura.updates import Local
-from rasura.values import Message
+from rasura.core.interfaces import InputError
+from rasura.core.updates import Local
+from rasura.core.values import Message
 
 
 @dataclass(frozen=True)

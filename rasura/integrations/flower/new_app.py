@@ -5,9 +5,9 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
+from rasura.core.interfaces import InputError
 from rasura.defenses.homomorphic import make_keys
 from rasura.integrations.flower.rounds import LEAST
-from rasura.interfaces import InputError
 
 PLACES = {
     "pyproject.toml": "pyproject.toml",

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rasura.core.interfaces import InputError
+from rasura.core.rng import secret_generator
+from rasura.core.values import Message, Parameter, Stage
+from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses import homomorphic, sealing
 from rasura.integrations.flower.agreement import Agreement, check_sums, next_scales, read_scales
-from rasura.interfaces import InputError
-from rasura.rng import secret_generator
-from rasura.values import Message, Parameter, Stage
 from rasura.victims.per_example import as_one
-from rasura.wire import from_bytes, to_bytes
 
 LEAST = 3
 """Clients of a round. Of two, each subtracts itself from the sum and has the other's update."""

@@ -2,7 +2,7 @@
 
 One way through: ``Batch`` -> ``PerExample`` -> ``Message`` -> ``Transcript`` (the truth) -> ``Observation`` (what one
 adversary sees) -> ``Reconstruction`` (a guess). Every value is frozen: a stage hands on a new one. What a trained model or a
-model service shows is in ``rasura.answers``.
+model service shows is in ``rasura.core.answers``.
 """
 
 from __future__ import annotations

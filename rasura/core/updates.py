@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rasura.interfaces import InputError
-from rasura.mechanisms import Protection, mechanism
-from rasura.specs import UpdateSpec
-from rasura.values import Gradients, Grant, Observation
+from rasura.core.interfaces import InputError
+from rasura.core.mechanisms import Protection, mechanism
+from rasura.core.specs import UpdateSpec
+from rasura.core.values import Gradients, Grant, Observation
 
 Kind = Literal["fedsgd", "fedavg-sgd", "fedavg-adamw"]
 

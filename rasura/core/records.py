@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from rasura.errors import InputError
-from rasura.files import write_whole
+from rasura.core.errors import InputError
+from rasura.core.files import write_whole
 
 SCHEMA = 3
 LONGEST = 1 << 28

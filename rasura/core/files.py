@@ -8,7 +8,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 
 def write_whole(path: str | Path, content: str | bytes, *, private: bool = True, replace: bool = True) -> None:

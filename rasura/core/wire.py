@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rasura.interfaces import InputError
-from rasura.values import Message
+from rasura.core.interfaces import InputError
+from rasura.core.values import Message
 
 MAGIC = b"RASURA\x00\x02"
 """Ends in the schema's version."""

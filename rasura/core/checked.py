@@ -6,8 +6,8 @@ import math
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
-from rasura.errors import InputError
-from rasura.values import Parameter
+from rasura.core.errors import InputError
+from rasura.core.values import Parameter
 
 
 @dataclass(frozen=True)

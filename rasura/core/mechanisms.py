@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from rasura.checked import flag, number, rules, settle, whole, word
-from rasura.errors import InputError
-from rasura.values import Mechanism, Parameter, Stage
+from rasura.core.checked import flag, number, rules, settle, whole, word
+from rasura.core.errors import InputError
+from rasura.core.values import Mechanism, Parameter, Stage
 
 KNOWN: dict[str, type[Protection]] = {}
 """Every protection by name."""

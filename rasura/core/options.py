@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rasura.errors import InputError
+from rasura.core.errors import InputError
 
 
 def name_of(part: str) -> str:

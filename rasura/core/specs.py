@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rasura.errors import InputError
-from rasura.interfaces import Attack, MembershipAttack, Metric, ServiceAttack
-from rasura.values import Reconstruction, Task
+from rasura.core.errors import InputError
+from rasura.core.interfaces import Attack, MembershipAttack, Metric, ServiceAttack
+from rasura.core.values import Reconstruction, Task
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_+-]*", re.IGNORECASE)
 

@@ -8,10 +8,10 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Generator, Tensor, nn
 
-from rasura.answers import Membership, ModelObservation, ServiceObservation, ServiceTranscript, TokenReading
-from rasura.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
-from rasura.rng import Randomness
-from rasura.values import Grant, Mechanism, Observation, Stage, Task, Transcript, Vocabulary
+from rasura.core.answers import Membership, ModelObservation, ServiceObservation, ServiceTranscript, TokenReading
+from rasura.core.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
+from rasura.core.rng import Randomness
+from rasura.core.values import Grant, Mechanism, Observation, Stage, Task, Transcript, Vocabulary
 
 __all__ = [
     "ActiveAttack", "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric",

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
-from rasura.answers import Answers, ModelObservation, OwnModel, ServiceObservation, ServiceTranscript
-from rasura.interfaces import ModelService
-from rasura.rng import Randomness, secret_generator
-from rasura.values import UNKNOWN, Batch, Grant, Mechanism, Observation, Task, Transcript, Vocabulary
+from rasura.core.answers import Answers, ModelObservation, OwnModel, ServiceObservation, ServiceTranscript
+from rasura.core.interfaces import ModelService
+from rasura.core.rng import Randomness, secret_generator
+from rasura.core.values import UNKNOWN, Batch, Grant, Mechanism, Observation, Task, Transcript, Vocabulary
 
 
 @dataclass(frozen=True)

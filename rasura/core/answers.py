@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rasura.values import Batch, Grant, Granted, Mechanism, Parameter, Task, Vocabulary
+from rasura.core.values import Batch, Grant, Granted, Mechanism, Parameter, Task, Vocabulary
 
 
 @dataclass(frozen=True)
