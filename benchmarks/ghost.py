@@ -21,15 +21,15 @@ from rasura.attacks.shadow_generation import restored, trained
 from rasura.attacks.shadow_inversion import inverted, likeliest, preimages_of
 from rasura.core.rng import derive, generator
 from rasura.data.text import load_examples
+from rasura.ghost.models import made_for
+from rasura.ghost.neighbours import common, neighbours, unit_rows
+from rasura.ghost.selection import Selection, Selector
+from rasura.ghost.table import PAPER, ShadowSettings, lemmas, search, token_embedding, usable_tokens
 from rasura.metrics.intervals import mean_interval
 from rasura.metrics.text import meteor, rouge, wordnet
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
 from rasura.registry import parse_defense
-from rasura.shadows.models import made_for
-from rasura.shadows.neighbours import common, neighbours, unit_rows
-from rasura.shadows.selection import Selection, Selector
-from rasura.shadows.table import PAPER, ShadowSettings, lemmas, search, token_embedding, usable_tokens
 from rasura.victims.loading import load
 
 

@@ -39,8 +39,8 @@ from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, WITH_LENGTHS, observe
 from rasura.core.values import NO_TEXT, UNKNOWN, Batch, Grant, Message, Observation, Reconstruction, Vocabulary
 from rasura.data.images import demo_images, encode_images
-from rasura.defenses.token_obfuscation import ghost
-from rasura.shadows.table import ShadowSettings
+from rasura.ghost.defense import ghost
+from rasura.ghost.table import ShadowSettings
 from rasura.victims.step import step
 from rasura.victims.vision import lenet
 

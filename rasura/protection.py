@@ -17,11 +17,11 @@ from rasura.core.rng import generator
 from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
 from rasura.data.text import Example, load_examples, place_of
-from rasura.defenses.token_obfuscation import ghost
+from rasura.ghost.defense import ghost
+from rasura.ghost.models import made_for
+from rasura.ghost.selection import Selection
+from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
 from rasura.private import Private, protect_training
-from rasura.shadows.models import made_for
-from rasura.shadows.selection import Selection
-from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
 from rasura.victims.loading import Victim, load
 
 CHUNK = 16

@@ -17,7 +17,7 @@ from rasura import protection
 from rasura.cli.train import Rate
 from rasura.core.interfaces import InputError
 from rasura.data.text import encode, load_examples
-from rasura.shadows.table import ShadowSettings, ShadowTable
+from rasura.ghost.table import ShadowSettings, ShadowTable
 
 __all__ = ["model_folder"]
 

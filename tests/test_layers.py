@@ -124,7 +124,7 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
         "rasura.core.rng",
         "rasura.core.updates",
         "rasura.priors",
-        "rasura.shadows",
+        "rasura.ghost",
         "rasura.attacks",
         "rasura.victims.models",
         # How a model is obfuscated is public; the key and the client's tokenizer are not.
@@ -166,7 +166,7 @@ def test_obfuscation_knows_no_attack_and_no_metric(module: str) -> None:
 
 
 OUTSIDE = {
-    "rasura.protection": {"rasura.defenses.token_obfuscation"},
+    "rasura.protection": {"rasura.ghost.defense"},
     "rasura.cli.keys": {"rasura.defenses.homomorphic"},
     "rasura.integrations.flower.agreement": {"rasura.defenses", "rasura.defenses.homomorphic"},
     "rasura.integrations.flower.new_app": {"rasura.defenses.homomorphic"},
@@ -179,7 +179,7 @@ OUTSIDE = {
 def test_only_the_registry_imports_concrete_attacks_and_defenses(module: str) -> None:
     if lies_in(module, "rasura.attacks", "rasura.defenses", "rasura.registry"):
         return
-    concrete = ("rasura.attacks", "rasura.defenses", "rasura.defenses.token_obfuscation")
+    concrete = ("rasura.attacks", "rasura.defenses", "rasura.ghost.defense")
     reached = {i for i in ours(module) if lies_in(i, *concrete)}
     assert reached - {"rasura.defenses.compose"} == OUTSIDE.get(module, set())
 

@@ -21,8 +21,8 @@ from rasura.core.updates import Local
 from rasura.core.values import Grant, Mechanism, Message, Observation, Stage, Transcript
 from rasura.defenses.accumulate import accumulate
 from rasura.defenses.noise import gaussian_noise, laplace_noise
-from rasura.shadows.selection import Selection
-from rasura.shadows.table import ShadowSettings
+from rasura.ghost.selection import Selection
+from rasura.ghost.table import ShadowSettings
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
 from rasura.victims.step import step
 

@@ -9,10 +9,10 @@ import torch
 
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
-from rasura.shadows.groups import bands, by_frequency, groups_of
-from rasura.shadows.models import made_for
-from rasura.shadows.selection import Selector
-from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable
+from rasura.ghost.groups import bands, by_frequency, groups_of
+from rasura.ghost.models import made_for
+from rasura.ghost.selection import Selector
+from rasura.ghost.table import RELAXED, ShadowSettings, ShadowTable
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, tiny
 
 PLAIN = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)

@@ -16,11 +16,11 @@ from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import Observation
-from rasura.defenses.token_obfuscation import ghost
+from rasura.ghost.defense import ghost
+from rasura.ghost.models import made_for
+from rasura.ghost.selection import Selector
+from rasura.ghost.table import ShadowSettings, ShadowTable, token_embedding
 from rasura.priors.trigram import Trigram
-from rasura.shadows.models import made_for
-from rasura.shadows.selection import Selector
-from rasura.shadows.table import ShadowSettings, ShadowTable, token_embedding
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.step import step
 

@@ -18,12 +18,12 @@ from rasura import protection
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.core.values import Vocabulary
-from rasura.defenses.token_obfuscation import ghost
+from rasura.ghost.defense import ghost
+from rasura.ghost.models import made_for
+from rasura.ghost.neighbours import common, neighbours
+from rasura.ghost.selection import Selection, Selector
+from rasura.ghost.table import RELAXED, ShadowSettings, ShadowTable, lemmas, search, usable_tokens
 from rasura.registry import parse_defense
-from rasura.shadows.models import made_for
-from rasura.shadows.neighbours import common, neighbours
-from rasura.shadows.selection import Selection, Selector
-from rasura.shadows.table import RELAXED, ShadowSettings, ShadowTable, lemmas, search, usable_tokens
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.victims.step import step
 
@@ -90,7 +90,7 @@ def test_neighbours_are_the_nearest_in_order_in_blocks_of_any_size(tokens: int, 
     assert torch.allclose(cosines.gather(1, found.long()), best, atol=1e-6)
     assert bool((found.long() != torch.arange(tokens)[:, None]).all()) and bool(usable[found.long()].all())
     assert torch.equal(neighbours(table, 20, usable, upto=33), found[:33])
-    monkeypatch.setattr("rasura.shadows.neighbours.BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr("rasura.ghost.neighbours.BLOCK_BYTES", 1 << 14)
     assert torch.equal(neighbours(table, 20, usable), found)
     with pytest.raises(ValueError, match="neighbours"):
         neighbours(table, 20, torch.arange(tokens) < 20)

@@ -123,8 +123,8 @@ def test_patience_ends_the_training_and_the_epoch_to_keep_stays(tmp_path: Path, 
 
 
 def test_data_are_protected_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rasura.defenses.token_obfuscation import ghost
-    from rasura.shadows.table import ShadowSettings
+    from rasura.ghost.defense import ghost
+    from rasura.ghost.table import ShadowSettings
 
     model = tiny("gpt2", "causal")
     defense = (ghost(shadows=ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)),)

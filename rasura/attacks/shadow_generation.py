@@ -20,9 +20,9 @@ from rasura.core.interfaces import AttackFailed, Budget
 from rasura.core.rng import generator
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import Grant, Observation, Reconstruction, Vocabulary
-from rasura.shadows.models import made_for
-from rasura.shadows.selection import Selector
-from rasura.shadows.table import ShadowTable, embedding_digest, token_embedding
+from rasura.ghost.models import made_for
+from rasura.ghost.selection import Selector
+from rasura.ghost.table import ShadowTable, embedding_digest, token_embedding
 
 LONGEST = 64
 """Tokens of a reference text that is learned from."""

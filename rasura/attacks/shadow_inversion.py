@@ -23,10 +23,10 @@ from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicab
 from rasura.core.rng import generator
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction
+from rasura.ghost.models import made_for
+from rasura.ghost.neighbours import unit_rows
+from rasura.ghost.table import ShadowSettings, ShadowTable, token_embedding
 from rasura.priors import language
-from rasura.shadows.models import made_for
-from rasura.shadows.neighbours import unit_rows
-from rasura.shadows.table import ShadowSettings, ShadowTable, token_embedding
 
 Strategy = Literal["sampling", "maximum", "median", "mean", "lattice"]
 

@@ -68,8 +68,8 @@ def ghost(
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 
     from rasura.data.columns import Columns
+    from rasura.ghost.table import ShadowSettings
     from rasura.protection import protect_file
-    from rasura.shadows.table import ShadowSettings
 
     given = {"k": k, "overlap": overlap, "group": group}
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}

@@ -21,7 +21,7 @@ from rasura.core.values import Reconstruction, Task
 from rasura.registry.collect import Registry, named
 
 ATTACKS = Registry("attack", AttackSpec, "rasura.attacks", "rasura.attacks")
-DEFENSES = Registry("defense", DefenseSpec, "rasura.defenses", "rasura.defenses", also="rasura.shadows")
+DEFENSES = Registry("defense", DefenseSpec, "rasura.defenses", "rasura.defenses", also="rasura.ghost")
 METRICS = Registry("metric", MetricSpec, "rasura.metrics", "rasura.metrics")
 MEMBERSHIP = Registry("membership attack", MembershipSpec, "rasura.attacks", "rasura.membership_attacks")
 SERVICE_ATTACKS = Registry("attack on a service", ServiceAttackSpec, "rasura.attacks", "rasura.service_attacks")

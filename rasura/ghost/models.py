@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.values import Vocabulary
-from rasura.shadows.groups import grouped
-from rasura.shadows.table import (
+from rasura.ghost.groups import grouped
+from rasura.ghost.table import (
     POLICY,
     ShadowSettings,
     ShadowTable,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.rng import Randomness, integers
-from rasura.shadows.table import POLICY, RELAXED, ShadowTable, embedding_digest, token_embedding
+from rasura.ghost.table import POLICY, RELAXED, ShadowTable, embedding_digest, token_embedding
 
 TOGETHER = 8192
 """Token positions that run through the model at once."""

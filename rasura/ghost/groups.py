@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rasura.core.interfaces import InputError
 from rasura.core.values import Vocabulary
+from rasura.ghost.neighbours import unit_rows
+from rasura.ghost.table import NONE, ShadowTable
 from rasura.priors.ngram import Unigram
-from rasura.shadows.neighbours import unit_rows
-from rasura.shadows.table import NONE, ShadowTable
 
 PIVOTS = 64
 """Groups whose members are looked for at once."""

@@ -1,6 +1,6 @@
 """GHOST (Feng et al. 2026): every token gives way to one that lies near it and means something else, before training.
 
-The search for shadow tokens and their selection are in ``rasura.shadows``; here is the transform.
+The search for shadow tokens and their selection are in ``rasura.ghost``; here is the transform.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rasura.core.options import options
 from rasura.core.rng import Randomness
 from rasura.core.specs import TEXT, DefenseSpec, Strength
 from rasura.core.values import Batch, Stage, Vocabulary
-from rasura.shadows.models import made_for
-from rasura.shadows.selection import DEFAULT, Selection, Selector
-from rasura.shadows.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
+from rasura.ghost.models import made_for
+from rasura.ghost.selection import DEFAULT, Selection, Selector
+from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
 
 
 def ghost(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError, MissingExtra
 from rasura.core.values import Vocabulary
-from rasura.shadows.neighbours import common, neighbours
+from rasura.ghost.neighbours import common, neighbours
 
 RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", "kept by policy")
 """What was given up for a token that no neighbour is left to by ``ShadowSettings.most``, by its code in the table."""
@@ -37,7 +37,7 @@ class ShadowSettings:
     ``direct``, ``indirect``, ``lemma``: the three criteria, for ablation.
 
     Ours: with ``group`` above 1, that many tokens of like frequency share one set of ``choices`` substitutes (see
-    ``shadows.groups``); ``keep_punctuation`` and ``keep_numbers`` leave those tokens alone; ``round_trip`` takes only
+    ``ghost.groups``); ``keep_punctuation`` and ``keep_numbers`` leave those tokens alone; ``round_trip`` takes only
     substitutes that, written as text, are tokenized as they were.
     """
 
