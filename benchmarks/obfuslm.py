@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.rng import generator
-from rasura.obfuscation.clusters import BLOCK_BYTES, Clusters, _Search, embed_cluster
-from rasura.obfuscation.synthesis import weight_synth
+from rasura.service_protections.obfuslm.clusters import BLOCK_BYTES, Clusters, _Search, embed_cluster
+from rasura.service_protections.obfuslm.synthesis import weight_synth
 from rasura.victims.loading import load
 
 T = TypeVar("T")

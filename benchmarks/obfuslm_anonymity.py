@@ -18,8 +18,8 @@ from scipy import stats
 from torch import Tensor, nn
 
 from rasura.core.rng import permutation, secret_generator
-from rasura.obfuscation.clusters import embed_cluster
-from rasura.obfuscation.synthesis import weight_synth
+from rasura.service_protections.obfuslm.clusters import embed_cluster
+from rasura.service_protections.obfuslm.synthesis import weight_synth
 from rasura.victims.loading import load
 
 

@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 import numpy as np
 
-from rasura.obfuscation.folder import obfuscate_model
-from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.service.client import Client
+from rasura.service_protections.obfuslm.folder import obfuscate_model
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 
 TOKENS = (8, 20)
 """Tokens of a text, from and to."""

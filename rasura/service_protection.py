@@ -14,10 +14,10 @@ from rasura.core.interfaces import InputError
 from rasura.core.options import options
 from rasura.core.rng import generator
 from rasura.core.values import Vocabulary
-from rasura.obfuscation.service import Service
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.obfuscation.tokenizer import fixed_ids
 from rasura.registry import SERVICE_PROTECTIONS, named
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.obfuslm.tokenizer import fixed_ids
+from rasura.service_protections.service import Service
 from rasura.victims.loading import Victim
 
 

@@ -27,9 +27,9 @@ from rasura.core.wire import from_bytes
 from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
 from rasura.integrations.flower.agreement import agree
 from rasura.integrations.flower.rounds import Ticket, opened, protected
-from rasura.obfuscation.model import obfuscate
-from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.registry import parse_defense
+from rasura.service_protections.obfuslm.model import obfuscate
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
 from rasura.victims.step import step
 

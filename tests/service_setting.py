@@ -18,10 +18,10 @@ import pytest
 
 from rasura.core.rng import generator
 from rasura.data.text import Example
-from rasura.obfuscation.folder import obfuscate_model
-from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.service.client import Client
 from rasura.service.container import header_bytes
+from rasura.service_protections.obfuslm.folder import obfuscate_model
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.testing.tiny import tiny, tokenizer_folder
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-fedcba9876543210"

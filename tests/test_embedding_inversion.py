@@ -20,8 +20,8 @@ from rasura.core.rng import generator
 from rasura.core.threat import observe_service
 from rasura.core.values import Mechanism, Stage
 from rasura.metrics.service import BagF1, RougeL, TopTokens
-from rasura.obfuscation.model import obfuscate
-from rasura.obfuscation.settings import ObfuscationSettings
+from rasura.service_protections.obfuslm.model import obfuscate
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.testing.tiny import CLS, FAMILIES, SEP, VOCABULARY, WORDS, tiny
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))

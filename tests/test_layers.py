@@ -128,14 +128,14 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
         "rasura.attacks",
         "rasura.victims.models",
         # How a model is obfuscated is public; the key and the client's tokenizer are not.
-        "rasura.obfuscation.model",
-        "rasura.obfuscation.residual",
-        "rasura.obfuscation.settings",
-        "rasura.obfuscation.service",
-        "rasura.obfuscation.services",
-        "rasura.obfuscation.replacement",
-        "rasura.obfuscation.noisy_states",
-        "rasura.obfuscation.split",
+        "rasura.service_protections.obfuslm.model",
+        "rasura.service_protections.obfuslm.residual",
+        "rasura.service_protections.obfuslm.settings",
+        "rasura.service_protections.service",
+        "rasura.service_protections.services",
+        "rasura.service_protections.replacement",
+        "rasura.service_protections.noisy_states",
+        "rasura.service_protections.split",
     )
     assert [i for i in ours(module) if not lies_in(i, *allowed)] == []
 
@@ -149,7 +149,7 @@ def test_families_do_not_import_each_other(module: str) -> None:
     assert [i for i in ours(module) if lies_in(i, *(FAMILIES - {family(module)}))] == []
 
 
-@pytest.mark.parametrize("module", below("rasura.obfuscation"))
+@pytest.mark.parametrize("module", below("rasura.service_protections"))
 def test_obfuscation_knows_no_attack_and_no_metric(module: str) -> None:
     allowed = (
         "rasura.core.values",
@@ -160,7 +160,7 @@ def test_obfuscation_knows_no_attack_and_no_metric(module: str) -> None:
         "rasura.priors",
         "rasura.victims.models",
         "rasura.victims.loading",
-        "rasura.obfuscation",
+        "rasura.service_protections",
     )
     assert [i for i in ours(module) if not lies_in(i, *allowed)] == []
 

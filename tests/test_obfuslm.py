@@ -20,12 +20,12 @@ from rasura.accounting import Run, guarantee
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator, laplace
 from rasura.core.values import Mechanism, Stage
-from rasura.obfuscation.clusters import embed_cluster
-from rasura.obfuscation.folder import obfuscate_model
-from rasura.obfuscation.key import Key
-from rasura.obfuscation.model import obfuscate, obfuscate_embedding
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.obfuscation.synthesis import weight_synth
+from rasura.service_protections.obfuslm.clusters import embed_cluster
+from rasura.service_protections.obfuslm.folder import obfuscate_model
+from rasura.service_protections.obfuslm.key import Key
+from rasura.service_protections.obfuslm.model import obfuscate, obfuscate_embedding
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.obfuslm.synthesis import weight_synth
 from rasura.testing.tiny import FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
 
 SPECIAL = VOCABULARY.special_ids

@@ -48,10 +48,10 @@ from rasura.core.rng import (
 from rasura.core.threat import service_transcript
 from rasura.defenses.significance import sensitivity
 from rasura.drawing import Batches
-from rasura.obfuscation.model import obfuscate, obfuscate_embedding
-from rasura.obfuscation.services import cape, custext, dp_forward, santext, sentinel, text_obfuscator
-from rasura.obfuscation.settings import ObfuscationSettings
 from rasura.registry import DEFENSES
+from rasura.service_protections.obfuslm.model import obfuscate, obfuscate_embedding
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.services import cape, custext, dp_forward, santext, sentinel, text_obfuscator
 from rasura.testing.tiny import VOCABULARY, batch_for
 from rasura.victims.batching import batches, drawn
 

@@ -19,14 +19,14 @@ from rasura.core.rng import generator
 from rasura.core.threat import observe_service, service_transcript
 from rasura.core.values import UNKNOWN
 from rasura.metrics.service import TopTokens
-from rasura.obfuscation.glide import glide
-from rasura.obfuscation.noisy_states import MatrixGaussian, analytic_sigma
-from rasura.obfuscation.replacement import CusText, Replacement, SanText, Words, replaced
-from rasura.obfuscation.service import Service
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.obfuscation.split import Split
-from rasura.obfuscation.word_vectors import glove
 from rasura.priors import trigrams
+from rasura.service_protections.glide import glide
+from rasura.service_protections.noisy_states import MatrixGaussian, analytic_sigma
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.replacement import CusText, Replacement, SanText, Words, replaced
+from rasura.service_protections.service import Service
+from rasura.service_protections.split import Split
+from rasura.service_protections.word_vectors import glove
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 from rasura.victims.step import step
 

@@ -372,7 +372,7 @@ def test_a_token_file_that_others_can_read(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_is_no_answer_of_a_server_is_said_in_one_line(setting: Setting, answer: bytes) -> None:
-    from rasura.obfuscation.key import Key
+    from rasura.service_protections.obfuslm.key import Key
 
     pair = Key.load(setting.folder / "bert.key").pair
     about = {"kind": "classification", "max_length": 64, "labels": 3, "pair": pair}

@@ -27,9 +27,9 @@ from rasura.core.threat import (
     service_transcript,
 )
 from rasura.core.values import UNKNOWN, Grant, ImageBatch, Mechanism, Message, NotGranted, Stage, Transcript
-from rasura.obfuscation.service import Service
-from rasura.obfuscation.services import custext, dp_forward, plain
 from rasura.registry import parse_defense
+from rasura.service_protections.service import Service
+from rasura.service_protections.services import custext, dp_forward, plain
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 from rasura.victims.step import step
 

@@ -43,8 +43,8 @@ def obfuslm(
     Example: rasura protect obfuslm minilm served --key my.key
     """
     from rasura.core.options import known
-    from rasura.obfuscation.folder import obfuscate_model
-    from rasura.obfuscation.settings import ObfuscationSettings
+    from rasura.service_protections.obfuslm.folder import obfuscate_model
+    from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 
     settings = ObfuscationSettings(k, epsilon, beta, plus, hidden_k, hidden_epsilon)
     kind: Any = known("task", task, ("auto", "classification", "causal"))

@@ -98,7 +98,7 @@ class ServiceTranscript:
     ``public`` is the model as published, ``served`` the obfuscated one, ``tokens`` ``(vocabulary,)`` int64 the secret: the
     id that each token has there. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
     ``sent``: the ids as sent, where a protection draws other ones in place of the private. ``vectors``: what was sent where
-    it is no ids but states, ``(length, hidden)`` a text; ``served`` is then a ``rasura.obfuscation.split.Split``.
+    it is no ids but states, ``(length, hidden)`` a text; ``served`` is then a ``rasura.service_protections.split.Split``.
     """
 
     public: torch.nn.Module

@@ -26,7 +26,7 @@ METRICS = Registry("metric", MetricSpec, "rasura.metrics", "rasura.metrics")
 MEMBERSHIP = Registry("membership attack", MembershipSpec, "rasura.attacks", "rasura.membership_attacks")
 SERVICE_ATTACKS = Registry("attack on a service", ServiceAttackSpec, "rasura.attacks", "rasura.service_attacks")
 SERVICE_PROTECTIONS = Registry(
-    "protection of a service", ServiceProtectionSpec, "rasura.obfuscation", "rasura.service_protections"
+    "protection of a service", ServiceProtectionSpec, "rasura.service_protections", "rasura.service_protections"
 )
 UPDATES = Registry("update", UpdateSpec, "rasura.core.updates", "rasura.update_kinds")
 MODELS = Registry("model family", ModelSpec, "rasura.victims", "rasura.models")

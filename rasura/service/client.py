@@ -68,7 +68,7 @@ class Client:
         for file in (CONFIG, WEIGHTS):
             if not (place / file).is_file():
                 raise InputError(f"{place} holds no {file}; expected a folder of rasura protect obfuslm")
-        from rasura.obfuscation.key import PAIR
+        from rasura.service_protections.obfuslm.key import PAIR
 
         try:
             config = json.loads((place / CONFIG).read_text(encoding="utf-8"))
@@ -206,7 +206,7 @@ class Client:
                 shown = len(text)
 
     def _tokenizer(self, name: str) -> Any:
-        from rasura.obfuscation.tokenizer import ObfuscatedTokenizer
+        from rasura.service_protections.obfuslm.tokenizer import ObfuscatedTokenizer
 
         pair = self.model(name).get("pair")
         if self._key is None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.obfuscation.key import PAIR
 from rasura.service.container import CONFIG, WEIGHTS, tensor_shapes
 from rasura.service.limits import Refused
+from rasura.service_protections.obfuslm.key import PAIR
 
 FAMILIES = frozenset({"bert", "roberta", "distilbert", "gpt2", "llama"})
 """Model types that are taken: those whose obfuscation is tested."""

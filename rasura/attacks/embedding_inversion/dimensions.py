@@ -21,7 +21,7 @@ from rasura.attacks.embedding_inversion.trained import InvBert
 from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.interfaces import Budget, NotApplicable, ServiceAttack
 from rasura.core.specs import ServiceAttackSpec
-from rasura.obfuscation.residual import change_stream, stream_axes
+from rasura.service_protections.obfuslm.residual import change_stream, stream_axes
 from rasura.victims.models import parts
 
 RIDGE = 1e-12

@@ -19,9 +19,9 @@ from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.interfaces import Budget, InputError, NotApplicable, Prior
 from rasura.core.specs import ServiceAttackSpec
 from rasura.core.values import UNKNOWN
-from rasura.obfuscation.noisy_states import MatrixGaussian
-from rasura.obfuscation.replacement import replacement
 from rasura.priors import trigrams
+from rasura.service_protections.noisy_states import MatrixGaussian
+from rasura.service_protections.replacement import replacement
 
 BLOCK = 64
 """Ids or places whose posteriors are formed at once."""

@@ -15,10 +15,10 @@ from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.rng import child, generator
 from rasura.core.specs import ServiceAttackSpec
 from rasura.core.values import UNKNOWN
-from rasura.obfuscation.service import states_sent
-from rasura.obfuscation.services import custext, obfuslm, plain, santext, sentinel
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.obfuscation.split import Split
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.service import states_sent
+from rasura.service_protections.services import custext, obfuslm, plain, santext, sentinel
+from rasura.service_protections.split import Split
 
 DEPTH = 3
 """Blocks whose output InvBert inverts (ObfusLM, appendix C.2)."""

@@ -14,10 +14,10 @@ import torch
 from rasura.core.interfaces import InputError
 from rasura.core.rng import Randomness
 from rasura.core.values import Task
-from rasura.obfuscation.key import PAIR, Key
-from rasura.obfuscation.model import obfuscate
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.obfuscation.tokenizer import describe, fixed_ids
+from rasura.service_protections.obfuslm.key import PAIR, Key
+from rasura.service_protections.obfuslm.model import obfuscate
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.obfuslm.tokenizer import describe, fixed_ids
 from rasura.victims.loading import EMBEDDED, embedded_model_path, load
 from rasura.victims.models import parts
 

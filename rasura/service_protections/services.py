@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from rasura.core.rng import Randomness, secret_generator
 from rasura.core.specs import ServiceProtectionSpec
 from rasura.core.values import Mechanism, Parameter, Stage, Vocabulary
-from rasura.obfuscation.glide import Directions, glide
-from rasura.obfuscation.model import obfuscate
-from rasura.obfuscation.noisy_states import Cape, MatrixGaussian, Prototypes, prototypes
-from rasura.obfuscation.replacement import replacement
-from rasura.obfuscation.service import Service
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.obfuscation.split import Split
+from rasura.service_protections.glide import Directions, glide
+from rasura.service_protections.noisy_states import Cape, MatrixGaussian, Prototypes, prototypes
+from rasura.service_protections.obfuslm.model import obfuscate
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.replacement import replacement
+from rasura.service_protections.service import Service
+from rasura.service_protections.split import Split
 from rasura.victims.models import parts
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
-from rasura.obfuscation.split import Change
+from rasura.service_protections.split import Change
 
 
 def analytic_sigma(epsilon: float, delta: float) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.rng import Randomness, laplace
-from rasura.obfuscation.clusters import Clusters
+from rasura.service_protections.obfuslm.clusters import Clusters
 
 BLOCK_BYTES = 1 << 26
 """Size of the rows of a block of clusters."""

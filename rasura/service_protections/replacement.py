@@ -18,8 +18,8 @@ from torch import Tensor
 from rasura.core.interfaces import InputError
 from rasura.core.rng import Randomness, uniform
 from rasura.core.values import Mechanism, Parameter, Stage, Vocabulary
-from rasura.obfuscation.word_vectors import glove
 from rasura.priors.ngram import Unigram
+from rasura.service_protections.word_vectors import glove
 
 BLOCK = 256
 """Tokens whose distributions are formed at once."""

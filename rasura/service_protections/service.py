@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from rasura.core.rng import Randomness, drawing, secret_generator
 from rasura.core.values import Mechanism, Vocabulary
-from rasura.obfuscation.replacement import Replacement, replaced
-from rasura.obfuscation.split import Split
+from rasura.service_protections.replacement import Replacement, replaced
+from rasura.service_protections.split import Split
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from rasura.core.interfaces import InputError
-from rasura.obfuscation.key import PAIR, Key
+from rasura.service_protections.obfuslm.key import PAIR, Key
 
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OPTIONS = ("model_max_length", "padding_side", "truncation_side", "model_input_names", "chat_template")

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.rng import Randomness, permutation, secret_generator
-from rasura.obfuscation.clusters import Clusters, embed_cluster
-from rasura.obfuscation.residual import change_stream, model_head
-from rasura.obfuscation.settings import ObfuscationSettings
-from rasura.obfuscation.synthesis import weight_synth
+from rasura.service_protections.obfuslm.clusters import Clusters, embed_cluster
+from rasura.service_protections.obfuslm.residual import change_stream, model_head
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.obfuslm.synthesis import weight_synth
 from rasura.victims.models import parts
 
 

@@ -1,0 +1,1 @@
+"""Protections of a model service: ObfusLM, and what it is compared to."""
