@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, logging
 
-from rasura.attacks.span import Span
-from rasura.attacks.verify import pad
+from rasura.attacks.shared.verify import pad
+from rasura.attacks.updates.span import Span
 from rasura.core.interfaces import AttackFailed, Budget
 from rasura.core.rng import derive, generator
 from rasura.core.values import Grant, Message, Observation, Reconstruction, Vocabulary

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from rasura.attacks.shadow_generation import restored, trained
-from rasura.attacks.shadow_inversion import inverted, likeliest, preimages_of
+from rasura.attacks.ghost.generation import restored, trained
+from rasura.attacks.ghost.inversion import inverted, likeliest, preimages_of
 from rasura.core.rng import derive, generator
 from rasura.data.text import load_examples
 from rasura.ghost.models import made_for

@@ -15,8 +15,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from rasura.attacks.gradient_matching.factors import Factoriser
-from rasura.attacks.gradient_matching.objective import Distance, soft_cross_entropy
+from rasura.attacks.updates.gradient_matching.factors import Factoriser
+from rasura.attacks.updates.gradient_matching.objective import Distance, soft_cross_entropy
 from rasura.core.rng import generator
 from rasura.data.text import Example, encode
 from rasura.victims.loading import load

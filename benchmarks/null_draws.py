@@ -31,9 +31,9 @@ import transformers
 from torch import nn
 
 from rasura import registry
-from rasura.attacks.gradient_matching.settings import Work as Matching
-from rasura.attacks.inverting_gradients import Work as Images
-from rasura.attacks.span_matching.attack import Work as Spans
+from rasura.attacks.images.inverting_gradients import Work as Images
+from rasura.attacks.updates.gradient_matching.settings import Work as Matching
+from rasura.attacks.updates.span_matching.attack import Work as Spans
 from rasura.core.interfaces import ActiveAttack, Attack, AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, WITH_LENGTHS, observe

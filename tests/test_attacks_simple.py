@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rasura.attacks.blind import Blind, best_guess
-from rasura.attacks.embedding_rows import EmbeddingRows
-from rasura.attacks.label_recovery import LabelRecovery, counts
+from rasura.attacks.updates.blind import Blind, best_guess
+from rasura.attacks.updates.embedding_rows import EmbeddingRows
+from rasura.attacks.updates.label_recovery import LabelRecovery, counts
 from rasura.core.interfaces import AttackFailed, Budget, Defense, InputError, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rasura.attacks.span import Span
-from rasura.attacks.span.completion import complete, uncovered
-from rasura.attacks.span_matching import SpanMatching
+from rasura.attacks.updates.span import Span
+from rasura.attacks.updates.span.completion import complete, uncovered
+from rasura.attacks.updates.span_matching import SpanMatching
 from rasura.core.interfaces import Budget
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe

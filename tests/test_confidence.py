@@ -15,16 +15,16 @@ import transformers
 from torch import Tensor, nn
 
 import rasura
-from rasura.attacks.best import _settled, matching
-from rasura.attacks.decoys import decoys, free_places, weakest
-from rasura.attacks.embedding_rows import EmbeddingRows, Rows, told_apart
-from rasura.attacks.gradient_matching.presets import dlg, grab, tag
-from rasura.attacks.noise_in_sight import shows_noise
-from rasura.attacks.span import Span
-from rasura.attacks.span.attack import dager
-from rasura.attacks.span.null import chance_limit, explained, outside, robust_chance, rows_believed, stand_clear
-from rasura.attacks.span.rows import Inputs, RowSpace
-from rasura.attacks.verify import apart, check, entries, in_span, prove, prove_rows, told, verified
+from rasura.attacks.shared.decoys import decoys, free_places, weakest
+from rasura.attacks.shared.verify import apart, check, entries, in_span, prove, prove_rows, told, verified
+from rasura.attacks.updates.best import _settled, matching
+from rasura.attacks.updates.embedding_rows import EmbeddingRows, Rows, told_apart
+from rasura.attacks.updates.gradient_matching.presets import dlg, grab, tag
+from rasura.attacks.updates.noise_in_sight import shows_noise
+from rasura.attacks.updates.span import Span
+from rasura.attacks.updates.span.attack import dager
+from rasura.attacks.updates.span.null import chance_limit, explained, outside, robust_chance, rows_believed, stand_clear
+from rasura.attacks.updates.span.rows import Inputs, RowSpace
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, WITH_LABELS_AND_LENGTHS, adversary_copy, observe
@@ -85,7 +85,7 @@ def test_one_module_alone_makes_proofs_and_says_verified_or_span() -> None:
                 continue
             if name == "Proof" or (name in ("Reconstruction", "replace") and said & {"verified", "span"}):
                 speakers.add(path.relative_to(PACKAGE.parent).as_posix())
-    assert speakers == {"rasura/attacks/verify.py"}
+    assert speakers == {"rasura/attacks/shared/verify.py"}
     said_by = [path for path in (PACKAGE / "attacks").rglob("*.py") if 'Confidence = "' in path.read_text()]
     assert [path.name for path in said_by] == ["verify.py"]
 

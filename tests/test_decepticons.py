@@ -12,8 +12,8 @@ import torch
 from audit_setting import model_folder, plan_for
 from torch import Tensor, nn
 
-from rasura.attacks.decepticons import Decepticons
-from rasura.attacks.decepticons.reading import _seen_wider
+from rasura.attacks.updates.decepticons import Decepticons
+from rasura.attacks.updates.decepticons.reading import _seen_wider
 from rasura.auditing import Audit
 from rasura.core.interfaces import ActiveAttack, AttackFailed, Budget, NotApplicable
 from rasura.core.records import RunStore

@@ -11,9 +11,9 @@ from scipy.optimize import nnls
 from torch import nn
 
 from rasura import registry
-from rasura.attacks.embedding_inversion.dimensions import changed, mixing
-from rasura.attacks.embedding_inversion.mixture import matched, mixtures
-from rasura.attacks.embedding_inversion.tables import word_table
+from rasura.attacks.services.dimensions import changed, mixing
+from rasura.attacks.services.mixture import matched, mixtures
+from rasura.attacks.services.tables import word_table
 from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.rng import generator

@@ -9,8 +9,8 @@ import torch
 import transformers
 from torch import nn
 
-from rasura.attacks.embedding_rows import EmbeddingRows
-from rasura.attacks.span import Span
+from rasura.attacks.updates.embedding_rows import EmbeddingRows
+from rasura.attacks.updates.span import Span
 from rasura.core.interfaces import Budget, InputError
 from rasura.core.rng import generator
 from rasura.core.threat import adversary_copy

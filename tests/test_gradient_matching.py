@@ -9,12 +9,12 @@ import torch
 from span_setting import seen_by_server
 from torch import Tensor, nn
 
-from rasura.attacks.gradient_matching.factors import Factoriser
-from rasura.attacks.gradient_matching.masks import Dropouts, Masked, shapes
-from rasura.attacks.gradient_matching.objective import Distance, Kind, soft_cross_entropy
-from rasura.attacks.gradient_matching.presets import dlg, grab, lamp_cos, tag
-from rasura.attacks.gradient_matching.reorder import orders, reordered
-from rasura.attacks.gradient_matching.settings import Work
+from rasura.attacks.updates.gradient_matching.factors import Factoriser
+from rasura.attacks.updates.gradient_matching.masks import Dropouts, Masked, shapes
+from rasura.attacks.updates.gradient_matching.objective import Distance, Kind, soft_cross_entropy
+from rasura.attacks.updates.gradient_matching.presets import dlg, grab, lamp_cos, tag
+from rasura.attacks.updates.gradient_matching.reorder import orders, reordered
+from rasura.attacks.updates.gradient_matching.settings import Work
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import THREATS, observe

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rasura import registry
-from rasura.attacks.image_layers import ImageGradients, layer_input
-from rasura.attacks.inverting_gradients import total_variation
+from rasura.attacks.images.inverting_gradients import total_variation
+from rasura.attacks.images.layers import ImageGradients, layer_input
 from rasura.core.interfaces import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, adversary_copy, observe

@@ -99,11 +99,11 @@ def test_only_those_listed_import_by_name(module: str) -> None:
 
 def test_the_walls_see_what_is_imported_by_name() -> None:
     for code in (
-        "import_module('rasura.attacks.span')", "importlib.import_module(name='rasura.attacks.span')",
-        "__import__('rasura.attacks.span')", "_lazy('rasura.attacks.span', 'Span')",
+        "import_module('rasura.attacks.updates.span')", "importlib.import_module(name='rasura.attacks.updates.span')",
+        "__import__('rasura.attacks.updates.span')", "_lazy('rasura.attacks.updates.span', 'Span')",
     ):  # fmt: skip
         (call,) = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Call)]
-        assert named_modules(call) == {"rasura.attacks.span"}
+        assert named_modules(call) == {"rasura.attacks.updates.span"}
     assert {"rasura.attacks", "rasura.defenses"} <= imports("rasura.registry.tables")
 
 

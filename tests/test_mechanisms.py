@@ -12,7 +12,7 @@ import torch
 from scipy.special import ive
 
 from rasura import registry
-from rasura.attacks.mechanism import announced_dropout, announced_noise
+from rasura.attacks.shared.mechanism import announced_dropout, announced_noise
 from rasura.core.errors import InputError
 from rasura.core.mechanisms import KNOWN, Directional, DpSgd, Gaussian, Laplace, Normalised, Protection, mechanism, typed
 from rasura.core.rng import generator

@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from rasura.attacks.span.null import (
+from rasura.attacks.updates.span.null import (
     FALSE,
     NEIGHBOURS,
     OTHERS,
@@ -23,7 +23,7 @@ from rasura.attacks.span.null import (
     stand_clear,
     tokens_believed,
 )
-from rasura.attacks.span.rows import Inputs, RowSpace
+from rasura.attacks.updates.span.rows import Inputs, RowSpace
 from rasura.core.rng import generator
 from rasura.core.values import UNKNOWN
 from rasura.testing.tiny import CLS, SEP, WORDS, tiny

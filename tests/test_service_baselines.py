@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rasura import registry
-from rasura.attacks.embedding_inversion.isometry import moved
-from rasura.attacks.embedding_inversion.preimage import in_context
-from rasura.attacks.embedding_inversion.trained import own_service
+from rasura.attacks.services.isometry import moved
+from rasura.attacks.services.preimage import in_context
+from rasura.attacks.services.trained import own_service
 from rasura.core.answers import TokenReading
 from rasura.core.interfaces import Budget, InputError, NotApplicable
 from rasura.core.rng import generator

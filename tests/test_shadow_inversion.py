@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rasura import registry
-from rasura.attacks.shadow_generation import restored, trained
-from rasura.attacks.shadow_inversion import Preimages, Strategy, announced_ghost, inverted
+from rasura.attacks.ghost.generation import restored, trained
+from rasura.attacks.ghost.inversion import Preimages, Strategy, announced_ghost, inverted
 from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe

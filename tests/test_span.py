@@ -10,12 +10,12 @@ import torch
 from span_setting import TEXTS, seen_by_server
 from torch import nn
 
-from rasura.attacks.span import Span
-from rasura.attacks.span.grouping import cluster
-from rasura.attacks.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
-from rasura.attacks.span.sentences import Finder, checker, rearranged
-from rasura.attacks.span.tokens import robust_fit
-from rasura.attacks.verify import VERIFIED, check, relative_error
+from rasura.attacks.shared.verify import VERIFIED, check, relative_error
+from rasura.attacks.updates.span import Span
+from rasura.attacks.updates.span.grouping import cluster
+from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
+from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
+from rasura.attacks.updates.span.tokens import robust_fit
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe

@@ -6,10 +6,10 @@ import pytest
 import torch
 from span_setting import TEXTS, seen_by_server
 
-from rasura.attacks.span.rows import block_spaces, visible_blocks
-from rasura.attacks.span_matching import SpanMatching
-from rasura.attacks.span_matching.discrete import beam_search, fill_holes, neighbours
-from rasura.attacks.span_matching.objective import Objective, readout
+from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
+from rasura.attacks.updates.span_matching import SpanMatching
+from rasura.attacks.updates.span_matching.discrete import beam_search, fill_holes, neighbours
+from rasura.attacks.updates.span_matching.objective import Objective, readout
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.values import Message, Observation

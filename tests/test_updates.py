@@ -10,7 +10,7 @@ import torch
 from update_setting import NOTE, sent_by
 
 from rasura import registry
-from rasura.attacks.span import Span
+from rasura.attacks.updates.span import Span
 from rasura.core.interfaces import Budget, InputError, Transform
 from rasura.core.rng import generator
 from rasura.core.updates import WEIGHT_DECAY, Local, announced_update, changed

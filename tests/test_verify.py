@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rasura.attacks.decoys import decoys, weakest
-from rasura.attacks.verify import (
+from rasura.attacks.shared.decoys import decoys, weakest
+from rasura.attacks.shared.verify import (
     apart,
     check,
     entries,

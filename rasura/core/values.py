@@ -325,7 +325,8 @@ class Observation(Granted):
 
 @dataclass(frozen=True)
 class Proof:
-    """Why a reconstruction is ``verified``. Only ``rasura.attacks.verify`` makes one; ``docs/attacks.md`` defines each name.
+    """Why a reconstruction is ``verified``. Only ``rasura.attacks.shared.verify`` makes one; ``docs/attacks.md`` defines
+    each name.
 
     It holds the very ``tokens`` and ``labels`` that it proves, the guess's relative ``error``, and ``decoys``: the least
     error among texts that differ from the guess by little. Raises ``ValueError`` unless the decoys are told from the guess.

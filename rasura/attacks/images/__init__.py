@@ -1,0 +1,1 @@
+"""Attacks on an update of an image classifier."""

@@ -1,0 +1,208 @@
+"""Rows as mixtures (ours): which public rows an obfuscated one is made of, then which of them it stands for.
+
+A row that was mixed from its cluster is a non-negative combination of some ten public rows, and those are near it: least
+squares finds them. Which of them is the row's own token, the weights tell by their size and, better, by the mechanism, which
+is no secret: the logarithms of the weights are known up to Laplace noise once the token is. Each public token is the own one
+of one row only, which a matching uses; then language decides between what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor, nn
+
+from rasura.attacks.services.nearest import frequencies
+from rasura.attacks.services.tables import KEPT, Tables, nearest
+from rasura.core.answers import ServiceObservation, TokenReading
+from rasura.core.interfaces import Budget, InputError, NotApplicable, Prior
+from rasura.core.specs import ServiceAttackSpec
+from rasura.priors import trigrams
+
+NEAR = 60
+"""Public rows near an obfuscated one, of which it may be made."""
+
+STEPS = 300
+"""Steps of accelerated projected gradients; three hundred leave the weights within a thousandth."""
+
+LEAST = 2e-3
+"""Weights below this are no members."""
+
+SECOND = 6.0
+"""Nats that a token costs which another id has already been read as: each has one id alone."""
+
+
+def mixtures(rows: Tensor, parts: Tensor) -> Tensor:
+    """Non-negative weights ``(n, m)`` with which ``parts`` ``(n, m, hidden)`` make ``rows`` ``(n, hidden)`` best."""
+    gram = parts @ parts.mT
+    wanted = (parts @ rows[:, :, None])[:, :, 0]
+    slope = torch.linalg.matrix_norm(gram, ord=2).clamp_min(1e-12)[:, None]
+    weights = torch.zeros_like(wanted)
+    ahead, pace = weights, 1.0
+    for _ in range(STEPS):
+        step = (ahead - ((gram @ ahead[:, :, None])[:, :, 0] - wanted) / slope).clamp_min(0)
+        faster = (1 + math.sqrt(1 + 4 * pace * pace)) / 2
+        ahead, weights, pace = step + (pace - 1) / faster * (step - weights), step, faster
+    return weights
+
+
+def own_likelihood(weights: Tensor, members: Tensor, table: Tensor, epsilon: float) -> Tensor:
+    """For each of ``members`` ``(m,)`` the log likelihood of the ``weights`` ``(m,)`` if it is the row's own token.
+
+    WeightSynth: log weight_j = epsilon * cos(own, j) / 2 + noise_j + constant, the noise Laplace with half the spread of the
+    own token's cosines; the constant is at its likeliest, the median.
+    """
+    rows = nn.functional.normalize(table[members], dim=1)
+    cosine = (rows @ rows.T).double()
+    scale = ((cosine.amax(1) - cosine.amin(1)) / 2).clamp_min(1e-3)
+    away = weights.double().log() - epsilon / 2 * cosine
+    away = (away - away.median(1, keepdim=True).values).abs()
+    return -(away / scale[:, None]).sum(1) - len(members) * scale.log()
+
+
+def matched(scores: list[dict[int, float]]) -> list[int]:
+    """For each id its token, each token once, with the greatest sum of ``scores`` (of each id: token, log chance)."""
+    columns = {token: n for n, token in enumerate(dict.fromkeys(t for s in scores for t in s))}
+    # Behind the tokens a column for every id: it is read by its own best score where the others leave it nothing.
+    table = np.full((len(scores), len(columns) + len(scores)), 1e6)
+    for n, some in enumerate(scores):
+        for token, value in some.items():
+            table[n, columns[token]] = -value
+        table[n, len(columns) + n] = 1e3
+    names = list(columns)
+    chosen = linear_sum_assignment(table)[1]
+    return [names[c] if c < len(names) else max(s, key=lambda t: s[t]) for c, s in zip(chosen.tolist(), scores)]
+
+
+def candidates(tables: Tables, epsilon: float | None) -> list[dict[int, float]]:
+    """For each id that was sent its tokens with their log chances: by likelihood at ``epsilon``, by weight if None."""
+    near, _ = nearest(tables, NEAR)
+    out: list[dict[int, float]] = []
+    for some, ids in zip(torch.split(near, 256), torch.split(tables.ids, 256)):
+        for row, members in zip(mixtures(tables.served[ids], tables.public[some]), some):
+            kept = row > LEAST * row.sum()
+            if not bool(kept.any()):
+                kept = torch.arange(len(row)) < KEPT
+            weights, names = row[kept].clamp_min(1e-9), members[kept]
+            if epsilon is None or len(names) == 1:
+                chance = (weights / weights.sum()).double().log()
+            else:
+                chance = own_likelihood(weights, names, tables.public, epsilon).log_softmax(0)
+            out.append(dict(zip(names.tolist(), chance.tolist())))
+    return out
+
+
+def ranking(first: list[int], scores: list[dict[int, float]]) -> Tensor:
+    """Guesses ``(types, KEPT)``: the chosen token, then by chance."""
+    rows = []
+    for own, some in zip(first, scores):
+        order = [own, *sorted((t for t in some if t != own), key=lambda t: -some[t])][:KEPT]
+        rows.append(order + [-1] * (KEPT - len(order)))
+    return torch.tensor(rows)
+
+
+def announced(seen: ServiceObservation) -> float:
+    """The privacy parameter that the mechanism tells. Raises ``NotApplicable`` where hidden dimensions are mixed too."""
+    if seen.mechanism.name != "obfuslm":
+        raise NotApplicable("no protection by obfuslm was announced")
+    if seen.mechanism.parameters.get("plus"):
+        raise NotApplicable("the hidden dimension is mixed too, so rows are no mixtures of public ones; use realigned-*")
+    return float(seen.mechanism.parameters.get("epsilon") or 1.0)
+
+
+@dataclass(frozen=True)
+class RowMixture:
+    """Least squares on the nearest public rows, and the matching by weight."""
+
+    name: str = "row-mixture"
+
+    def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
+        announced(seen)
+        tables = Tables(seen)
+        scores = candidates(tables, None)
+        return tables.reading(ranking(matched(scores), scores), candidates=sum(map(len, scores)) / len(scores))
+
+
+@dataclass(frozen=True)
+class Decipherment:
+    """The same with the mechanism's likelihood, then frequencies and trigrams of the reference text over the candidates.
+
+    Ids are read one after the other, the most frequent first: the token that fits all its places best, given what the others
+    are read as, in some sweeps. An id stands for the same token wherever it occurs.
+    """
+
+    name: str = "decipherment"
+    sweeps: dict[str, int] = field(default_factory=lambda: {"quick": 2, "default": 4, "paper": 8})
+
+    def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
+        tables = Tables(seen)
+        scores = candidates(tables, announced(seen))
+        usual = frequencies(seen).probabilities
+        total = tables.counts.total()
+        told: list[dict[int, float]] = []
+        for (_, count), some in zip(tables.counts.items(), scores):
+            # Poisson: a frequent token would have been sent more often, a rare one less.
+            rates = {t: total * max(float(usual[t]), 1e-12) for t in some}
+            told.append({t: s + count * math.log(rates[t]) - rates[t] for t, s in some.items()})
+        read = dict(zip(tables.counts, matched(told)))
+        try:
+            prior: Prior = trigrams(seen.vocabulary, seen.reference_text)
+        except InputError:
+            return tables.reading(ranking(list(read.values()), told), language="frequencies")
+        fits = {}
+        for _ in range(self.sweeps[budget.level]):
+            before = dict(read)
+            fits = swept(tables, scores, read, prior, lambda t: total * float(usual[t]))
+            if read == before:
+                break
+        guesses = ranking([read[i] for i in tables.counts], [fits[i] for i in tables.counts])
+        return tables.reading(guesses, language="trigrams")
+
+
+def swept(
+    tables: Tables, scores: list[dict[int, float]], read: dict[int, int], prior: Prior, expected: Callable[[int], float]
+) -> dict[int, dict[int, float]]:
+    """One sweep over all ids, which changes ``read``; the scores of every candidate as its id was read."""
+    special = tables.seen.vocabulary.special_ids
+    texts = [[i for i in text if i not in special] for text in tables.seen.ids]
+    places: dict[int, list[tuple[int, int]]] = {i: [] for i in tables.counts}
+    for n, text in enumerate(texts):
+        for place, i in enumerate(text):
+            places[i].append((n, place))
+    holders: dict[int, int] = {}
+    for token in read.values():
+        holders[token] = holders.get(token, 0) + 1
+    fits = {}
+    for i, some in zip(tables.counts, scores):
+        holders[read[i]] -= 1
+        found = {}
+        for token, score in some.items():
+            value = score - expected(token) - SECOND * bool(holders.get(token))
+            for n, place in places[i]:
+                window = texts[n][max(0, place - 2) : place + 3]
+                value += prior.log_probability([token if j == i else read[j] for j in window])
+            found[token] = value
+        read[i] = max(found, key=lambda t: found[t])
+        holders[read[i]] = holders.get(read[i], 0) + 1
+        fits[i] = found
+    return fits
+
+
+ROW_MIXTURE = ServiceAttackSpec(
+    name="row-mixture",
+    about="which public rows a row was mixed of",
+    source="Rasura",
+    make=RowMixture,
+)
+
+DECIPHERMENT = ServiceAttackSpec(
+    name="decipherment",
+    about="rows and the order of ids together",
+    source="Rasura",
+    make=Decipherment,
+)

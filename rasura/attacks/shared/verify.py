@@ -1,0 +1,269 @@
+"""Is the guess right? The one place that says ``verified``, and the one that says ``span``.
+
+A guess is proven when the update that it would have caused equals the observed one, and that of every decoy clearly does
+not: what is visible must tell the guess from texts that hardly differ, and be too much for a chance fit. Each kind of proof
+is defined in ``docs/attacks.md``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.shared.decoys import Texts, decoys, free_places, weakest, words
+from rasura.core.interfaces import AttackFailed
+from rasura.core.rng import generator
+from rasura.core.updates import announced_update, changed
+from rasura.core.values import UNKNOWN, Confidence, Grant, Observation, Parameter, Proof, Reconstruction, Vocabulary
+from rasura.victims.models import layer_inputs, parts
+
+VERIFIED = 1e-3
+"""Largest relative error of a verified guess. Exact guesses in float32 stay below 1e-4, also where the update was rounded to
+16 bits (errors of 5e-4 to 4e-3 an entry average out only with an exact guess at bf16: those stay ``span``); one wrong token
+in a text was never seen below 1e-2 on trained models, 5e-3 on tiny random ones."""
+
+ROWS_VERIFIED = 1e-4
+"""Largest relative error with which place rows add up to a word's row: float32 leaves 1e-7 to 1e-6."""
+
+MARGIN = 10.0
+"""Every decoy's error must be so many times the guess's."""
+
+PRECISION = 1e-6
+"""Errors below that of float32 count as this."""
+
+CHANCE = 1e-6
+"""Texts that may fit as well by chance, over all texts of these lengths."""
+
+MOST_LABELINGS = 64
+
+
+def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Id sequences as ``input_ids`` and ``attention_mask``, both ``(batch, longest)``."""
+    longest = max(len(t) for t in tokens)
+    ids = torch.full((len(tokens), longest), pad_id)
+    mask = torch.zeros(len(tokens), longest, dtype=torch.long)
+    for row, t in enumerate(tokens):
+        ids[row, : len(t)] = torch.tensor(list(t))
+        mask[row, : len(t)] = 1
+    return ids, mask
+
+
+def relative_error(
+    guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None
+) -> float:
+    """``||a * guess - observed|| / ||observed||`` over visible entries, at the best scale ``a`` (clipping rescales)."""
+    pairs = []
+    inner = own = square = 0.0
+    for name, target in observed.items():
+        mask = None if visible is None else visible.get(name)
+        b = target.flatten() if mask is None else target[mask]
+        square += float(b.norm().double()) ** 2
+        if name in guess:
+            a = guess[name].flatten() if mask is None else guess[name][mask]
+            inner += float(a @ b)
+            own += float(a.norm().double()) ** 2
+            pairs.append((a, b))
+    if square == 0.0 or own == 0.0:
+        return math.inf
+    scale = max(inner, 0.0) / own
+    # The difference itself, not 1 - cos^2: that would vanish below the square root of the precision.
+    missed = square - sum(float(b.norm().double()) ** 2 for _, b in pairs)
+    error = max(missed, 0.0) + sum(float((b - scale * a).norm().double()) ** 2 for a, b in pairs)
+    return math.sqrt(error / square)
+
+
+def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:
+    """Which labels to try for the guessed texts: the granted ones, the ones that the head's gradient gives, or all of them.
+
+    Rows may come in another order than the batch's, so granted labels are tried in every order.
+    """
+    if seen.task == "causal":
+        return [_targets(ids, mask)]
+    batch = len(ids)
+    if Grant.LABELS in seen and batch <= 4:
+        return [torch.tensor(p) for p in sorted(set(itertools.permutations(seen.labels.tolist())))]
+    solved = None if announced_update(seen).kind == "fedavg-adamw" else _labels_from_head(seen, ids, mask, types)
+    if solved is not None:
+        return [solved]
+    classes = int(getattr(seen.model.config, "num_labels", 2))
+    if classes**batch > MOST_LABELINGS:
+        return []
+    return [torch.tensor(y) for y in itertools.product(range(classes), repeat=batch)]
+
+
+def _targets(ids: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask.bool(), ids, torch.full_like(ids, -100))
+
+
+def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> Tensor | None:
+    """Head gradient = sum_b (softmax_b - onehot_b) h_b^T / B: linear in the one-hots, and everything else is known."""
+    model = seen.model
+    head = parts(model).head
+    if head is None or head.weight not in seen.gradients or head.weight in seen.visible or head.transposed:
+        return None
+    if len(ids) > parts(model).hidden:
+        return None
+    extra = {} if types is None else {"token_type_ids": types}
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask, **extra).logits.double()
+        # RoBERTa's head reads (batch, hidden); decoders score every position and use the last real one.
+        states = layer_inputs(model, [head.module], input_ids=ids, attention_mask=mask, **extra)[head.module].double()
+    if states.dim() == 3:
+        states = states[torch.arange(len(ids)), mask.sum(1) - 1]
+    gradient = seen.gradients[head.weight].double()
+    deltas = (gradient @ torch.linalg.pinv(states)).T / announced_update(seen).steps  # up to the clipping's scale
+    shares = logits.softmax(1) - deltas * len(ids)
+    labels = []
+    owed: dict[tuple[int, ...], Tensor] = {}
+    for row, text in enumerate(map(tuple, ids.tolist())):
+        # Copies of a text have one mean share in common, so what one takes the others no longer need.
+        share = owed.setdefault(text, shares[row] * sum(text == tuple(other) for other in ids.tolist()))
+        labels.append(int(share.argmax()))
+        share[labels[-1]] -= 1
+    return torch.tensor(labels)
+
+
+def _inputs(
+    seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """``tokens`` as keyword arguments of the model, without labels; and the segments, None where all are the first."""
+    ids, mask = pad(tokens, seen.vocabulary.pad_id or 0)
+    # GPT-2 adds a word embedding for segment 0 when it is told of segments, so say nothing where there are none.
+    type_ids = pad(types, 0)[0] if types is not None and any(any(t) for t in types) else None
+    return {"input_ids": ids, "attention_mask": mask} | ({} if type_ids is None else {"token_type_ids": type_ids}), type_ids
+
+
+def _fitted(
+    seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None
+) -> tuple[float, Tensor | None]:
+    """The least relative error of ``tokens`` over the labels that can be tried, and the labels that reach it."""
+    if not tokens or any(not t or min(t) < 0 for t in tokens):
+        return math.inf, None
+    inputs, type_ids = _inputs(seen, tokens, types)
+    best: tuple[float, Tensor | None] = (math.inf, None)
+    for labels in labelings(seen, inputs["input_ids"], inputs["attention_mask"], type_ids):
+        error = _error(seen, inputs | {"labels": labels})
+        if error < best[0]:
+            best = error, labels
+    return best
+
+
+def _error(seen: Observation, inputs: Mapping[str, Tensor]) -> float:
+    guess, _ = changed(seen.model, inputs, list(seen.gradients), announced_update(seen))
+    return relative_error(guess, seen.gradients, seen.visible)
+
+
+def _flat(seen: Observation, labels: Tensor | None) -> tuple[int, ...] | None:
+    return None if labels is None or seen.task == "causal" else tuple(int(y) for y in labels)
+
+
+def check(
+    seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
+) -> tuple[float, tuple[int, ...] | None]:
+    """The least relative error with which ``tokens`` reproduce the observed gradient, and the labels that reach it.
+
+    ``(inf, None)`` when the guess has holes, or no labels can be tried. Meaningless while dropout is active. A small error
+    alone proves nothing: see ``prove``.
+    """
+    error, labels = _fitted(seen, tokens, types)
+    return error, _flat(seen, labels)
+
+
+def entries(seen: Observation) -> int:
+    """Visible entries of the update that are not zero."""
+    shown = 0
+    for name, gradient in seen.gradients.items():
+        mask = seen.visible.get(name)
+        shown += int((gradient if mask is None else gradient[mask]).count_nonzero())
+    return shown
+
+
+def apart(error: float, least: float) -> bool:
+    """Whether decoys that miss by ``least`` or more are told from a guess that misses by ``error``."""
+    return least > MARGIN * max(error, PRECISION)
+
+
+def told(shown: int, error: float, least: float, free: int, choices: int) -> bool:
+    """Whether ``shown`` numbers tell a guess of ``error`` from all texts of ``free`` places with ``choices`` words each.
+
+    Texts lie about ``least`` apart, so a text fits by chance as well as the guess with ``(error / least) ** (shown - 1)``:
+    one number is lost to the scale. Over all texts fewer than ``CHANCE`` may.
+    """
+    if not 0 <= error < least < math.inf or shown < 2:
+        return False
+    alone = (shown - 1) * math.log(least / max(error, PRECISION))
+    return alone > free * math.log(max(choices, 2)) - math.log(CHANCE)
+
+
+def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None) -> Proof | None:
+    """The proof ``gradient`` of ``tokens``; None where the update does not prove them.
+
+    Their recomputed update must be within ``VERIFIED`` of the observed one, that of every decoy must miss it by ``MARGIN``
+    times as much, and the visible entries must be too many for a chance fit. None under active dropout,
+    since nothing can be recomputed there, and for a text of special tokens alone, which has no decoys.
+    """
+    error, labels = _fitted(seen, tokens, types)
+    if not error < VERIFIED or labels is None:
+        return None
+    guess: Texts = tuple(tuple(int(t) for t in text) for text in tokens)
+    free = free_places(guess, seen.vocabulary)
+    if not all(free):
+        return None
+    inputs = _inputs(seen, guess, types)[0]
+    with torch.no_grad():
+        logits = seen.model(**inputs).logits
+    weak = weakest(logits, labels, inputs["attention_mask"])
+    least = math.inf
+    for decoy in decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys")):
+        other = _inputs(seen, decoy, types)[0]
+        other["labels"] = labels if seen.task != "causal" else _targets(other["input_ids"], other["attention_mask"])
+        least = min(least, _error(seen, other))
+        if not apart(error, least):
+            return None
+    if not told(entries(seen), error, least, sum(map(len, free)), len(words(seen.vocabulary))):
+        return None
+    return Proof("gradient", guess, error, least, _flat(seen, labels))
+
+
+def prove_rows(tokens: Sequence[int], error: float, least: float, shown: int, distinct: int) -> Proof | None:
+    """The proof ``embedding-rows`` of one text: its place rows add up to its word rows, and in no other arrangement.
+
+    ``error``: the largest relative error of a word's row; ``least``: the least one that moving or exchanging places leaves;
+    ``shown``: the fewest numbers that a place is told by; ``distinct``: how many words the places were dealt to.
+    """
+    if UNKNOWN in tokens or not error < ROWS_VERIFIED or not apart(error, least):
+        return None
+    if not told(shown, error, least, len(tokens), distinct):
+        return None
+    return Proof("embedding-rows", (tuple(tokens),), error, least)
+
+
+def verified(proof: Proof, details: Mapping[str, Parameter]) -> Reconstruction:
+    """The reconstruction that ``proof`` proves."""
+    details = {**details, "proof": proof.name}
+    return Reconstruction(
+        proof.tokens, "verified", labels=proof.labels, residual=proof.error, details=details, proof=proof
+    )  # fmt: skip
+
+
+def in_span(
+    tokens: Texts,
+    vocabulary: Vocabulary,
+    *,
+    believed: bool,
+    residual: float | None = None,
+    ordered: bool = True,
+    details: Mapping[str, Parameter] | None = None,
+) -> Reconstruction:
+    """``span`` for ``tokens`` that were ``believed`` by the attack's null (``span.null``), else ``matched``.
+
+    Raises ``AttackFailed`` where no text holds a word: special tokens are in every update, whoever wrote it.
+    """
+    if not any(token != UNKNOWN and token not in vocabulary.special_ids for text in tokens for token in text):
+        raise AttackFailed("only special tokens were found, which every text holds")
+    confidence: Confidence = "span" if believed else "matched"
+    return Reconstruction(tokens, confidence, ordered=ordered, residual=residual, details=details or {})

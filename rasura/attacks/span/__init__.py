@@ -1,5 +1,0 @@
-"""Span attacks: what the row spaces of linear layers' gradients say about their inputs."""
-
-from rasura.attacks.span.attack import Span
-
-__all__ = ["Span"]

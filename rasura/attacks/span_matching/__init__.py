@@ -1,5 +1,0 @@
-"""Span matching: one text that satisfies the row spaces of all visible layers at once."""
-
-from rasura.attacks.span_matching.attack import SpanMatching
-
-__all__ = ["SpanMatching"]

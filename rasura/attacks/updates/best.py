@@ -1,0 +1,112 @@
+"""The portfolio: cheap attacks first, until a reconstruction is certain. The adversary that a policy is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from rasura.attacks.shared.mechanism import announced_noise
+from rasura.attacks.shared.verify import check
+from rasura.attacks.updates.embedding_rows import EmbeddingRows
+from rasura.attacks.updates.gradient_matching.engine import GradientMatching
+from rasura.attacks.updates.gradient_matching.presets import dlg, grab
+from rasura.attacks.updates.mask_positions import MaskPositions
+from rasura.attacks.updates.noise_in_sight import shows_noise
+from rasura.attacks.updates.pursuit import Pursuit
+from rasura.attacks.updates.span import Span
+from rasura.attacks.updates.span_matching import SpanMatching
+from rasura.core.interfaces import Attack, AttackFailed, Budget, NotApplicable
+from rasura.core.rng import child
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
+
+_CERTAINTY = {"verified": 3, "span": 2, "matched": 1, "none": 0}
+
+
+def _rank(guess: Reconstruction, seen: Observation) -> tuple[bool, int, bool, bool, int, float]:
+    """Greater is better: a text that holds words, surer, ordered, whole, with fewer holes, nearer to the gradient."""
+    holes = sum(t == UNKNOWN for text in guess.tokens for t in text)
+    words = any(t != UNKNOWN and t not in seen.vocabulary.special_ids for text in guess.tokens for t in text)
+    error = check(seen, guess.tokens)[0] if guess.ordered and words and not holes else float("inf")
+    return words, _CERTAINTY[guess.confidence], guess.ordered, holes == 0, -holes, -error
+
+
+def _settled(guess: Reconstruction, seen: Observation) -> bool:
+    """Whether nothing stronger can be expected: verified, or every place of every text named by a span."""
+    if guess.confidence == "verified":
+        return True
+    lengths = sorted(seen.lengths) == sorted(map(len, guess.tokens)) if Grant.LENGTHS in seen else True
+    worded = all(any(t not in seen.vocabulary.special_ids for t in text) for text in guess.tokens)
+    whole = bool(guess.tokens) and worded and all(UNKNOWN not in text for text in guess.tokens)
+    return guess.confidence == "span" and guess.ordered and whole and lengths
+
+
+def matching(seen: Observation, budget: Budget) -> Callable[[], GradientMatching]:
+    """The last resort. In noise GRAB reads what no other does; elsewhere, and in a quick look, it is too slow for what it
+    adds to DLG."""
+    return grab if budget.level != "quick" and (announced_noise(seen)[0] > 0 or shows_noise(seen)) else dlg
+
+
+@dataclass(frozen=True)
+class Best:
+    """Runs embedding rows, span, mask positions, pursuit, span matching and gradient matching (GRAB where noise was
+    announced or shows itself and the budget is not quick, else DLG), in this order, until a text is certain: verified, or
+    a span of whole texts in order, of the granted lengths.
+
+    Returns the guess with the highest confidence, ordered before bags, complete before holes, and of equals the one whose
+    gradient is nearest to the observed one. A guess without a word is the last choice. ``details`` says what was tried and
+    how each ended; ``ran`` names those that ran to their end, whether they read anything or not. ``attacks`` makes the
+    members before matching; each runs only where the threat model grants what it needs.
+    """
+
+    name: str = "best"
+    needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
+    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
+    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (EmbeddingRows, Span, MaskPositions, Pursuit, SpanMatching)
+
+    def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
+        best: Reconstruction | None = None
+        rank = None
+        winner = ""
+        ended: dict[str, str] = {}
+        ran: list[str] = []
+        for make in (*self.attacks, matching(seen, budget)):
+            attack = make()
+            own = torch.Generator().manual_seed(child(rng))
+            if any(grant not in seen for grant in attack.needs):
+                ended[attack.name] = "not granted"
+                continue
+            try:
+                guess = attack(seen, rng=own, budget=budget)
+            except NotApplicable as reason:
+                ended[attack.name] = str(reason)
+                continue
+            except AttackFailed as reason:
+                ran.append(attack.name)
+                ended[attack.name] = str(reason)
+                continue
+            ran.append(attack.name)
+            ended[attack.name] = guess.confidence
+            if _settled(guess, seen):
+                best, winner = guess, attack.name
+                break
+            own_rank = _rank(guess, seen)
+            if rank is None or own_rank > rank:
+                best, winner, rank = guess, attack.name, own_rank
+        tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
+        if best is None:
+            raise AttackFailed(f"no attack of the portfolio read anything ({tried})", {"ran": ",".join(ran)})
+        details: Mapping[str, Parameter] = {**best.details, "attack": winner, "ran": ",".join(ran), "tried": tried}
+        return replace(best, details=details)
+
+
+SPEC = AttackSpec(
+    name="best",
+    about="the portfolio: cheap attacks first, until a text is certain",
+    source="Rasura",
+    make=Best,
+    seconds=60.0,
+    home=Home(reads=True),
+)

@@ -1,0 +1,5 @@
+"""Decepticons: weights that a malicious server crafts, and what their gradient tells."""
+
+from rasura.attacks.updates.decepticons.attack import Decepticons
+
+__all__ = ["Decepticons"]

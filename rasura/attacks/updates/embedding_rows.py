@@ -1,0 +1,279 @@
+"""Embedding rows: the gradient of a trainable word embedding has a row for every word of the batch, and zeros elsewhere.
+
+Melis et al. (2019) read the bag of words from it; the position embedding's gradient gives lengths and, for a single text,
+the order (APRIL, Lu et al. 2022). Milliseconds, whatever the model's depth, and active dropout does not matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from rasura.attacks.shared.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
+from rasura.attacks.updates.tied_rows import without_output_part
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
+from rasura.victims.models import Parts, first_position, parts
+
+FLOOR = 1e-9
+"""Rows below this share of the largest row count as zero."""
+
+OUTLIER = 6.0
+"""Under noise, a row is there when its norm lies this many robust deviations above the median: no false row in 1e8."""
+
+SAME = ROWS_VERIFIED
+"""Relative error within which two rows are equal, and coefficients solve for a row."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of an embedding's gradient that are there: ``index`` ``(rows,)``, ``values`` and ``mask`` ``(rows, width)``.
+
+    ``noisy``: every row of the gradient was filled, and these stand out of it.
+    """
+
+    index: Tensor
+    values: Tensor
+    mask: Tensor
+    noisy: bool
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+def most_tokens(seen: Observation) -> int:
+    """How many tokens a batch can hold: texts as long as the model allows, 64 of them where their number is not known."""
+    longest = int(getattr(seen.model.config, "max_position_embeddings", 4096))
+    return (seen.batch_size if Grant.BATCH_SIZE in seen else 64) * longest
+
+
+def is_noisy(gradient: Tensor, most: int) -> bool:
+    """Whether something filled the zero rows of a word embedding's gradient; ``most``: tokens that a batch can hold."""
+    norms = gradient.norm(dim=1)
+    return int((norms > FLOOR * norms.max()).sum()) > min(most, 0.8 * len(norms))
+
+
+def present(gradient: Tensor, mask: Tensor | None, noisy: bool) -> Rows:
+    """The rows of ``gradient`` ``(rows, width)`` that hold something visible; under noise, those that stand out."""
+    norms = gradient.double().norm(dim=1)
+    there = norms > FLOOR * norms.max()
+    if noisy and bool(there.any()):
+        filled = norms[there]
+        middle = filled.median()
+        spread = 1.4826 * (filled - middle).abs().median()
+        there = norms > middle + OUTLIER * spread
+    index = there.nonzero().flatten()
+    shown = torch.ones_like(gradient[index], dtype=torch.bool) if mask is None else mask[index]
+    return Rows(index, gradient[index].double(), shown, noisy)
+
+
+def order(words: Rows, places: Rows) -> tuple[list[int], bool]:
+    """Which word row stands at each place, -1 where that stays open, and whether all of it is solved exactly.
+
+    A word that noise or hidden entries leave without a place is put where it fits best.
+
+    For one text the gradient at place i is the place's row, and a word's row is the sum over its places, so that
+    ``words = A @ places`` with one 1 in each column of A. A word that occurs once equals its place's row; the repeated ones
+    are solved for with what is left.
+    """
+    taken = [-1] * len(places)
+    if not words.noisy and not places.noisy:
+        for place in range(len(places)):
+            both = words.mask & places.mask[place]
+            gap = ((words.values - places.values[place]) * both).norm(dim=1)
+            size = torch.maximum((words.values * both).norm(dim=1), (places.values[place] * both).norm())
+            same = ((gap < SAME * size) & (both.sum(1) >= 2)).nonzero().flatten()
+            if len(same) == 1 and int(same[0]) not in taken:
+                taken[place] = int(same[0])
+    open_places = [i for i, t in enumerate(taken) if t < 0]
+    open_words = [w for w in range(len(words)) if w not in taken]
+    exact = not words.noisy and not places.noisy
+    claims: dict[int, list[tuple[float, int]]] = {i: [] for i in open_places}
+    if open_places:
+        for word in open_words:
+            coefficients, error = _solve(words, word, places, open_places)
+            if not words.noisy and error > SAME:
+                exact = False
+                continue
+            for place, c in zip(open_places, coefficients):
+                if c > 0.5:
+                    claims[place].append((c, word))
+    else:
+        exact = exact and not open_words
+    for place, claimed in claims.items():
+        exact = exact and len(claimed) == 1
+        if len(claimed) == 1 or (claimed and words.noisy):
+            taken[place] = max(claimed)[1]
+    return _placed(words, places, taken), exact
+
+
+def _placed(words: Rows, places: Rows, taken: list[int]) -> list[int]:
+    """Put every word that has no place at the open place whose row is most like its own, best fits first."""
+    open_places = [i for i, t in enumerate(taken) if t < 0]
+    left = [w for w in range(len(words)) if w not in taken]
+    fits = []
+    for word in left:
+        both = words.mask[word] & places.mask[open_places]
+        a, b = words.values[word] * both, places.values[open_places] * both
+        cosine = (a * b).sum(1) / (a.norm(dim=1) * b.norm(dim=1)).clamp_min(1e-300)
+        fits += [(float(c), word, place) for c, place in zip(cosine, open_places)]
+    for _, word, place in sorted(fits, key=lambda fit: -fit[0]):
+        if taken[place] < 0 and word not in taken:
+            taken[place] = word
+    return taken
+
+
+def _solve(words: Rows, word: int, places: Rows, chosen: list[int]) -> tuple[list[float], float]:
+    """Coefficients of ``chosen`` places that make up a word's row, and the relative error once rounded to 0 or 1."""
+    columns = words.mask[word] & places.mask[chosen].all(0)
+    target, basis = words.values[word][columns], places.values[chosen][:, columns]
+    scale = basis.norm(dim=1)
+    if len(target) < len(chosen) + 2 or not bool((scale > 0).all()):
+        return [0.0] * len(chosen), float("inf")
+    solved = torch.linalg.lstsq((basis / scale[:, None]).T, target[:, None], driver="gelsd").solution.flatten() / scale
+    rounded = (solved > 0.5).double()
+    error = (target - rounded @ basis).norm() / target.norm().clamp_min(1e-300)
+    return solved.tolist(), float(error)
+
+
+def told_apart(words: Rows, places: Rows, taken: list[int]) -> tuple[float, float, int]:
+    """How well the places ``taken`` by words add up to them, how badly any other arrangement would, and by how many numbers.
+
+    The largest relative error of a word's row; the least one that is left where two places of different words are
+    exchanged, or one place is moved to another word; the fewest entries that are visible in a place and in its word.
+    """
+    error, least, shown = 0.0, float("inf"), words.values.shape[1]
+    sizes = (words.values * words.mask).norm(dim=1)
+    owner = torch.tensor(taken)
+    for word in range(len(words)):
+        own = (owner == word).nonzero().flatten()
+        both = words.mask[word] & places.mask[own].all(0)
+        missed = (words.values[word] - places.values[own].sum(0)) * both
+        error = max(error, float(missed.norm() / (words.values[word] * both).norm().clamp_min(1e-300)))
+        shown = min(shown, int(both.sum()))
+    for place, word in enumerate(taken):
+        both = places.mask & places.mask[place] & words.mask[word]
+        apart = ((places.values - places.values[place]) * both).norm(dim=1)[owner != word]
+        if len(apart):
+            # What an exchange takes from one word it adds to the other: the larger of both relative errors shows it.
+            least = min(least, float((apart / torch.minimum(sizes[word], sizes[owner[owner != word]])).min()))
+        own_size = (places.values[place] * places.mask[place] * words.mask[word]).norm()
+        least = min(least, float(own_size / sizes[word]))
+    return error, least, shown
+
+
+class EmbeddingRows:
+    """Reads the words from the word embedding's gradient, and their order where a position embedding is trained too.
+
+    One text with positions: its tokens in place, repeats included; ``verified`` (proof ``embedding-rows``) when the place
+    rows reproduce every word row exactly, and no other arrangement of them does. More texts, or no position embedding
+    (Llama): the bag of distinct tokens (``ordered=False``), given once for every text because it cannot be told apart. Under
+    noise the rows that stand out are kept (``matched``).
+
+    A causal model that ties its output layer to the embedding fills every row; the input rows are separated by the low rank
+    of the output part. Its last token enters no loss and stays ``UNKNOWN``.
+
+    Raises ``NotApplicable`` where the word embedding is frozen or sealed, ``AttackFailed`` where noise covers every row.
+    """
+
+    name = "embedding-rows"
+    needs = frozenset({Grant.MODEL, Grant.BASE_MODEL})
+    uses = frozenset({Grant.BATCH_SIZE})
+
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        found = parts(seen.model)
+        gradient, mask = seen.gradients.get(found.word_embedding), seen.visible.get(found.word_embedding)
+        if gradient is None or (mask is not None and not bool(mask.any())):
+            raise NotApplicable("the word embedding's gradient is not in the update: it is frozen, sealed or not sent")
+        if not bool(torch.isfinite(gradient).all()):
+            raise AttackFailed("the word embedding's gradient holds NaN or infinity")
+        gradient, mask = gradient.cpu(), None if mask is None else mask.cpu()
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else None
+        tied = found.tied and seen.task == "causal"
+        # Tied, every row is filled without noise; where there is noise too, the output part cannot be told apart at all.
+        noisy = not tied and is_noisy(gradient, most_tokens(seen))
+        places = self._places(seen, found, noisy)
+        if tied:
+            basis, there = without_output_part(gradient, mask, rng)
+            values = gradient[there].double()
+            values = values - (values @ basis) @ basis.T
+            words = Rows(there, values, torch.ones_like(values, dtype=torch.bool), False)
+            if places is not None:
+                clear = places.values - (places.values @ basis) @ basis.T
+                places = Rows(places.index, clear, places.mask, places.noisy)
+        else:
+            words = present(gradient, mask, noisy)
+        if not len(words):
+            why = "noise covers every row" if words.noisy else "it is zero"
+            raise AttackFailed(f"no word stands out of the word embedding's gradient: {why}")
+        details = {"distinct_tokens": len(words), "noisy": words.noisy, "tied": tied}
+        if places is not None and len(places):
+            first = min(first_position(seen.model) or 0, int(places.index[0]))
+            details["longest"] = int(places.index[-1]) - first + 1 + (seen.task == "causal")
+            # Of an unknown number of texts only an exact solution says that it was one.
+            if size in (None, 1):
+                taken, exact = order(words, places)
+                if (exact or size == 1) and set(range(len(words))) <= set(taken):
+                    tokens = self._tokens(seen, words, places, taken, first)
+                    return self._judged(seen, tokens, words, places, taken, exact, details)
+        bag = tuple(sorted(int(i) for i in words.index))
+        bags = (bag,) * (size or 1)
+        return in_span(bags, seen.vocabulary, believed=not words.noisy, ordered=False, details=details)
+
+    @staticmethod
+    def _judged(
+        seen: Observation,
+        tokens: tuple[int, ...],
+        words: Rows,
+        places: Rows,
+        taken: list[int],
+        exact: bool,
+        details: Mapping[str, Parameter],
+    ) -> Reconstruction:
+        proof = None
+        if exact and seen.task != "causal":
+            proof = prove_rows(tokens, *told_apart(words, places, taken), len(words))
+        elif exact:  # the last token has no row: the tokenizer's end token is a guess, which the gradient may prove
+            proof = prove(seen, [tokens])
+        if proof is not None:
+            return verified(proof, details)
+        # A hole in exactly solved places is the causal model's last token.
+        return in_span((tokens,), seen.vocabulary, believed=exact and seen.task == "causal", details=details)
+
+    @staticmethod
+    def _places(seen: Observation, found: Parts, noisy: bool) -> Rows | None:
+        name = found.position_embedding
+        gradient = None if name is None else seen.gradients.get(name)
+        if name is None or gradient is None or not bool(torch.isfinite(gradient).all()):
+            return None
+        if gradient.shape[1] != seen.gradients[found.word_embedding].shape[1]:
+            return None  # OPT with a projection: words and places have rows of different widths, which say nothing together
+        mask = seen.visible.get(name)
+        # A text as long as the model allows fills every row without any noise: what the word embedding shows decides.
+        return present(gradient.cpu(), None if mask is None else mask.cpu(), noisy)
+
+    @staticmethod
+    def _tokens(seen: Observation, words: Rows, places: Rows, taken: list[int], first: int) -> tuple[int, ...]:
+        tokens = [UNKNOWN] * (int(places.index[-1]) - first + 1)
+        for place, word in zip(places.index.tolist(), taken):
+            if word >= 0:
+                tokens[place - first] = int(words.index[word])
+        if seen.task == "causal":
+            # The last token predicts nothing, so it has no gradient; a tokenizer that ends every text tells it all the same.
+            tokens.append(seen.vocabulary.suffix[-1] if seen.vocabulary.suffix else UNKNOWN)
+        return tuple(tokens)
+
+
+SPEC = AttackSpec(
+    name="embedding-rows",
+    about="reads the words off the word embedding's gradient",
+    source="Melis et al. 2019, sec. 4; Lu et al. 2022 (APRIL), sec. 3",
+    make=EmbeddingRows,
+    seconds=0.3,
+    embedding=True,
+    home=Home(reads=True),
+)

@@ -1,0 +1,104 @@
+"""The published methods as settings of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rasura.attacks.updates.gradient_matching.engine import GradientMatching
+from rasura.attacks.updates.gradient_matching.settings import Settings, Work
+from rasura.core.specs import AttackSpec
+
+# LAMP takes 2,000 steps (GRAB sec. 5.1); its public code tries 200 orders every 75 of them after a first tenth.
+LAMP_LEVELS: Mapping[str, Work] = {
+    "quick": Work(8, 2, 80, 10, 25),
+    "default": Work(64, 2, 300, 100, 30),
+    "paper": Work(2000, 1, 2000, 200, 75),
+}
+
+
+# GRAB, sec. 5.1: n_e = n_p = 2,000, n_h = 5, n_c = 2,000, n_d = 5, n_b = 4.
+GRAB_LEVELS: Mapping[str, Work] = {
+    "quick": Work(8, 1, 60, orders=16, rounds=2, beam=2, sweeps=1, entries=0.0),
+    "default": Work(64, 1, 200, orders=64, rounds=4, beam=2, sweeps=2, entries=0.0),
+    "paper": Work(2000, 1, 2000, orders=2000, rounds=5, beam=4, sweeps=5),
+}
+
+
+def dlg() -> GradientMatching:
+    """Deep Leakage from Gradients (Zhu et al. 2019): squared L2, dummy labels optimised with the dummy text.
+
+    The paper uses L-BFGS on images; the text papers that compare with it (LAMP, GRAB sec. 5.1) use Adam, as here.
+    """
+    return GradientMatching("dlg", Settings("l2"))
+
+
+def tag() -> GradientMatching:
+    """TAG (Deng et al. 2021): squared L2 plus alpha times L1; alpha 0.01 as in GRAB sec. 5.1."""
+    return GradientMatching("tag", Settings("l2", alpha=0.01))
+
+
+def lamp_cos() -> GradientMatching:
+    """LAMP with cosine distance (Balunovic et al. 2022): embedding-norm regulariser 1, other orders now and then, with
+    0.2 times the prior.
+
+    The paper's prior is GPT-2 with the victim's tokenizer; here it is any causal language model that is granted, else
+    trigrams of the reference text.
+    """
+    return GradientMatching("lamp-cos", Settings("cosine", embedding_norm=1.0, reorder=True, prior=0.2), levels=LAMP_LEVELS)
+
+
+def lamp_l1l2() -> GradientMatching:
+    """LAMP with squared L2 plus 0.01 times L1 (Balunovic et al. 2022); else as ``lamp_cos``."""
+    settings = Settings("l2", alpha=0.01, embedding_norm=1.0, reorder=True, prior=0.2)
+    return GradientMatching("lamp-l1l2", settings, levels=LAMP_LEVELS)
+
+
+def grab() -> GradientMatching:
+    """GRAB (Feng et al. 2024): L2 plus 0.01 times L1, learned dropout masks, rounds with a beam search, norm matching.
+
+    The L1 term forms every entry of every gradient, which doubles a step's cost; it is left to the budget ``paper``. Masks
+    start at their mean, 1 - p, where the paper draws them: a random mask is wrong at 2p(1-p) of its places, and on MiniLM
+    half as many words came back after 200 steps.
+    """
+    return GradientMatching("grab", Settings("norm", alpha=0.01, learn_masks=True, match_norm=True), levels=GRAB_LEVELS)
+
+
+DLG = AttackSpec(
+    name="dlg",
+    about="gradient matching with squared distance",
+    source="Zhu et al. 2019 (DLG), Algorithm 1",
+    make=dlg,
+    seconds=250.0,
+)
+
+TAG = AttackSpec(
+    name="tag",
+    about="gradient matching with squared plus absolute distance",
+    source="Deng et al. 2021 (TAG), sec. 3",
+    make=tag,
+    seconds=250.0,
+)
+
+LAMP_COS = AttackSpec(
+    name="lamp-cos",
+    about="gradient matching with cosine distance, reordering by gradient and language",
+    source="Balunovic et al. 2022 (LAMP), sec. 4",
+    make=lamp_cos,
+    seconds=70.0,
+)
+
+LAMP_L1L2 = AttackSpec(
+    name="lamp-l1l2",
+    about="gradient matching with squared plus absolute distance, and the same reordering",
+    source="Balunovic et al. 2022 (LAMP), sec. 4",
+    make=lamp_l1l2,
+    seconds=120.0,
+)
+
+GRAB = AttackSpec(
+    name="grab",
+    about="gradient matching that learns dropout masks and ends in a beam search",
+    source="Feng et al. 2024 (GRAB), sec. 4, Algorithms 1 and 2",
+    make=grab,
+    seconds=240.0,
+)

@@ -1,0 +1,64 @@
+"""Noise that an update shows itself, whether somebody announced it or not."""
+
+from __future__ import annotations
+
+import torch
+
+from rasura.attacks.updates.embedding_rows import is_noisy, most_tokens
+from rasura.attacks.updates.span.rows import visible_blocks, visible_gradients
+from rasura.core.updates import announced_update
+from rasura.core.values import Grant, Observation
+from rasura.victims.models import parts
+
+UNBALANCED = 1e-2
+"""Size of the sum of a softmax head's rows over the head's own: exact gradients leave 1e-7, half precision 1e-3."""
+
+FULL = 1e-2
+"""A singular value beyond the rank that the texts' lengths allow, over the largest: rounding leaves 1e-3."""
+
+
+def shows_noise(seen: Observation) -> bool:
+    """Whether ``seen`` holds what no gradient of texts can hold.
+
+    Rows of the word embedding for more words than texts have; a classifier's head whose rows do not add up to zero, as those
+    of softmax and one label do; attention gradients of a higher rank than the texts' lengths allow. Local training with
+    AdamW is none of these laws' business and shows nothing here.
+    """
+    if announced_update(seen).kind == "fedavg-adamw":
+        return False
+    return _words(seen) or _head(seen) or _rank(seen)
+
+
+def _whole(seen: Observation, name: str) -> torch.Tensor | None:
+    gradient = seen.gradients.get(name)
+    if gradient is None or (name in seen.visible and not bool(seen.visible[name].all())) or not bool(gradient.any()):
+        return None
+    return gradient.double()
+
+
+def _words(seen: Observation) -> bool:
+    known = parts(seen.model)
+    gradient = _whole(seen, known.word_embedding)
+    if gradient is None or (known.tied and seen.task == "causal"):
+        return False
+    return is_noisy(gradient, sum(seen.lengths) if Grant.LENGTHS in seen else most_tokens(seen))
+
+
+def _head(seen: Observation) -> bool:
+    head = parts(seen.model).head
+    gradient = None if head is None or seen.task != "classification" else _whole(seen, head.weight)
+    if head is None or gradient is None:
+        return False
+    rows = gradient.T if head.transposed else gradient
+    return float(rows.sum(0).norm()) > UNBALANCED * float(rows.norm())
+
+
+def _rank(seen: Observation) -> bool:
+    if Grant.LENGTHS not in seen or announced_update(seen).kind != "fedsgd":
+        return False
+    blocks = visible_blocks(seen)
+    if not blocks:
+        return False
+    values = torch.linalg.svdvals(torch.cat(visible_gradients(seen, blocks[0].qkv)).double())
+    most = sum(seen.lengths)
+    return most < len(values) and float(values[most]) > FULL * float(values[0])

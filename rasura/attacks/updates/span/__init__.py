@@ -1,0 +1,5 @@
+"""Span attacks: what the row spaces of linear layers' gradients say about their inputs."""
+
+from rasura.attacks.updates.span.attack import Span
+
+__all__ = ["Span"]

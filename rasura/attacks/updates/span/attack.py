@@ -1,0 +1,323 @@
+"""The span attack: exact tokens from the row space of attention gradients, then sentences, then verification."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.shared.mechanism import announced_dropout
+from rasura.attacks.shared.verify import check, in_span, prove, verified
+from rasura.attacks.updates.span.completion import uncovered
+from rasura.attacks.updates.span.endings import finish
+from rasura.attacks.updates.span.grouping import affinity, cluster
+from rasura.attacks.updates.span.null import prefixes_believed, rows_believed, tokens_believed
+from rasura.attacks.updates.span.prefixes import Prefix, choose, grow
+from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
+from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
+from rasura.attacks.updates.span.tokens import Row, Search, candidates, plain
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec, Home
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
+from rasura.victims.models import parts
+
+Sentences = list[list[tuple[int, int]]]
+"""Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
+
+MOST_COPIES = 16
+"""Texts that may share a token at one place where the batch size is unknown, and ways to fill a batch with copies."""
+
+
+def _attention_heads(model: torch.nn.Module) -> int:
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    return int(getattr(text, "num_attention_heads", 1))
+
+
+@dataclass(frozen=True)
+class Span:
+    """DAGER (Petrov et al. 2024) and beyond it: exact decomposition, any visible block for decoders, active dropout.
+
+    Encoders: tokens with their positions from block 0, robustly fitted where dropout zeroes coordinates; several texts are
+    told apart by a layer that has read the context, under dropout by the query and key gradients. Decoders: prefixes grown
+    from whichever block is visible. Needs fewer tokens in the batch than the layer has inputs.
+    """
+
+    name: str = "span"
+    needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
+    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
+    work: Mapping[str, tuple[int, int, int]] = field(
+        default_factory=lambda: {"quick": (48, 4, 2), "default": (160, 6, 8), "paper": (400, 32, 16)}
+    )
+    """Budget level -> candidates fitted at a position, rounds that look for copies, random texts per text of the batch."""
+    adaptive: bool = True
+    """Fits what dropout left, and completes what is hidden; without it a hidden entry is taken as the zero that was sent."""
+
+    def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
+        if not self.adaptive:
+            seen = _as_sent(seen)
+        known = parts(seen.model)
+        # The first visible block names tokens; one or two deeper ones tell texts apart.
+        one_text = Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal
+        wanted = 1 if one_text else 3
+        observed, seen = seen, uncovered(seen, wanted)
+        blocks = visible_blocks(seen)
+        if not blocks:
+            raise NotApplicable("no whole query, key or value gradient is visible")
+        spaces = block_spaces(seen, blocks[:wanted])
+        if not spaces:
+            raise AttackFailed(
+                f"the gradients show no row space: the batch holds {known.hidden} tokens or more, or noise covers the gap"
+            )
+        inputs = Inputs(seen.model)
+        dropout = announced_dropout(seen) if self.adaptive else 0.0
+        if known.causal and any(k > 0 for k in spaces) and not dropout:
+            texts = self._decoder(observed, seen, spaces, inputs)
+            if texts is not None:
+                return texts
+            spaces = {0: spaces[0]}
+        if 0 not in spaces:
+            raise NotApplicable("block 0 is hidden, so tokens cannot be tested one by one; span-matching can be tried")
+        return self._by_position(observed, seen, spaces, inputs, dropout > 0, rng, budget)
+
+    def _decoder(
+        self, observed: Observation, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs
+    ) -> Reconstruction | None:
+        """Texts grown from prefixes; None where only block 0 tells anything, as when the batch has more different prefixes
+        than the layer has inputs, but fewer different tokens."""
+        first = spaces.get(0)
+        if first is not None:
+            # A deeper block tells at least as many inputs apart; much less is a gap among singular values that is none.
+            spaces = {k: space for k, space in spaces.items() if 2 * space.rank >= first.rank}
+            if len(spaces) == 1:
+                return None
+        longest = max(seen.lengths) if Grant.LENGTHS in seen else max(s.rank for s in spaces.values()) + 1
+        found = grow(seen, spaces, inputs, candidates(seen.vocabulary), longest=longest)
+        if not found and first is None:
+            raise AttackFailed("no token's state lies in the visible row spaces")
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else None
+        chosen = choose(found, size, seen.lengths if Grant.LENGTHS in seen else None)
+        if first is not None and not _hold(chosen, first, inputs, seen):
+            return None
+        prefixes = [p.tokens for p in chosen]
+        believed = prefixes_believed(spaces, inputs, candidates(seen.vocabulary), prefixes)
+        texts = finish(observed, chosen, inputs, search=believed)
+        plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
+        return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, lambda: believed)
+
+    def _by_position(
+        self,
+        observed: Observation,
+        seen: Observation,
+        spaces: Mapping[int, RowSpace],
+        inputs: Inputs,
+        active: bool,
+        rng: torch.Generator,
+        budget: Budget,
+    ) -> Reconstruction:
+        space, ids = spaces[0], candidates(seen.vocabulary)
+        positional = inputs.parts.position_embedding is not None
+        size = seen.batch_size if Grant.BATCH_SIZE in seen else 0
+        known_length = Grant.LENGTHS in seen
+        longest = (max(seen.lengths) if known_length else space.rank) if positional else 1
+        rows: list[Row] = []
+        likely: list[list[int]] = []
+        owed = 0
+        if not active:
+            rows = self._plain(space, inputs, ids, longest, known_length)
+        named = any(row.token not in seen.vocabulary.special_ids for row in rows)
+        if not named and self.adaptive:  # dropout was active: somebody said so, or no word lies in the span as it is
+            active = True
+            prefilter, rounds, _ = self.work[budget.level]
+            opening = seen.vocabulary.prefix if size else ()
+            look = Search(space, inputs, ids, copies=size or MOST_COPIES, opening=opening, rng=rng)
+            rows = look(longest, known_length=known_length, prefilter=prefilter, rounds=rounds)
+            owed = look.owed
+            likely = [[t for t in ids.tolist() if t not in seen.vocabulary.special_ids] for ids in look.nearest]
+        if not rows:
+            raise AttackFailed("no token's input lies in the row space of block 0")
+        if not positional:
+            bag = tuple(row.token for row in rows)
+            return in_span(
+                (bag,) * max(1, size), seen.vocabulary, residual=max(r.residual for r in rows), ordered=False,
+                believed=tokens_believed(space, inputs, ids, [[(t, 0) for t in bag]], positional=False),
+            )  # fmt: skip
+        size = size or max(Counter(row.position for row in rows).values())
+        texts = self._texts(seen, spaces, inputs, rows, size, active, rng, budget)
+        if active:
+            texts = [_completed(text, likely, seen.vocabulary) for text in texts]
+
+        if seen.task == "causal":  # the last token has no gradient
+            texts = [[*text, (UNKNOWN, 0)] for text in texts]
+
+        def believed() -> bool:
+            if not active:
+                return tokens_believed(space, inputs, ids, texts, positional=True)
+            here = {(row.position, row.token) for row in rows}
+            frame = seen.vocabulary.special_ids
+            fitted = all(t == UNKNOWN or t in frame or (n, t) in here for text in texts for n, (t, _) in enumerate(text))
+            return fitted and rows_believed(space, rows, len(ids) * longest, owed)
+
+        return self._judged(observed, texts, max(row.residual for row in rows), spaces, believed, active)
+
+    def _plain(self, space: RowSpace, inputs: Inputs, ids: Tensor, longest: int, known_length: bool) -> list[Row]:
+        rows: list[Row] = []
+        for position in range(longest):
+            here = plain(space, inputs, ids, position)
+            rows += here
+            if len(here) > 2 * space.rank:
+                raise AttackFailed(
+                    f"the row space (rank {space.rank} of {inputs.parts.hidden}) accepts more tokens than it can hold: "
+                    "the batch has about as many tokens as the layer has inputs"
+                )
+            if not here and not known_length:
+                break
+        return rows
+
+    def _texts(
+        self,
+        seen: Observation,
+        spaces: Mapping[int, RowSpace],
+        inputs: Inputs,
+        rows: list[Row],
+        size: int,
+        active: bool,
+        rng: torch.Generator,
+        budget: Budget,
+    ) -> Sentences:
+        score = None if active else checker(seen, spaces, inputs)
+        if size == 1 and (score is None or len({r.position for r in rows}) == len(rows)):
+            best: dict[int, Row] = {}
+            for row in rows:
+                if row.position not in best or row.residual < best[row.position].residual:
+                    best[row.position] = row
+            return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
+        groups: list[list[int]] = []
+        likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
+        if len(rows) <= spaces[0].rank or score is None:  # more rows than dimensions have no coefficients of their own
+            x = torch.stack([r.input for r in rows])
+            found = affinity(seen, inputs.parts.blocks[0], x, spaces[0], _attention_heads(seen.model))
+            likeness = likeness if found is None else found
+            labels = cluster(likeness, size)
+            groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
+        if score is None:
+            return [_strongest(rows, group, likeness) for group in groups if group]
+        ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
+        lengths = seen.lengths if Grant.LENGTHS in seen else None
+        finder = Finder(choices(rows), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
+        if not finder.lengths:  # no token was found for some place of every text: they come back with holes
+            groups = groups or [sorted(range(len(rows)), key=lambda i: rows[i].residual)]
+            return [_strongest(rows, group, likeness) for group in groups if group]
+        starts = [[rows[i] for i in group] for group in groups if group]
+        known, rest = finder(starts, size, self.work[budget.level][2] * size)
+        return [list(text) for text in _filled_up(seen, known, rest, size)]
+
+    def _judged(
+        self,
+        seen: Observation,
+        texts: Sentences,
+        residual: float,
+        spaces: Mapping[int, RowSpace],
+        believed: Callable[[], bool],
+        active: bool = False,
+    ) -> Reconstruction:
+        tokens = tuple(tuple(t for t, _ in text) for text in texts)
+        details: dict[str, Parameter] = {
+            "rank": max(s.rank for s in spaces.values()),
+            "blocks": ",".join(map(str, sorted(spaces))),
+            "dropout_fit": active,
+        }
+        proof = None if active else prove(seen, tokens, [[s for _, s in text] for text in texts])
+        if proof is not None:
+            return verified(proof, details)
+        return in_span(tokens, seen.vocabulary, believed=believed(), residual=residual, details=details)
+
+
+def dager() -> Span:
+    """DAGER as published: the plain test of blocks 0 and 1, for which hidden entries are zeros and dropout is off."""
+    return Span("dager", uses=frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS}), adaptive=False)
+
+
+def _as_sent(seen: Observation) -> Observation:
+    """Without its masks: tensors of which nothing is visible are not there, other hidden entries are zeros."""
+    there = {n: g for n, g in seen.gradients.items() if n not in seen.visible or bool(seen.visible[n].any())}
+    return replace(seen, message=replace(seen.message, gradients=there, visible={}))
+
+
+def _hold(texts: Sequence[Prefix], first: RowSpace, inputs: Inputs, seen: Observation) -> bool:
+    """Whether ``texts`` hold most of the tokens that block 0 names. Each of them stands in some text, so that texts without
+    them are not those of the batch. Where tokens are named by position, any text counts."""
+    if inputs.parts.position_embedding is not None:
+        return bool(texts)
+    named = {row.token for row in plain(first, inputs, candidates(seen.vocabulary), 0)}
+    return len(named & {t for text in texts for t in text.tokens}) > len(named) / 2
+
+
+def _filled_up(seen: Observation, found: list[Text], rest: list[Text], size: int) -> list[Text]:
+    """``size`` texts: those ``found``, and copies of them or some of the ``rest``, whatever repeats the gradient best."""
+    missing = size - len(found)
+    if not missing or not found:
+        return [*found, *rest][:size]
+    fills = itertools.combinations_with_replacement([*rest[:2], *found], missing)
+    tried = [[*found, *rest[:missing]], *([*found, *more] for more in itertools.islice(fills, MOST_COPIES))]
+
+    def error(texts: list[Text]) -> float:
+        return check(seen, [[t for t, _ in text] for text in texts], [[s for _, s in text] for text in texts])[0]
+
+    return min(tried, key=error)
+
+
+def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+    return [known.get(n, (UNKNOWN, 0)) for n in range(max(known) + 1)]
+
+
+def _completed(text: list[tuple[int, int]], likely: list[list[int]], vocabulary: Vocabulary) -> list[tuple[int, int]]:
+    """``text`` with what the robust search may have missed: the tokenizer's frame, and in a hole the ``likely`` token.
+
+    What is missing hides behind copies of itself, hence stands near the row space without any dropout.
+    """
+    out = list(text)
+    for n, token in enumerate(vocabulary.prefix[: len(out)]):
+        if out[n][0] == UNKNOWN:
+            out[n] = (token, 0)
+    for n, (token, segment) in enumerate(out):
+        if token == UNKNOWN and n < len(likely) and likely[n]:
+            out[n] = (likely[n][0], segment)
+    end = vocabulary.suffix
+    if end and out[-1][0] != end[-1]:
+        have = next(k for k in range(len(end), -1, -1) if [t for t, _ in out[len(out) - k :]] == list(end[:k]))
+        out += [(token, out[-1][1]) for token in end[have:]]
+    return out
+
+
+def _strongest(rows: list[Row], group: list[int], likeness: Tensor) -> list[tuple[int, int]]:
+    """One text from a group of rows: at each position the row that the rest of the group attends to most."""
+    best: dict[int, tuple[float, int]] = {}
+    for i in group:
+        weight = float(likeness[i, group].sum() - likeness[i, i])
+        if rows[i].position not in best or weight > best[rows[i].position][0]:
+            best[rows[i].position] = (weight, i)
+    return _with_holes({n: (rows[i].token, rows[i].segment) for n, (_, i) in best.items()})
+
+
+SPEC = AttackSpec(
+    name="span",
+    about="exact tokens from attention gradients, also under dropout and from any block of a decoder",
+    source="Petrov et al. 2024 (DAGER), sec. 4, and beyond it: see the module",
+    make=Span,
+    seconds=4.0,
+    home=Home(reads=True),
+)
+
+DAGER = AttackSpec(
+    name="dager",
+    about="the plain span test of blocks 0 and 1; hidden entries count as zeros",
+    source="Petrov et al. 2024 (DAGER), Algorithms 1 and 2",
+    make=dager,
+    seconds=4.0,
+    home=Home(reads=True),
+)

@@ -1,0 +1,171 @@
+"""What chance puts into a row space: below which residual a token is there by right.
+
+The null is the tokens that were not found: what the row space at hand leaves of their inputs. A guess is believed when its
+own residuals are so small that under one token in a hundred searches would have one by chance, when they stand clear of
+those of other tokens at the same place, and when the guess explains the whole row space, not a part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.updates.span.rows import DOUBT, Inputs, RowSpace
+from rasura.attacks.updates.span.tokens import TOLERANT, Row
+from rasura.core.values import UNKNOWN
+
+FALSE = 0.01
+"""Tokens that may be in the row space by chance, over all tokens and places that were tried."""
+
+EDGE = 0.5
+"""A token's residual must be under this share of the least of another's at its place."""
+
+UNEXPLAINED = 0.3
+"""Largest part of a direction of the row space that the guess may leave unexplained, where no noise allows more."""
+
+OTHERS = 512
+"""Other tokens that are tried at a place."""
+
+NEIGHBOURS = 8
+"""Words nearest to each found token that are among them."""
+
+MOST_TEXTS = 4
+"""Texts of a decoder at whose first, middle and last place others are tried: each needs the model up to the block."""
+
+
+def chance_limit(outside: Tensor, trials: float) -> float:
+    """The largest residual that fewer than ``FALSE`` of ``trials`` tokens reach by chance; 0 where none is known.
+
+    ``outside`` ``(others, inputs)``: what the row space leaves of other tokens' inputs, over their sizes. A Gaussian with
+    their covariance puts at most ``volume(r) / ((2 pi)^(k/2) * product of k deviations)`` into a ball of radius r, by any k
+    of its axes: every k bounds the chance, and the best one counts.
+    """
+    if len(outside) < 2 or not bool(torch.isfinite(outside).all()):
+        return 0.0
+    centred = outside.double() - outside.double().mean(0)
+    variance = torch.linalg.svdvals(centred).square() / (len(outside) - 1)
+    # A quarter of the samples, at most: the smaller ones of more axes than that are no estimate.
+    variance = variance[variance > 1e-12 * variance[0]][: max(1, len(outside) // 4)]
+    if not len(variance):
+        return 0.0
+    best, logs = -math.inf, 0.0
+    for k, v in enumerate(variance.tolist(), 1):
+        logs += 0.5 * math.log(v)
+        radius = (math.log(FALSE / max(trials, 1.0)) + k / 2 * math.log(2) + math.lgamma(k / 2 + 1) + logs) / k
+        best = max(best, radius)
+    return math.exp(best)
+
+
+def explained(space: RowSpace, states: Tensor) -> bool:
+    """Whether ``states`` ``(tokens, inputs)`` explain every direction of the row space, up to its noise."""
+    if len(states) < space.rank:
+        return False
+    x = space.shown(states.double())
+    _, values, rows = torch.linalg.svd(x / x.norm(dim=1, keepdim=True).clamp_min(1e-300), full_matrices=False)
+    own = rows[values > 1e-6 * values[0]]
+    left = (space.basis - own.T @ (own @ space.basis)).norm(dim=0)
+    return bool((left <= (DOUBT * space.noise).clamp_min(UNEXPLAINED)).all())
+
+
+def outside(space: RowSpace, inputs: Tensor) -> Tensor:
+    """What the row space leaves of ``inputs`` ``(k, width)``, over their sizes; its norms are the residuals.
+
+    Inputs of size zero are left out: the padding token's, where nothing is added to its embedding.
+    """
+    x = space.shown(inputs.double())
+    size = x.norm(dim=1, keepdim=True)
+    left = (x - (x @ space.basis) @ space.basis.T) / size.clamp_min(1e-300)
+    kept: Tensor = left[size[:, 0] > 1e-12]
+    return kept
+
+
+def stand_clear(residuals: Tensor, beside: Sequence[Tensor], trials: float) -> bool:
+    """Whether the ``residuals`` ``(tokens,)`` of a guess are below what chance gives, and clear of other tokens'.
+
+    ``beside``: for each token what is left ``outside`` of others at its place, ``(k, width)``; or one for all of them.
+    """
+    if not len(residuals) or not beside or not all(map(len, beside)):
+        return False
+    least = torch.stack([o.norm(dim=1).min() for o in beside])
+    different = {id(o): o for o in beside}
+    limit = chance_limit(torch.cat(list(different.values())), trials)
+    return bool((residuals <= limit).all()) and bool((residuals <= EDGE * least).all())
+
+
+def robust_chance(rank: int, width: int, trials: float) -> float:
+    """How many of ``trials`` tokens chance fits as ``tokens.robust_fit`` accepts them, at most.
+
+    Any row space of ``rank`` fits as many coordinates of anything. The others of the 97 % that must be right or zero are so
+    by chance with probability ``2 * TOLERANT`` each, whichever half is zero and whichever 3 % are wrong.
+    """
+
+    def ways(share: float) -> float:
+        return -width * (share * math.log(share) + (1 - share) * math.log(1 - share))
+
+    bound = math.log(max(trials, 1.0)) + ways(0.5) + ways(0.03) + max(0.0, 0.97 * width - rank) * math.log(2 * TOLERANT)
+    return math.exp(min(bound, 700.0))
+
+
+def others_of(inputs: Inputs, ids: Tensor, found: set[int]) -> Tensor:
+    """Other tokens than those ``found``: the nearest ones to each, and some from all over the vocabulary ``ids``."""
+    table = inputs.model.get_parameter(inputs.parts.word_embedding).detach()
+    rest: Tensor = ids[~torch.isin(ids, torch.tensor(sorted(found)))]
+    if len(rest) <= OTHERS:
+        return rest
+    spread = rest[torch.linspace(0, len(rest) - 1, OTHERS).long()]
+    near = [rest[(table[rest] - table[t]).norm(dim=1).topk(NEIGHBOURS, largest=False).indices] for t in sorted(found)]
+    return torch.tensor(sorted({int(t) for t in torch.cat([spread, *near])}))
+
+
+def tokens_believed(
+    space: RowSpace, inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[tuple[int, int]]], *, positional: bool
+) -> bool:
+    """Whether the null of block 0 believes the (token, segment) pairs of ``texts``, at their places if ``positional``."""
+    standing = sorted({(n * positional, t, s) for text in texts for n, (t, s) in enumerate(text) if t != UNKNOWN})
+    others = others_of(inputs, ids, {t for _, t, _ in standing})
+    if not standing or not len(others):
+        return False
+    beside: dict[tuple[int, int], Tensor] = {}
+    for n, _, segment in standing:
+        if (n, segment) not in beside:
+            beside[n, segment] = outside(space, inputs.first(others, n, segment))
+    states = torch.cat([inputs.first(torch.tensor([t]), n, s) for n, t, s in standing])
+    if not explained(space, states):
+        return False
+    return stand_clear(space.residual(states.double()), [beside[n, s] for n, _, s in standing], len(ids) * len(beside))
+
+
+def prefixes_believed(spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[int]]) -> bool:
+    """The same for a decoder's ``texts``, by any one of the blocks above the first that ``spaces`` has."""
+    whole = [torch.tensor(text) for text in texts]
+    blocks = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0]
+    others = others_of(inputs, ids, {t for text in texts for t in text})[:OTHERS]
+    if not (whole and blocks and len(others) and all(map(len, whole))):
+        return False
+    own: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
+    beside: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
+    for number, text in enumerate(whole):
+        for index, x in inputs.deep(text[None], torch.ones_like(text[None]), blocks).items():
+            own[index].append(x[0].double())
+        for n in sorted({0, len(text) // 2, len(text) - 1}) if number < MOST_TEXTS else ():
+            tried = torch.cat([text[:n].expand(len(others), -1), others[:, None]], 1)
+            for index, x in inputs.deep(tried, torch.ones_like(tried), blocks).items():
+                beside[index].append(outside(spaces[index], x[:, -1]))
+    trials = len(ids) * sum(map(len, whole))
+    for index in own:
+        space, states = spaces[index], torch.cat(own[index])
+        if explained(space, states) and stand_clear(space.residual(states), [torch.cat(beside[index])], trials):
+            return True
+    return False
+
+
+def rows_believed(space: RowSpace, rows: Sequence[Row], trials: float, owed: int) -> bool:
+    """Whether ``rows``, fitted under dropout, are no chance hits and fill the row space but for ``owed`` copies.
+
+    Masks make every token's input its own, so more rows than dimensions hold a false one: in a batch, tokens at the places
+    of other texts.
+    """
+    return len(rows) <= space.rank <= len(rows) + owed and robust_chance(space.rank, len(space.basis), trials) <= FALSE

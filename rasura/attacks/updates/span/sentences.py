@@ -1,0 +1,232 @@
+"""Encoders: sentences from tokens with known positions, checked by the row space of a layer that has read the context.
+
+In one text's first input, a token and its position add up, so a batch of T distinct tokens at P positions spans about T + P
+directions and accepts every one of its tokens at every position. A layer behind the first attention has an input of its own
+for every token in its text, so its row space tells texts: a token misses it the less, the more of its context is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.shared.verify import pad
+from rasura.attacks.updates.span.rows import Inputs, RowSpace, row_space, visible_gradients
+from rasura.attacks.updates.span.tokens import Row
+from rasura.core.values import Observation
+from rasura.victims.models import layer_inputs
+
+FLOOR = 5e-6
+"""Least tolerance of a text's residual: the precision of float32 through a block."""
+
+FOUND = 0.5
+"""Largest mean residual, over its tolerance, of a private text: true ones are below .3, one wrong token brings several."""
+
+SEGMENT = 4
+"""Longest run of tokens that is moved at once."""
+
+KICKS = 2
+"""How often a text that stays unfound is disturbed where it is worst, and improved again."""
+
+T = TypeVar("T")
+
+Text = tuple[tuple[int, int], ...]
+"""A text as (token, segment) pairs."""
+
+Choices = dict[int, list[tuple[int, int]]]
+"""Position -> the (token, segment) pairs that may stand there."""
+
+
+def choices(rows: Sequence[Row]) -> Choices:
+    """The distinct tokens found at each position."""
+    out: Choices = {}
+    for row in rows:
+        pair = (row.token, row.segment)
+        if pair not in out.setdefault(row.position, []):
+            out[row.position].append(pair)
+    return out
+
+
+@dataclass(frozen=True)
+class Checker:
+    """Scores whole texts by how far ``layer``'s inputs lie outside its row space."""
+
+    layer: str
+    space: RowSpace
+    inputs: Inputs
+    pad_id: int
+
+    @torch.no_grad()
+    def each(self, texts: Sequence[Text]) -> list[tuple[Tensor, Tensor]]:
+        """Of every text, the residual at each position, and its tolerance."""
+        out: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, len(texts), 128):
+            some = texts[start : start + 128]
+            ids, mask = pad([[t for t, _ in text] for text in some], self.pad_id)
+            extra = {"token_type_ids": pad([[g for _, g in text] for text in some], 0)[0]} if self.inputs.types > 1 else {}
+            model = self.inputs.model
+            states = layer_inputs(model, [self.layer], input_ids=ids, attention_mask=mask, **extra)[self.layer]
+            missed, allowed = self.space.residual(states), self.space.tolerance(states, FLOOR)
+            out += [(missed[row, : len(text)], allowed[row, : len(text)]) for row, text in enumerate(some)]
+        return out
+
+    def __call__(self, texts: Sequence[Text]) -> Tensor:
+        """The mean residual over positions, one for each text."""
+        return torch.stack([missed.mean() for missed, _ in self.each(texts)])
+
+    def private(self, text: Text) -> bool:
+        """Whether ``text`` is one of the batch."""
+        missed, allowed = self.each([text])[0]
+        return float((missed / allowed).mean()) < FOUND
+
+
+def checker(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -> Checker | None:
+    """By the first feed-forward layer, which is the cheapest to reach, else by the attention of a deeper block.
+
+    ``spaces``: those of attention inputs, by block. None where neither shows a row space.
+    """
+    known, pad_id = inputs.parts, seen.vocabulary.pad_id or 0
+    first = known.blocks[0]
+    behind = [lin for lin in known.linears if lin.module.startswith(f"{first.module}.") and lin not in first.qkv]
+    for lin in behind[1:]:  # the first one ends the attention, and its inputs are mixtures that say little of one token
+        gradients = visible_gradients(seen, [lin])
+        space = row_space(gradients) if gradients and gradients[0].shape[1] == known.hidden else None
+        if space is not None:
+            return Checker(lin.module, space, inputs, pad_id)
+    for block in known.blocks[1:]:
+        if block.index in spaces:
+            return Checker(block.qkv[0].module, spaces[block.index], inputs, pad_id)
+    return None
+
+
+def rearranged(text: Sequence[T], begin: int, end: int, longest: int = 1) -> list[tuple[T, ...]]:
+    """``text`` with a run of up to ``longest`` items moved, or two swapped, all between ``begin`` and ``end``."""
+    text = tuple(text)
+    out: dict[tuple[T, ...], None] = {}
+    for i in range(begin, end):
+        for stop in range(i + 1, min(i + longest, end) + 1):
+            run, rest = text[i:stop], text[:i] + text[stop:]
+            out |= {rest[:at] + run + rest[at:]: None for at in range(begin, end - len(run) + 1)}
+        for j in range(i + 1, end):
+            out[(*text[:i], text[j], *text[i + 1 : j], text[i], *text[j + 1 :])] = None
+    out.pop(text, None)
+    return list(out)
+
+
+class Finder:
+    """Finds the texts of a batch among the tokens that are ``allowed`` at each position, by descent from many starts.
+
+    ``lengths``: those that a text may have and that tokens were found for at every place; without any, nothing can be found.
+    """
+
+    def __init__(
+        self,
+        allowed: Choices,
+        score: Checker,
+        *,
+        prefix: Sequence[int],
+        ends: frozenset[int],
+        lengths: Iterable[int] | None,
+        rng: torch.Generator,
+    ) -> None:
+        self.allowed, self.score, self.rng = allowed, score, rng
+        self.begin = len(prefix)
+        self.ends = ends
+        can_end = [n + 1 for n, options in sorted(allowed.items()) if n >= self.begin and any(t in ends for t, _ in options)]
+        possible = set(lengths) if lengths is not None else can_end or [max(allowed) + 1]
+        self.lengths = [n for n in sorted(possible) if all(k in allowed for k in range(n))]
+
+    def __call__(self, groups: Sequence[Sequence[Row]], size: int, restarts: int) -> tuple[list[Text], list[Text]]:
+        """Up to ``size`` different texts of the batch, from each group of rows, then from ``restarts`` random texts; and the
+        texts where the search ended otherwise, best first."""
+        found: list[Text] = []
+        rest: dict[Text, float] = {}
+        for start in [self._of(group) for group in groups] + [None] * restarts:
+            if len(found) >= size:
+                break
+            text, score = self._descended(start or self._random(found))
+            for _ in range(KICKS):
+                if self.score.private(text):
+                    break
+                other, least = self._descended(self._kicked(text))
+                if least < score:
+                    text, score = other, least
+            if not self.score.private(text):
+                rest[text] = score
+            elif text not in found:
+                found.append(text)
+        return found, sorted(rest, key=lambda text: rest[text])
+
+    def _draw(self, below: int) -> int:
+        return int(torch.randint(below, (1,), generator=self.rng))
+
+    def _of(self, group: Sequence[Row]) -> Text:
+        known = {r.position: (r.token, r.segment) for r in group}
+        last = max((n for n, (t, _) in known.items() if t in self.ends), default=max(known))
+        return tuple(known.get(n, self.allowed[n][0]) for n in range(last + 1) if n in self.allowed)
+
+    def _random(self, found: Iterable[Text]) -> Text:
+        """A text of tokens that no found text holds, as far as possible: they must stand somewhere."""
+        used = {pair for text in found for pair in text}
+        length, text = self.lengths[self._draw(len(self.lengths))], []
+        for n in range(length):
+            options = self._options(n, last=n == length - 1)
+            options = [o for o in options if o not in used] or options
+            text.append(options[self._draw(len(options))])
+        return tuple(text)
+
+    def _options(self, place: int, last: bool) -> list[tuple[int, int]]:
+        """What may stand at ``place``: what ends a text where it is the ``last`` one, anything else elsewhere."""
+        here = self.allowed.get(place, [])
+        return [o for o in here if (o[0] in self.ends) == last] or here
+
+    def _kicked(self, text: Text) -> Text:
+        """``text`` with other tokens where its residual is large, at random."""
+        missed, _ = self.score.each([text])[0]
+        chance = 0.7 * (missed / missed.max()).square()
+        out = list(text)
+        for n in range(self.begin, len(text) - 1):
+            if float(torch.rand((), generator=self.rng)) < float(chance[n]):
+                options = self._options(n, last=False)
+                out[n] = options[self._draw(len(options))]
+        return tuple(out)
+
+    def _descended(self, text: Text) -> tuple[Text, float]:
+        """Improves ``text`` until no replaced, added, dropped or moved token does."""
+        best = float(self.score([text])[0])
+        last = float("inf")
+        while best < last and not self.score.private(text):
+            last = best
+            # All tokens of a place are tried at once.
+            for n in (torch.randperm(max(0, len(text) - self.begin), generator=self.rng) + self.begin).tolist():
+                here = self.allowed.get(n, []) if n < len(text) - 1 else self._options(n, last=True)
+                text, best = self._better(text, best, [(*text[:n], o, *text[n + 1 :]) for o in here if o != text[n]])
+            text, best = self._better(text, best, self._resized(text))
+            if best == last:
+                text, best = self._better(text, best, self._permitted(rearranged(text, self.begin, len(text) - 1, SEGMENT)))
+        return text, best
+
+    def _resized(self, text: Text) -> list[Text]:
+        """``text`` cut off, with one token less, or with one more."""
+        last = len(text) - 1
+        out = [(*text[: n - 1], o) for n in self.lengths if n <= last for o in self._options(n - 1, last=True)]
+        if last in self.lengths:
+            out += self._permitted((*text[:n], *text[n + 1 :]) for n in range(self.begin, last))
+        if last + 2 in self.lengths:
+            more = ((*text[:n], o, *text[n:]) for n in range(self.begin, last + 1) for o in self._options(n, last=False))
+            out += self._permitted(more)
+        return out
+
+    def _permitted(self, texts: Iterable[Text]) -> list[Text]:
+        return [text for text in texts if all(pair in self.allowed.get(n, ()) for n, pair in enumerate(text))]
+
+    def _better(self, text: Text, best: float, others: Sequence[Text]) -> tuple[Text, float]:
+        if not others:
+            return text, best
+        scores = self.score(others)
+        k = int(scores.argmin())
+        return (others[k], float(scores[k])) if float(scores[k]) < best - 1e-9 else (text, best)
