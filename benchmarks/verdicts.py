@@ -20,11 +20,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from rasura.auditing import audit
 from rasura.core.interfaces import InputError
-from rasura.plan import Plan
 from rasura.report.findings import findings
 from rasura.report.verdicts import NOT_TOLD, WORDS
+from rasura.runs.audit import audit
+from rasura.runs.plans import Plan
 from rasura.testing.tiny import ALL, tiny, tokenizer_folder
 
 PROTECTIONS = (

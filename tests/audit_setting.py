@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from rasura.core.records import RunStore
-from rasura.plan import Plan
+from rasura.runs.plans import Plan
 from rasura.testing.tiny import tiny
 
 NAMES = ["alpha", "bravo", "carol", "delta", "echo", "the", "met", "in", "paid", "."]

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from training_setting import RECIPE, figures, rows
 
-from rasura.auditing import Audit, audit
 from rasura.core.accumulation import Accumulator, gathered, least_tokens, tokens_in, width
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable, NotSent
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import Batch, Transcript
 from rasura.registry import attack, parse_defense
+from rasura.runs.audit import Audit, audit
+from rasura.runs.training import Training, TrainPlan
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
-from rasura.training import Training, TrainPlan
 from rasura.victims.batching import batches, joined
 from rasura.victims.models import parts
 from rasura.victims.step import step

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 from audit_setting import TEXTS, comparable, model_folder, plan_for
 
-from rasura.auditing import Audit, audit
 from rasura.core.interfaces import InputError
 from rasura.core.records import RunStore
-from rasura.plan import Plan, from_toml
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate
 from rasura.report.page import write_report
+from rasura.runs.audit import Audit, audit
+from rasura.runs.plans import Plan, from_toml
 
 __all__ = ["model_folder"]
 

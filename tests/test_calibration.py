@@ -12,14 +12,14 @@ import pytest
 from audit_setting import model_folder
 from typer.testing import CliRunner
 
-from rasura.auditing import Audit
-from rasura.calibration import Calibration, CalibrationPlan, calibrate
 from rasura.cli import app
 from rasura.core.interfaces import InputError
 from rasura.core.records import RunStore
-from rasura.plan import Plan
 from rasura.registry import family, parse_defense, strengths
 from rasura.report.page import write_report
+from rasura.runs.audit import Audit
+from rasura.runs.calibration import Calibration, CalibrationPlan, calibrate
+from rasura.runs.plans import Plan
 
 __all__ = ["model_folder"]
 

@@ -18,7 +18,7 @@ from rasura.accounting.ledger import counted
 from rasura.core.interfaces import InputError
 from rasura.core.values import Batch
 from rasura.registry import parse_defense
-from rasura.training import Training, TrainPlan
+from rasura.runs.training import Training, TrainPlan
 from rasura.victims import train
 from rasura.victims.train import Recipe
 

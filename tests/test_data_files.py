@@ -16,17 +16,17 @@ from audit_setting import TEXTS, model_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rasura.auditing import Audit
 from rasura.core.interfaces import InputError
 from rasura.data import lines as line_reader
 from rasura.data.columns import Columns
 from rasura.data.lines import Lines
 from rasura.data.text import Example, encode, load_examples
-from rasura.fields import typed
-from rasura.plan import Plan, from_toml
-from rasura.service_audit import ServicePlan
+from rasura.runs.audit import Audit
+from rasura.runs.fields import typed
+from rasura.runs.plans import Plan, from_toml
+from rasura.runs.services import ServicePlan
+from rasura.runs.training import Training, TrainPlan
 from rasura.studies.files import load_study
-from rasura.training import Training, TrainPlan
 from rasura.victims.train import Recipe
 
 __all__ = ["model_folder"]

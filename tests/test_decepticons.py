@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from rasura.attacks.updates.decepticons import Decepticons
 from rasura.attacks.updates.decepticons.reading import _seen_wider
-from rasura.auditing import Audit
 from rasura.core.interfaces import ActiveAttack, AttackFailed, Budget, NotApplicable
 from rasura.core.records import RunStore
 from rasura.core.rng import generator
@@ -22,6 +21,7 @@ from rasura.core.threat import HONEST_SERVER, MALICIOUS_SERVER, adversary_copy, 
 from rasura.core.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
 from rasura.registry import attack, parse_defense
 from rasura.report.page import ACTIVE, not_tested
+from rasura.runs.audit import Audit
 from rasura.testing.attacks import token_f1 as f1
 from rasura.testing.defenses import snapshot
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, ENCODERS, SEP, VOCABULARY, WORDS, batch_for, batch_of, tiny

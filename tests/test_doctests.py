@@ -23,5 +23,5 @@ def test_examples_are_true(name: str) -> None:
 
 
 def test_the_doors_of_the_package_have_examples() -> None:
-    doors = {"rasura.defenses.compose", "rasura.plan", "rasura.registry.tables", "rasura.metrics.intervals"}
+    doors = {"rasura.defenses.compose", "rasura.runs.plans", "rasura.registry.tables", "rasura.metrics.intervals"}
     assert doors <= set(MODULES)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from rasura.accounting import Draw, Ledger, Run
 from rasura.core.errors import InputError
 from rasura.core.rng import generator
-from rasura.drawing import Batches, DrawnLoader
+from rasura.runs.drawing import Batches, DrawnLoader
 
 ROWS = list(range(10, 34))
 

@@ -12,8 +12,8 @@ from audit_setting import TEXTS, model_folder
 
 from rasura.core.errors import MissingExtra
 from rasura.data.text import load_examples
-from rasura.protection import protect_file
 from rasura.report.template import filled
+from rasura.runs.protection import protect_file
 
 __all__ = ["model_folder"]
 ROOT = Path(__file__).resolve().parents[1]

@@ -252,7 +252,7 @@ def test_the_app_trains_weights_and_adapters_behind_sealing(app_modules: Path, f
 @pytest.mark.usefixtures("flower")
 def test_what_the_server_records_is_read_without_protection_and_not_behind_it(app_modules: Path, folder: Path) -> None:
     from rasura.core.interfaces import NotApplicable
-    from rasura.reading import read_update
+    from rasura.runs.reading import read_update
     from rasura.victims.loading import load
 
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]

@@ -13,11 +13,11 @@ from audit_setting import TEXTS, model_folder
 from commands import refused
 from safetensors.torch import load_file, save_file
 
-from rasura import protection
 from rasura.cli.train import Rate
 from rasura.core.interfaces import InputError
 from rasura.data.text import encode, load_examples
 from rasura.ghost.table import ShadowSettings, ShadowTable
+from rasura.runs import protection
 
 __all__ = ["model_folder"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from rasura.core.errors import InputError
-from rasura.guard import Guard, guarded, put, taken_off
+from rasura.runs.guard import Guard, guarded, put, taken_off
 
 ROWS = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
 SCALE = 0.5

@@ -12,15 +12,15 @@ from commands import refused
 from image_setting import decibels, read
 
 from rasura import registry
-from rasura.auditing import Audit, audit
 from rasura.core.interfaces import Budget, InputError
 from rasura.core.records import RunStore
 from rasura.core.rng import generator
 from rasura.core.values import NO_TEXT
 from rasura.data.images import encode_images, load_images
-from rasura.plan import Plan
 from rasura.report.findings import findings
 from rasura.report.page import write_report
+from rasura.runs.audit import Audit, audit
+from rasura.runs.plans import Plan
 from rasura.victims.step import step
 from rasura.victims.vision import lenet
 

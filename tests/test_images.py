@@ -33,7 +33,7 @@ from rasura.core.values import (
 )  # fmt: skip
 from rasura.data.images import ImageExample, encode_images, images_hash, load_images
 from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_ssim, mse, psnr, ssim
-from rasura.plan import Plan
+from rasura.runs.plans import Plan
 from rasura.victims.step import step
 from rasura.victims.vision import ImageClassifier, build, cnn, lenet
 

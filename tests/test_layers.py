@@ -166,7 +166,7 @@ def test_obfuscation_knows_no_attack_and_no_metric(module: str) -> None:
 
 
 OUTSIDE = {
-    "rasura.protection": {"rasura.ghost.defense"},
+    "rasura.runs.protection": {"rasura.ghost.defense"},
     "rasura.cli.keys": {"rasura.defenses.homomorphic"},
     "rasura.integrations.flower.agreement": {"rasura.defenses", "rasura.defenses.homomorphic"},
     "rasura.integrations.flower.new_app": {"rasura.defenses.homomorphic"},
@@ -190,8 +190,8 @@ def test_transcripts_are_read_by_threat_metrics_and_the_audit_only(module: str) 
         "rasura.core.threat",
         "rasura.metrics",
         "rasura.testing",
-        "rasura.auditing",
-        "rasura.service_audit",
+        "rasura.runs.audit",
+        "rasura.runs.services",
         "rasura.core.interfaces",
         "rasura.core.values",
         "rasura.core.answers",

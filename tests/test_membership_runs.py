@@ -20,10 +20,10 @@ from rasura.core.interfaces import InputError
 from rasura.core.records import RunStore
 from rasura.core.specs import MembershipSpec
 from rasura.core.values import Grant
-from rasura.membership import MembershipAudit, MembershipPlan, infer_membership
 from rasura.metrics.membership import auc, coin_level
 from rasura.report.page import write_report
-from rasura.training import Training, TrainPlan
+from rasura.runs.membership import MembershipAudit, MembershipPlan, infer_membership
+from rasura.runs.training import Training, TrainPlan
 from rasura.victims.train import Recipe
 
 __all__ = ["model_folder"]

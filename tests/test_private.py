@@ -21,7 +21,7 @@ from rasura.accounting import epsilon
 from rasura.core.interfaces import Defense, InputError
 from rasura.defenses.compose import chain
 from rasura.defenses.dp_sgd import dp_sgd
-from rasura.private import Private
+from rasura.runs.private import Private
 from rasura.testing.tiny import tiny
 
 pytest.importorskip("dp_accounting")

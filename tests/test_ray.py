@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from audit_setting import comparable, model_folder, plan_for
 
-from rasura.auditing import Audit, Cell, audit
 from rasura.core.interfaces import InputError
 from rasura.core.records import Record, RunStore
 from rasura.integrations.ray_cluster import LOSSES, spread
+from rasura.runs.audit import Audit, Cell, audit
 
 __all__ = ["model_folder"]
 

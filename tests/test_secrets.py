@@ -47,8 +47,8 @@ from rasura.core.rng import (
 )
 from rasura.core.threat import service_transcript
 from rasura.defenses.significance import sensitivity
-from rasura.drawing import Batches
 from rasura.registry import DEFENSES
+from rasura.runs.drawing import Batches
 from rasura.service_protections.obfuslm.model import obfuscate, obfuscate_embedding
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.services import cape, custext, dp_forward, santext, sentinel, text_obfuscator

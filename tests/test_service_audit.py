@@ -18,11 +18,11 @@ from rasura.cli import app
 from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.errors import AttackFailed
 from rasura.core.interfaces import Budget, InputError
-from rasura.service_audit import ServiceAudit, ServicePlan, _whole
+from rasura.runs.services import ServiceAudit, ServicePlan, _whole
+from rasura.runs.training import Training, TrainPlan
 from rasura.studies.figures import of_service
 from rasura.studies.files import load_study, prepared
 from rasura.testing.tiny import SEP, tiny, tokenizer_folder
-from rasura.training import Training, TrainPlan
 from rasura.victims.train import Recipe
 
 __all__ = ["model_folder"]

@@ -13,14 +13,14 @@ from typer.testing import CliRunner
 from rasura.cli import app
 from rasura.core.interfaces import InputError
 from rasura.core.options import known
-from rasura.plan import Plan
 from rasura.registry import parse_defense
-from rasura.service_audit import ServicePlan
+from rasura.runs.plans import Plan
+from rasura.runs.services import ServicePlan
+from rasura.runs.training import TrainPlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.figures import of_audit, write
 from rasura.studies.files import CELL, load_study, prepared
 from rasura.studies.tables import section, write_section
-from rasura.training import TrainPlan
 
 __all__ = ["model_folder"]
 

@@ -14,7 +14,6 @@ from audit_setting import TEXTS, model_folder
 from commands import rasura_command, refused
 from torch import Tensor
 
-from rasura import protection
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.core.values import Vocabulary
@@ -24,6 +23,7 @@ from rasura.ghost.neighbours import common, neighbours
 from rasura.ghost.selection import Selection, Selector
 from rasura.ghost.table import RELAXED, ShadowSettings, ShadowTable, lemmas, search, usable_tokens
 from rasura.registry import parse_defense
+from rasura.runs import protection
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.victims.step import step
 

@@ -20,8 +20,8 @@ from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.data.text import load_examples
 from rasura.metrics.utility import causal, classification
+from rasura.runs.training import Training, TrainPlan
 from rasura.testing.tiny import VOCABULARY, tiny
-from rasura.training import Training, TrainPlan
 from rasura.victims.batching import batches, joined, split
 from rasura.victims.train import FineTuning, Recipe, nats, protected
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rasura.core.interfaces import InputError
-from rasura.reading import load_hidden, load_update
+from rasura.runs.reading import load_hidden, load_update
 from rasura.victims.loading import Victim, load
 
 __all__ = ["model_folder"]

@@ -16,8 +16,8 @@ from rasura.core.rng import generator
 from rasura.core.updates import WEIGHT_DECAY, Local, announced_update, changed
 from rasura.core.values import Grant, Mechanism, Stage, Transcript
 from rasura.defenses.compose import mean
-from rasura.plan import Plan
 from rasura.registry import parse_update
+from rasura.runs.plans import Plan
 from rasura.testing.settings import seen
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.loading import Victim, load

@@ -74,7 +74,7 @@ def imports(path: Path, package: Path = PACKAGE) -> Iterator[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            # `from rasura import plan` names a module, `from rasura.plan import Plan` a name in one.
+            # `from rasura import plan` names a module, `from rasura.runs.plans import Plan` a name in one.
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", getattr(node.func, "attr", "")) not in NO_IMPORT:
             arguments = (*node.args, *(k.value for k in node.keywords))

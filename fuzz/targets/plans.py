@@ -9,7 +9,7 @@ from random import Random
 
 from fuzz.mutations import damaged
 from fuzz.target import Target, write_shared
-from rasura.plan import from_toml
+from rasura.runs.plans import from_toml
 from rasura.studies.files import load_study
 
 LINE = re.compile(r"^(\s*[\w.]+ *= *)(.+)$", re.MULTILINE)
@@ -40,7 +40,7 @@ entries = 0.5
 
 
 class Plans(Target):
-    """``rasura.plan.from_toml`` and ``rasura.studies.files.load_study``, on the studies of this repository."""
+    """``rasura.runs.plans.from_toml`` and ``rasura.studies.files.load_study``, on the studies of this repository."""
 
     name, share = "plans", 130
 

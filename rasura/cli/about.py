@@ -96,8 +96,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print the resul
 
     Example: rasura doctor
     """
-    from rasura.auditing import versions
     from rasura.metrics.text import wordnet
+    from rasura.runs.audit import versions
     from rasura.victims.loading import embedded_model_path
 
     rows = dict(versions())

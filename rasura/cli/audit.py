@@ -82,8 +82,8 @@ def audit(
     from dataclasses import replace
 
     from rasura.core.options import known
-    from rasura.plan import SUITES, Plan, from_toml
     from rasura.report.gate import checked_limit
+    from rasura.runs.plans import SUITES, Plan, from_toml
 
     plan = from_toml(config) if config else Plan()
     if suite:
@@ -120,12 +120,12 @@ def run_audit(
     """Run ``plan`` into ``folder`` and print what was found. ``baseline``: as of ``Audit``."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    from rasura.auditing import Audit
     from rasura.core.records import RunStore
     from rasura.report.findings import findings, summarise
     from rasura.report.gate import gate
     from rasura.report.page import write_report
     from rasura.report.terminal import summary
+    from rasura.runs.audit import Audit
 
     with err.status("loading the model and the texts"):
         prepared = Audit(plan, device=device, baseline=baseline)
@@ -213,7 +213,7 @@ def read(
     from rasura.core.interfaces import Budget
     from rasura.core.options import known
     from rasura.core.values import Task
-    from rasura.reading import read_update
+    from rasura.runs.reading import read_update
     from rasura.victims.loading import load
 
     kind: Any = known("task", task, get_args(Task))

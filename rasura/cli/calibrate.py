@@ -82,9 +82,9 @@ def calibrate(
 
     Example: rasura calibrate notes.jsonl --defense gaussian,pruning --attack span --risk rougeL --at-most 0.1
     """
-    from rasura.calibration import CalibrationPlan
-    from rasura.plan import Plan
     from rasura.registry import ATTACKS, adversaries, for_task
+    from rasura.runs.calibration import CalibrationPlan
+    from rasura.runs.plans import Plan
     from rasura.victims.train import Recipe
 
     if file and text:
@@ -108,9 +108,9 @@ def calibrate(
 
 def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> None:
     """Run ``wanted``, a ``CalibrationPlan``, into ``folder``; print what it found and write the report."""
-    from rasura.calibration import Calibration
     from rasura.report.calibration import REACHED
     from rasura.report.page import write_report
+    from rasura.runs.calibration import Calibration
 
     with err.status("loading the model and the texts"):
         prepared = Calibration(wanted, folder, device=device)

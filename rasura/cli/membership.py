@@ -56,8 +56,8 @@ def membership(
     Example: rasura membership runs/train/none-0/model --members train.jsonl --rows runs/train/rows.json
     """
     from rasura.core.options import known
-    from rasura.membership import MembershipPlan
     from rasura.registry import MEMBERSHIP
+    from rasura.runs.membership import MembershipPlan
     from rasura.victims.train import Recipe
 
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
@@ -76,7 +76,7 @@ def membership(
 def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
     """The run's identity, and a record of every attack."""
     from rasura.core.records import RunStore
-    from rasura.membership import MembershipAudit
+    from rasura.runs.membership import MembershipAudit
 
     with err.status("loading the model and the texts"):
         prepared = MembershipAudit(plan, folder, device=device)

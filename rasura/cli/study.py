@@ -35,9 +35,9 @@ def study(
 
     Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
     """
-    from rasura.service_audit import ServicePlan
+    from rasura.runs.services import ServicePlan
+    from rasura.runs.training import TrainPlan
     from rasura.studies import figures, files, tables
-    from rasura.training import TrainPlan
 
     found = files.load_study(name)
     plan = files.prepared(
@@ -108,7 +108,7 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
 
 def served(plan: Any, folder: Path, training: Any, as_json: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What a service is worth under each protection, where it is trained, and what each attack reads there."""
-    from rasura.service_audit import ServiceAudit
+    from rasura.runs.services import ServiceAudit
 
     before = prepared(training, folder / "training") if training else None
     worth = trained(before, as_json) if before else []

@@ -69,7 +69,7 @@ def ghost(
 
     from rasura.data.columns import Columns
     from rasura.ghost.table import ShadowSettings
-    from rasura.protection import protect_file
+    from rasura.runs.protection import protect_file
 
     given = {"k": k, "overlap": overlap, "group": group}
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -144,7 +144,7 @@ def train(
     Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
     """
     from rasura.core.options import known
-    from rasura.training import TrainPlan
+    from rasura.runs.training import TrainPlan
     from rasura.victims.train import Recipe
 
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
@@ -174,7 +174,7 @@ def train(
 
 def prepared(plan: Any, folder: Path, device: str = "cpu") -> Any:
     """The training of ``plan``, a ``TrainPlan``, with its model and texts loaded."""
-    from rasura.training import Training
+    from rasura.runs.training import Training
 
     with err.status("loading the model and the texts"):
         return Training(plan, folder, device=device)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rasura.core.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
-    from rasura.auditing import Audit, Cell
     from rasura.core.records import Record, RunStore
+    from rasura.runs.audit import Audit, Cell
 
 LOSSES = 3
 """Workers that may be lost over the same cells before these are given up: they then kill their workers, most likely by

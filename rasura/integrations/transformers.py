@@ -12,7 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from rasura.accounting import Guarantee, Ledger
 from rasura.core.interfaces import Defense, InputError
-from rasura.private import protect_training
+from rasura.runs.private import protect_training
 
 LEDGER = "rasura_ledger.json"
 """The ledger's file in a checkpoint's folder."""

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from rasura.core.rng import generator
 from rasura.core.values import Batch
+from rasura.runs.training import Training, TrainPlan, folder_of
 from rasura.studies.figures import Curve, Figure
 from rasura.studies.files import Study
 from rasura.studies.tables import head, row_of
-from rasura.training import Training, TrainPlan, folder_of
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 

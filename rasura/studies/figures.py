@@ -11,12 +11,12 @@ from typing import Any
 
 from rasura.core.interfaces import MissingExtra
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.plan import Plan
 from rasura.report.page import strength
-from rasura.service_audit import CLIENT, ServicePlan
+from rasura.runs.plans import Plan
+from rasura.runs.services import CLIENT, ServicePlan
+from rasura.runs.training import TrainPlan
 from rasura.studies.files import Study
 from rasura.studies.tables import NAMES, SCALES, SHARE, level_of, values_of
-from rasura.training import TrainPlan
 
 GUESSING = "guessing"
 """The curve of the blind attack."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from rasura.core.interfaces import InputError
 from rasura.core.options import known
-from rasura.fields import text, texts, toml, typed, whole
-from rasura.membership import MembershipPlan
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.plan import Plan, plan_of
-from rasura.service_audit import ServicePlan, service_plan_of
-from rasura.training import TrainPlan, folder_of
+from rasura.runs.fields import text, texts, toml, typed, whole
+from rasura.runs.membership import MembershipPlan
+from rasura.runs.plans import Plan, plan_of
+from rasura.runs.services import ServicePlan, service_plan_of
+from rasura.runs.training import TrainPlan, folder_of
 from rasura.victims.train import Recipe
 
 FOLDER = Path("studies")

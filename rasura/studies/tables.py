@@ -12,11 +12,11 @@ from typing import Any
 from rasura.core.files import write_whole
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.plan import Plan
 from rasura.report.readings import pooled
-from rasura.service_audit import ServicePlan
+from rasura.runs.plans import Plan
+from rasura.runs.services import ServicePlan
+from rasura.runs.training import TrainPlan
 from rasura.studies.files import CELL, FOLDER, Study
-from rasura.training import TrainPlan
 
 RESULTS = FOLDER / "RESULTS.md"
 

@@ -11,8 +11,8 @@ from rasura.core.interfaces import Budget, InputError
 from rasura.core.options import known
 from rasura.core.specs import IMAGES, AttackSpec, DefenseSpec
 from rasura.core.values import Task
-from rasura.fields import toml, typed
 from rasura.registry import ATTACKS, DEFENSES, METRICS, for_task, metric, named, parse_update, parts, usual_metrics
+from rasura.runs.fields import toml, typed
 
 COLUMNS = ("text_column", "pair_column", "label_column")
 """Fields that name the columns of data files."""

@@ -24,13 +24,13 @@ from rasura.core.rng import generator
 from rasura.core.threat import observe_service, service_transcript
 from rasura.core.values import Task
 from rasura.data.text import load_examples
-from rasura.fields import typed
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
 from rasura.registry import SERVICE_ATTACKS, service_attack
+from rasura.runs.fields import typed
+from rasura.runs.training import Training
 from rasura.service_protection import learned, parsed, protected
 from rasura.service_protections.service import Service
-from rasura.training import Training
 from rasura.victims.loading import load
 
 METRICS = (TopTokens(1), TopTokens(3), RougeL(), BagF1())

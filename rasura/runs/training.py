@@ -16,7 +16,6 @@ from safetensors.torch import load_model, save_model
 from torch import nn
 
 from rasura.accounting import Ledger, Run, assumes_poisson, carries, checked_delta
-from rasura.auditing import versions
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.options import known
@@ -26,6 +25,7 @@ from rasura.core.values import Batch, Task
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.registry import parse_defense
+from rasura.runs.audit import versions
 from rasura.service_protection import parsed
 from rasura.service_protection import protected as protected_service
 from rasura.service_protections.service import Service

@@ -17,7 +17,7 @@ from rasura.core.values import UNKNOWN, Grant, Message, Observation
 from rasura.data.text import load_examples
 from rasura.registry import attack as make_attack
 from rasura.registry import parse_update
-from rasura.update_files import load_hidden, load_update
+from rasura.runs.update_files import load_hidden, load_update
 from rasura.victims.loading import Victim, load
 
 

@@ -13,9 +13,9 @@ from rasura.accounting import Draw, Ledger, Run, assumes_poisson, formal
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.core.values import Stage
-from rasura.drawing import DrawnLoader
-from rasura.guard import Guard, guarded, put, taken_off
 from rasura.registry import parse_defense
+from rasura.runs.drawing import DrawnLoader
+from rasura.runs.guard import Guard, guarded, put, taken_off
 from rasura.victims.step import defended, message_for
 from rasura.victims.train import local
 

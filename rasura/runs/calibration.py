@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from rasura.accounting import Run, assumes_poisson, guarantee
-from rasura.auditing import Audit, Cell
 from rasura.core.errors import MissingExtra
 from rasura.core.interfaces import InputError
 from rasura.core.options import known
 from rasura.core.records import RunStore
 from rasura.data.text import columns_of, load_examples
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.plan import COLUMNS, Plan
 from rasura.registry import METRICS, Family, family, for_task, parse_defense, usual_metrics
 from rasura.report.calibration import recommendation
 from rasura.report.levels import point, yardstick
 from rasura.report.search import UNPROTECTED, Measured, holds, least, not_found, why_not
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
-from rasura.training import Training, TrainPlan
+from rasura.runs.audit import Audit, Cell
+from rasura.runs.plans import COLUMNS, Plan
+from rasura.runs.training import Training, TrainPlan
 from rasura.victims.step import defended
 from rasura.victims.train import Recipe
 

@@ -13,7 +13,6 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from rasura.auditing import versions
 from rasura.core.answers import Answers, Membership, OwnModel
 from rasura.core.errors import InputError, NotApplicable, crash
 from rasura.core.options import known
@@ -24,7 +23,8 @@ from rasura.core.values import Batch, Grant, Task
 from rasura.data.text import Example, columns_of, data_hash, load_examples
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import MEMBERSHIP, membership_attack, parse_defense
-from rasura.training import encoded
+from rasura.runs.audit import versions
+from rasura.runs.training import encoded
 from rasura.victims.loading import Victim, load
 from rasura.victims.train import FineTuning, Recipe, answers, protected
 

@@ -21,7 +21,7 @@ from rasura.ghost.defense import ghost
 from rasura.ghost.models import made_for
 from rasura.ghost.selection import Selection
 from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
-from rasura.private import Private, protect_training
+from rasura.runs.private import Private, protect_training
 from rasura.victims.loading import Victim, load
 
 CHUNK = 16

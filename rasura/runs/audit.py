@@ -38,10 +38,10 @@ from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
 from rasura.metrics.text import rouge
-from rasura.plan import Plan
 from rasura.registry import ATTACKS, adversaries, parse_defense, parse_update
 from rasura.registry import attack as make_attack
 from rasura.registry import metric as make_metric
+from rasura.runs.plans import Plan
 from rasura.victims.batching import joined
 from rasura.victims.loading import Victim, load, with_fresh_adapter
 from rasura.victims.step import step

@@ -1,0 +1,1 @@
+"""Everything that runs: audits, membership, services, training, calibration, reading, and their plans."""
