@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import numpy as np
 
-from rasura.service.client import Client
+from rasura.server.client import Client
 from rasura.service_protections.obfuslm.folder import obfuscate_model
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 

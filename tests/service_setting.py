@@ -18,8 +18,8 @@ import pytest
 
 from rasura.core.rng import generator
 from rasura.data.text import Example
-from rasura.service.client import Client
-from rasura.service.container import header_bytes
+from rasura.server.client import Client
+from rasura.server.container import header_bytes
 from rasura.service_protections.obfuslm.folder import obfuscate_model
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.testing.tiny import tiny, tokenizer_folder

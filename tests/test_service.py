@@ -36,10 +36,10 @@ from service_setting import (
 
 import rasura
 from rasura.core.errors import InputError
-from rasura.service.client import Client
-from rasura.service.container import Outgoing
-from rasura.service.inference import Decoding, Prompt
-from rasura.service.limits import Refused
+from rasura.server.client import Client
+from rasura.server.container import Outgoing
+from rasura.server.inference import Decoding, Prompt
+from rasura.server.limits import Refused
 from rasura.testing.tiny import SEP, batch_for, tiny
 from rasura.victims.loading import with_partial_adapter
 

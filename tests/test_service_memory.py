@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from service_setting import ALICE, BOB, Server, Setting, ask, container, make_models, token_file
 
-from rasura.service import memory
-from rasura.service.container import CONTENT_TYPE
-from rasura.service.limits import MIB, Limits, Refused
-from rasura.service.models import checked
+from rasura.server import memory
+from rasura.server.container import CONTENT_TYPE
+from rasura.server.limits import MIB, Limits, Refused
+from rasura.server.models import checked
 
 BERT = {
     "kind": "classification", "hidden": 768, "blocks": 12, "heads": 12, "inner": 3072, "vocabulary": 30522, "labels": 2,
@@ -144,7 +144,7 @@ def test_a_job_beyond_the_memory_is_refused_and_leaves_nothing(small: Setting) -
 
 
 def test_one_tenant_cannot_fill_the_queue() -> None:
-    from rasura.service.inference import Engine
+    from rasura.server.inference import Engine
 
     engine = Engine(None, "cpu", Limits(waiting=3, tenant_waiting=2))  # type: ignore[arg-type]  # nothing is computed
     with engine._counted("alice"), engine._counted("alice"):
@@ -161,9 +161,9 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
 MEASURE = """
 import json, resource, sys
 import torch, transformers
-from rasura.service.models import checked, opened
-from rasura.service.inference import Decoding, Prompt
-from rasura.service import memory
+from rasura.server.models import checked, opened
+from rasura.server.inference import Decoding, Prompt
+from rasura.server import memory
 from pathlib import Path
 
 folder, batch, length, kind = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

@@ -31,10 +31,10 @@ from service_setting import (
 )
 
 from rasura.core.errors import InputError
-from rasura.service.container import CONTENT_TYPE
-from rasura.service.limits import Limits, Rates, Tenants
-from rasura.service.server import application
-from rasura.service.store import Store
+from rasura.server.app import application
+from rasura.server.container import CONTENT_TYPE
+from rasura.server.limits import Limits, Rates, Tenants
+from rasura.server.store import Store
 
 __all__ = ["setting"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from fuzz.mutations import as_json, damaged, retyped
 from fuzz.target import Target
-from rasura.service.container import CONFIG, CONTENT_TYPE, WEIGHTS
-from rasura.service.limits import Limits, Tenants
-from rasura.service.server import application
-from rasura.service.store import Store
+from rasura.server.app import application
+from rasura.server.container import CONFIG, CONTENT_TYPE, WEIGHTS
+from rasura.server.limits import Limits, Tenants
+from rasura.server.store import Store
 
 TOKEN = "0123456789abcdef"
 ABOUT = {

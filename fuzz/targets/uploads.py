@@ -14,10 +14,10 @@ from safetensors.torch import load, save
 
 from fuzz.mutations import as_json, damaged, retyped
 from fuzz.target import Target
-from rasura.service import data as jobs
-from rasura.service.container import CONFIG, DATA, WEIGHTS, Incoming, checked_name, header_bytes
-from rasura.service.limits import Limits
-from rasura.service.models import checked
+from rasura.server import data as jobs
+from rasura.server.container import CONFIG, DATA, WEIGHTS, Incoming, checked_name, header_bytes
+from rasura.server.limits import Limits
+from rasura.server.models import checked
 
 ABOUT = {
     "kind": "classification", "vocabulary": 100, "max_length": 20, "labels": 2, "pad": 0, "ends": [2], "hidden": 16,

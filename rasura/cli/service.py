@@ -43,8 +43,8 @@ def serve(
 
     Example: rasura serve --store served --token-file tokens
     """
-    from rasura.service.limits import MIB, Limits
-    from rasura.service.server import serve as run
+    from rasura.server.app import serve as run
+    from rasura.server.limits import MIB, Limits
 
     limits = Limits(
         max_model * MIB, max_data * MIB, quota * MIB, rate=rate, burst=max(1, round(2 * rate)), memory=max_memory * MIB,
@@ -60,8 +60,8 @@ def serve(
 
 
 def _client(url: str, token_file: Path | None, key: Path | None = None) -> Any:
-    from rasura.service.client import Client
-    from rasura.service.limits import private_text
+    from rasura.server.client import Client
+    from rasura.server.limits import private_text
 
     token = os.environ.get("RASURA_TOKEN", "") if token_file is None else private_text(token_file, "token file").strip()
     # A line of the server's own file does, too.

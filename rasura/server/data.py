@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from rasura.core.values import NO_TEXT, Batch, Vocabulary
-from rasura.service.container import DATA, tensor_shapes
-from rasura.service.limits import Limits, Refused
-from rasura.service.memory import check_job
+from rasura.server.container import DATA, tensor_shapes
+from rasura.server.limits import Limits, Refused
+from rasura.server.memory import check_job
 
 EXPECTED = {"ids": "I32", "lengths": "I32", "labels": "I32", "types": "U8"}
 

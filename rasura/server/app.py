@@ -14,13 +14,13 @@ from typing import Annotated, Any
 import torch
 
 from rasura.core.errors import InputError, MissingExtra
-from rasura.service import data, memory, models
-from rasura.service.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, Outgoing, checked_name
-from rasura.service.guard import Guard
-from rasura.service.inference import Engine, Prompt
-from rasura.service.jobs import Supervisor
-from rasura.service.limits import Limits, Refused, Tenants
-from rasura.service.store import Model, Store, exclusive
+from rasura.server import data, memory, models
+from rasura.server.container import CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, Outgoing, checked_name
+from rasura.server.guard import Guard
+from rasura.server.inference import Engine, Prompt
+from rasura.server.jobs import Supervisor
+from rasura.server.limits import Limits, Refused, Tenants
+from rasura.server.store import Model, Store, exclusive
 
 _BODY = {"requestBody": {"required": True, "content": {CONTENT_TYPE: {"schema": {"type": "string", "format": "binary"}}}}}
 _FILES: dict[int | str, dict[str, Any]] = {

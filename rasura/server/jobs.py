@@ -8,9 +8,9 @@ import subprocess
 import sys
 import threading
 
-from rasura.service.store import Job, Store
+from rasura.server.store import Job, Store
 
-log = logging.getLogger("rasura.service")
+log = logging.getLogger("rasura.server")
 
 STARTS = 3
 """Times a job is started that ends without a word (killed for memory, for instance), before it has failed."""
@@ -64,7 +64,7 @@ class Supervisor:
             self._wake.clear()
 
     def _run(self, job: Job) -> None:
-        command = [sys.executable, "-m", "rasura.service.worker", str(self.store.folder), job.id, self.device]
+        command = [sys.executable, "-m", "rasura.server.worker", str(self.store.folder), job.id, self.device]
         with self._lock:
             if self._stopping:
                 return

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rasura.service.limits import MIB, NAME, Refused
+from rasura.server.limits import MIB, NAME, Refused
 
 CONTENT_TYPE = "application/vnd.rasura"
 HEADER = 64 << 10

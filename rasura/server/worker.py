@@ -1,4 +1,4 @@
-"""One fine-tuning job in a process of its own: ``python -m rasura.service.worker STORE JOB DEVICE``.
+"""One fine-tuning job in a process of its own: ``python -m rasura.server.worker STORE JOB DEVICE``.
 
 It ends with the server (its standard input closes then), and goes on from the last whole epoch when it is started again.
 """
@@ -17,9 +17,9 @@ from rasura.core.errors import InputError
 from rasura.core.rng import generator
 from rasura.core.values import Batch, Task
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
-from rasura.service import data, models
-from rasura.service.container import CONFIG, WEIGHTS
-from rasura.service.store import Job, Store, exclusive
+from rasura.server import data, models
+from rasura.server.container import CONFIG, WEIGHTS
+from rasura.server.store import Job, Store, exclusive
 from rasura.victims.loading import with_partial_adapter
 from rasura.victims.train import FineTuning, Recipe, nats, predictions
 

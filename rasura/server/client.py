@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rasura.core.errors import InputError, MissingExtra
-from rasura.service.container import CHUNK, CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, header_bytes, tensor_shapes
-from rasura.service.limits import Refused
+from rasura.server.container import CHUNK, CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, header_bytes, tensor_shapes
+from rasura.server.limits import Refused
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,10 +122,10 @@ class Client:
     ) -> dict[str, Any]:
         """Fine-tune the model ``name`` on ``examples`` (a file, or ``rasura.data.text.Example``s) into ``output``.
 
-        ``settings`` as in ``rasura.service.data.JobSettings``. Returns the job; see ``status`` and ``wait``.
+        ``settings`` as in ``rasura.server.data.JobSettings``. Returns the job; see ``status`` and ``wait``.
         """
         from rasura.data.text import load_examples
-        from rasura.service.data import write
+        from rasura.server.data import write
 
         chosen = load_examples(examples) if isinstance(examples, str | Path) else list(examples)
         rows = self._rows(name, chosen, truncate)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.values import Batch
-from rasura.service.limits import Limits, Refused
-from rasura.service.memory import groups, together
-from rasura.service.models import opened
-from rasura.service.store import Model, Store
+from rasura.server.limits import Limits, Refused
+from rasura.server.memory import groups, together
+from rasura.server.models import opened
+from rasura.server.store import Model, Store
 from rasura.victims.train import predictions
 
 WINDOW = 0.004
@@ -91,7 +91,7 @@ def _chosen(logits: Tensor, prompt: Prompt, generator: torch.Generator) -> int:
 class Engine:
     """Models of ``store`` on ``device``, the last used of them in memory; one thread computes.
 
-    No batch takes more memory than ``limits.memory``, by ``rasura.service.memory``: texts that are more go one batch after
+    No batch takes more memory than ``limits.memory``, by ``rasura.server.memory``: texts that are more go one batch after
     the other, with others' requests in between. More waiting requests than ``limits`` allow, in all or of one tenant, are
     refused (429).
     """

@@ -34,7 +34,7 @@ class Limits:
     (``burst``) of a tenant; jobs of a tenant that are not finished; texts of a data set; inputs of one request; new tokens
     of one generation; requests that wait for the models, in all and of one tenant; models kept in memory; downloads of a
     tenant at the same time; bytes of memory that one computation takes beside the weights, and that a training job takes in
-    all (``rasura.service.memory``)."""
+    all (``rasura.server.memory``)."""
 
     model_bytes: int = 2048 * MIB
     data_bytes: int = 256 * MIB

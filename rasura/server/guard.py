@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from typing import Any
 
-from rasura.service.limits import MIB, Limits, Rates, Refused, Tenants
+from rasura.server.limits import MIB, Limits, Rates, Refused, Tenants
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -23,7 +23,7 @@ OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
 DRAINED, DRAIN_SECONDS = 16 * MIB, 2.0
 """Bytes and seconds that are still read of a refused body, at most."""
 
-log = logging.getLogger("rasura.service")
+log = logging.getLogger("rasura.server")
 
 
 class Guard:

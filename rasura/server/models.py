@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.service.container import CONFIG, WEIGHTS, tensor_shapes
-from rasura.service.limits import Refused
+from rasura.server.container import CONFIG, WEIGHTS, tensor_shapes
+from rasura.server.limits import Refused
 from rasura.service_protections.obfuslm.key import PAIR
 
 FAMILIES = frozenset({"bert", "roberta", "distilbert", "gpt2", "llama"})

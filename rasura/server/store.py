@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
-from rasura.service.limits import Refused
+from rasura.server.limits import Refused
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS models (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rasura.service.limits import MIB, Refused
+from rasura.server.limits import MIB, Refused
 
 FLOAT = 4
 """Bytes of an entry."""
@@ -25,7 +25,7 @@ TEXTS, PROMPTS = 64, 32
 def running(about: Mapping[str, Any], batch: int, length: int, new_tokens: int = 0) -> int:
     """Bytes that a model takes beside its weights to answer ``batch`` texts of ``length`` tokens, padded to the longest.
 
-    ``about``: as ``rasura.service.models.checked`` describes the model. One layer is alive at a time; of generation, the
+    ``about``: as ``rasura.server.models.checked`` describes the model. One layer is alive at a time; of generation, the
     keys and values of all layers are, and grow by ``new_tokens``.
     """
     layer = length * length * (SQUARES * about["heads"] + 2) + length * _width(about)
