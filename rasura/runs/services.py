@@ -27,9 +27,9 @@ from rasura.data.text import load_examples
 from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
 from rasura.registry import SERVICE_ATTACKS, service_attack
+from rasura.registry.services import learned, parsed, protected
 from rasura.runs.fields import typed
 from rasura.runs.training import Training
-from rasura.service_protection import learned, parsed, protected
 from rasura.service_protections.service import Service
 from rasura.victims.loading import load
 

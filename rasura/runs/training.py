@@ -25,9 +25,9 @@ from rasura.core.values import Batch, Task
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.registry import parse_defense
+from rasura.registry.services import parsed
+from rasura.registry.services import protected as protected_service
 from rasura.runs.audit import versions
-from rasura.service_protection import parsed
-from rasura.service_protection import protected as protected_service
 from rasura.service_protections.service import Service
 from rasura.victims.batching import renamed, split
 from rasura.victims.loading import Victim, load, with_fresh_adapter

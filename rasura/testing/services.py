@@ -9,7 +9,7 @@ from rasura.core.interfaces import Budget
 from rasura.core.rng import generator
 from rasura.core.specs import ServiceAttackSpec, ServiceProtectionSpec
 from rasura.core.threat import observe_service, service_transcript
-from rasura.service_protection import service
+from rasura.registry.services import service
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, tiny
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
