@@ -5,6 +5,17 @@ The only room that imports concrete methods. ``ATTACKS["span"].make()`` builds o
 
 from rasura.registry.adversaries import Adversaries, adversaries
 from rasura.registry.collect import Registry, named
+from rasura.registry.objects import (
+    REGISTERED,
+    AttackLike,
+    DefenseLike,
+    Methods,
+    MetricLike,
+    methods_with,
+    named_attacks,
+    named_defenses,
+    named_metrics,
+)
 from rasura.registry.parsing import parse_defense, parse_update, parts
 from rasura.registry.strength import Family, family, strengths
 from rasura.registry.tables import (
@@ -26,7 +37,38 @@ from rasura.registry.tables import (
 )
 
 __all__ = [
-    "ATTACKS", "DEFENSES", "KINDS", "MEMBERSHIP", "METRICS", "MODELS", "SERVICE_ATTACKS", "SERVICE_PROTECTIONS", "UPDATES",
-    "Adversaries", "Family", "Registry", "adversaries", "attack", "family", "for_task", "membership_attack", "metric",
-    "named", "parse_defense", "parse_update", "parts", "service_attack", "strengths", "usual_metrics",
+    "ATTACKS",
+    "DEFENSES",
+    "KINDS",
+    "MEMBERSHIP",
+    "METRICS",
+    "MODELS",
+    "REGISTERED",
+    "SERVICE_ATTACKS",
+    "SERVICE_PROTECTIONS",
+    "UPDATES",
+    "Adversaries",
+    "AttackLike",
+    "DefenseLike",
+    "Family",
+    "Methods",
+    "MetricLike",
+    "Registry",
+    "adversaries",
+    "attack",
+    "family",
+    "for_task",
+    "membership_attack",
+    "methods_with",
+    "metric",
+    "named",
+    "named_attacks",
+    "named_defenses",
+    "named_metrics",
+    "parse_defense",
+    "parse_update",
+    "parts",
+    "service_attack",
+    "strengths",
+    "usual_metrics",
 ]  # fmt: skip

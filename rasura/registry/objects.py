@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,12 +101,12 @@ def _origin(method: Any) -> str:
     return f"{made_in}.{getattr(method, '__qualname__', type(method).__qualname__)}"
 
 
+REGISTERED = Methods()
+"""The methods of the registry alone."""
+
+
 def methods_with(
     attacks: Mapping[str, AttackSpec], defenses: Mapping[str, DefenseSpec], metrics: Mapping[str, MetricSpec]
 ) -> Methods:
-    """The registry's methods with those of the run before them."""
-    return Methods(
-        ChainMap(dict(attacks), dict(ATTACKS)),
-        ChainMap(dict(defenses), dict(DEFENSES)),
-        ChainMap(dict(metrics), dict(METRICS)),
-    )
+    """The registry's methods, and those that were given as objects in place of any of the same name."""
+    return Methods({**ATTACKS, **attacks}, {**DEFENSES, **defenses}, {**METRICS, **metrics})

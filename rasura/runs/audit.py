@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -29,7 +29,7 @@ from rasura.core.interfaces import (
 from rasura.core.records import Record, RunStore, cell_key
 from rasura.core.rng import generator
 from rasura.core.threat import THREATS, ThreatModel, adversary_copy, observe
-from rasura.core.values import Message, Reconstruction, Transcript
+from rasura.core.values import Message, Reconstruction, Task, Transcript
 from rasura.core.wire import to_bytes
 from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
 from rasura.data.text import E, Example, columns_of, data_hash, demo_examples, encode, groups, load_examples, load_reference
@@ -38,12 +38,26 @@ from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
 from rasura.metrics.text import rouge
-from rasura.registry import ATTACKS, adversaries, parse_defense, parse_update
+from rasura.registry import (
+    REGISTERED,
+    Adversaries,
+    AttackLike,
+    DefenseLike,
+    Methods,
+    MetricLike,
+    adversaries,
+    methods_with,
+    named_attacks,
+    named_defenses,
+    named_metrics,
+    parse_defense,
+    parse_update,
+)
 from rasura.registry import attack as make_attack
 from rasura.registry import metric as make_metric
 from rasura.runs.plans import Plan
 from rasura.victims.batching import joined
-from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.victims.loading import Victim, in_memory, load, with_fresh_adapter
 from rasura.victims.step import step
 
 WORK = {"quick": 0.25, "default": 1.0, "paper": 30.0}
@@ -69,18 +83,28 @@ class Audit:
 
     ``baseline``: without protection every attack is run as well, whether the plan has ``none`` or not. Only an attack that
     is seen to read there can say anything of a protection; without the baseline every verdict is 'not measured'.
+    ``methods``: what the names of the plan stand for.
     """
 
-    def __init__(self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None, baseline: bool = True) -> None:
-        self.plan = plan = plan.checked()
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        device: str = "cpu",
+        victim: Victim | None = None,
+        baseline: bool = True,
+        methods: Methods = REGISTERED,
+    ) -> None:
+        self.plan, self.methods = plan.checked(methods), methods
+        plan = self.plan
         added = () if "none" in plan.defenses or not baseline else ("none",)
         self.columns = (*added, *plan.defenses)
         self.images = self._images() if plan.task == "vision" else []
         self.examples = [] if self.images else self._examples()
-        self.defenses = {text: parse_defense(text) for text in self.columns}
+        self.defenses = {text: parse_defense(text, methods=methods.defenses) for text in self.columns}
         self.updates = {text: parse_update(text) for text in plan.updates}
-        self.metrics = {name.partition(":")[0]: make_metric(name) for name in plan.metrics}
-        self.attacks = {name: make_attack(name) for name in plan.attacks}
+        self.metrics = {name.partition(":")[0]: make_metric(name, methods.metrics) for name in plan.metrics}
+        self.attacks = {name: methods.attacks[name].make() for name in plan.attacks}
         private: Sequence[Any] = self.images or self.examples
         labels = plan.num_labels or max(2, 1 + max((e.label or 0) for e in private))
         task: Any = plan.task
@@ -183,7 +207,7 @@ class Audit:
 
     def estimate(self) -> float:
         """Rough CPU seconds of the whole audit on a small model, for the user to decide before it starts."""
-        return WORK[self.plan.budget] * sum(ATTACKS[c.attack].seconds * c.batch_size for c in self.cells)
+        return WORK[self.plan.budget] * sum(self.methods.attacks[c.attack].seconds * c.batch_size for c in self.cells)
 
     def run(self, store: RunStore, progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
         """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
@@ -280,13 +304,17 @@ class Audit:
             examples=self.examples_in[cell.defense, cell.batch_size][cell.batch],
             status=status,
             reason=reason,
-            known_by=asdict(adversaries(cell.defense, images=bool(self.images))),
+            known_by=asdict(self._adversaries(cell.defense)),
             threat_plain=threat.plain,
             peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
             device=self.device,
             versions=versions(),
             **found,
         )
+
+    def _adversaries(self, defense: str) -> Adversaries:
+        known = self.methods
+        return adversaries(defense, images=bool(self.images), defenses=known.defenses, attacks=known.attacks)
 
     def _public(self, cell: Cell) -> nn.Module:
         """The model that an honest server sends."""
@@ -407,12 +435,56 @@ def versions() -> dict[str, str]:
     return found
 
 
-def audit(plan: Plan, *, out: str | Path, device: str = "cpu") -> Iterator[Record]:
-    """Run ``plan`` into the folder ``out``, yielding each Record as it is done; what ``out`` holds is not redone.
+def audit(
+    plan: Plan | None = None,
+    *,
+    out: str | Path = "runs/audit",
+    model: str | Path | nn.Module | None = None,
+    tokenizer: Any = None,
+    data: str | Path | Sequence[str] | None = None,
+    task: Task | None = None,
+    attacks: Sequence[AttackLike] | None = None,
+    defenses: Sequence[DefenseLike] | None = None,
+    metrics: Sequence[MetricLike] | None = None,
+    limit: int | None = None,
+    budget: str | None = None,
+    seed: int | None = None,
+    device: str = "cpu",
+) -> Iterator[Record]:
+    """Run an audit into the folder ``out``, yielding each Record as it is done; what ``out`` holds is not redone.
 
-    The baseline without protection is run with it where ``plan`` lacks it.
+    ``plan``: the whole plan, whose fields the other arguments replace. ``model``: a folder, a hub id, or a Hugging Face
+    model in memory with its ``tokenizer``. ``data``: a file, or the private texts themselves. ``attacks``, ``defenses``,
+    ``metrics``: names, specs, or objects that keep the protocols ``Attack``, ``Transform`` and ``Metric``. No attack is
+    taken to know a protection that is given as a ``Transform``, so no verdict says that it stops anything: give a
+    ``DefenseSpec`` with ``known_by`` for that. The baseline without protection is run where ``plan`` lacks it. Raises
+    ``InputError`` for bad input, before anything runs.
     """
-    prepared = Audit(plan, device=device)
+    wanted: dict[str, Any] = {"task": task, "limit": limit, "budget": budget, "seed": seed}
+    if data is not None and not isinstance(data, str | Path):
+        wanted |= {"texts": tuple(data), "limit": limit or len(data)}
+    elif data is not None:
+        wanted["data"] = str(data)
+    chosen = plan or Plan()
+    wanted["attacks"], own_attacks = named_attacks(chosen.attacks if attacks is None else attacks)
+    wanted["defenses"], own_defenses = named_defenses(chosen.defenses if defenses is None else defenses)
+    wanted["metrics"], own_metrics = named_metrics(chosen.metrics if metrics is None else metrics)
+    victim, learned = None, cast(Task, task or chosen.task)
+    if isinstance(model, nn.Module):
+        if tokenizer is None:
+            raise InputError("model is in memory; expected its tokenizer, too")
+        victim = in_memory(model, tokenizer, learned, device=device)
+        wanted["model"] = victim.name
+    elif tokenizer is not None:
+        raise InputError("tokenizer is for a model in memory; a folder or hub id brings its own")
+    elif model is not None:
+        wanted["model"] = str(model)
+    chosen = replace(chosen, **{name: value for name, value in wanted.items() if value is not None})
+    methods = methods_with(own_attacks, own_defenses, own_metrics)
+    return _recorded(Audit(chosen, device=device, victim=victim, methods=methods), out)
+
+
+def _recorded(prepared: Audit, out: str | Path) -> Iterator[Record]:
     store = RunStore(out, prepared.plan.canonical())
     try:
         yield from prepared.run(store)

@@ -11,7 +11,7 @@ from rasura.core.interfaces import Budget, InputError
 from rasura.core.options import known
 from rasura.core.specs import IMAGES, AttackSpec, DefenseSpec
 from rasura.core.values import Task
-from rasura.registry import ATTACKS, DEFENSES, METRICS, for_task, metric, named, parse_update, parts, usual_metrics
+from rasura.registry import ATTACKS, REGISTERED, Methods, for_task, metric, named, parse_update, parts, usual_metrics
 from rasura.runs.fields import toml, typed
 
 COLUMNS = ("text_column", "pair_column", "label_column")
@@ -73,16 +73,19 @@ class Plan:
     label_column: str | None = None
     label_names: tuple[str, ...] = ()
 
-    def checked(self) -> Plan:
-        """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it."""
+    def checked(self, methods: Methods = REGISTERED) -> Plan:
+        """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it.
+
+        ``methods``: what its names stand for.
+        """
         from rasura.core.threat import THREATS
 
         known("task", self.task, get_args(Task))
         if self.task == "vision" and (plan := self._of_images()) != self:
-            return plan.checked()
+            return plan.checked(methods)
         for kind, names, choices in (
-            ("attack", self.attacks, ATTACKS),
-            ("metric", self.metrics, for_task(METRICS, self.task)),
+            ("attack", self.attacks, methods.attacks),
+            ("metric", self.metrics, for_task(methods.metrics, self.task)),
             ("threat", self.threats, THREATS),
         ):
             if not names:
@@ -90,13 +93,13 @@ class Plan:
             for name in names:
                 known(kind, name.partition(":")[0] if kind == "metric" else name, choices)
         for name in self.metrics:
-            metric(name)
+            metric(name, methods.metrics)
         for update in self.updates:
             if parse_update(update)[0].lora and self.task == "vision":
                 raise InputError("update lora is for language models; on images train all weights")
         for defense in self.defenses:
             for name, _ in parts(defense):
-                self._usable("defense", named(name, DEFENSES, "defense"), DEFENSES)
+                self._usable("defense", named(name, methods.defenses, "defense"), methods.defenses)
         known("budget", self.budget, ("quick", "default", "paper"))
         sizes = [("limit", self.limit), ("seeds", self.seeds), ("max_memory", self.max_memory)]
         for name, value in (*sizes, *(("batch size", b) for b in self.batch_sizes)):
@@ -107,7 +110,7 @@ class Plan:
         if self.entries is not None and not 0 < self.entries <= 1:
             raise InputError(f"entries is {self.entries}; expected a share above 0 and up to 1")
         for name in self.attacks:
-            self._usable("attack", ATTACKS[name], ATTACKS)
+            self._usable("attack", methods.attacks[name], methods.attacks)
         if self.task == "vision" and (self.texts or self.reference):
             raise InputError("the task vision takes images, not --text or --reference; pass a folder of images as FILE")
         return self

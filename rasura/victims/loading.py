@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
 import warnings
 from dataclasses import dataclass
@@ -130,6 +131,33 @@ def load(
         model, fresh = _with_adapter(model, path, fresh)
     check_finite(model, name)
     tokenizer = _tokenizer(source if _has_tokenizer(path) else base, trust_remote_code)
+    return _victim(model, tokenizer, task, name, device, attacked, fresh, seed)
+
+
+def in_memory(model: nn.Module, tokenizer: Any, task: Task, *, device: str = "cpu", attacked: bool = True) -> Victim:
+    """A Hugging Face model that is in memory already, with its tokenizer, as ``load`` gives it. ``model`` is copied.
+
+    Its name is the class with a digest of the weights, so that a run's folder is never continued with other weights. Raises
+    ``InputError`` as ``load`` does, and for a model that is not a Hugging Face one.
+    """
+    if task == "vision":
+        raise InputError("an image classifier in memory is not supported; pass a safetensors file with its weights")
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        raise InputError(f"{type(model).__name__} has no Hugging Face config; expected a classifier or a causal model")
+    digest = hashlib.sha256()
+    for key, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{key}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    own: Any = copy.deepcopy(model).float()
+    own.set_attn_implementation("eager")
+    name = f"{type(model).__name__}-{digest.hexdigest()[:12]}"
+    check_finite(own, name)
+    return _victim(own, copy.deepcopy(tokenizer), task, name, device, attacked, (), 0)
+
+
+def _victim(
+    model: nn.Module, tokenizer: Any, task: Task, name: str, device: str, attacked: bool, fresh: tuple[str, ...], seed: int
+) -> Victim:
     config: Any = model.config
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token

@@ -1,0 +1,1 @@
+"""An attack and a protection that another package brings to Rasura."""

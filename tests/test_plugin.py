@@ -1,0 +1,174 @@
+"""Methods that others bring: as objects, and as an installed package. ``examples/plugin`` is that package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from audit_setting import TEXTS, model_folder
+
+import rasura
+from rasura.core.errors import InputError
+from rasura.core.interfaces import Attack
+from rasura.core.specs import DefenseSpec
+from rasura.core.values import Reconstruction
+from rasura.defenses.dropout import dropout
+from rasura.defenses.noise import gaussian_noise
+from rasura.metrics.text import jaccard
+from rasura.registry import ATTACKS, DEFENSES, METRICS, Methods, named_attacks, named_defenses, named_metrics
+from rasura.report.page import write_report
+
+__all__ = ["model_folder"]
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "plugin"
+
+
+class Rows:
+    """An attack of a researcher: the embedding rows under another name."""
+
+    name = "my-rows"
+    needs = ATTACKS["embedding-rows"].make().needs
+    uses = ATTACKS["embedding-rows"].make().uses
+
+    def __call__(self, seen: object, **how: object) -> Reconstruction:
+        return ATTACKS["embedding-rows"].make()(seen, **how)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def loaded(model_folder: Path) -> tuple[torch.nn.Module, object]:
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(model_folder)
+    return model.train(), transformers.AutoTokenizer.from_pretrained(model_folder)
+
+
+def test_an_audit_takes_a_model_texts_and_methods_in_memory(loaded: tuple[torch.nn.Module, object], tmp_path: Path) -> None:
+    model, tokenizer = loaded
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    records = list(
+        rasura.audit(
+            model=model, tokenizer=tokenizer, data=TEXTS, attacks=["blind", Rows()], metrics=["token_recall", jaccard()],
+            defenses=["none", dropout(0.2), gaussian_noise(0.01)], budget="quick", out=tmp_path,
+        )
+    )  # fmt: skip
+    assert {r.attack for r in records} == {"blind", "my-rows"}
+    assert {r.status for r in records if r.defense != "own-gaussian"} == {"ok"}, "noise may hide the rows"
+    assert {r.defense for r in records} == {"none", "own-dropout", "own-gaussian"}
+    assert len(records) == 2 * 3 * len(TEXTS) and set(records[0].scores) == {"token_recall", "jaccard"}
+    read = [r for r in records if (r.attack, r.defense) == ("my-rows", "none")]
+    assert all(r.scores["token_recall"]["mean"] == 1.0 for r in read)
+    unknown = {tuple(r.known_by["unknown"]) for r in records if r.defense == "own-gaussian"}
+    assert unknown == {("own-gaussian",)}, "no attack is taken to know an object"
+    assert model.training and all(torch.equal(p, before[n]) for n, p in model.state_dict().items())
+    assert "own-gaussian" in write_report(tmp_path).read_text(encoding="utf-8")
+
+
+def test_other_weights_never_continue_a_run(loaded: tuple[torch.nn.Module, object], tmp_path: Path) -> None:
+    model, tokenizer = loaded
+    wanted = {"data": TEXTS[:1], "attacks": ["blind"], "defenses": ["none"], "out": tmp_path}
+    list(rasura.audit(model=model, tokenizer=tokenizer, **wanted))
+    weight = next(model.parameters())
+    try:
+        with torch.no_grad():
+            weight[0, 0] += 1
+        with pytest.raises(InputError, match="plan"):
+            list(rasura.audit(model=model, tokenizer=tokenizer, **wanted))
+    finally:
+        with torch.no_grad():
+            weight[0, 0] -= 1
+
+
+def test_objects_that_are_no_methods_are_refused_with_what_was_expected() -> None:
+    for make, what, expected in (
+        (named_attacks, object(), "not an attack; expected name, needs, uses and a call"),
+        (named_defenses, object(), "not a protection; expected a Transform"),
+        (named_defenses, (), "not a protection; expected a Transform"),
+        (named_metrics, object(), "not a metric; expected name, unit"),
+    ):
+        with pytest.raises(InputError, match=expected):
+            make([what])
+    with pytest.raises(InputError, match="expected a list of names or objects"):
+        named_attacks("span")
+    with pytest.raises(InputError, match="two of the methods are called 'my-rows'"):
+        named_attacks([Rows(), Rows()])
+    assert isinstance(Rows(), Attack)
+
+
+def test_a_spec_stands_for_a_method_of_the_same_name() -> None:
+    spec = replace(DEFENSES["dropout"], known_by=None)
+    names, own = named_defenses(["none", spec])
+    assert names == ("none", "dropout") and own == {"dropout": spec} and isinstance(spec, DefenseSpec)
+    assert Methods().attacks is ATTACKS and Methods().metrics is METRICS
+
+
+def test_a_model_in_memory_needs_a_tokenizer_and_a_config() -> None:
+    with pytest.raises(InputError, match="expected its tokenizer"):
+        rasura.audit(model=torch.nn.Linear(2, 2), data=TEXTS)
+    with pytest.raises(InputError, match="Linear has no Hugging Face config"):
+        rasura.audit(model=torch.nn.Linear(2, 2), tokenizer=object(), data=TEXTS)
+    with pytest.raises(InputError, match="tokenizer is for a model in memory"):
+        rasura.audit(model="minilm", tokenizer=object(), data=TEXTS)
+
+
+# --- the package of others
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """The environment of a process in which the example is installed."""
+    place = tmp_path_factory.mktemp("installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target",
+         str(place), str(EXAMPLE)], capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    path = os.pathsep.join([str(place), str(Path(rasura.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    yield {**os.environ, "PYTHONPATH": path}
+
+
+def command(installed: dict[str, str], *words: object) -> str:
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], env=installed, capture_output=True, text=True, check=False, cwd=EXAMPLE
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_an_installed_plugin_is_listed_audited_and_in_the_report(
+    installed: dict[str, str], model_folder: Path, tmp_path: Path
+) -> None:
+    for kind, name in (("attacks", "touched-rows"), ("defenses", "value-clip:X")):
+        assert name in json.loads(command(installed, "-m", "rasura", "list", kind, "--json"))
+    notes = tmp_path / "notes.csv"
+    notes.write_text("text,label\n" + "\n".join(f"{t},{k % 2}" for k, t in enumerate(TEXTS)) + "\n", encoding="utf-8")
+    told = json.loads(
+        command(
+            installed, "-m", "rasura", "audit", notes, "--model", model_folder, "--attack", "blind,touched-rows",
+            "--defense", "value-clip:0.001", "--limit", "3", "--out", tmp_path / "run", "--json",
+        )
+    )  # fmt: skip
+    assert "value-clip:0.001" in json.dumps(told) and "touched-rows" in json.dumps(told)
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "touched-rows" in page and "value-clip:0.001" in page
+
+
+def test_the_plugin_keeps_the_laws(installed: dict[str, str]) -> None:
+    assert "2 passed" in command(installed, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=", "tests")
+
+
+def test_a_plugin_that_cannot_be_loaded_takes_nothing_down(installed: dict[str, str], tmp_path: Path) -> None:
+    broken = tmp_path / "broken-1.0.dist-info"
+    broken.mkdir()
+    (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n", encoding="utf-8")
+    (broken / "entry_points.txt").write_text("[rasura.attacks]\nmine = absent_module:SPEC\n", encoding="utf-8")
+    here = {**installed, "PYTHONPATH": os.pathsep.join([str(tmp_path), installed["PYTHONPATH"]])}
+    done = subprocess.run(
+        [sys.executable, "-m", "rasura", "list", "attacks"], env=here, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and "span" in done.stdout
+    assert "the plug-in mine could not be loaded: ModuleNotFoundError" in done.stderr
