@@ -19,6 +19,7 @@ from rasura.core.interfaces import InputError
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
+from rasura.report.gate import NOT_JUDGED, gate
 from rasura.report.readings import Level, gave_up, notes_of, pooled, reading, scored
 from rasura.report.verdicts import (
     ABOVE,
@@ -264,6 +265,20 @@ def test_of_several_columns_the_worst_speaks_and_every_figure_is_the_highest() -
     for columns in ((crashed, unknown), (unknown, crashed)):
         found = of_all(*columns)
         assert (found.word, found.attack, found.n) == (NOT_MEASURED, "tag", 3) and len(found.missing) == 2
+
+
+def test_the_words_of_several_columns_never_give_one_attack_the_figure_of_another() -> None:
+    """The worst column is where tag read; in the other one span scored more, which anybody could guess there."""
+    tag = [r | {"batch_size": 1} for r in column("tag", "bf16", [0.5] * MANY)]
+    easy = {"batch_size": 2, "blind": {METRIC: {"per_record": [0.7]}}}
+    span = [r | easy for r in column("span", "bf16", [0.7] * MANY)]
+    baseline = [r | {"batch_size": k} for k in (1, 2) for r in (*READ, *column("tag", "none", [1.0] * MANY))]
+    found = of([*baseline, *tag, *span], "bf16")
+    assert (found.word, found.attack, found.risk) == (ABOVE, "tag", pytest.approx(0.7))
+    assert found.says == "above guessing (tag: 50 %, guessing 20 %, n = 60)"
+    (said,) = gate({"bf16": found}, 0.4).says
+    assert said == "bf16: tag read 50 %, above --fail-above 40 %"
+    assert gate({"bf16": found}, 0.6).exit == NOT_JUDGED
 
 
 @pytest.mark.parametrize(("images", "many"), [(False, "notes"), (True, "images")])

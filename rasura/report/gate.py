@@ -49,13 +49,19 @@ def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
     share = f"--fail-above {100 * limit:.3g} %"
     above, unknown = [], []
     for name, v in columns.items():
-        if v.risk is not None and v.risk > max(limit, _guess(v) + ROUNDING):
-            above.append(f"{name}: {v.attack} read {100 * v.risk:.0f} %, above {share}{_guessing(v, limit)}")
+        most = max((c for c in v.columns or (v,) if _read_more(c, limit)), key=lambda c: c.risk or 0.0, default=None)
+        if most is not None:
+            above.append(f"{name}: {most.attack} read {100 * (most.risk or 0):.0f} %, above {share}{_guessing(most, limit)}")
         elif not v.within(limit, v.upper):
             unknown.append(f"{name}: not judged against {share}: {_why(v, limit)}")
     if not columns:
         unknown.append(f"nothing to judge against {share}: the run holds no protection and no baseline")
     return Gate(ABOVE_LIMIT if above else NOT_JUDGED if unknown else PASSED, tuple(columns), (*above, *unknown))
+
+
+def _read_more(v: Verdict, limit: float) -> bool:
+    """Whether the strongest attack of one column read more than ``limit``, and more than guessing on the same texts."""
+    return v.risk is not None and v.risk > max(limit, _guess(v) + ROUNDING)
 
 
 def _guess(v: Verdict) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -64,7 +64,8 @@ class Verdict:
     ``missing``: why it was not fully measured, in words; the verdict can still be that something was read. ``risk``: the
     mean share that the strongest attack read, ``upper``: where the interval of any attack and of guessing ends, ``excess``:
     the upper end of what is read above guessing; None where no attack gave a figure. ``n``: examples, each counted once.
-    ``counted``: the yardsticks.
+    ``counted``: the yardsticks. ``columns``: of several threat models or batch sizes the verdict on each, the worst first;
+    figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst.
     """
 
     word: str
@@ -79,6 +80,12 @@ class Verdict:
     counted: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     many: str = "notes"
+    columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
+
+    @property
+    def own(self) -> Verdict:
+        """The verdict on the worst column by itself: what ``attack``, ``whole`` and ``guess`` are of."""
+        return self.columns[0] if self.columns else self
 
     def within(self, limit: float, bound: float | None) -> bool:
         """Whether ``bound`` is known and at most ``limit``. Below ``texts_needed(limit)`` examples no bound is."""
@@ -102,7 +109,7 @@ class Verdict:
             return f"{self.word} ({self.attack}: {self.whole} of {self.n} {self.many} nearly whole)"
         guess = "" if self.guess is None else f", guessing {100 * self.guess.mean:.0f} %"
         if self.word != NOT_TOLD:
-            return f"{self.word} ({self.attack}: {100 * (self.risk or 0):.0f} %{guess}, n = {self.n})"
+            return f"{self.word} ({self.attack}: {100 * (self.own.risk or 0):.0f} %{guess}, n = {self.n})"
         few = "" if self.holds else "; too few, or too uncertain, to say that it holds"
         if self.n < texts_needed(HOLDS_WITHIN):
             few = f"; too few to say that it holds, which takes {texts_needed(HOLDS_WITHIN)}"
@@ -145,6 +152,7 @@ def _worst(found: Sequence[Verdict]) -> Verdict:
     return replace(
         worst, missing=missing, n=min(v.n for v in found) if worst.word == NOT_TOLD else worst.n,
         risk=most(v.risk for v in found), upper=most(v.upper for v in found), excess=most(v.excess for v in found),
+        columns=(worst, *(v for v in found if v is not worst)),
     )  # fmt: skip
 
 
