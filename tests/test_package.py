@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-LEFT = (".git", ".venv", "runs", "build", "dist", "mutants", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+LEFT = (".git", ".venv", "build", "dist", "mutants", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ class Built:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     pytest.importorskip("build")
     source, out = tmp_path_factory.mktemp("source") / "rasura", tmp_path_factory.mktemp("dist")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(*LEFT))
+    some = shutil.ignore_patterns(*LEFT)
+    shutil.copytree(ROOT, source, ignore=lambda at, names: {*some(at, names), *({"runs"} if Path(at) == ROOT else ())})
     # Without isolation nothing is downloaded: setuptools is the one of this environment. The wheel is made from the sdist.
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -60,12 +61,12 @@ def test_the_wheel_holds_the_package_whole_and_nothing_else(built: Built) -> Non
 
 
 def test_the_sdist_holds_what_is_needed_to_test_it(built: Built) -> None:
-    for folder in ("rasura", "tests", "fuzz", "tools"):
+    for folder in ("rasura", "tests", "fuzz", "tools", "examples"):
         wanted = {p.relative_to(ROOT).as_posix() for p in (ROOT / folder).rglob("*.py")}
         assert wanted <= built.of_sdist, folder
     for name in ("LICENSE", "README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Makefile", "constraints.txt"):
         assert name in built.of_sdist
-    assert not any("runs/" in name or name.endswith(".safetensors") for name in built.of_sdist)
+    assert not any(name.startswith("runs/") or name.endswith(".safetensors") for name in built.of_sdist)
 
 
 def test_the_metadata_says_who_where_and_what(built: Built) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -121,10 +122,11 @@ def test_a_model_in_memory_needs_a_tokenizer_and_a_config() -> None:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of a process in which the example is installed."""
-    place = tmp_path_factory.mktemp("installed")
+    place, source = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("source") / "plugin"
+    shutil.copytree(EXAMPLE, source)  # pip builds beside the sources
     done = subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target",
-         str(place), str(EXAMPLE)], capture_output=True, text=True, check=False,
+         str(place), str(source)], capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     path = os.pathsep.join([str(place), str(Path(rasura.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
