@@ -11,26 +11,48 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _NAMES = {
+    "ActiveAttack": "rasura.core.interfaces",
+    "Attack": "rasura.core.interfaces",
+    "AttackFailed": "rasura.core.errors",
+    "AttackSpec": "rasura.core.specs",
     "audit": "rasura.runs.audit",
+    "Budget": "rasura.core.interfaces",
     "calibrate": "rasura.runs.calibration",
     "CalibrationPlan": "rasura.runs.calibration",
     "capture": "rasura.victims.step",
     "chain": "rasura.defenses.compose",
+    "Client": "rasura.server.client",
+    "DefenseSpec": "rasura.core.specs",
+    "GhostObfuscator": "rasura.runs.protection",
+    "Grant": "rasura.core.values",
     "infer_membership": "rasura.runs.membership",
+    "InputError": "rasura.core.errors",
     "load": "rasura.victims.loading",
+    "Mechanism": "rasura.core.values",
     "MembershipPlan": "rasura.runs.membership",
+    "Metric": "rasura.core.interfaces",
+    "MetricSpec": "rasura.core.specs",
+    "MissingExtra": "rasura.core.errors",
+    "NotApplicable": "rasura.core.errors",
     "obfuscate_embedding": "rasura.service_protections.obfuslm.model",
+    "obfuscate_file": "rasura.runs.protection",
     "obfuscate_model": "rasura.service_protections.obfuslm.folder",
     "ObfuscatedTokenizer": "rasura.service_protections.obfuslm.tokenizer",
     "ObfuscationSettings": "rasura.service_protections.obfuslm.settings",
-    "Obfuscator": "rasura.runs.protection",
+    "Observation": "rasura.core.values",
     "observe": "rasura.core.threat",
+    "parse_defense": "rasura.registry",
     "Plan": "rasura.runs.plans",
-    "protect": "rasura.runs.protection",
+    "PrivateTrainer": "rasura.integrations.transformers",
+    "protect_training": "rasura.runs.private",
     "read_update": "rasura.runs.reading",
+    "Reconstruction": "rasura.core.values",
+    "Record": "rasura.core.records",
     "step": "rasura.victims.step",
+    "ThreatModel": "rasura.core.threat",
     "train": "rasura.runs.training",
     "TrainPlan": "rasura.runs.training",
+    "Transform": "rasura.core.interfaces",
     "write_report": "rasura.report.page",
 }
 """Every public name with the module that has it. The imports below say the same to type checkers and editors."""
@@ -38,8 +60,28 @@ _NAMES = {
 __all__ = [*sorted(_NAMES), "__version__"]
 
 if TYPE_CHECKING:
+    from rasura.core.errors import AttackFailed as AttackFailed
+    from rasura.core.errors import InputError as InputError
+    from rasura.core.errors import MissingExtra as MissingExtra
+    from rasura.core.errors import NotApplicable as NotApplicable
+    from rasura.core.interfaces import ActiveAttack as ActiveAttack
+    from rasura.core.interfaces import Attack as Attack
+    from rasura.core.interfaces import Budget as Budget
+    from rasura.core.interfaces import Metric as Metric
+    from rasura.core.interfaces import Transform as Transform
+    from rasura.core.records import Record as Record
+    from rasura.core.specs import AttackSpec as AttackSpec
+    from rasura.core.specs import DefenseSpec as DefenseSpec
+    from rasura.core.specs import MetricSpec as MetricSpec
+    from rasura.core.threat import ThreatModel as ThreatModel
     from rasura.core.threat import observe as observe
+    from rasura.core.values import Grant as Grant
+    from rasura.core.values import Mechanism as Mechanism
+    from rasura.core.values import Observation as Observation
+    from rasura.core.values import Reconstruction as Reconstruction
     from rasura.defenses.compose import chain as chain
+    from rasura.integrations.transformers import PrivateTrainer as PrivateTrainer
+    from rasura.registry import parse_defense as parse_defense
     from rasura.report.page import write_report as write_report
     from rasura.runs.audit import audit as audit
     from rasura.runs.calibration import CalibrationPlan as CalibrationPlan
@@ -47,11 +89,13 @@ if TYPE_CHECKING:
     from rasura.runs.membership import MembershipPlan as MembershipPlan
     from rasura.runs.membership import infer_membership as infer_membership
     from rasura.runs.plans import Plan as Plan
-    from rasura.runs.protection import Obfuscator as Obfuscator
-    from rasura.runs.protection import protect as protect
+    from rasura.runs.private import protect_training as protect_training
+    from rasura.runs.protection import GhostObfuscator as GhostObfuscator
+    from rasura.runs.protection import obfuscate_file as obfuscate_file
     from rasura.runs.reading import read_update as read_update
     from rasura.runs.training import TrainPlan as TrainPlan
     from rasura.runs.training import train as train
+    from rasura.server.client import Client as Client
     from rasura.service_protections.obfuslm.folder import obfuscate_model as obfuscate_model
     from rasura.service_protections.obfuslm.model import obfuscate_embedding as obfuscate_embedding
     from rasura.service_protections.obfuslm.settings import ObfuscationSettings as ObfuscationSettings

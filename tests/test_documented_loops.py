@@ -36,7 +36,7 @@ def names(size: int = 2) -> dict[str, Any]:
 
 def test_the_page_has_a_loop_a_trainer_and_a_checkpoint() -> None:
     first, second, third = blocks("docs/differential-privacy.md")
-    assert "rasura.protect" in first and "PrivateTrainer" in second and "load_state_dict" in third
+    assert "rasura.protect_training" in first and "PrivateTrainer" in second and "load_state_dict" in third
 
 
 def test_the_documented_loop_protects_and_counts(

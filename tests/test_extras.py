@@ -13,7 +13,7 @@ from audit_setting import TEXTS, model_folder
 from rasura.core.errors import MissingExtra
 from rasura.data.text import load_examples
 from rasura.report.template import filled
-from rasura.runs.protection import protect_file
+from rasura.runs.protection import obfuscate_file
 
 __all__ = ["model_folder"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +40,7 @@ def test_a_missing_library_is_told_by_the_name_of_its_extra(tmp_path: Path) -> N
 @pytest.mark.usefixtures("without")
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(MissingExtra, match=r"rasura\[parquet\]"):
-        protect_file(tmp_path / "absent.jsonl", tmp_path / "out.parquet", model="absent")
+        obfuscate_file(tmp_path / "absent.jsonl", tmp_path / "out.parquet", model="absent")
 
 
 def test_an_audit_needs_no_optional_library(tmp_path: Path, model_folder: Path) -> None:

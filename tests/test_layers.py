@@ -313,6 +313,11 @@ def test_records_and_report_load_without_torch() -> None:
 def test_nothing_imports_the_command_line_or_integrations(module: str) -> None:
     if family(module) == "rasura.integrations":
         return
+    if module == "rasura":  # the door of the package hands on PrivateTrainer, which is imported when it is used
+        assert [i for i in ours(module) if lies_in(i, "rasura.cli", "rasura.integrations")] == [
+            "rasura.integrations.transformers"
+        ]
+        return
     assert [i for i in ours(module) if lies_in(i, "rasura.cli", "rasura.integrations")] == []
 
 

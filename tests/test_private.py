@@ -30,7 +30,9 @@ pytest.importorskip("dp_accounting")
 def loop(defense: str | Defense, *, model: nn.Module | None = None, size: int = 2, **options: Any) -> Private:
     model = model or tiny("bert", "classification", num_labels=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return rasura.protect(model, optimizer, DataLoader(DATA, size, shuffle=True, collate_fn=collate), defense, **options)
+    return rasura.protect_training(
+        model, optimizer, DataLoader(DATA, size, shuffle=True, collate_fn=collate), defense, **options
+    )
 
 
 def trained(private: Private, epochs: int) -> list[int]:
@@ -224,7 +226,7 @@ def test_a_step_takes_no_gradient_that_was_put_in_by_hand() -> None:
     with pytest.raises(InputError, match=r"optimizer.step\(\): the gradient of .* was made by no protected backward pass"):
         private.optimizer.step()
     with pytest.raises(InputError, match="made by no protected"):
-        torch.optim.Adam(private.model.parameters()).step()  # an optimizer that protect has never seen
+        torch.optim.Adam(private.model.parameters()).step()  # an optimizer that protect_training has never seen
     first.grad = kept
     private.optimizer.step()
     with pytest.raises(InputError, match="no protected backward pass was made since the last step"):
@@ -359,7 +361,7 @@ def test_a_compiled_model_is_protected_all_the_same() -> None:
     private.optimizer.step()
     other: Any = torch.compile(tiny("bert", "classification", num_labels=2), backend="eager")
     with pytest.raises(InputError, match=r"protect the model before torch.compile"):
-        rasura.protect(other, None, DataLoader(DATA, 2, collate_fn=collate), "dp-sgd:1.0")
+        rasura.protect_training(other, None, DataLoader(DATA, 2, collate_fn=collate), "dp-sgd:1.0")
 
 
 # --- what is refused at once
@@ -376,10 +378,10 @@ def test_what_voids_a_protected_loop_is_refused() -> None:
     with pytest.raises(InputError, match="position_ids: expected tensors with a row"):
         model(**batch, position_ids=torch.arange(5)[None])
     with pytest.raises(InputError, match="protected already"):
-        rasura.protect(model, None, loader, "dp-sgd:1.0")
+        rasura.protect_training(model, None, loader, "dp-sgd:1.0")
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     with pytest.raises(InputError, match="parameters that the model does not have"):
-        rasura.protect(tiny("bert", "classification"), other, loader, "dp-sgd:1.0")
+        rasura.protect_training(tiny("bert", "classification"), other, loader, "dp-sgd:1.0")
     with pytest.raises(InputError, match="before training"):
         loop("ghost")
     wrapped = tiny("bert", "classification")
@@ -415,14 +417,14 @@ def test_what_belongs_to_a_client_and_its_server_is_refused(defense: str, words:
 def test_loaders_whose_choice_of_texts_is_not_known_are_refused(options: dict[str, Any], words: str) -> None:
     model = tiny("bert", "classification", num_labels=2)
     with pytest.raises(InputError, match=words):
-        rasura.protect(model, None, DataLoader(DATA, **{"batch_size": 2, **options}), "dp-sgd:1.0")
+        rasura.protect_training(model, None, DataLoader(DATA, **{"batch_size": 2, **options}), "dp-sgd:1.0")
     assert type(model).__name__ == "BertForSequenceClassification" and "_rasura_guard" not in vars(model)
 
 
 def test_workers_hand_over_what_was_drawn() -> None:
     model = tiny("bert", "classification", num_labels=2)
     plain = DataLoader(DATA, 6, shuffle=True, collate_fn=collate, num_workers=1)
-    private = rasura.protect(model, torch.optim.SGD(model.parameters(), lr=0.1), plain, "dp-sgd:1.0")
+    private = rasura.protect_training(model, torch.optim.SGD(model.parameters(), lr=0.1), plain, "dp-sgd:1.0")
     assert trained(private, 1) and private.ledger.releases == 4
 
 

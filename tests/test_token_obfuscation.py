@@ -288,7 +288,7 @@ def test_an_interrupted_protection_resumes_without_doubles(
     source = notes(tmp_path, 7)
     settings = ShadowSettings(k=12, overlap=0.5, language=None)
     monkeypatch.setattr(protection, "CHUNK", 2)
-    whole = protection.protect(source, tmp_path / "whole.jsonl", model=str(model_folder), shadows=settings)
+    whole = protection.obfuscate_file(source, tmp_path / "whole.jsonl", model=str(model_folder), shadows=settings)
 
     class Stopped(Exception):
         pass
@@ -298,12 +298,12 @@ def test_an_interrupted_protection_resumes_without_doubles(
             raise Stopped
 
     with pytest.raises(Stopped):
-        protection.protect(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings, progress=stop)
+        protection.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings, progress=stop)
     part = tmp_path / "cut.jsonl.part"
     part.write_text(part.read_text() + '{"text": "half a r')
     with pytest.raises(InputError, match="other data or settings"):
-        protection.protect(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings, seed=1)
-    again = protection.protect(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings)
+        protection.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings, seed=1)
+    again = protection.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings)
     assert (whole.resumed, again.resumed) == (0, 4)
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
@@ -311,7 +311,7 @@ def test_an_interrupted_protection_resumes_without_doubles(
 def test_a_data_set_is_mapped(model_folder: Path) -> None:
     datasets = pytest.importorskip("datasets")
     victim = protection.load(model_folder, "classification")
-    hide = protection.Obfuscator(victim, shadows=ShadowSettings(k=12, overlap=0.5, language=None))
+    hide = protection.GhostObfuscator(victim, shadows=ShadowSettings(k=12, overlap=0.5, language=None))
     rows = datasets.Dataset.from_dict({"text": list(TEXTS), "label": [0] * len(TEXTS)}).map(hide, batched=True)
     assert rows["label"] == [0] * len(TEXTS)
     assert all(new != old.lower() for new, old in zip(rows["text"], TEXTS))

@@ -69,7 +69,7 @@ def ghost(
 
     from rasura.data.columns import Columns
     from rasura.ghost.table import ShadowSettings
-    from rasura.runs.protection import protect_file
+    from rasura.runs.protection import obfuscate_file
 
     given = {"k": k, "overlap": overlap, "group": group}
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -83,7 +83,7 @@ def ghost(
     with watched(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()) as bar:
         task = bar.add_task("loading the model, looking for substitutes", total=None)
         rate = Rate()
-        found = protect_file(
+        found = obfuscate_file(
             source, target, model=model, table=table, shadows=asked, beam=beam, seed=seed,
             columns=Columns(text_column, pair_column, label_column),
             progress=lambda done, total: bar.update(task, completed=done, total=total, description=rate(done, total)),

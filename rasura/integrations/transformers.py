@@ -23,8 +23,9 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     ``ledger`` counts them from ``train()`` on: it is saved with every checkpoint, a resumed training goes on counting, and
     epsilon stands in the logs. ``train()`` again goes beyond the plan and is refused. ``delta``, ``poisson`` and ``seed`` as
-    in ``rasura.protect``. Raises ``InputError`` for settings that a guarantee cannot stand on: gradient accumulation, label
-    smoothing, float16, several devices, a data set without a length, max_steps, batches grouped by length.
+    in ``rasura.protect_training``. Raises ``InputError`` for settings that a guarantee cannot stand on: gradient
+    accumulation, label smoothing, float16, several devices, a data set without a length, max_steps, batches grouped by
+    length.
     """
 
     def __init__(

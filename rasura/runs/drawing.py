@@ -92,8 +92,8 @@ class DrawnLoader(DataLoader[Any]):
         sizes = [size for size, _ in self.waiting]
         if rows not in sizes:
             raise InputError(
-                f"no batch of {rows} texts waits: take batches from the loader that protect returned, each for one backward "
-                "pass; to evaluate, use torch.no_grad()"
+                f"no batch of {rows} texts waits: take batches from the loader that protect_training returned, each for one "
+                "backward pass; to evaluate, use torch.no_grad()"
             )
         place = sizes.index(rows)
         if 0 in sizes[:place]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from rasura.accounting import Draw, Ledger, Run, assumes_poisson, formal
 from rasura.core.interfaces import Defense, InputError
@@ -122,7 +123,7 @@ class _Protected:
 def protect_training(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    loader: Any,
+    loader: DataLoader[Any],
     defense: str | Defense,
     *,
     epochs: int = 1,
@@ -130,7 +131,9 @@ def protect_training(
     poisson: bool = True,
     seed: int | None = None,
 ) -> Private:
-    """Protect a training loop: ``model, optimizer, loader, ledger = protect(model, optimizer, loader, "dp-sgd:1.0")``.
+    """Protect a training loop; for a file of training texts there is ``obfuscate_file``.
+
+    ``model, optimizer, loader, ledger = protect_training(model, optimizer, loader, "dp-sgd:1.0")``.
 
     From then on ``model(**batch).loss.backward()``, labels in the batch, leaves protected gradients in ``.grad``, whether
     the model is in training or in eval mode; every optimizer and schedule works behind it. Any other backward pass to the
@@ -167,14 +170,14 @@ def protect_training(
         sizes = [p.numel() for p in model.parameters() if p.requires_grad]
     ledger = Ledger(mechanisms, run, sizes=sizes, secure=seed is None)
     rng = secret_generator() if seed is None else generator(seed, "protect")
-    drawing = None
+    drawing: DrawnLoader | None = None
     if carrier is not None and (poisson or not by_chance):
-        drawing = loader = DrawnLoader(loader, ledger, rng, poisson=by_chance)
+        drawing = DrawnLoader(loader, ledger, rng, poisson=by_chance)
     if (earlier := guarded(model)) is not None and earlier.copied:
         taken_off(model)
     expected = min(size, run.examples) if by_chance and drawing is not None else None
     _Protected(model, parts, ledger, rng, drawing, expected)
-    return Private(model, optimizer, loader, ledger)
+    return Private(model, optimizer, loader if drawing is None else drawing, ledger)
 
 
 def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -1,4 +1,4 @@
-"""The one-liners of people who train: ``protect`` for a file of texts or for a training loop, and ``Obfuscator``."""
+"""GHOST for the texts of one model: ``GhostObfuscator``, and ``obfuscate_file`` for a whole file of them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
-from torch import nn
-
-from rasura.core.interfaces import Defense, InputError
+from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
@@ -21,7 +19,6 @@ from rasura.ghost.defense import ghost
 from rasura.ghost.models import made_for
 from rasura.ghost.selection import Selection
 from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
-from rasura.runs.private import Private, protect_training
 from rasura.victims.loading import Victim, load
 
 CHUNK = 16
@@ -51,8 +48,8 @@ class Protected:
     settings: str
 
 
-class Obfuscator:
-    """GHOST for the texts of one model: ``data.map(Obfuscator(load("minilm", "classification")), batched=True)``.
+class GhostObfuscator:
+    """GHOST for the texts of one model: ``data.map(GhostObfuscator(load("minilm", "classification")), batched=True)``.
 
     ``shadows``: the settings asked for, or some of them by their names; None for those of ``table``, else the paper's.
     ``table``: a file of shadow tokens, which is written where it does not exist. Raises ``InputError`` for a table of
@@ -155,19 +152,7 @@ class Obfuscator:
         return out
 
 
-@overload
-def protect(model: nn.Module, optimizer: Any, loader: Any, defense: str | Defense, **options: Any) -> Private: ...
-@overload
-def protect(source: str | Path, target: str | Path, **options: Any) -> Protected: ...
-def protect(*what: Any, **options: Any) -> Private | Protected:
-    """Protect a training loop, ``protect(model, optimizer, loader, "dp-sgd:1.0", epochs=3)``, or a file of training texts,
-    ``protect("notes.jsonl", "hidden.jsonl")``. The options are those of ``private.protect_training`` and ``protect_file``.
-    """
-    first = what[0] if what else options.get("source", options.get("model"))
-    return (protect_training if isinstance(first, nn.Module) else protect_file)(*what, **options)
-
-
-def protect_file(
+def obfuscate_file(
     source: str | Path,
     target: str | Path,
     *,
@@ -179,7 +164,7 @@ def protect_file(
     columns: Columns | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Protected:
-    """Obfuscate a data set with GHOST for training ``model``: ``protect_file("notes.jsonl", "hidden.jsonl")``.
+    """Obfuscate a file of texts for training ``model``, with GHOST: ``obfuscate_file("notes.jsonl", "hidden.jsonl")``.
 
     Writes ``target`` (JSONL, CSV or Parquet by its name: ``text``, ``input_ids``, ``label``; of pairs ``text_pair`` and
     ``token_type_ids``; ``label_text`` where labels are text), a report of every row beside it (``.report.jsonl``) and a
@@ -195,7 +180,7 @@ def protect_file(
     if path.exists():
         raise InputError(f"{path} exists already; remove it or choose another name")
     examples = load_examples(source, columns=columns)
-    obfuscator = Obfuscator(load(model, "classification", attacked=False), table=table, shadows=shadows, beam=beam)
+    obfuscator = GhostObfuscator(load(model, "classification", attacked=False), table=table, shadows=shadows, beam=beam)
     obfuscator.check(examples)
     about = {
         "model": model, "embedding": obfuscator.table.model, "shadows": asdict(obfuscator.table.settings), "beam": beam,
@@ -238,7 +223,7 @@ def _digest(examples: Sequence[Example]) -> str:
 
 
 def _chunk(
-    obfuscator: Obfuscator, examples: Sequence[Example], seed: int, start: int, label_names: Sequence[str]
+    obfuscator: GhostObfuscator, examples: Sequence[Example], seed: int, start: int, label_names: Sequence[str]
 ) -> list[dict[str, Any]]:
     rows = obfuscator.examples(examples, seed, (f"text/{start}", f"text_pair/{start}"))
     for row, example in zip(rows, examples):

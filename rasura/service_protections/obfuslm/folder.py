@@ -46,12 +46,13 @@ def obfuscate_model(
     num_labels: int = 2,
     rng: Randomness | None = None,
 ) -> Served:
-    """Write an obfuscated ``model`` for a server into ``folder``, and its key, which stays with the owner, into ``key``.
+    """Obfuscate a whole model with ObfusLM: ``folder`` for a server, and its ``key``, a file that stays with the owner.
 
     ``folder`` is an ordinary Hugging Face folder (safetensors, config) without a tokenizer. ``task``: by the model's
     architecture if None; a classifier's head that the model lacks is drawn fresh with ``num_labels`` classes. Randomness
-    from the operating system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for a folder or key
-    that exists, a key inside the folder, and all that ``load`` and ``obfuscate`` refuse.
+    from the operating system unless ``rng`` is given, which is for experiments. ``obfuscate_embedding`` does the same to one
+    table in memory; GHOST, which changes texts and no model, is ``obfuscate_file``. Raises ``InputError`` for a folder or
+    key that exists, a key inside the folder, and all that ``load`` and ``obfuscate`` refuse.
     """
     target, secret = Path(folder), Path(key)
     for path in (target, secret):

@@ -69,11 +69,11 @@ def obfuscate(
 def obfuscate_embedding(
     embedding: nn.Embedding, settings: ObfuscationSettings, fixed: Collection[int] = (), rng: Randomness | None = None
 ) -> Obfuscated:
-    """A copy of one table of vectors with its rows permuted and mixed: for a network of any kind that begins with it, such
-    as an LSTM on word vectors (ObfusLM, appendix D.5).
+    """Obfuscate one table of vectors with ObfusLM: a copy with its rows permuted and mixed, for a network of any kind that
+    begins with it, such as an LSTM on word vectors (ObfusLM, appendix D.5).
 
-    ``fixed`` rows (padding, unknown words) keep their place. Randomness as for ``obfuscate``. Raises ``InputError`` for
-    ObfusLM+, which needs the whole network.
+    ``fixed`` rows (padding, unknown words) keep their place. Randomness as for ``obfuscate``. For a language model with all
+    that its server needs there is ``obfuscate_model``. Raises ``InputError`` for ObfusLM+, which needs the whole network.
     """
     if settings.plus:
         raise InputError("ObfusLM+ changes a whole model; pass settings with plus=False for an embedding alone")
