@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import rasura
 
+ROOT = Path(__file__).resolve().parents[1]
 NAMES = sorted(set(rasura.__all__) - {"__version__"})
 
 
@@ -38,3 +42,51 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_other_names_are_refused() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         rasura.nonsense  # noqa: B018
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_documented(name: str) -> None:
+    found = getattr(rasura, name).__doc__
+    assert found and found.strip()
+    assert not found.startswith(f"{name}(")  # the text that ``dataclass`` writes where there is none
+
+
+WRONG = ("protect_training", "train", "audit", "obfuscate_file")
+"""Functions that the program calls with numbers and a parameter that they do not have."""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What mypy says of a program that uses the package: the messages of each line. One run for all tests."""
+    pytest.importorskip("mypy")
+    lines = ["import rasura", *(f"reveal_type(rasura.{name})" for name in NAMES)]
+    lines += [f"rasura.{name}(1, 2, 3, nonsense=4)" for name in WRONG]
+    lines += ["rasura.nonsense"]
+    path = tmp_path_factory.mktemp("typed") / "program.py"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    # From the repository's folder, so that what `make test` found of the package a moment ago is not found anew.
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", "--no-error-summary", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=900)
+    assert done.returncode == 1, done.stdout + done.stderr
+    messages: dict[str, list[str]] = {line: [] for line in lines}
+    for number, message in re.findall(r"^.*program\.py:(\d+): (.*)$", done.stdout, re.M):
+        messages[lines[int(number) - 1]].append(message)
+    return messages
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_public_name_is_any(name: str, said: dict[str, list[str]]) -> None:
+    (message,) = said[f"reveal_type(rasura.{name})"]
+    found = re.fullmatch(r'note: Revealed type is "(.*)"', message)
+    assert found and found.group(1) != "Any"
+    assert not found.group(1).endswith("-> Any") and not found.group(1).startswith("def (*Any, **Any)")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls_are_refused(name: str, said: dict[str, list[str]]) -> None:
+    errors = [m for m in said[f"rasura.{name}(1, 2, 3, nonsense=4)"] if m.startswith("error: ")]
+    assert any(m.endswith(("[call-arg]", "[call-overload]")) for m in errors), errors
+
+
+def test_misspelled_names_are_refused(said: dict[str, list[str]]) -> None:
+    assert said["rasura.nonsense"] == ['error: Module has no attribute "nonsense"  [attr-defined]']
