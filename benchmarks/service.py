@@ -31,8 +31,7 @@ TOKENS = (8, 20)
 
 def tiny_model(folder: Path) -> Path:
     """A random BERT of two blocks and width 64 with 300 tokens."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from tests.tiny import tiny, tokenizer_folder
+    from rasura.testing.tiny import tiny, tokenizer_folder
 
     return tokenizer_folder(tiny("bert", "classification"), folder)
 

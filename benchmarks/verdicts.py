@@ -11,14 +11,11 @@ checked here on the raw scores, apart from the code that says the verdict. Print
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from rasura.core.interfaces import InputError
 from rasura.report.findings import findings
