@@ -27,7 +27,7 @@ from rasura.core.wire import from_bytes
 from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
 from rasura.integrations.flower.agreement import agree
 from rasura.integrations.flower.rounds import Ticket, opened, protected
-from rasura.registry import parse_defense
+from rasura.registry import DEFENSES, parse_defense
 from rasura.service_protections.obfuslm.model import obfuscate
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
@@ -66,18 +66,16 @@ def sent(defense: str, rng: Randomness, family: str = "bert", attention: str = "
     return [*found.gradients.values(), *found.visible.values()]
 
 
-NOISY = {
-    "dropout": ("dropout:0.5",),
-    "gaussian": ("gaussian:0.1",),
-    "laplace": ("laplace:0.1",),
-    "random-pruning": ("random-pruning:0.5",),
+SETTINGS = {
     "sealing": ("sealing:random=0.5",),
     "dp-sgd": ("dp-sgd:1.0", "dp-sgd:1.0/noise=laplace"),
-    "normalised": ("normalised:1.0",),
     "directional": ("directional:10", "directional:10/blocks=parameters"),
     "ghost": ("ghost:start=random/sweeps=0/lemma=false/k=9",),
 }
-QUIET = {"none", "accumulate", "frozen-embeddings", "frozen-blocks", "pruning", "fp16", "bf16", "sign"}
+"""Protections in other settings than their example: those that draw, each way in which they do."""
+
+NOISY = {name: SETTINGS.get(name, (spec.example,)) for name, spec in DEFENSES.items() if spec.draws}
+QUIET = {name: spec.example for name, spec in DEFENSES.items() if not spec.draws}
 
 PUBLIC = tiny("bert", "classification", hidden=16, blocks=1)
 NAMES = [n for n, _ in PUBLIC.named_parameters()]

@@ -121,9 +121,7 @@ def test_directional_guarantees() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(DEFENSES) - {"dp-sgd", "normalised", "directional", "ghost"}))
 def test_every_other_mechanism_has_no_formal_guarantee_and_no_number(name: str) -> None:
-    setting = {"frozen-blocks": ":1", "sealing": ":all", "accumulate": ":16", "fp16": "", "bf16": "", "sign": "", "none": ""}
-    text = name + ("" if name == "frozen-embeddings" else setting.get(name, ":0.1"))
-    known = [p.mechanism for p in parse_defense(text)]
+    known = [p.mechanism for p in parse_defense(DEFENSES[name].example)]
     told = guarantee(known, Run(100, 10, 1))
     assert formal(known) is None and told.statement.startswith("no formal guarantee")
     assert set(told.told()) == {"statement"}

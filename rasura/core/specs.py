@@ -114,7 +114,8 @@ class DefenseSpec(MethodSpec):
     options, which may be empty. ``example`` is the protection as users write it, at a setting at which it acts; ``neutral``
     builds it at a setting at which it does nothing, where there is one. ``guarantee``: the formal guarantee, or ``none``.
     ``known_by``: the attacks that know how it works; without all of them in a run, nothing is said to be stopped. None means
-    that no attack knows it. ``known_by_on_images``: the same for images. ``waits``: it acts by sending nothing.
+    that no attack knows it. ``known_by_on_images``: the same for images. ``waits``: it acts by sending nothing. ``draws``:
+    it draws numbers, so that two updates of the same texts differ.
     """
 
     make: Callable[..., Any]
@@ -127,6 +128,7 @@ class DefenseSpec(MethodSpec):
     strength: Strength | None = None
     neutral: Callable[[], Any] | None = None
     waits: bool = False
+    draws: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,4 +98,5 @@ SPEC = DefenseSpec(
     guarantee="metric differential privacy of directions, and the (epsilon, delta) that follows from it",
     known_by=("pursuit", "grab"),
     strength=Strength(name="kappa", weakest=10.0, strongest=1e-4, points=6, entries=True),
+    draws=True,
 )

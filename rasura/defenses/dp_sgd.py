@@ -105,6 +105,7 @@ DP_SGD = DefenseSpec(
     guarantee="(epsilon, delta)-differential privacy, counted by the ledger",
     known_by=("pursuit", "grab"),
     strength=Strength(name="sigma", weakest=1e-5, strongest=10.0, points=7),
+    draws=True,
 )
 
 NORMALISED = DefenseSpec(
@@ -117,4 +118,5 @@ NORMALISED = DefenseSpec(
     guarantee="(epsilon, delta)-differential privacy, counted by the ledger",
     known_by=("pursuit", "grab"),
     strength=Strength(name="sigma", weakest=1e-5, strongest=10.0, points=7),
+    draws=True,
 )

@@ -78,4 +78,5 @@ SPEC = DefenseSpec(
     known_by=("span",),
     strength=Strength(name="probability", weakest=0.05, strongest=0.9, points=5),
     neutral=lambda: dropout(0.0),
+    draws=True,
 )

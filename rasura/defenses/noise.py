@@ -82,6 +82,7 @@ GAUSSIAN = DefenseSpec(
     known_by=("pursuit", "grab"),
     strength=Strength(name="sigma", weakest=1e-5, strongest=1.0, points=6),
     neutral=lambda: gaussian_noise(0.0, clip=math.inf),
+    draws=True,
 )
 
 LAPLACE = DefenseSpec(
@@ -94,4 +95,5 @@ LAPLACE = DefenseSpec(
     known_by=("pursuit", "grab"),
     strength=Strength(name="scale", weakest=1e-5, strongest=1.0, points=6),
     neutral=lambda: laplace_noise(0.0, clip=math.inf),
+    draws=True,
 )

@@ -93,4 +93,5 @@ RANDOM = DefenseSpec(
     known_by=("span", "mask-positions"),
     strength=Strength(name="ratio", weakest=0.1, strongest=0.9999, points=5, dropped=True),
     neutral=lambda: random_pruning(0.0),
+    draws=True,
 )

@@ -249,4 +249,5 @@ SPEC = DefenseSpec(
     strength=Strength(
         name="fraction", weakest=0.01, strongest=1.0, points=5, keys=("grad", "param", "sensitivity", "random")
     ),
+    draws=True,
 )

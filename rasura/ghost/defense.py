@@ -73,4 +73,5 @@ SPEC = DefenseSpec(
     tasks=TEXT,
     known_by=("ghost-lattice", "ghost-generation"),
     strength=Strength(name="group", weakest=1, strongest=32, points=6, whole=True, keys=("group",)),
+    draws=True,
 )
