@@ -18,6 +18,7 @@ from rasura.defenses.dropout import dropout
 from rasura.defenses.frozen import frozen_blocks, frozen_embeddings
 from rasura.defenses.noise import gaussian_noise, laplace_noise
 from rasura.defenses.pruning import magnitude_pruning, random_pruning
+from rasura.defenses.qsgd import qsgd
 from rasura.testing.tiny import FAMILIES, VOCABULARY, batch_for, tiny
 from rasura.victims.models import parts
 from rasura.victims.step import defended, gradients, step
@@ -290,3 +291,31 @@ def test_pruning_twice_counts_only_what_is_still_visible() -> None:
     twice, _ = random_pruning(0.5).apply(once, None, generator(1))
     assert int(once.visible["p0"].sum()) == 100 and int(twice.visible["p0"].sum()) == 50
     assert not (twice.visible["p0"] & ~once.visible["p0"]).any()
+
+
+# --- rounding at random
+
+
+@pytest.mark.parametrize("levels", [1, 7])
+def test_qsgd_rounds_to_levels_of_the_norm_and_is_right_on_average(levels: int) -> None:
+    sent = message((40, 3))
+    mask = torch.rand(40, 3, generator=generator(1)) < 0.8
+    gradient = sent.gradients["p0"] * mask
+    unit = float(gradient.norm()) / levels
+    draws = []
+    for seed in range(2000):
+        found, _ = qsgd(levels).apply(Message({"p0": gradient}, {"p0": mask}), None, generator(seed))
+        draws.append(found.gradients["p0"] / unit)
+    every = torch.stack(draws)
+    assert torch.allclose(every, every.round(), atol=1e-4) and not every[:, ~mask].any()
+    strayed = every - gradient / unit
+    assert float(strayed.abs().max()) < 1
+    assert float(strayed.mean(0).abs().max()) < 5 * 0.5 / math.sqrt(2000)
+
+
+def test_qsgd_takes_whole_levels_and_leaves_an_empty_gradient() -> None:
+    for wrong in (0, 1.5, True):
+        with pytest.raises(InputError, match="qsgd: levels is"):
+            qsgd(wrong)  # type: ignore[arg-type]
+    found, _ = qsgd(1).apply(Message({"p0": torch.zeros(3)}), None, generator(0))
+    assert not found.gradients["p0"].any()
