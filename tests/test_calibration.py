@@ -53,7 +53,8 @@ def wanted(folder: Path, notes: Path, **more: Any) -> CalibrationPlan:
 def test_every_figure_goes_from_weak_to_strong_and_is_a_defense(name: str) -> None:
     one = family(f"frozen-embeddings+{name}", 23_000_000)
     values = [one.strength.value(t, one.entries) for t in one.strength.positions()]
-    assert values == sorted(values, reverse=one.strength.weakest > one.strength.strongest) and len(set(values)) == len(values)
+    falls = one.strength.weakest > one.strength.strongest
+    assert values == sorted(values, reverse=falls) and len(set(values)) == len(values)
     for position in one.strength.positions():
         parts = [p.mechanism for p in parse_defense(one.setting(position))]
         assert {"frozen-embeddings", name} == {p.name for p in parts}
