@@ -14,11 +14,12 @@ from torch import nn
 
 from rasura.attacks.updates.blind import Blind, best_guess
 from rasura.attacks.updates.embedding_rows import EmbeddingRows
+from rasura.attacks.updates.idlg import IDLG
 from rasura.attacks.updates.label_recovery import LabelRecovery, counts
 from rasura.core.interfaces import AttackFailed, Budget, Defense, InputError, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
+from rasura.core.values import UNKNOWN, Batch, Grant, Message, Observation, Reconstruction
 from rasura.defenses.compose import chain, none
 from rasura.defenses.dropout import dropout
 from rasura.defenses.frozen import frozen_embeddings
@@ -300,3 +301,32 @@ def test_a_trained_language_model_prefers_a_sentence_to_its_words_shuffled(share
     words = ["Once", "upon", "a", "time,", "there", "was", "a", "little", "girl"]
     right, wrong = (victim.vocabulary.encode(" ".join(order)) for order in (words, sorted(words)))
     assert prior.log_probability(right) > prior.log_probability(wrong) + 10
+
+
+# --- iDLG
+
+
+@pytest.mark.parametrize("num_labels", [2, 5])
+@pytest.mark.parametrize("family", (*WITH_POSITIONS, "llama"))
+def test_idlg_names_the_label_of_one_text(family: str, num_labels: int) -> None:
+    model = tiny(family, "classification", num_labels=num_labels)
+    for label in (0, num_labels - 1):
+        seen = seen_by_server(model, batch_of([SENTENCE], "classification", [label]), "classification")
+        without = {n: g for n, g in seen.gradients.items() if not (n.endswith("bias") and g.shape == (num_labels,))}
+        for gradients in (seen.gradients, without):
+            one = Observation(Message(dict(gradients)), seen.task, seen.granted)
+            if num_labels == 2 and (gradients is without or family in ("gpt2", "llama")):
+                with pytest.raises(NotApplicable, match="three classes"):
+                    IDLG()(one, rng=generator(0), budget=BUDGET)
+            else:
+                assert IDLG()(one, rng=generator(0), budget=BUDGET).labels == (label,)
+
+
+def test_idlg_fails_on_two_labels_and_does_not_apply_to_causal_models() -> None:
+    rows = [SENTENCE, [CLS, 50, 3, SEP], [CLS, 60, SEP]]
+    seen = seen_by_server(tiny("bert", "classification"), batch_of(rows, "classification", [0, 1, 1]), "classification")
+    with pytest.raises(AttackFailed, match="2 classes have the sign"):
+        IDLG()(seen, rng=generator(0), budget=BUDGET)
+    seen = seen_by_server(tiny("gpt2", "causal"), batch_for("causal"), "causal")
+    with pytest.raises(NotApplicable, match="single-label"):
+        IDLG()(seen, rng=generator(0), budget=BUDGET)

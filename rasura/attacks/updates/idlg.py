@@ -1,0 +1,63 @@
+"""iDLG (Zhao et al. 2020): the label of a single example from the sign of the last layer's gradient."""
+
+from __future__ import annotations
+
+from torch import Generator, Tensor
+
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec
+from rasura.core.values import Grant, Observation, Reconstruction
+from rasura.victims.models import parts
+
+
+class IDLG:
+    """The label of one text: the class whose part of the head's gradient has the opposite sign to all others.
+
+    The update is taken for that of one text. Of several, the classes with a negative sign are all present; where there is
+    not exactly one, the attack fails. The paper reads the rows of the weight, which share a sign with its classes where
+    the head's inputs are not negative. Encoders have a tanh before the head, so the head's bias is read where it was sent:
+    its gradient is softmax minus one-hot (the paper's equation 3). Without it the label is the row whose products with all
+    other rows are not positive (equation 5), which takes three classes: of two, each is the other's opposite. No text is
+    guessed (``tokens=()``); ``labels`` counts more, and takes batches.
+
+    Raises ``NotApplicable`` for a causal model, a head that does not tell one label of several, and where the head's
+    gradient is not in the update as a whole; ``AttackFailed`` where no class, or more than one, has that sign.
+    """
+
+    name = "idlg"
+    needs = frozenset({Grant.MODEL})
+    uses: frozenset[Grant] = frozenset()
+
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        head = parts(seen.model).head if seen.task == "classification" else None
+        kind = getattr(seen.model.config, "problem_type", None)
+        if head is None or kind in ("regression", "multi_label_classification"):
+            raise NotApplicable(f"expected a single-label classification head, found {kind or 'no head'}")
+        bias, weight = _whole(seen, head.bias), _whole(seen, head.weight)
+        if bias is not None and len(bias) > 1:
+            chosen = bias < 0
+        elif weight is not None and (rows := weight.T if head.transposed else weight).shape[0] > 2:
+            products = rows @ rows.T
+            products.fill_diagonal_(0.0)
+            chosen = (products <= 0).all(1) & rows.any(1)
+        else:
+            raise NotApplicable("the head's bias is not in the update, nor the weight of three classes or more")
+        if int(chosen.sum()) != 1:
+            raise AttackFailed(f"{int(chosen.sum())} classes have the sign of a label; expected the one of a single example")
+        return Reconstruction((), "none", labels=(int(chosen.int().argmax()),))
+
+
+def _whole(seen: Observation, name: str | None) -> Tensor | None:
+    """The gradient called ``name``, where all of it was sent."""
+    if name is None or name not in seen.gradients or (name in seen.visible and not bool(seen.visible[name].all())):
+        return None
+    return seen.gradients[name].double().cpu()
+
+
+SPEC = AttackSpec(
+    name="idlg",
+    about="reads the label of a single text off a sign",
+    source="Zhao et al. 2020 (iDLG), sec. 3",
+    make=IDLG,
+    seconds=0.1,
+)
