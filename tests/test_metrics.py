@@ -12,6 +12,7 @@ from torch import nn
 
 from rasura.core.interfaces import InputError, Unavailable
 from rasura.core.values import UNKNOWN, Batch, Message, Reconstruction, Transcript
+from rasura.metrics.chrf import score as chrf_score
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
 from rasura.metrics.text import (
     Meteor,
@@ -162,3 +163,12 @@ def test_every_named_metric_has_name_and_unit() -> None:
 def test_a_mark_that_stands_alone_is_marked_as_read() -> None:
     assert [hit for _, hit, _ in marked_words("Anna pays . today !", "anna pays today.")] == [True, True, True, True, False]
     assert [hit for _, hit, _ in marked_words("Anna pays today.", "anna pays today")] == [True, True, True]
+
+
+def test_chrf_is_the_papers_by_hand() -> None:
+    # "abc" read as "abd": 2 of 3 characters, 1 of 2 pairs, no triple; precision and recall are alike, so F3 is, too.
+    assert chrf_score("a bc", "ab d") == pytest.approx((2 / 3 + 1 / 2) / 3)
+    # "ab" read as "abab": all characters at precision 1/2 and the pair at 1/3; F3 = 10 p r / (9 p + r)
+    assert chrf_score("ab", "abab") == pytest.approx((5 / 5.5 + (10 / 3) / 4) / 2)
+    assert chrf_score("ab", "ab") == chrf_score("Lena pays 4,250 euros.", "Lena pays 4,250 euros.") == 1.0
+    assert chrf_score("ab", " ") == chrf_score("", "ab") == 0.0 and chrf_score("ab", "cd") < 1e-12

@@ -1,0 +1,38 @@
+"""chrF (Popovic 2015): F-score of runs of characters, which credits words that came back in another form."""
+
+from __future__ import annotations
+
+from rasura.core.specs import MetricSpec
+from rasura.metrics.text import TextMetric
+
+
+def score(reference: str, read: str) -> float:
+    """chrF3 of ``read`` with ``reference``, in ``[0, 1]``: runs of 1 to 6 characters without spaces, recall three times as
+    weighty. Of an empty text 0.
+
+    By NLTK, which counts runs longer than the text as missed: runs end at the length of ``reference`` here, so that a short
+    text that came back whole scores 1.
+
+    >>> score("Lena pays.", "Lena pays."), score("Lena pays.", "")
+    (1.0, 0.0)
+    """
+    from nltk.translate.chrf_score import sentence_chrf
+
+    characters = len("".join(reference.split()))
+    if not characters or not read.split():
+        return 0.0
+    return float(sentence_chrf(reference, read, max_len=min(6, characters)))
+
+
+def chrf() -> TextMetric:
+    """chrF3 as ``score`` computes it, per private text."""
+    return TextMetric("chrf", score)
+
+
+SPEC = MetricSpec(
+    name="chrf",
+    about="F3 of runs of one to six characters",
+    source="Popovic 2015 (chrF), sec. 2",
+    make=chrf,
+    usual=False,
+)
