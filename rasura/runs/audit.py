@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +17,6 @@ from rasura.core.errors import broken
 from rasura.core.interfaces import (
     ActiveAttack,
     Attack,
-    AttackFailed,
     InputError,
     Metric,
     NotApplicable,
@@ -55,6 +52,7 @@ from rasura.registry import (
 )
 from rasura.registry import attack as make_attack
 from rasura.registry import metric as make_metric
+from rasura.runs.attempt import Outcome, attempt, lacking, peak_mb
 from rasura.runs.plans import Plan
 from rasura.victims.batching import joined
 from rasura.victims.loading import Victim, in_memory, load, with_fresh_adapter
@@ -260,33 +258,32 @@ class Audit:
         return self.crafted[key]
 
     def _cell(self, cell: Cell, truth: Transcript | tuple[str, str]) -> Record:
-        wall, cpu = time.perf_counter(), time.process_time()
         threat = THREATS[cell.threat]
         if isinstance(truth, tuple):
             return self._record(cell, threat, *truth)
         if isinstance(self.attacks[cell.attack], ActiveAttack) and not threat.active:
             reason = f"it crafts the weights that are trained on, and {cell.threat} sends the model as it is"
             return self._record(cell, threat, "not_applicable", f"{reason}; pass --threat malicious-server")
-        status, reason, guess = self._attempt(self.attacks[cell.attack], cell, truth, threat)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        found, _, floor = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
+        outcome = self._attempt(self.attacks[cell.attack], cell, truth, threat)
+        blind = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
+        guess = Reconstruction((), details=outcome.details) if outcome.status == "failed" else outcome.guess
         scored = guess is not None and (bool(guess.tokens) or guess.images is not None)
         return self._record(
             cell,
             threat,
-            status,
-            reason,
+            outcome.status,
+            outcome.reason,
             confidence=guess.confidence if guess is not None else "none",
             scores=self.scores(guess, truth) if guess is not None and scored else {},
-            blind=self.scores(floor, truth) if floor is not None and found == "ok" else {},
+            blind=self.scores(blind.guess, truth) if blind.guess is not None else {},
             recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
             details=dict(guess.details) if guess is not None else {},
             n_tokens=0 if self.images else sum(truth.text_batch.lengths),
             sent_bytes=_sent_bytes(truth.message),
             defense_seconds=truth.seconds,
             crafted=truth.model is not self._public(cell),
-            wall_seconds=wall,
-            cpu_seconds=cpu,
+            wall_seconds=outcome.wall_seconds,
+            cpu_seconds=outcome.cpu_seconds,
         )
 
     def _record(self, cell: Cell, threat: ThreatModel, status: str, reason: str, **found: Any) -> Record:
@@ -306,7 +303,7 @@ class Audit:
             reason=reason,
             known_by=asdict(self._adversaries(cell.defense)),
             threat_plain=threat.plain,
-            peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+            peak_mb=peak_mb(),
             device=self.device,
             versions=versions(),
             **found,
@@ -322,26 +319,21 @@ class Audit:
 
     def _attempt(
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
-    ) -> tuple[str, str, Reconstruction | None]:
+    ) -> Outcome[Reconstruction]:
         sent, public = truth.model, self._public(cell)
         adversary = self.adversaries[self.updates[cell.update][0].lora] if sent is public else adversary_copy(sent)
         seen = observe(
             truth, threat, adversary_model=adversary, reference_text=self.reference, language_model=self.language_model
         )
-        missing = [g.name for g in attack.needs if g not in seen]
-        if missing:
-            return "not_applicable", f"{cell.threat} does not grant {', '.join(sorted(missing))}", None
+        if (missing := lacking(attack, seen, cell.threat)) is not None:
+            return missing
         rng = generator(cell.seed, "attack", cell.attack, *_named(cell), cell.threat, cell.batch_size, cell.batch)
-        try:
-            guess = attack(seen, rng=rng, budget=self.plan.work)
-            return "ok", "", replace(guess, texts=tuple(truth.vocabulary.text(t) for t in guess.tokens))
-        except NotApplicable as error:
-            return "not_applicable", str(error), None
-        except AttackFailed as error:
-            return "failed", str(error), Reconstruction((), details=error.details)
-        except Exception as error:
-            # An attack that breaks is a finding about the attack, not the end of the run; it is no sign of protection.
-            return "crashed", broken(error), None
+
+        def guess() -> Reconstruction:
+            made = attack(seen, rng=rng, budget=self.plan.work)
+            return replace(made, texts=tuple(truth.vocabulary.text(t) for t in made.tokens))
+
+        return attempt(guess)
 
     def scores(self, guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
         """All metrics of one guess; a metric that this machine cannot compute is noted with its remedy, not faked."""

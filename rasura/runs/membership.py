@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from rasura.core.answers import Answers, Membership, OwnModel
-from rasura.core.errors import InputError, NotApplicable, crash
+from rasura.core.errors import InputError
 from rasura.core.options import known
 from rasura.core.records import Record, RunStore, cell_key
 from rasura.core.rng import generator
@@ -23,6 +22,7 @@ from rasura.core.values import Batch, Grant, Task
 from rasura.data.text import Example, columns_of, data_hash, load_examples
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import MEMBERSHIP, membership_attack, parse_defense
+from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
 from rasura.runs.audit import versions
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim, load
@@ -264,7 +264,7 @@ class MembershipAudit:
 
     def _beside(self) -> dict[str, Any]:
         """What stands beside every figure: the blind attack, and how far words alone tell members from others."""
-        _, _, told = self._attempt("blind", None)
+        told = self._attempt("blind", None).guess
         texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
         words = split_check(texts, self.members.tolist(), self.plan.recipe.seed)
         return {"words": asdict(words)} | ({} if told is None else {"auc": told.scores["auc"]})
@@ -274,37 +274,35 @@ class MembershipAudit:
     ) -> Record:
         plan = self.plan
         wall, cpu = time.perf_counter(), time.process_time()
-        status, reason, told = self._attempt(name, progress)
+        outcome = self._attempt(name, progress)
+        told = outcome.guess
         return Record(
             key=key, attack=name, defense=plan.defense, threat=MODEL_USER.name, model=Path(plan.model).name, data=self.data,
-            batch_size=len(self.rows), seed=plan.recipe.seed, batch=0, status=status, update="model", reason=reason,
+            batch_size=len(self.rows), seed=plan.recipe.seed, batch=0, status=outcome.status, update="model",
+            reason=outcome.reason,
             scores={} if told is None else told.scores, blind=beside, details={} if told is None else told.details,
             n_tokens=sum(row.lengths[0] for row in self.rows), threat_plain=MODEL_USER.plain,
             wall_seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu,
-            peak_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, device=self.device, versions=versions(),
+            peak_mb=peak_mb(), device=self.device, versions=versions(),
         )  # fmt: skip
 
-    def _attempt(self, name: str, progress: Callable[[str, int, int], None] | None) -> tuple[str, str, Told | None]:
+    def _attempt(self, name: str, progress: Callable[[str, int, int], None] | None) -> Outcome[Told]:
         attack, v = membership_attack(name), self.victim
         seen = observe_model(
             MODEL_USER, v.task, ask=self.ask, candidates=self.rows, reference=self.reference,
             base=(adversary_copy(self.base.model), v.vocabulary), own=lambda: self.own(progress),
             mechanism=tuple(p.mechanism for p in parse_defense(self.plan.defense)),
         )  # fmt: skip
-        missing = sorted(g.name for g in attack.needs if g not in seen)
-        if missing:
-            return "not_applicable", f"{MODEL_USER.name} does not grant {', '.join(missing)}", None
+        if (missing := lacking(attack, seen, MODEL_USER.name)) is not None:
+            return missing
         if Grant.TRAINING in attack.needs:  # what is wrong with their training is the run's fault, not the attack's
             self.own(progress)
-        try:
+
+        def told() -> Told:
             guess = attack(seen, rng=generator(self.plan.recipe.seed, "membership", name))
-            return "ok", "", Told(self.scores(guess), {**guess.details, "roc": self._curve(guess)})
-        except NotApplicable as error:
-            return "not_applicable", str(error), None
-        except (OSError, MemoryError):  # the machine's fault: the same command goes on once it is mended
-            raise
-        except Exception as error:
-            return "failed", crash(error), None
+            return Told(self.scores(guess), {**guess.details, "roc": self._curve(guess)})
+
+        return attempt(told, on_error="failed", raises=MACHINE)
 
     def scores(self, guess: Membership) -> dict[str, Any]:
         """AUC, true positives at each asked rate of false ones, and privacy leakage, with their intervals.

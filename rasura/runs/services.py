@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 
 from rasura.core.answers import ServiceObservation, ServiceTranscript, TokenReading
-from rasura.core.errors import AttackFailed, InputError, NotApplicable, crash
+from rasura.core.errors import AttackFailed, InputError
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Budget
 from rasura.core.options import known
@@ -28,6 +28,7 @@ from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
 from rasura.registry import SERVICE_ATTACKS, service_attack
 from rasura.registry.services import learned, parsed, protected
+from rasura.runs.attempt import MACHINE, attempt
 from rasura.runs.fields import typed
 from rasura.runs.training import Training
 from rasura.service_protections.service import Service
@@ -200,18 +201,17 @@ class ServiceAudit:
     def _cell(self, attack: str, both: Callable[[], tuple[ServiceTranscript, ServiceObservation]]) -> dict[str, Any]:
         truth, seen = both()
         level: Any = self.plan.budget
-        start, scores, status, why = time.process_time(), {}, "ok", ""
-        try:
+
+        def scores() -> dict[str, list[float]]:
             guess = service_attack(attack)(seen, rng=generator(self.plan.seed, attack), budget=Budget(level))
             found = self._scores_of_halves(guess, truth) if self._generates else _scores(guess, truth)
-            scores = _whole(found, len(truth.ids))
-        except NotApplicable as reason:
-            status, why = "not_applicable", str(reason)
-        except (OSError, MemoryError):  # the machine's fault: the same command goes on once it is mended
-            raise
-        except Exception as reason:
-            status, why = "failed", crash(reason)
-        return {"status": status, "reason": why, "scores": scores, "cpu_seconds": time.process_time() - start}
+            return _whole(found, len(truth.ids))
+
+        outcome = attempt(scores, on_error="failed", raises=MACHINE)
+        return {
+            "status": outcome.status, "reason": outcome.reason, "scores": outcome.guess or {},
+            "cpu_seconds": outcome.cpu_seconds,
+        }  # fmt: skip
 
     def _scores_of_halves(self, guess: TokenReading, truth: ServiceTranscript) -> dict[str, list[float]]:
         """What was read of the prompts; of the answers; and how near these, as read, are to how the texts go on."""

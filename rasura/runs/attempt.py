@@ -1,0 +1,84 @@
+"""One attempt of an attack: however it ends, it ends as an ``Outcome``."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from rasura.core.errors import AttackFailed, NotApplicable, broken, crash
+from rasura.core.interfaces import Adversary
+from rasura.core.values import Granted, Parameter
+
+G = TypeVar("G")
+
+Status = Literal["ok", "failed", "crashed", "not_applicable"]
+
+MACHINE: tuple[type[Exception], ...] = (OSError, MemoryError)
+"""Faults of the machine, not of an attack: the same command goes on once they are mended."""
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[G]):
+    """How an attempt ended: its guess if ``ok``, else the reason in words.
+
+    ``details``: plain figures that a failed attack left; those of a guess are its own. ``wall_seconds``, ``cpu_seconds``:
+    time of the call. ``peak_mb``: the most memory that the process has held so far, in MiB.
+    """
+
+    status: Status
+    reason: str = ""
+    guess: G | None = None
+    details: Mapping[str, Parameter] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    peak_mb: float = 0.0
+
+
+def attempt(
+    call: Callable[[], G],
+    *,
+    on_error: Literal["crashed", "failed"] = "crashed",
+    raises: tuple[type[Exception], ...] = (),
+) -> Outcome[G]:
+    """Call ``call`` and say how it ended.
+
+    ``NotApplicable`` ends as ``not_applicable``, ``AttackFailed`` as ``failed``, any other exception as ``on_error``. An
+    attack that breaks is a finding about the attack: it does not end the run, and it is no sign of protection.
+
+    ``raises``: exceptions that reach the caller instead, such as ``MACHINE``. ``NotApplicable`` and ``AttackFailed`` never
+    do.
+    """
+    wall, cpu = time.perf_counter(), time.process_time()
+    guess: G | None = None
+    details: Mapping[str, Parameter] = {}
+    status: Status = "ok"
+    reason = ""
+    try:
+        guess = call()
+    except NotApplicable as error:
+        status, reason = "not_applicable", str(error)
+    except AttackFailed as error:
+        status, reason, details = "failed", str(error), error.details
+    except raises:
+        raise
+    except Exception as error:
+        status, reason = on_error, broken(error) if on_error == "crashed" else crash(error)
+    return Outcome(
+        status, reason, guess, details, time.perf_counter() - wall, time.process_time() - cpu, peak_mb()
+    )  # fmt: skip
+
+
+def lacking(attack: Adversary, seen: Granted, threat: str) -> Outcome[Any] | None:
+    """The outcome of an attack that needs what the threat model ``threat`` does not grant; None where nothing is missing."""
+    missing = sorted(g.name for g in attack.needs if g not in seen)
+    if not missing:
+        return None
+    return Outcome("not_applicable", f"{threat} does not grant {', '.join(missing)}", peak_mb=peak_mb())
+
+
+def peak_mb() -> float:
+    """The most memory that this process has held so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -1,0 +1,95 @@
+"""However an attempt ends, it ends as an outcome; only what the caller asks for is raised."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import FrozenInstanceError, dataclass
+from typing import NoReturn
+
+import pytest
+
+from rasura.core.errors import AttackFailed, InputError, NotApplicable
+from rasura.core.values import Grant, Granted
+from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
+
+
+def raising(error: BaseException) -> NoReturn:
+    raise error
+
+
+def test_a_guess_is_kept_with_what_it_took() -> None:
+    def call() -> str:
+        end = time.process_time() + 0.01
+        while time.process_time() < end:
+            pass
+        return "Lena"
+
+    found = attempt(call)
+    assert (found.status, found.reason, found.guess, found.details) == ("ok", "", "Lena", {})
+    assert found.wall_seconds > 0 and found.cpu_seconds >= 0.01 and 1 < found.peak_mb <= peak_mb()
+    with pytest.raises(FrozenInstanceError):
+        found.status = "failed"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("raises", [(), MACHINE, (Exception,)])
+@pytest.mark.parametrize("on_error", ["crashed", "failed"])
+def test_what_attacks_say_of_themselves_is_never_raised(on_error: str, raises: tuple[type[Exception], ...]) -> None:
+    how = {"on_error": on_error, "raises": raises}
+    found: Outcome[str] = attempt(lambda: raising(NotApplicable("no embeddings")), **how)  # type: ignore[arg-type]
+    assert (found.status, found.reason, found.guess, found.details) == ("not_applicable", "no embeddings", None, {})
+    found = attempt(lambda: raising(AttackFailed("nothing", {"steps": 3})), **how)  # type: ignore[arg-type]
+    assert (found.status, found.reason, found.guess, found.details) == ("failed", "nothing", None, {"steps": 3})
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (InputError("no attention found"), "InputError: no attention found"),
+        (KeyError("Ingrid"), "KeyError in raising (test_attempt.py, line "),
+        (OSError("Ingrid"), "OSError in raising (test_attempt.py, line "),
+        (MemoryError("Ingrid"), "MemoryError in raising (test_attempt.py, line "),
+    ],
+)
+def test_any_other_error_is_a_crash_without_words_that_are_not_ours(error: Exception, says: str) -> None:
+    found = attempt(lambda: raising(error))
+    assert found.status == "crashed" and found.reason.startswith(says) and "Ingrid" not in found.reason
+    assert found.guess is None
+
+
+def test_any_other_error_is_a_failure_where_the_caller_counts_it_so() -> None:
+    found = attempt(lambda: raising(KeyError("Ingrid")), on_error="failed")
+    assert found.status == "failed" and found.reason.startswith("the attack broke with KeyError in raising (test_attempt.py")
+    assert attempt(lambda: raising(InputError("too few texts")), on_error="failed").reason == "too few texts"
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), FileNotFoundError("gone"), MemoryError()])
+def test_faults_of_the_machine_are_raised_where_asked_for(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        attempt(lambda: raising(error), raises=MACHINE)
+    assert attempt(lambda: raising(ValueError()), raises=MACHINE).status == "crashed"
+    with pytest.raises(ValueError, match="bad"):
+        attempt(lambda: raising(ValueError("bad")), raises=(Exception,))
+
+
+def test_an_interrupted_attempt_has_no_outcome() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        attempt(lambda: raising(KeyboardInterrupt()))
+
+
+@dataclass(frozen=True)
+class Needy:
+    name: str = "needy"
+    needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.LABELS, Grant.LENGTHS})
+    uses: frozenset[Grant] = frozenset()
+
+
+class Some(Granted):
+    def __init__(self, *grants: Grant) -> None:
+        self.granted = dict.fromkeys(grants)
+
+
+def test_an_attack_is_not_tried_without_what_it_needs() -> None:
+    assert lacking(Needy(), Some(*Needy.needs), "honest-server") is None
+    found = lacking(Needy(), Some(Grant.MODEL), "honest-server")
+    assert found is not None and found.status == "not_applicable"
+    assert found.reason == "honest-server does not grant LABELS, LENGTHS"
