@@ -46,6 +46,8 @@ _NAMES = {
     "PrivateTrainer": "rasura.integrations.transformers",
     "protect_training": "rasura.runs.private",
     "read_update": "rasura.runs.reading",
+    "ReadRequest": "rasura.runs.reading",
+    "ReadResult": "rasura.runs.reading",
     "Reconstruction": "rasura.core.values",
     "Record": "rasura.core.records",
     "step": "rasura.victims.step",
@@ -92,6 +94,8 @@ if TYPE_CHECKING:
     from rasura.runs.private import protect_training as protect_training
     from rasura.runs.protection import GhostObfuscator as GhostObfuscator
     from rasura.runs.protection import obfuscate_file as obfuscate_file
+    from rasura.runs.reading import ReadRequest as ReadRequest
+    from rasura.runs.reading import ReadResult as ReadResult
     from rasura.runs.reading import read_update as read_update
     from rasura.runs.training import TrainPlan as TrainPlan
     from rasura.runs.training import train as train

@@ -251,8 +251,7 @@ def test_the_app_trains_weights_and_adapters_behind_sealing(app_modules: Path, f
 
 @pytest.mark.usefixtures("flower")
 def test_what_the_server_records_is_read_without_protection_and_not_behind_it(app_modules: Path, folder: Path) -> None:
-    from rasura.core.interfaces import NotApplicable
-    from rasura.runs.reading import read_update
+    from rasura.runs.reading import ReadRequest, read_update
     from rasura.victims.loading import load
 
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
@@ -266,13 +265,14 @@ def test_what_the_server_records_is_read_without_protection_and_not_behind_it(ap
             for k in range(2):
                 file = seen / f"round-{number}" / f"client-{k}.safetensors"
                 said = "fedsgd" if update == "fedsgd" else f"fedavg-sgd:{steps}:0.01"
-                assert read_update(file, victim, batch_size=1, update=said)["texts"] == [texts[k]]
+                assert read_update(file, victim, ReadRequest(batch_size=1, update=said)).texts == (texts[k],)
         hidden = folder / f"hidden-{update}"
         simulated(app_modules, folder, record=str(hidden), **how)
         victim = load(hidden / "round-1" / "model", "classification")
         file = hidden / "round-1" / "client-0.safetensors"
-        with pytest.raises(NotApplicable, match="every entry of the update is hidden"):
-            read_update(file, victim, batch_size=1, hidden=file.with_suffix(".hidden.safetensors"))
+        read = read_update(file, victim, ReadRequest(batch_size=1, hidden=file.with_suffix(".hidden.safetensors")))
+        assert (read.status, read.texts) == ("not_applicable", ())
+        assert read.reason.startswith("every entry of the update is hidden")
         with pytest.raises(InputError, match="holds another run's record"):
             simulated(app_modules, folder, record=str(hidden), **how)
 

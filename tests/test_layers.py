@@ -296,6 +296,16 @@ def test_transcripts_are_read_by_threat_metrics_and_the_audit_only(module: str) 
     assert lies_in(module, *readers) or "Transcript" not in text(module)
 
 
+OBSERVATIONS = {"Observation", "ModelObservation", "ServiceObservation"}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_only_threat_makes_observations(module: str) -> None:
+    calls = [n.func for n in ast.walk(ast.parse(text(module))) if isinstance(n, ast.Call)]
+    made = {getattr(f, "id", getattr(f, "attr", "")) for f in calls} & OBSERVATIONS
+    assert made == (OBSERVATIONS if module == "rasura.core.threat" else set())
+
+
 @pytest.mark.parametrize("module", below("rasura.core.records", "rasura.report", "rasura.core.errors"))
 def test_records_and_report_need_no_torch(module: str) -> None:
     assert [i for i in imports(module) if i.split(".")[0] in {"torch", "transformers"}] == []

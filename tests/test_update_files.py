@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from rasura.core.interfaces import InputError
-from rasura.runs.reading import load_hidden, load_update
+from rasura.runs.reading import ReadRequest, load_hidden, load_update, read_update
 from rasura.victims.loading import Victim, load
 
 __all__ = ["model_folder"]
@@ -125,6 +125,43 @@ def test_hidden_entries_are_bool(tmp_path: Path, victim: Victim) -> None:
     assert load_hidden(tmp_path / "h.safetensors", victim)[NAME].tolist() == [False, True]
     save_file({NAME: torch.zeros(2)}, tmp_path / "h.safetensors")
     assert "is F32; expected bool" in refusal(load_hidden, tmp_path / "h.safetensors", victim)
+
+
+@pytest.mark.parametrize(
+    ("request_of", "says"),
+    [
+        (lambda: ReadRequest("spam"), "did you mean span"),
+        (lambda: ReadRequest(batch_size=0), "batch size is 0; expected at least 1"),
+        (lambda: ReadRequest(dropout=1.0), "dropout is 1.0; expected at least 0 and less than 1"),
+        (lambda: ReadRequest(labels=[0, 1], batch_size=1), "2 labels for a batch of 1; give one for each text"),
+        (lambda: ReadRequest(labels=[0, 1], lengths=[4]), "2 labels for a batch of 1; give one for each text"),
+        (lambda: ReadRequest(update="lora:2"), "pass the adapter's folder"),
+        (lambda: ReadRequest(update="fedavg"), "unknown update"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_when_it_is_asked(request_of: Callable[[], ReadRequest], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        request_of()
+
+
+def test_what_is_read_is_a_value_with_a_plain_form(tmp_path: Path, victim: Victim) -> None:
+    save_file({NAME: torch.tensor([0.5, -2.0])}, tmp_path / "u.safetensors")
+    found = read_update(tmp_path / "u.safetensors", victim, ReadRequest("blind", lengths=[5]))
+    plain = found.to_dict()
+    assert list(plain) == ["texts", "confidence", "attack", "tokens", "ordered", "labels", "seconds", "details"]
+    assert json.loads(json.dumps(plain)) == plain and plain["texts"] == list(found.texts) != []
+    assert (found.status, found.reason, found.attack, found.seconds) == ("ok", "", "blind", plain["seconds"])
+
+
+def test_an_update_without_a_visible_entry_is_not_read(tmp_path: Path, victim: Victim) -> None:
+    save_file({NAME: torch.tensor([0.5, -2.0])}, tmp_path / "u.safetensors")
+    save_file({NAME: torch.tensor([True, True])}, tmp_path / "h.safetensors")
+    found = read_update(tmp_path / "u.safetensors", victim, ReadRequest(hidden=tmp_path / "h.safetensors"))
+    assert (found.status, found.texts) == ("not_applicable", ())
+    assert found.to_dict() == {
+        "texts": [], "confidence": "none", "attack": "best", "tokens": [], "seconds": None,
+        "reason": "every entry of the update is hidden, so that there is nothing to read",
+    }  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, numbers, out, split, watched
-from rasura.core.errors import AttackFailed, InputError, NotApplicable
+from rasura.core.errors import InputError
 
 
 @app.command()
@@ -213,7 +213,7 @@ def read(
     from rasura.core.interfaces import Budget
     from rasura.core.options import known
     from rasura.core.values import Task
-    from rasura.runs.reading import read_update
+    from rasura.runs.reading import ReadRequest, read_update
     from rasura.victims.loading import load
 
     kind: Any = known("task", task, get_args(Task))
@@ -223,25 +223,22 @@ def read(
     if not update.is_file():
         raise InputError(f"{update} does not exist; expected a safetensors file with one tensor per parameter name")
     victim = load(model, kind, num_labels=num_labels, seed=seed, device=device_named(device), allow_pickle=allow_pickle)
-    try:
-        with err.status("reading"):
-            found = read_update(
-                update, victim, attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"),
-                lengths=numbers(lengths, "lengths"), dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden,
-                reference=reference, language_model=language_model, update=how,
-                budget=Budget(level, max_memory, entries), seed=seed,
-            )  # fmt: skip
-    except (AttackFailed, NotApplicable) as error:
-        found = {"texts": [], "confidence": "none", "attack": attack, "tokens": [], "seconds": None, "reason": str(error)}
+    request = ReadRequest(
+        attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"), lengths=numbers(lengths, "lengths"),
+        dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden, reference=reference,
+        language_model=language_model, update=how, budget=Budget(level, max_memory, entries), seed=seed,
+    )  # fmt: skip
+    with err.status("reading"):
+        found = read_update(update, victim, request)
     if as_json:
-        sys.stdout.write(json.dumps(found, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps(found.to_dict(), ensure_ascii=False) + "\n")
         return
-    for line in found["texts"]:
+    for line in found.texts:
         out.print(line, markup=False, highlight=False)
-    if not found["texts"]:
-        out.print(f"nothing was read: {found['reason']}", markup=False)
+    if not found.texts:
+        out.print(f"nothing was read: {found.reason or 'the attack named no text'}", markup=False)
         return
-    out.print(f"\n{found['confidence']} by {found['attack']} in {found['seconds']:.1f} s", markup=False)
+    out.print(f"\n{found.confidence} by {found.attack} in {found.seconds:.1f} s", markup=False)
 
 
 @app.command()

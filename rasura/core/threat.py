@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from rasura.core.answers import Answers, ModelObservation, OwnModel, ServiceObservation, ServiceTranscript
 from rasura.core.interfaces import ModelService
 from rasura.core.rng import Randomness, secret_generator
-from rasura.core.values import UNKNOWN, Batch, Grant, Mechanism, Observation, Task, Transcript, Vocabulary
+from rasura.core.values import UNKNOWN, Batch, Grant, Mechanism, Message, Observation, Task, Transcript, Vocabulary
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,36 @@ def observe(
         sources[Grant.LANGUAGE_MODEL] = lambda: language_model
     granted = {g: sources[g]() for g in Grant if g in threat.grants and g in sources}
     return Observation(truth.message, truth.task, granted)
+
+
+def observe_update(
+    message: Message,
+    task: Task,
+    *,
+    model: nn.Module,
+    vocabulary: Vocabulary,
+    mechanism: tuple[Mechanism, ...] = (),
+    batch_size: int | None = None,
+    labels: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    reference_text: tuple[str, ...] | None = None,
+    language_model: tuple[nn.Module, Vocabulary] | None = None,
+) -> Observation:
+    """What somebody has who captured ``message``: there is no truth here, so what is not given is not granted.
+
+    ``model``: the model that the update was made with; the adversary gets a copy.
+    """
+    known: dict[Grant, Any] = {
+        Grant.MODEL: adversary_copy(model),
+        Grant.BASE_MODEL: vocabulary,
+        Grant.MECHANISM: mechanism,
+        Grant.BATCH_SIZE: batch_size,
+        Grant.LABELS: None if labels is None else torch.tensor(list(labels)),
+        Grant.LENGTHS: None if lengths is None else tuple(lengths),
+        Grant.REFERENCE_TEXT: reference_text,
+        Grant.LANGUAGE_MODEL: language_model,
+    }
+    return Observation(message, task, {g: value for g, value in known.items() if value is not None})
 
 
 def observe_model(

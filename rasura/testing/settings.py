@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from rasura.core.interfaces import ActiveAttack, Defense
 from rasura.core.rng import generator
 from rasura.core.specs import AttackSpec, DefenseSpec
-from rasura.core.threat import adversary_copy
+from rasura.core.threat import ThreatModel, observe
 from rasura.core.values import NO_TEXT, Batch, Grant, ImageBatch, Message, Observation, Task, Transcript
 from rasura.data.images import demo_images, encode_images
 from rasura.registry import DEFENSES, parse_defense
@@ -53,20 +55,14 @@ def at_home(spec: AttackSpec, rows: int = 1) -> Transcript:
 
 def seen(sent: Transcript, grants: frozenset[Grant], message: Message | None = None) -> Observation:
     """What an adversary with exactly ``grants`` sees; every other field raises ``NotGranted``."""
-    everything = {
-        Grant.MODEL: adversary_copy(sent.model),
-        Grant.BASE_MODEL: sent.vocabulary,
-        Grant.LABELS: sent.batch.labels,
-        Grant.BATCH_SIZE: len(sent.batch),
-        Grant.MECHANISM: sent.mechanism,
-    }
-    if sent.task != "vision":
-        everything |= {
-            Grant.LENGTHS: sent.text_batch.lengths,
-            Grant.REFERENCE_TEXT: ("the w60 of w61 .", "the w62"),
-            Grant.LANGUAGE_MODEL: (tiny("gpt2", "causal"), CAUSAL_VOCABULARY),
-        }
-    return Observation(message or sent.message, sent.task, {g: everything[g] for g in grants if g in everything})
+    text = sent.task != "vision"
+    found = observe(
+        sent,
+        ThreatModel("law", grants, "an adversary with exactly these grants"),
+        reference_text=("the w60 of w61 .", "the w62") if text else None,
+        language_model=(tiny("gpt2", "causal"), CAUSAL_VOCABULARY) if text else None,
+    )
+    return found if message is None else replace(found, message=message)
 
 
 def overlaid(spec: DefenseSpec) -> Defense:
