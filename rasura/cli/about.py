@@ -97,7 +97,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print the resul
     Example: rasura doctor
     """
     from rasura.metrics.text import wordnet
-    from rasura.runs.audit import versions
+    from rasura.runs.scoring import versions
     from rasura.victims.loading import embedded_model_path
 
     rows = dict(versions())

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby, product
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +16,6 @@ from rasura.core.interfaces import (
     ActiveAttack,
     Attack,
     InputError,
-    Metric,
     NotApplicable,
     NotSent,
     Unavailable,
@@ -28,13 +25,8 @@ from rasura.core.rng import generator
 from rasura.core.threat import THREATS, ThreatModel, adversary_copy, observe
 from rasura.core.values import Message, Reconstruction, Task, Transcript
 from rasura.core.wire import to_bytes
-from rasura.data.images import ImageExample, data_url, demo_images, encode_images, images_hash, load_images
+from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
 from rasura.data.text import E, Example, columns_of, data_hash, demo_examples, encode, groups, load_examples, load_reference
-from rasura.metrics.image import paired_images, ssim
-from rasura.metrics.intervals import mean_or_interval
-from rasura.metrics.matching import paired, read_texts
-from rasura.metrics.sensitive import marked_words
-from rasura.metrics.text import rouge
 from rasura.registry import (
     REGISTERED,
     Adversaries,
@@ -54,6 +46,7 @@ from rasura.registry import attack as make_attack
 from rasura.registry import metric as make_metric
 from rasura.runs.attempt import Outcome, attempt, lacking, peak_mb
 from rasura.runs.plans import Plan
+from rasura.runs.scoring import recovered, score, versions
 from rasura.victims.batching import joined
 from rasura.victims.loading import Victim, in_memory, load, with_fresh_adapter
 from rasura.victims.step import step
@@ -340,7 +333,7 @@ class Audit:
         out = {}
         for name, metric in self.metrics.items():
             try:
-                out[name] = _score(metric, guess, truth)
+                out[name] = score(metric, guess, truth)
             except Unavailable as error:
                 self.unavailable[name] = str(error)
         return out
@@ -372,59 +365,6 @@ def _sent_bytes(message: Message) -> int:
 def _named(cell: Cell) -> list[str]:
     """What names the sent message's kind: the same seeds as ever where it is one gradient."""
     return [cell.defense] if cell.update == "fedsgd" else [cell.update, cell.defense]
-
-
-def _score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
-    values = [float(v) for v in metric(guess, truth)]
-    mean, low, high = mean_or_interval(values, metric.bounds)
-    there = [v for v in values if v == v]
-    worst = (max if metric.higher_is == "worse" else min)(there, default=float("nan"))
-    return {
-        "per_record": values, "mean": mean, "low": low, "high": high, "worst": worst, "n": len(there),
-        "unit": metric.unit, "higher_is": metric.higher_is, "bounds": metric.bounds,
-    }  # fmt: skip
-
-
-def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
-    """What was read of each text, word by word: (word, read back?, sensitive?); masked unless ``show``.
-
-    Of images, both as ``data:`` URLs; unless ``show``, only how alike they are.
-    """
-    if guess.images is not None:
-        return _recovered_images(guess, truth, show)
-    texts = read_texts(guess, truth)
-    metric = rouge("rouge1")
-    out = []
-    for text, (score, place) in zip(truth.text_batch.texts, paired(truth.text_batch.seen, texts, metric.score)):
-        read = texts[place] if place >= 0 else ""
-        words = [[w if show else "█" * len(w), hit, hurts] for w, hit, hurts in marked_words(text, read)]
-        shown = read if show else " ".join("█" * len(w) for w in read.split())
-        sent = text if show else " ".join(str(w[0]) for w in words)
-        out.append({"sent": sent, "read": shown, "words": words, "score": score})
-    return out
-
-
-def _recovered_images(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
-    images = truth.image_batch.pixel_values
-    out: list[dict[str, Any]] = []
-    for image, place in zip(images, paired_images(images, guess.images)):
-        if place < 0 or guess.images is None:
-            continue
-        read = guess.images[place]
-        row = {"sent": data_url(image), "read": data_url(read)} if show else {"sent": "", "read": ""}
-        out.append({**row, "words": [], "image": True, "score": ssim(image, read)})
-    return out
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
-    found = {"python": platform.python_version()}
-    for name in ("rasura", "torch", "transformers", "tokenizers", "numpy", "rouge-score"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
 
 
 def audit(

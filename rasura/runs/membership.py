@@ -23,7 +23,7 @@ from rasura.data.text import Example, columns_of, data_hash, load_examples
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import MEMBERSHIP, membership_attack, parse_defense
 from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
-from rasura.runs.audit import versions
+from rasura.runs.scoring import versions
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim, load
 from rasura.victims.train import FineTuning, Recipe, answers, protected

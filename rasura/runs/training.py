@@ -27,7 +27,7 @@ from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.registry import parse_defense
 from rasura.registry.services import parsed
 from rasura.registry.services import protected as protected_service
-from rasura.runs.audit import versions
+from rasura.runs.scoring import versions
 from rasura.service_protections.service import Service
 from rasura.victims.batching import renamed, split
 from rasura.victims.loading import Victim, load, with_fresh_adapter
