@@ -170,7 +170,7 @@ def service_transcript(
 ) -> ServiceTranscript:
     """The truth of sending the texts ``ids``, special tokens included, to ``service``."""
     rng = rng or secret_generator()
-    drawn = None if service.replacement is None else service.sent(ids, rng)
+    drawn = service.sent(ids, rng) if service.draws else None
     vectors = service.states(ids, rng)
     return ServiceTranscript(
         service.public, service.served, service.tokens, tuple(ids), service.vocabulary, service.mechanism, drawn, vectors

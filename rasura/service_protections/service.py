@@ -26,6 +26,11 @@ class Service:
     tokens: Tensor
     replacement: Replacement | None = None
 
+    @property
+    def draws(self) -> bool:
+        """Whether tokens are sent in place of others, drawn every time anew."""
+        return self.replacement is not None
+
     def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:
         """The ids that the client sends (or, where states are sent, computes them of) for ``texts`` in its own ids."""
         if self.replacement is not None:
