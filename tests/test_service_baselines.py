@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -264,3 +265,36 @@ def test_settings_that_cannot_be_are_refused() -> None:
             service(name, **options)
     with pytest.raises(InputError, match="depth is 4"):
         service("dp-forward", depth=4)
+
+
+# --- Madlib
+
+
+def test_madlib_keeps_tokens_without_privacy_and_sends_any_with_it() -> None:
+    rows = [list(text) for text in IDS]
+    kept, lost = service("madlib", epsilon=1e6), service("madlib", epsilon=1e-3)
+    assert kept.sent(rows, generator(1)) == tuple(map(tuple, rows))
+    sent = lost.sent(rows * 20, generator(1))
+    pairs = [(a, b) for row, text in zip(rows * 20, sent) for a, b in zip(row, text, strict=True)]
+    assert all((a in VOCABULARY.special_ids) == (b in VOCABULARY.special_ids) for a, b in pairs)
+    assert all(a == b for a, b in pairs if a in VOCABULARY.special_ids)
+    assert np.mean([a == b for a, b in pairs if a not in VOCABULARY.special_ids]) < 0.1
+    assert lost.sent(rows) != lost.sent(rows), "nobody can repeat what the operating system drew"
+
+
+def test_madlibs_loss_of_privacy_is_in_proportion_to_the_distance() -> None:
+    """On a line of two tokens at distance 1 the noise is Laplace's: the other one is sent with exp(-epsilon / 2) / 2."""
+    made = service("madlib")
+    table = torch.zeros(WORDS, 1)
+    table[41] = 1.0
+    known = torch.zeros(WORDS, dtype=torch.bool)
+    known[[40, 41]] = True
+    line = replace(made, words=Words(table, known, USUAL, "line"), epsilon=2.0)
+    (sent,) = line.sent([[40] * 20_000], generator(4))
+    assert set(sent) == {40, 41} and np.mean(np.array(sent) == 41) == pytest.approx(math.exp(-1) / 2, abs=0.01)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.inf, math.nan])
+def test_madlib_takes_a_finite_epsilon_above_0(epsilon: float) -> None:
+    with pytest.raises(InputError, match="madlib: epsilon is"):
+        service("madlib", epsilon=epsilon)
