@@ -62,7 +62,7 @@ def list_names(
         return
     table = Table(show_header=False, box=None, padding=(0, 2))
     for name, (about, source) in rows.items():
-        table.add_row(f"[bold]{escape(name)}[/bold]", escape(about), f"[dim]{escape(source)}[/dim]")
+        table.add_row(f"[bold]{escape(name)}[/bold]", escape(about) + (f"\n[dim]{escape(source)}[/dim]" if source else ""))
     out.print(table)
     for plugin, why in unusable.items():
         err.print(f"the plug-in {plugin} could not be loaded: {why}", markup=False, soft_wrap=True)
