@@ -5,10 +5,10 @@ Used by the step that sends, and by attacks that recompute what a guess would ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,30 +18,48 @@ from rasura.core.mechanisms import Protection, mechanism
 from rasura.core.specs import UpdateSpec
 from rasura.core.values import Gradients, Grant, Observation
 
-Kind = Literal["fedsgd", "fedavg-sgd", "fedavg-adamw"]
-
-RATES: Mapping[str, float] = {"fedsgd": 1.0, "fedavg-sgd": 0.01, "fedavg-adamw": 5e-5}
-"""The usual learning rate of each kind, where none is given."""
-
 WEIGHT_DECAY = 0.01
 """AdamW's default."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A kind of local training: its usual learning ``rate``, the ``optimizer`` of parameters and a rate, what it decays."""
+
+    rate: float
+    optimizer: Callable[[Iterable[Tensor], float], torch.optim.Optimizer]
+    weight_decay: float = 0.0
+
+
+TRAININGS: Mapping[str, Training] = {
+    "fedavg-sgd": Training(0.01, lambda own, rate: torch.optim.SGD(own, lr=rate)),
+    "fedavg-adamw": Training(
+        5e-5, lambda own, rate: torch.optim.AdamW(own, lr=rate, weight_decay=WEIGHT_DECAY), WEIGHT_DECAY
+    ),
+}
+"""Every kind of update that is more than one gradient."""
+
+RATES: Mapping[str, float] = {"fedsgd": 1.0, **{kind: one.rate for kind, one in TRAININGS.items()}}
+"""The usual learning rate of each kind, where none is given."""
 
 
 @dataclass(frozen=True)
 class Local:
     """One client's work between two messages.
 
-    ``fedsgd``: the gradient. ``fedavg-sgd`` and ``fedavg-adamw``: ``steps`` of training on the whole batch at
+    ``kind``: ``fedsgd``, the gradient; or one of ``TRAININGS``: ``steps`` of training on the whole batch at
     ``learning_rate``; sent is what they changed. ``lora``: rank of the adapters that are trained instead of the weights, 0
     for none. Raises ``InputError`` for what cannot be.
     """
 
-    kind: Kind = "fedsgd"
+    kind: str = "fedsgd"
     steps: int = 1
     learning_rate: float = 1.0
     lora: int = 0
 
     def __post_init__(self) -> None:
+        if self.kind not in RATES:
+            raise InputError(f"unknown update {self.kind!r}; known: {', '.join(RATES)}")
         if self.steps < 1 or self.lora < 0 or not 0 < self.learning_rate < float("inf"):
             raise InputError(
                 f"update {self.kind}: {self.steps} steps, rank {self.lora}, learning rate {self.learning_rate}; "
@@ -53,7 +71,7 @@ class Local:
     @property
     def mechanism(self) -> Protection:
         """What everybody knows of it."""
-        decay = WEIGHT_DECAY if self.kind == "fedavg-adamw" else 0.0
+        decay = TRAININGS[self.kind].weight_decay if self.kind in TRAININGS else 0.0
         known = {"steps": self.steps, "learning_rate": self.learning_rate, "weight_decay": decay, "lora": self.lora}
         return mechanism(self.kind, known)
 
@@ -67,7 +85,7 @@ def announced_update(seen: Observation) -> Local:
     for m in seen.mechanism if Grant.MECHANISM in seen else ():
         if m.name in RATES:
             p = m.parameters
-            return Local(m.name, int(p["steps"] or 1), float(p["learning_rate"] or 1.0))  # type: ignore[arg-type]
+            return Local(m.name, int(p["steps"] or 1), float(p["learning_rate"] or 1.0))
     return FEDSGD
 
 
@@ -93,11 +111,7 @@ def changed(
                 p.requires_grad_(flag)
         return {n: g.detach().cpu() for n, g in zip(start, found) if g is not None}, float(loss.detach())
     own: dict[str, Tensor] = {n: p.detach().clone().requires_grad_(True) for n, p in start.items()}
-    optimizer: torch.optim.Optimizer
-    if local.kind == "fedavg-sgd":
-        optimizer = torch.optim.SGD(own.values(), lr=local.learning_rate)
-    else:
-        optimizer = torch.optim.AdamW(own.values(), lr=local.learning_rate, weight_decay=WEIGHT_DECAY)
+    optimizer = TRAININGS[local.kind].optimizer(own.values(), local.learning_rate)
     losses = []
     used: set[str] = set()
     for _ in range(local.steps):
@@ -127,7 +141,7 @@ def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) ->
     return last
 
 
-def _fedavg(kind: Kind, steps: str = "1", rate: str = "") -> Local:
+def _fedavg(kind: str, steps: str = "1", rate: str = "") -> Local:
     return Local(kind, int(steps), float(rate) if rate else RATES[kind])
 
 
