@@ -34,7 +34,8 @@ def sent(update: str, defense: str = "frozen-embeddings", rows: int = 1) -> Tran
     return step(model, batch, whole, task="classification", vocabulary=VOCABULARY, rng=generator(0), local=local)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("fedavg-sgd", 1), ("fedavg-sgd", 3), ("fedavg-adamw", 1), ("fedavg-adamw", 3)])
+@pytest.mark.parametrize("kind", ["fedavg-sgd", "fedavg-momentum", "fedavg-adamw"])
+@pytest.mark.parametrize("steps", [1, 3])
 def test_local_training_sends_what_a_plain_loop_changes(kind: str, steps: int) -> None:
     model = tiny("bert", "classification")
     inputs = batch_of([TEXT], "classification", [1]).inputs()
@@ -43,8 +44,9 @@ def test_local_training_sends_what_a_plain_loop_changes(kind: str, steps: int) -
     found, loss = changed(model, inputs, names, Local(kind, steps, 0.01))  # type: ignore[arg-type]
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
     trained = copy.deepcopy(model)
-    if kind == "fedavg-sgd":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(trained.parameters(), lr=0.01)
+    if kind != "fedavg-adamw":
+        momentum = 0.9 if kind == "fedavg-momentum" else 0.0
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(trained.parameters(), lr=0.01, momentum=momentum)
     else:
         optimizer = torch.optim.AdamW(trained.parameters(), lr=0.01, weight_decay=WEIGHT_DECAY)
     losses = []

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
-from rasura.core.mechanisms import Protection, mechanism
+from rasura.core.mechanisms import FedAvgSgd, Protection, mechanism
 from rasura.core.specs import UpdateSpec
-from rasura.core.values import Gradients, Grant, Observation
+from rasura.core.values import Gradients, Grant, Observation, Stage
 
 WEIGHT_DECAY = 0.01
 """AdamW's default."""
+
+MOMENTUM = 0.9
+"""The usual momentum of SGD."""
+
+
+@dataclass(frozen=True)
+class FedAvgMomentum(FedAvgSgd, named="fedavg-momentum", at=Stage.AGGREGATE):
+    """Several steps of SGD with momentum, which starts anew with every message."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +41,7 @@ class Training:
 
 TRAININGS: Mapping[str, Training] = {
     "fedavg-sgd": Training(0.01, lambda own, rate: torch.optim.SGD(own, lr=rate)),
+    "fedavg-momentum": Training(0.01, lambda own, rate: torch.optim.SGD(own, lr=rate, momentum=MOMENTUM)),
     "fedavg-adamw": Training(
         5e-5, lambda own, rate: torch.optim.AdamW(own, lr=rate, weight_decay=WEIGHT_DECAY), WEIGHT_DECAY
     ),
@@ -160,6 +169,15 @@ FEDAVG_SGD = UpdateSpec(
     make=partial(_fedavg, "fedavg-sgd"),
     figures=2,
     example="fedavg-sgd:4:0.01",
+)
+
+FEDAVG_MOMENTUM = UpdateSpec(
+    name="fedavg-momentum",
+    about="what STEPS of SGD with momentum .9 at RATE changed, over the rate",
+    source="McMahan et al. 2017, Algorithm 1, with momentum (Sutskever et al. 2013, sec. 2) as local optimizer",
+    make=partial(_fedavg, "fedavg-momentum"),
+    figures=2,
+    example="fedavg-momentum:4:0.01",
 )
 
 FEDAVG_ADAMW = UpdateSpec(
