@@ -185,6 +185,20 @@ def test_ids_that_a_protection_chose_are_trained_on(tmp_path: Path, model_folder
         Training(TrainPlan(str(path), model=str(model_folder)), tmp_path / "other")
 
 
+def test_a_defense_is_parsed_once_and_handed_on(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rasura.runs import training
+
+    read: list[str] = []
+    parse = training.parse_defense
+    monkeypatch.setattr(training, "parse_defense", lambda text: read.append(text) or parse(text))
+    path = notes(tmp_path)
+    plan = TrainPlan(
+        str(path), model=str(model_folder), defenses=("none", "gaussian:0.001"), seeds=2, recipe=Recipe(epochs=1)
+    )
+    assert len(list(Training(plan, tmp_path / "run").run())) == 4
+    assert read == ["none", "gaussian:0.001"]
+
+
 def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder: Path) -> None:
     data, common = notes(tmp_path), ("--model", model_folder, "--out", tmp_path / "run")
     assert "unknown defense" in refused("train", data, *common, "--defense", "ghst")

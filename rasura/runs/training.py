@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -67,18 +68,19 @@ class TrainPlan:
     pair_column: str | None = None
     label_column: str | None = None
 
-    def parts(self, defense: str) -> Defense:
-        """What ``defense`` does in a training step; nothing where it protects a service."""
+    @cached_property
+    def parts(self) -> Mapping[str, Defense]:
+        """What each of ``defenses`` does in a training, parsed once; nothing where it protects a service."""
         if not self.service:
-            return local(parse_defense(defense))
-        parsed(defense)
-        return ()
+            return {text: local(parse_defense(text)) for text in self.defenses}
+        for text in self.defenses:
+            parsed(text)
+        return dict.fromkeys(self.defenses, ())
 
     def checked(self) -> TrainPlan:
         """This plan, or ``InputError`` for what is wrong with it."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
-        for text in self.defenses:
-            self.parts(text)
+        _ = self.parts
         if not 0 < self.holdout < 1:
             raise InputError(f"holdout is {self.holdout}; expected a share of the training texts between 0 and 1")
         for name in ("limit", "seeds", "max_length"):
@@ -116,13 +118,13 @@ class Training:
         self.encoding = time.process_time() - start
         self.held = self._encoded(victim, held)
         self.test = self.held if tested is None else self._encoded(victim, tested)
-        for text in plan.defenses:
-            enough(plan.parts(text), victim.model, self.rows)
+        for parts in plan.parts.values():
+            enough(parts, victim.model, self.rows)
         told = {k: v for k, v in asdict(plan).items() if k not in ("defenses", "seeds")}  # to which others may be added
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(told))}
         self.about |= {"label_names": list(self.label_names)} if self.label_names else {}
-        for defense in plan.defenses:
-            self._ledger(plan.parts(defense), ())
+        for parts in plan.parts.values():
+            self._ledger(parts, ())
         self._claim()
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
@@ -168,7 +170,7 @@ class Training:
     ) -> list[Batch]:
         """The training texts behind the DATA part of ``defense``; kept, so that they are the same for every seed."""
         return protected(
-            self.rows, parse_defense(defense), victim.model, victim.vocabulary, self.folder / "protected" / _slug(defense),
+            self.rows, self.plan.parts[defense], victim.model, victim.vocabulary, self.folder / "protected" / _slug(defense),
             self.plan.recipe.seed, progress,
         )  # fmt: skip
 
@@ -188,7 +190,7 @@ class Training:
     ) -> dict[str, Any]:
         wall, cpu = time.perf_counter(), time.process_time()
         plan, victim = self.plan, self.victim(seed)
-        parts = plan.parts(defense)
+        parts = plan.parts[defense]
         vocabulary = victim.vocabulary
         service = self.service(defense, victim, seed) if plan.service else None
         held, test = self.held, self.test
