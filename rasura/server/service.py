@@ -1,0 +1,119 @@
+"""What the routes of the service share: one value that holds the store, the engine, the jobs and the limits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rasura.server import data, memory
+from rasura.server.container import CONTENT_TYPE, Incoming, Outgoing
+from rasura.server.inference import Engine, Prompt
+from rasura.server.jobs import Supervisor
+from rasura.server.limits import Limits, Refused
+from rasura.server.store import Model, Store
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service without its web framework. Whatever a tenant may not do raises ``Refused``.
+
+    ``arriving``: bytes of each tenant that are being uploaded; ``leaving``: downloads of each that are not finished.
+    """
+
+    store: Store
+    limits: Limits
+    engine: Engine
+    supervisor: Supervisor
+    arriving: Counter[str] = field(default_factory=Counter)
+    leaving: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, store: Store, limits: Limits, device: str) -> Service:
+        """The service of ``store``, whose models run and are trained on ``device``."""
+        return cls(store, limits, Engine(store, device, limits), Supervisor(store, device))
+
+    def check_bytes(self, tenant: str, total: int) -> None:
+        """Refuse (413) more bytes of models than one tenant may have."""
+        if total > self.limits.tenant_bytes:
+            raise Refused(413, f"your models may have {self.limits.tenant_bytes} bytes together; delete one first")
+
+    @contextmanager
+    def room(self, tenant: str, size: int) -> Iterator[None]:
+        """``size`` bytes for what arrives inside the block, so that uploads at the same time count together."""
+        self.check_bytes(tenant, self.store.bytes_of(tenant) + self.arriving[tenant] + size)
+        self.arriving[tenant] += size
+        try:
+            yield
+        finally:
+            self.arriving[tenant] -= size
+
+    async def received(
+        self, headers: Mapping[str, str], stream: AsyncIterator[bytes], place: Path, files: dict[str, int],
+        check: Callable[[dict[str, Any]], None],
+    ) -> Any:  # fmt: skip
+        """The header of a body, after ``check``; its files, of the names and at most the bytes of ``files``, lie in
+        ``place``."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != CONTENT_TYPE:
+            raise Refused(415, f"the body must be of {CONTENT_TYPE}; forms, archives and pickles are not taken")
+        body = Incoming(stream, int(headers["content-length"]))
+        head = await body.header(frozenset(files), files)
+        check(head)
+        await body.save(head["files"], place)
+        return head
+
+    def check_downloads(self, tenant: str) -> None:
+        """Refuse (429) another download beside as many as a tenant may have."""
+        if self.leaving[tenant] >= self.limits.downloads:
+            raise Refused(429, f"there are {self.limits.downloads} downloads that are not finished; wait for one")
+
+    async def sent(self, tenant: str, body: Outgoing) -> AsyncIterator[bytes]:
+        """The chunks of ``body``, a download that is counted until it ends."""
+        self.leaving[tenant] += 1
+        try:
+            async for chunk in body:
+                yield chunk
+        finally:
+            self.leaving[tenant] -= 1
+
+    async def classified(self, model: Model, inputs: list[list[int]], types: list[list[int]] | None) -> list[list[float]]:
+        """The logits of each text's labels."""
+        self._check_ids(model, "classification", inputs, model.about["max_length"])
+        if types is not None and [len(t) for t in types] != [len(i) for i in inputs]:
+            raise Refused(422, "types must be as long as inputs")
+        segments: Sequence[list[int] | None] = types or [None] * len(inputs)
+        rows = [
+            data.as_row(torch.tensor(ids), 0, None if one is None else torch.tensor(one))
+            for ids, one in zip(inputs, segments)
+        ]
+        logits = await self.engine.classify(model, rows)
+        if not bool(logits.isfinite().all()):
+            raise Refused(409, "the model's answer is no finite number; its weights or its training went wrong")
+        found: list[list[float]] = logits.tolist()
+        return found
+
+    def continued(self, model: Model, prompt: Prompt) -> AsyncIterator[int]:
+        """The new tokens of ``prompt`` as they come."""
+        longest = model.about["max_length"] - prompt.new_tokens
+        if longest < 1 and model.about["kind"] == "causal":
+            raise Refused(422, f"new_tokens must be below the model's {model.about['max_length']} tokens")
+        self._check_ids(model, "causal", [prompt.ids], longest, prompt.new_tokens)
+        return self.engine.generate(model, prompt)
+
+    def _check_ids(self, model: Model, kind: str, texts: list[list[int]], longest: int, new_tokens: int = 0) -> None:
+        if model.about["kind"] != kind:
+            raise Refused(409, f"this model is not for that; its kind is {model.about['kind']}")
+        size = model.about["vocabulary"]
+        for number, ids in enumerate(texts):
+            if not 1 <= len(ids) <= longest:
+                raise Refused(422, f"text {number} must have 1 to {longest} tokens")
+            if max(ids) >= size:
+                raise Refused(422, f"text {number} has ids outside the vocabulary's 0 .. {size - 1}")
+            memory.check_text(model.about, number, len(ids), self.limits.memory, new_tokens)
+        self.engine.check_room(model.tenant)
