@@ -122,70 +122,73 @@ def _find(model: nn.Module) -> Parts:
     finder = _ADAPTERS.get(getattr(config, "model_type", ""))
     if finder is not None:
         return finder(model)
-    kind = type(model).__name__
-    getter: Any = getattr(model, "get_input_embeddings", lambda: None)
-    embedding = getter()
-    if not isinstance(embedding, nn.Embedding):
-        raise InputError(
-            f"{kind}: no word embedding found (looked for get_input_embeddings() returning an nn.Embedding); "
-            "register an adapter with rasura.victims.models.register"
-        )
-    names = {id(m): n for n, m in model.named_modules()}
-    word = names[id(embedding)]
+    word, embedding = _word_embedding(model)
     found = _block_list(model)
     if found is None:
         raise InputError(
-            f"{kind}: no transformer blocks found (looked for a ModuleList whose members hold one of "
+            f"{type(model).__name__}: no transformer blocks found (looked for a ModuleList whose members hold one of "
             f"{', '.join(sorted(QKV_NAMES))}); register an adapter with rasura.victims.models.register"
         )
-    list_name, blocks = found
-    position = next(
-        (
-            n
-            for n, m in model.named_modules()
-            if isinstance(m, nn.Embedding) and n != word and ("position" in n.split(".")[-1] or n.endswith("wpe"))
-        ),
-        None,
-    )
-    # BERT keeps its embeddings under one module; GPT-2 and Llama keep them beside the blocks.
-    parent = word.rsplit(".", 1)[0]
-    inside = [n for n, _ in model.named_parameters() if n.startswith(parent + ".") and not n.startswith(list_name + ".")]
-    grouped = parent.endswith("embeddings")
-    embedding_names = tuple(inside) if grouped else tuple(f"{n}.weight" for n in (word, position) if n is not None)
+    list_name, modules = found
+    position = _position_embedding(model, word)
     linears = _linears(model)
-    seen_blocks = []
-    for index in range(len(blocks)):
-        prefix = f"{list_name}.{index}."
-        qkv = tuple(
-            lin
-            for lin in linears
-            if lin.module.startswith(prefix)
-            and QKV_NAMES & set(lin.module[len(prefix) :].split("."))
-            and "lora_B" not in lin.module
-        )
-        if not qkv:
-            raise InputError(f"{kind}: block {prefix[:-1]} has no query, key or value layer among {sorted(QKV_NAMES)}")
-        seen_blocks.append(Block(index, prefix[:-1], qkv))
+    blocks = tuple(_block(model, index, f"{list_name}.{index}", linears) for index in range(len(modules)))
     outside = [lin for lin in linears if not lin.module.startswith(list_name + ".") and lin.weight != f"{word}.weight"]
-    head = outside[-1] if outside else None
-    output_getter: Any = getattr(model, "get_output_embeddings", lambda: None)
-    output = output_getter()
-    tied = output is not None and getattr(output, "weight", None) is embedding.weight
-    first = model.get_submodule(seen_blocks[0].qkv[0].module)
-    weight = first.weight
+    output: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    first = blocks[0].qkv[0]
+    weight = model.get_submodule(first.module).weight
     assert isinstance(weight, Tensor)
-    hidden = int(weight.shape[0] if seen_blocks[0].qkv[0].transposed else weight.shape[1])
     return Parts(
         f"{word}.weight",
         f"{position}.weight" if position else None,
-        embedding_names,
-        tuple(seen_blocks),
+        _embedding_names(model, word, position, list_name),
+        blocks,
         linears,
-        head,
-        hidden,
-        _sees_only_the_past(model, seen_blocks[-1].module, embedding.num_embeddings),
-        tied,
+        outside[-1] if outside else None,
+        int(weight.shape[0] if first.transposed else weight.shape[1]),
+        _sees_only_the_past(model, blocks[-1].module, embedding.num_embeddings),
+        output is not None and getattr(output, "weight", None) is embedding.weight,
     )
+
+
+def _word_embedding(model: nn.Module) -> tuple[str, nn.Embedding]:
+    embedding: Any = getattr(model, "get_input_embeddings", lambda: None)()
+    if not isinstance(embedding, nn.Embedding):
+        raise InputError(
+            f"{type(model).__name__}: no word embedding found (looked for get_input_embeddings() returning an "
+            "nn.Embedding); register an adapter with rasura.victims.models.register"
+        )
+    names = {id(m): n for n, m in model.named_modules()}
+    return names[id(embedding)], embedding
+
+
+def _position_embedding(model: nn.Module, word: str) -> str | None:
+    tables = (n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and n != word)
+    return next((n for n in tables if "position" in n.split(".")[-1] or n.endswith("wpe")), None)
+
+
+def _embedding_names(model: nn.Module, word: str, position: str | None, blocks: str) -> tuple[str, ...]:
+    # BERT keeps its embeddings under one module; GPT-2 and Llama keep them beside the blocks.
+    parent = word.rsplit(".", 1)[0]
+    if not parent.endswith("embeddings"):
+        return tuple(f"{n}.weight" for n in (word, position) if n is not None)
+    names = (n for n, _ in model.named_parameters())
+    return tuple(n for n in names if n.startswith(parent + ".") and not n.startswith(blocks + "."))
+
+
+def _block(model: nn.Module, index: int, name: str, linears: Sequence[Linear]) -> Block:
+    prefix = f"{name}."
+    qkv = tuple(
+        lin
+        for lin in linears
+        if lin.module.startswith(prefix)
+        and QKV_NAMES & set(lin.module[len(prefix) :].split("."))
+        and "lora_B" not in lin.module
+    )
+    if not qkv:
+        kind = type(model).__name__
+        raise InputError(f"{kind}: block {name} has no query, key or value layer among {sorted(QKV_NAMES)}")
+    return Block(index, name, qkv)
 
 
 class _Stop(Exception):
