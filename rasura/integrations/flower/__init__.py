@@ -127,72 +127,80 @@ def strategy(
     context and for more clients than the keys fit, before anything is sent; ``RoundFailed`` ends a run whose round has fewer
     than ``least`` updates that count.
     """
-    app, strategies = _flwr()
+    _, strategies = _flwr()
     collector = Collector(
         agreement, least, most_examples, first_scale, _log, seen=capture, allow_few_clients=allow_few_clients
     )
     options = {"min_train_nodes": least, "min_evaluate_nodes": least, "min_available_nodes": least, **options}
 
-    figures: dict[int, dict[str, float]] = {}
+    class Protected(_Protected, strategies.FedAvg):  # type: ignore[misc, name-defined]  # imported here alone
+        pass
 
-    class Protected(strategies.FedAvg):  # type: ignore[misc, name-defined]  # imported here alone
-        def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
-            return super().start(grid, _record(agreement.start) if initial_arrays is None else initial_arrays, **rest)
+    told = {"most-examples": most_examples, "first-scale": float(first_scale)}
+    return Protected(agreement, collector, capture, told, **options)
 
-        def _ticketed(self, number: int, messages: Iterable[Any]) -> list[Any]:
-            arrays, out = _record(collector.visible()), []
-            for message in messages:
-                ticket = collector.ticket(number, message.metadata.dst_node_id)
-                told = {
-                    "round": number, "nonce": ticket.nonce, "most-examples": most_examples,
-                    "first-scale": float(first_scale), "aggregate": ticket.aggregate,
-                }  # fmt: skip
-                # One RecordDict is shared by all messages of a round.
-                config = app.ConfigRecord(dict(message.content[self.configrecord_key]))
-                content = {ARRAYS: arrays, self.configrecord_key: config, RECORD: app.ConfigRecord(told)}
-                kind, node = message.metadata.message_type, message.metadata.dst_node_id
-                out.append(app.Message(app.RecordDict(content), message_type=kind, dst_node_id=node))
-            return out
 
-        def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
-            count = max(int(len(list(grid.get_node_ids())) * self.fraction_train), self.min_train_nodes)
-            if server_round == 1:
-                collector.check_clients(count)
-            messages = list(super().configure_train(server_round, arrays, config, grid))
-            if capture is not None:
-                capture.model(server_round, collector.clear)
-            # Clients that join later wait for a place: the run goes on.
-            sent = self._ticketed(server_round, messages[: collector.most])
-            clear = sum(t.numel() * t.element_size() for t in collector.visible().values())
-            figures[server_round] = {
-                "asked": len(sent),
-                "bytes_down": clear + len(collector.aggregate),
-                "start": time.time(),
-            }
-            return sent
+_Base: Any = object
 
-        def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
-            valid, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
-            sent = [(m, _metrics(m)) for m in valid]
-            triples = [(m.metadata.src_node_id, _bytes(m), found.get(EXAMPLES, 0)) for m, found in sent]
-            told = figures[server_round]
-            told["bytes_up"] = sum(len(data) for _, data, _ in triples if isinstance(data, bytes))
-            told["waited_seconds"] = time.time() - told.pop("start")
-            begun = time.process_time()
-            counted = set(collector.collect(triples))
-            told |= {"counted": len(counted), "adding_cpu_seconds": time.process_time() - begun}
-            return _record(collector.clear), _weighed(app, [f for m, f in sent if m.metadata.src_node_id in counted])
 
-        def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
-            return self._ticketed(server_round, super().configure_evaluate(server_round, arrays, config, grid))
+class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's FedAvg, which ``strategy`` adds
+    """What ``strategy`` does otherwise than FedAvg; ``told``: what each ticket says beside what its round says."""
 
-        def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
-            valid, _ = self._check_and_log_replies(replies, is_train=False, validate=False)
-            return _weighed(app, [_metrics(m) for m in valid])
+    def __init__(
+        self, agreement: Agreement, collector: Collector, capture: Capture | None, told: dict[str, Any], **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self.agreement, self.collector, self.capture, self.told = agreement, collector, capture, told
+        self.figures: dict[int, dict[str, float]] = {}
 
-    made = Protected(**options)
-    made.collector, made.figures = collector, figures
-    return made
+    def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
+        return super().start(grid, _record(self.agreement.start) if initial_arrays is None else initial_arrays, **rest)
+
+    def _ticketed(self, number: int, messages: Iterable[Any]) -> list[Any]:
+        app, _ = _flwr()
+        arrays, out = _record(self.collector.visible()), []
+        for message in messages:
+            ticket = self.collector.ticket(number, message.metadata.dst_node_id)
+            told = {**self.told, "round": number, "nonce": ticket.nonce, "aggregate": ticket.aggregate}
+            # One RecordDict is shared by all messages of a round.
+            config = app.ConfigRecord(dict(message.content[self.configrecord_key]))
+            content = {ARRAYS: arrays, self.configrecord_key: config, RECORD: app.ConfigRecord(told)}
+            kind, node = message.metadata.message_type, message.metadata.dst_node_id
+            out.append(app.Message(app.RecordDict(content), message_type=kind, dst_node_id=node))
+        return out
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
+        count = max(int(len(list(grid.get_node_ids())) * self.fraction_train), self.min_train_nodes)
+        if server_round == 1:
+            self.collector.check_clients(count)
+        messages = list(super().configure_train(server_round, arrays, config, grid))
+        if self.capture is not None:
+            self.capture.model(server_round, self.collector.clear)
+        # Clients that join later wait for a place: the run goes on.
+        sent = self._ticketed(server_round, messages[: self.collector.most])
+        clear = sum(t.numel() * t.element_size() for t in self.collector.visible().values())
+        down = clear + len(self.collector.aggregate)
+        self.figures[server_round] = {"asked": len(sent), "bytes_down": down, "start": time.time()}
+        return sent
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
+        valid, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
+        sent = [(m, _metrics(m)) for m in valid]
+        triples = [(m.metadata.src_node_id, _bytes(m), found.get(EXAMPLES, 0)) for m, found in sent]
+        told = self.figures[server_round]
+        told["bytes_up"] = sum(len(data) for _, data, _ in triples if isinstance(data, bytes))
+        told["waited_seconds"] = time.time() - told.pop("start")
+        begun = time.process_time()
+        counted = set(self.collector.collect(triples))
+        told |= {"counted": len(counted), "adding_cpu_seconds": time.process_time() - begun}
+        return _record(self.collector.clear), _weighed([f for m, f in sent if m.metadata.src_node_id in counted])
+
+    def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
+        return self._ticketed(server_round, super().configure_evaluate(server_round, arrays, config, grid))
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
+        valid, _ = self._check_and_log_replies(replies, is_train=False, validate=False)
+        return _weighed([_metrics(m) for m in valid])
 
 
 def _bytes(message: Any) -> object:
@@ -211,11 +219,12 @@ def _metrics(message: Any) -> dict[str, float]:
         return {}
 
 
-def _weighed(app: Any, found: list[dict[str, float]]) -> Any:
+def _weighed(found: list[dict[str, float]]) -> Any:
     """The means, by examples, of the metrics that all clients report; None where none does."""
     told = [f for f in found if f.get(EXAMPLES, 0) > 0]
     names = set.intersection(*(set(f) for f in told)) - {EXAMPLES} if told else set()
     if not names:
         return None
     total = sum(f[EXAMPLES] for f in told)
+    app, _ = _flwr()
     return app.MetricRecord({n: float(sum(f[n] * f[EXAMPLES] for f in told) / total) for n in sorted(names)})
