@@ -46,7 +46,7 @@ def account(
 
     Example: rasura account --sigma 0.5,1,2 --examples 5056 --batch-size 128 --epochs 10
     """
-    from rasura.accounting import ACCOUNTANTS, Run, directional_epsilon, epsilon, sigma_for
+    from rasura.accounting import ACCOUNTANTS, Run
     from rasura.core.options import known
 
     if ledger is not None:
@@ -70,29 +70,53 @@ def account(
     run = Run(examples, batch_size, epochs, delta)
     # A rate that was given is kept to the last digit; its steps are those until each text came up once.
     share = run.rate if rate is None else rate
-    warnings = []
-    if run.fails >= 1 / examples:
-        warnings.append(f"delta {run.fails:.3g} is not below 1 / {examples}: publishing one text in full would meet it")
-    accountants: Any = ACCOUNTANTS if noise == "gaussian" else ("pld",)
-    rows: list[dict[str, Any]] = []
+    accountants = tuple(ACCOUNTANTS) if noise == "gaussian" else ("pld",)
     with err.status("accounting"):
-        for target in targets:
-            sigmas.append(sigma_for(target, share, run.steps, run.fails, noise=noise))
-        for number, one in enumerate(sigmas):
-            asked = number - (len(sigmas) - len(targets))
-            told = {by: epsilon(one, share, run.steps, run.fails, by=by, noise=noise) for by in accountants}
-            rows.append({"sigma": one, **({"target": targets[asked]} if asked >= 0 else {}), **told})
-        for one in kappas:
-            spent = directional_epsilon(one, [dimension or 0], epochs, run.fails)
-            rows.append({"kappa": one, "epsilon": spent, "pure": 2 * one * epochs, "metric": one * epochs})
+        rows = _sampled(run, share, sigmas, targets, accountants, noise)
+        rows += _directional(run, kappas, dimension or 0)
     about = {"delta": run.fails, "rate": share, "steps": run.steps, "examples": examples, "epochs": epochs, "noise": noise}
+    _planned(about, rows, accountants, as_json)
+
+
+def _sampled(
+    run: Any, rate: float, sigmas: list[float], targets: list[float], accountants: Any, noise: str
+) -> list[dict[str, Any]]:
+    """A row for each noise multiplier of DP-SGD, then one for the multiplier that each target needs."""
+    from rasura.accounting import epsilon, sigma_for
+
+    found = [sigma_for(target, rate, run.steps, run.fails, noise=noise) for target in targets]
+    asked = [{"sigma": s} for s in sigmas] + [{"sigma": s, "target": t} for s, t in zip(found, targets)]
+    return [
+        {**row, **{by: epsilon(row["sigma"], rate, run.steps, run.fails, by=by, noise=noise) for by in accountants}}
+        for row in asked
+    ]
+
+
+def _directional(run: Any, kappas: list[float], dimension: int) -> list[dict[str, Any]]:
+    """A row for each concentration of DirDP-SGD."""
+    from rasura.accounting import directional_epsilon
+
+    spent = [directional_epsilon(one, [dimension], run.epochs, run.fails) for one in kappas]
+    return [
+        {"kappa": one, "epsilon": epsilon, "pure": 2 * one * run.epochs, "metric": one * run.epochs}
+        for one, epsilon in zip(kappas, spent)
+    ]
+
+
+def _planned(about: dict[str, Any], rows: list[dict[str, Any]], accountants: tuple[str, ...], as_json: bool) -> None:
+    """Print the ``rows`` of a plan and what they are true of."""
+    fails, examples, warnings = about["delta"], about["examples"], []
+    if fails >= 1 / examples:
+        warnings.append(f"delta {fails:.3g} is not below 1 / {examples}: publishing one text in full would meet it")
     if as_json:
         sys.stdout.write(json.dumps({**about, "rows": rows, "warnings": warnings}) + "\n")
         return
     _print(rows, accountants)
-    out.print(f"planned, delta {run.fails:.3g}; DP-SGD: {run.steps} steps, each text in each with probability {share:.4g} "
-              "(Poisson sampling: a loader that shuffles has no such guarantee)", soft_wrap=True)  # fmt: skip
-    if kappas:
+    out.print(
+        f"planned, delta {fails:.3g}; DP-SGD: {about['steps']} steps, each text in each with probability "
+        f"{about['rate']:.4g} (Poisson sampling: a loader that shuffles has no such guarantee)", soft_wrap=True,
+    )  # fmt: skip
+    if any("kappa" in row for row in rows):
         out.print("DirDP-SGD: a text replaced by another, disjoint batches within an epoch", soft_wrap=True)
     for warning in warnings:
         err.print(warning, style="bold", soft_wrap=True)

@@ -10,25 +10,45 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, numbers, out, split, watched
+from rasura.cli.shared import (
+    AttackedModel,
+    Entries,
+    FreshLabels,
+    LabelColumn,
+    LanguageModel,
+    Limit,
+    Out,
+    PairColumn,
+    Reference,
+    Source,
+    StepDevice,
+    TextColumn,
+    TruncateAll,
+    app,
+    device_named,
+    err,
+    numbers,
+    out,
+    split,
+    watched,
+)
 from rasura.core.errors import InputError
+
+Engine = Annotated[str, typer.Option(help="local, or ray to spread the cells over a Ray cluster")]
+Address = Annotated[str | None, typer.Option(help="address of a running Ray cluster; without it, one is started here")]
+Workers = Annotated[int | None, typer.Option(help="number of processes of the engine ray; default: all cores")]
+FailAbove = Annotated[float | None, typer.Option(help="exit with 3 if a risk is above this fraction, with 4 if unknown")]
+BatchSizes = Annotated[str | None, typer.Option(help="texts per update, separated by commas: 1,2,4")]
+ShowText = Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")]
 
 
 @app.command()
 def audit(
-    file: Annotated[
-        str | None, typer.Argument(help="JSONL, CSV or Parquet file, data set id, or a folder of images")
-    ] = None,
+    file: Source = None,
     text: Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")] = None,
-    reference: Annotated[
-        str | None, typer.Option(help="a file with other texts of the same kind, which the adversary has")
-    ] = None,
-    language_model: Annotated[
-        str | None, typer.Option(help="a causal model that the adversary uses as language model")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="model folder or hub id (default minilm); for images lenet or cnn")
-    ] = None,
+    reference: Reference = None,
+    language_model: LanguageModel = None,
+    model: AttackedModel = None,
     task: Annotated[str | None, typer.Option(help="classification, causal or vision")] = None,
     attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list attacks")] = None,
     defense: Annotated[str | None, typer.Option(help="defenses, separated by commas; join the parts of one with +")] = None,
@@ -36,36 +56,24 @@ def audit(
         str | None, typer.Option(help="kinds of update, separated by commas; see: rasura list updates")
     ] = None,
     threat: Annotated[str | None, typer.Option(help="threat models, separated by commas; see: rasura list threats")] = None,
-    batch_size: Annotated[str | None, typer.Option(help="texts per update, separated by commas: 1,2,4")] = None,
-    limit: Annotated[int | None, typer.Option(help="number of texts to use")] = None,
+    batch_size: BatchSizes = None,
+    limit: Limit = None,
     seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
     budget: Annotated[str | None, typer.Option(help="work per attack: quick, default or paper")] = None,
     max_memory: Annotated[int | None, typer.Option(help="memory limit of an attack in MiB; default 4096")] = None,
-    entries: Annotated[
-        float | None, typer.Option(help="fraction of the entries that matching attacks form for L1 and masks")
-    ] = None,
+    entries: Entries = None,
     suite: Annotated[str | None, typer.Option(help="take attacks and defenses from a suite: quick or full")] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file with the same settings")] = None,
-    num_labels: Annotated[int | None, typer.Option(help="number of classes of a fresh head")] = None,
-    truncate: Annotated[
-        bool, typer.Option("--truncate", help="truncate texts that are too long, crop and scale images")
-    ] = False,
-    show_text: Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")] = False,
-    fail_above: Annotated[
-        float | None, typer.Option(help="exit with 3 if a risk is above this fraction, with 4 if unknown")
-    ] = None,
-    folder: Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")] = Path(
-        "runs/audit"
-    ),
-    device: Annotated[
-        str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")
-    ] = "auto",
-    engine: Annotated[str, typer.Option(help="local, or ray to spread the cells over a Ray cluster")] = "local",
-    address: Annotated[
-        str | None, typer.Option(help="address of a running Ray cluster; without it, one is started here")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="number of processes of the engine ray; default: all cores")] = None,
+    num_labels: FreshLabels = None,
+    truncate: TruncateAll = False,
+    show_text: ShowText = False,
+    fail_above: FailAbove = None,
+    folder: Out = Path("runs/audit"),
+    device: StepDevice = "auto",
+    engine: Engine = "local",
+    address: Address = None,
+    workers: Workers = None,
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
@@ -79,35 +87,43 @@ def audit(
 
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
+    plan = _planned(
+        config, suite, data=file, texts=tuple(text) if text else None, reference=reference, language_model=language_model,
+        entries=entries, model=model, task=task, attacks=split(attack), defenses=split(defense), updates=split(update),
+        threats=split(threat), batch_sizes=numbers(batch_size, "batch-size"), limit=limit, seeds=seeds, seed=seed,
+        budget=budget, num_labels=num_labels, max_memory=max_memory, truncate=truncate or None, show_text=show_text or None,
+        text_column=text_column, pair_column=pair_column, label_column=label_column,
+    )  # fmt: skip
+    _check_run(fail_above, engine, address, workers)
+    run_audit(plan.checked(), folder, device_named(device), fail_above, as_json, engine, address, workers)
+
+
+def _planned(config: Path | None, suite: str | None, **given: Any) -> Any:
+    """The plan of a file, if any, with the methods of a suite, if any, and what was ``given`` on the command line."""
     from dataclasses import replace
 
     from rasura.core.options import known
-    from rasura.report.gate import checked_limit
     from rasura.runs.plans import SUITES, Plan, from_toml
 
     plan = from_toml(config) if config else Plan()
     if suite:
         attacks, defenses = SUITES[known("suite", suite, SUITES)]
         plan = replace(plan, attacks=attacks, defenses=defenses)
-    given: dict[str, Any] = {
-        "data": file, "texts": tuple(text) if text else None, "reference": reference,
-        "language_model": language_model, "entries": entries, "model": model, "task": task, "attacks": split(attack),
-        "defenses": split(defense), "updates": split(update), "threats": split(threat),
-        "batch_sizes": numbers(batch_size, "batch-size"),
-        "limit": limit, "seeds": seeds, "seed": seed, "budget": budget, "num_labels": num_labels,
-        "max_memory": max_memory, "truncate": truncate or None, "show_text": show_text or None,
-        "text_column": text_column, "pair_column": pair_column, "label_column": label_column,
-    }  # fmt: skip
-    if file and text:
+    if given["data"] and given["texts"]:
         raise InputError("FILE and --text were both given; pass one of them")
-    if text and limit is None:
-        given["limit"] = len(text)
-    plan = replace(plan, **{k: v for k, v in given.items() if v is not None})
+    if given["texts"] and given["limit"] is None:
+        given["limit"] = len(given["texts"])
+    return replace(plan, **{k: v for k, v in given.items() if v is not None})
+
+
+def _check_run(fail_above: float | None, engine: str, address: str | None, workers: int | None) -> None:
+    from rasura.core.options import known
+    from rasura.report.gate import checked_limit
+
     if fail_above is not None:
         checked_limit(fail_above)
     if known("engine", engine, ENGINES) == "local" and (address or workers):
         raise InputError("--address and --workers are for --engine ray")
-    run_audit(plan.checked(), folder, device_named(device), fail_above, as_json, engine, address, workers)
 
 
 ENGINES = ("local", "ray")

@@ -10,7 +10,23 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, out, split, watched
+from rasura.cli.shared import (
+    Device,
+    LabelColumn,
+    MaxLength,
+    Optimizer,
+    Out,
+    PairColumn,
+    TextColumn,
+    TextTask,
+    Truncate,
+    app,
+    device_named,
+    err,
+    out,
+    split,
+    watched,
+)
 from rasura.core.errors import InputError
 
 
@@ -24,14 +40,14 @@ def membership(
     ] = None,
     base: Annotated[str, typer.Option(help="the public model that training started from")] = "minilm",
     reference: Annotated[str | None, typer.Option(help="more texts of the same kind, which the adversary has")] = None,
-    task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
+    task: TextTask = "classification",
     attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list membership")] = None,
     own_models: Annotated[int, typer.Option(help="number of shadow models that the adversary trains; must be even")] = 8,
     defense: Annotated[str, typer.Option(help="the protection under which the model was trained")] = "none",
     epochs: Annotated[int, typer.Option(help="epochs of the shadow models; use those of the model")] = 5,
     batch_size: Annotated[int, typer.Option(help="texts per step of the shadow models")] = 32,
     learning_rate: Annotated[float, typer.Option(help="learning rate of the shadow models")] = 1e-4,
-    optimizer: Annotated[str, typer.Option(help="optimizer: adamw or sgd")] = "adamw",
+    optimizer: Optimizer = "adamw",
     fpr: Annotated[
         str | None, typer.Option(help="false positive rates, separated by commas; default 0.01,0.001 as far as n allows")
     ] = None,
@@ -39,13 +55,11 @@ def membership(
     delta: Annotated[float, typer.Option(help="delta of that guarantee")] = 0.0,
     limit: Annotated[int | None, typer.Option(help="number of texts to use from each side")] = None,
     num_labels: Annotated[int | None, typer.Option(help="number of classes, if the folder does not say")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
-    max_length: Annotated[int | None, typer.Option(help="longest text in tokens")] = None,
+    truncate: Truncate = False,
+    max_length: MaxLength = None,
     seed: Annotated[int, typer.Option(help="random seed")] = 0,
-    folder: Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")] = Path(
-        "runs/membership"
-    ),
-    device: Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")] = "auto",
+    folder: Out = Path("runs/membership"),
+    device: Device = "auto",
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,10 +26,28 @@ app.add_typer(protect, name="protect")
 out = Console()
 err = Console(stderr=True)
 
-
 TextColumn = Annotated[str | None, typer.Option(help="column of the text, if its name is not a usual one")]
 PairColumn = Annotated[str | None, typer.Option(help="column of the second text of a pair; none leaves it unread")]
 LabelColumn = Annotated[str | None, typer.Option(help="column of the label, a number or a name; none leaves it unread")]
+Source = Annotated[str | None, typer.Argument(help="JSONL, CSV or Parquet file, data set id, or a folder of images")]
+Reference = Annotated[str | None, typer.Option(help="a file with other texts of the same kind, which the adversary has")]
+LanguageModel = Annotated[str | None, typer.Option(help="a causal model that the adversary uses as language model")]
+AttackedModel = Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); for images lenet or cnn")]
+Budget = Annotated[str, typer.Option(help="work per attack: quick, default or paper")]
+Entries = Annotated[float | None, typer.Option(help="fraction of the entries that matching attacks form for L1 and masks")]
+Limit = Annotated[int | None, typer.Option(help="number of texts to use")]
+Seeds = Annotated[int, typer.Option(help="number of repetitions, each with its own seed")]
+FirstSeed = Annotated[int, typer.Option(help="first seed")]
+FreshLabels = Annotated[int | None, typer.Option(help="number of classes of a fresh head")]
+TruncateAll = Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long, crop and scale images")]
+Truncate = Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")]
+MaxLength = Annotated[int | None, typer.Option(help="longest text in tokens")]
+Optimizer = Annotated[str, typer.Option(help="optimizer: adamw or sgd")]
+TextTask = Annotated[str, typer.Option(help="classification or causal")]
+Out = Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")]
+Device = Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")]
+StepDevice = Annotated[str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 
 
 def split(text: str | None) -> tuple[str, ...] | None:

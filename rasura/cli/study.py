@@ -11,7 +11,7 @@ import typer
 
 from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
-from rasura.cli.shared import app, err, numbers, split, watched
+from rasura.cli.shared import Limit, app, err, numbers, split, watched
 from rasura.cli.train import prepared, trained
 from rasura.core.errors import MissingExtra
 
@@ -21,7 +21,7 @@ def study(
     name: Annotated[str, typer.Argument(help="a study in the folder studies/, for example grab/table7")],
     data: Annotated[str | None, typer.Option(help="the texts, or the folder that holds the study's own files")] = None,
     model: Annotated[str | None, typer.Option(help="the model, if the study's own is not available")] = None,
-    limit: Annotated[int | None, typer.Option(help="number of texts to use")] = None,
+    limit: Limit = None,
     budget: Annotated[str | None, typer.Option(help="work per attack: quick, default or paper")] = None,
     attack: Annotated[str | None, typer.Option(help="run only these attacks, separated by commas")] = None,
     batch_size: Annotated[str | None, typer.Option(help="run only these batch sizes, separated by commas")] = None,

@@ -11,7 +11,27 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from rasura.cli.shared import LabelColumn, PairColumn, TextColumn, app, device_named, err, out, protect, split, watched
+from rasura.cli.shared import (
+    AsJson,
+    Device,
+    FirstSeed,
+    FreshLabels,
+    LabelColumn,
+    MaxLength,
+    Optimizer,
+    PairColumn,
+    Seeds,
+    TextColumn,
+    TextTask,
+    Truncate,
+    app,
+    device_named,
+    err,
+    out,
+    protect,
+    split,
+    watched,
+)
 
 
 class Rate:
@@ -31,31 +51,36 @@ class Rate:
         return f"{rows / seconds:.2f} rows/s, {left / 60:.1f} minutes left"
 
 
+Overlap = Annotated[
+    float | None, typer.Option(help="largest fraction of neighbours that a token and its substitute may share (0.1)")
+]
+RoundTrip = Annotated[
+    bool, typer.Option("--round-trip", help="take only whole words that are tokenized as before when written as text")
+]
+Language = Annotated[
+    str | None, typer.Option(help="language of the lemmas, as named by simplemma: en, de ...; none works without lemmas")
+]
+
+
 @protect.command()
 def ghost(
     source: Annotated[str, typer.Argument(help="JSONL, CSV or Parquet file, or data set id")],
     target: Annotated[Path, typer.Argument(help="file to write: .jsonl, .csv or .parquet")],
     model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
     k: Annotated[int | None, typer.Option(help="number of nearest tokens to search for a substitute (70)")] = None,
-    overlap: Annotated[
-        float | None, typer.Option(help="largest fraction of neighbours that a token and its substitute may share (0.1)")
-    ] = None,
+    overlap: Overlap = None,
     group: Annotated[int | None, typer.Option(help="tokens that share substitutes; 1: as published, 8: balanced")] = None,
     beam: Annotated[int, typer.Option(help="beam width of the selection of substitutes")] = 1,
     keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="leave punctuation unchanged")] = False,
     keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="leave numbers unchanged")] = False,
-    round_trip: Annotated[
-        bool, typer.Option("--round-trip", help="take only whole words that are tokenized as before when written as text")
-    ] = False,
-    language: Annotated[
-        str | None, typer.Option(help="language of the lemmas, as named by simplemma: en, de ...; none works without lemmas")
-    ] = None,
+    round_trip: RoundTrip = False,
+    language: Language = None,
     table: Annotated[Path | None, typer.Option(help="file that keeps the search; written if it does not exist")] = None,
     seed: Annotated[int, typer.Option(help="seed of the first substitutes")] = 0,
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Obfuscate a data set before training: replace tokens by near ones of other meaning.
 
@@ -99,41 +124,42 @@ def ghost(
     out.print(f"data: {found.path}\ncard: {found.card}", markup=False, highlight=False, soft_wrap=True)
 
 
+Schedule = Annotated[str, typer.Option(help="schedule of the learning rate: constant, or linear, which falls to 0")]
+ForService = Annotated[
+    bool, typer.Option("--service", help="the defenses are protections of a model service: none,obfuslm:k=10")
+]
+Models = Annotated[Path, typer.Option("--out", help="folder for the models; the same command resumes the run")]
+
+
 @app.command()
 def train(
     data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV or Parquet file, or data set id")],
     test: Annotated[str | None, typer.Option(help="original texts to judge the trained model on")] = None,
     model: Annotated[str, typer.Option(help="model folder or hub id")] = "minilm",
-    task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
+    task: TextTask = "classification",
     defense: Annotated[str, typer.Option(help="defenses, separated by commas; join the parts of one with +")] = "none",
     epochs: Annotated[int, typer.Option(help="largest number of epochs")] = 20,
     patience: Annotated[int, typer.Option(help="epochs without improvement before training stops")] = 5,
     keep: Annotated[str, typer.Option(help="weights to keep: those of the best epoch, or of the last")] = "best",
     batch_size: Annotated[int, typer.Option(help="texts per step")] = 32,
     learning_rate: Annotated[float, typer.Option(help="learning rate of AdamW or SGD")] = 1e-4,
-    schedule: Annotated[
-        str, typer.Option(help="schedule of the learning rate: constant, or linear, which falls to 0")
-    ] = "constant",
+    schedule: Schedule = "constant",
     warmup: Annotated[float, typer.Option(help="fraction of the steps over which a linear schedule rises first")] = 0.0,
-    optimizer: Annotated[str, typer.Option(help="optimizer: adamw or sgd")] = "adamw",
+    optimizer: Optimizer = "adamw",
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters to train instead of the weights; 0: none")] = 0,
     holdout: Annotated[float, typer.Option(help="fraction of the training texts held out for early stopping")] = 0.1,
     limit: Annotated[int | None, typer.Option(help="number of training texts to use")] = None,
-    seeds: Annotated[int, typer.Option(help="number of repetitions, each with its own seed")] = 1,
-    seed: Annotated[int, typer.Option(help="first seed")] = 0,
-    num_labels: Annotated[int | None, typer.Option(help="number of classes of a fresh head")] = None,
-    truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
-    max_length: Annotated[int | None, typer.Option(help="longest text in tokens")] = None,
-    service: Annotated[
-        bool, typer.Option("--service", help="the defenses are protections of a model service: none,obfuslm:k=10")
-    ] = False,
+    seeds: Seeds = 1,
+    seed: FirstSeed = 0,
+    num_labels: FreshLabels = None,
+    truncate: Truncate = False,
+    max_length: MaxLength = None,
+    service: ForService = False,
     precision: Annotated[str, typer.Option(help="precision: float32 or bf16")] = "float32",
     delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee; default a tenth of 1 / texts")] = None,
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="repeatable noise, without any guarantee")] = False,
-    device: Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")] = "auto",
-    folder: Annotated[Path, typer.Option("--out", help="folder for the models; the same command resumes the run")] = Path(
-        "runs/train"
-    ),
+    device: Device = "auto",
+    folder: Models = Path("runs/train"),
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
@@ -153,18 +179,9 @@ def train(
     kept: Any = known("epoch to keep", keep, ("best", "last"))
     course: Any = schedule  # which Recipe checks
     recipe = Recipe(
-        epochs,
-        batch_size,
-        learning_rate,
-        patience=patience,
-        optimizer=kind,
-        precision=bits,
-        seed=seed,
-        noise=noise,
-        keep=kept,
-        schedule=course,
-        warmup=warmup,
-    )
+        epochs, batch_size, learning_rate, patience=patience, optimizer=kind, precision=bits, seed=seed, noise=noise,
+        keep=kept, schedule=course, warmup=warmup,
+    )  # fmt: skip
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
         delta, recipe, service, text_column, pair_column, label_column,
