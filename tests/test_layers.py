@@ -343,6 +343,24 @@ def test_each_optional_library_is_imported_in_one_file_inside_functions() -> Non
             assert library not in names, f"{m} imports {library} at its top"
 
 
+LONGEST = 60
+LONG = {
+    "rasura.cli.audit.read": "many options, each with its help",
+    "rasura.runs.reading.read_update": "many things that a caller may know of the update, each checked in turn",
+}
+"""Functions that may have more lines than ``LONGEST``, and why."""
+
+
+def test_no_function_is_longer_than_a_page() -> None:
+    found = {
+        f"{module}.{node.name}"
+        for module in MODULES
+        for node in ast.walk(ast.parse(text(module)))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= LONGEST
+    }
+    assert found == set(LONG)
+
+
 @pytest.mark.parametrize("module", MODULES)
 def test_the_package_imports_nothing_that_only_developers_install(module: str) -> None:
     assert {i.split(".")[0] for i in imports(module)} & DEVELOPMENT == set()
