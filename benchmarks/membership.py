@@ -5,7 +5,7 @@ python benchmarks/membership.py DATA/sst2.train.parquet --attack blind,loss,mia-
 python benchmarks/membership.py DATA/sst2.train.parquet --sigma 1.0 --epochs 30
 
 A pooler and classifier on MiniLM's frozen features, trained until they know their texts by heart, half of the texts each.
-Every model is the audited one in turn; the others but its partner, which has the other half, are the adversary's own.
+Every model is the audited one in turn. The others are the adversary's shadow models, but for its partner on the other half.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.accounting import epsilon
-from rasura.core.answers import Answers, OwnModel
+from rasura.core.answers import Answers, ShadowModel
 from rasura.core.rng import derive, generator
 from rasura.core.threat import MODEL_USER, observe_model
 from rasura.core.values import Batch
@@ -150,16 +150,16 @@ def main() -> None:
     names = options.attack.split(",")
     figures: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     for number, head in enumerate(heads):
-        # Models come in pairs on opposite halves. Without the audited one alone, members would be in fewer own models than
-        # others are, which would tell who they are: its partner is left out with it.
-        own = tuple(OwnModel(said[k], inside[k]) for k in range(options.models) if k // 2 != number // 2)
+        # Models come in pairs on opposite halves. If only the audited one were left out, members would be in fewer shadow
+        # models than the others are, which would tell who they are: its partner is left out with it.
+        shadows = tuple(ShadowModel(said[k], inside[k]) for k in range(options.models) if k // 2 != number // 2)
 
         def ask(asked: Sequence[Batch], head: nn.Module = head, number: int = number) -> Answers:
             return said[number] if asked is rows else answers_of(head, features(asked), labels_of(asked))
 
         seen = observe_model(
             MODEL_USER, "classification", ask=ask, candidates=rows, base=(victim.model, victim.vocabulary),
-            own=lambda own=own: own,  # type: ignore[misc]  # mypy knows no defaults of lambdas
+            shadow_models=lambda shadows=shadows: shadows,  # type: ignore[misc]  # mypy knows no defaults of lambdas
         )  # fmt: skip
         members = inside[number].tolist()
         for name in names:

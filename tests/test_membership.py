@@ -16,7 +16,7 @@ from scipy.stats import norm
 from transformers import BertConfig, BertForMaskedLM
 
 from rasura import registry
-from rasura.core.answers import Answers, Membership, ModelObservation, OwnModel
+from rasura.core.answers import Answers, Membership, ModelObservation, ShadowModel
 from rasura.core.interfaces import InputError, MembershipAttack
 from rasura.core.rng import generator
 from rasura.core.threat import MODEL_USER, observe_model
@@ -77,7 +77,7 @@ def imagined(own: int = OWN, seed: int = 0, reference: int = 0) -> tuple[ModelOb
         inside[half] = True
         inside = inside if number % 2 == 0 else ~inside
         said = answers_of(others, torch.zeros(reference), rng) if reference else None
-        models.append(OwnModel(answers_of(rows, inside, rng), inside, said))
+        models.append(ShadowModel(answers_of(rows, inside, rng), inside, said))
 
     def ask(asked: Any) -> Answers:
         if asked is rows:
@@ -87,7 +87,7 @@ def imagined(own: int = OWN, seed: int = 0, reference: int = 0) -> tuple[ModelOb
         )
 
     seen = observe_model(
-        MODEL_USER, "classification", ask=ask, candidates=rows, reference=others, own=lambda: tuple(models),
+        MODEL_USER, "classification", ask=ask, candidates=rows, reference=others, shadow_models=lambda: tuple(models),
         base=(tiny("bert", "classification", num_labels=2), VOCABULARY),
     )  # fmt: skip
     return seen, members
@@ -106,8 +106,8 @@ def probability(margin: torch.Tensor) -> float:
 
 def test_lira_is_the_ratio_of_two_gaussians() -> None:
     seen, _ = imagined()
-    margins = torch.stack([m.answers.margins for m in seen.own]).numpy()
-    inside = torch.stack([m.inside for m in seen.own]).numpy()
+    margins = torch.stack([m.answers.margins for m in seen.shadow_models]).numpy()
+    inside = torch.stack([m.inside for m in seen.shadow_models]).numpy()
     spread = {}
     for side in (True, False):
         parts = [margins[inside[:, k] == side, k] for k in range(N)]
@@ -129,10 +129,10 @@ def test_rmia_counts_the_texts_whose_likelihood_ratio_is_no_larger(reference: in
         every = range(len(rows))
         return [probability(target.margins[k]) / np.mean([probability(a.margins[k]) for a in own]) for k in every]
 
-    mine = ratios(seen.candidates, [m.answers for m in seen.own])
+    mine = ratios(seen.candidates, [m.answers for m in seen.shadow_models])
     others = mine
     if reference:
-        others = ratios(seen.reference, [m.reference for m in seen.own if m.reference is not None])
+        others = ratios(seen.reference, [m.reference for m in seen.shadow_models if m.reference is not None])
     expected = [sum(x / z >= 1 - 1e-12 for z in others) / len(others) for x in mine]
     assert guess("rmia", seen).scores.tolist() == pytest.approx(expected)
 
@@ -142,7 +142,7 @@ def test_mia_r_is_the_interpolated_rank_among_models_without_the_text() -> None:
     scores = guess("mia-r", seen).scores
     target = seen.ask(seen.candidates).losses
     for k in range(N):
-        without = sorted(float(m.answers.losses[k]) for m in seen.own if not m.inside[k])
+        without = sorted(float(m.answers.losses[k]) for m in seen.shadow_models if not m.inside[k])
         lower = sum(loss <= target[k] for loss in without)
         rank = 1 - float(scores[k])
         last = len(without) + 1
@@ -224,7 +224,7 @@ def test_a_text_that_every_own_model_holds_is_not_applicable(name: str) -> None:
     from rasura.core.interfaces import NotApplicable
 
     seen, _ = imagined()
-    models = tuple(OwnModel(m.answers, torch.ones(N, dtype=torch.bool)) for m in seen.own)
+    models = tuple(ShadowModel(m.answers, torch.ones(N, dtype=torch.bool)) for m in seen.shadow_models)
     with pytest.raises(NotApplicable, match="train more"):
         guess(name, ModelObservation(seen.task, {**seen.granted, Grant.TRAINING: lambda: models}))
 

@@ -45,7 +45,7 @@ def write(path: Path, start: int, count: int) -> Path:
 def plan_for(folder: Path, data: Path, **more: Any) -> MembershipPlan:
     fields: dict[str, Any] = {
         "model": str(folder), "base": str(folder), "members": str(write(data / "members.jsonl", 0, 24)),
-        "non_members": str(write(data / "others.jsonl", 24, 24)), "own_models": 2, "fprs": (0.1,),
+        "non_members": str(write(data / "others.jsonl", 24, 24)), "shadow_models": 2, "fprs": (0.1,),
         "recipe": Recipe(epochs=2, learning_rate=1e-3, batch_size=8),
     }  # fmt: skip
     return MembershipPlan(**{**fields, **more})
@@ -59,20 +59,20 @@ def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path)
     plan = plan_for(model_folder, tmp_path, reference=str(write(tmp_path / "reference.jsonl", 48, 10)))
     whole = infer_membership(plan, out=tmp_path / "whole")
     assert {r["attack"] for r in whole} == set(registry.MEMBERSHIP) and {r["status"] for r in whole} == {"ok"}
-    # Interrupted while the second own model trains: the first one's answers are kept, the rest is done anew.
+    # Interrupted while the second shadow model trains: the first one's answers are kept, the rest is done anew.
     prepared = MembershipAudit(plan, tmp_path / "parts")
     store = RunStore(tmp_path / "parts", prepared.identity)
     next(prepared.run(store))
     prepared._answers_of(0, prepared.rows[:2], prepared.rows)
-    (tmp_path / "parts" / "own" / "000" / "answers.safetensors").unlink()
+    (tmp_path / "parts" / "shadow_models" / "000" / "answers.safetensors").unlink()
     store.close()
     again = infer_membership(plan, out=tmp_path / "parts")
     assert plain(again) == plain(whole)
-    stamp = (tmp_path / "parts" / "own" / "001" / "answers.safetensors").stat().st_mtime_ns
+    stamp = (tmp_path / "parts" / "shadow_models" / "001" / "answers.safetensors").stat().st_mtime_ns
     assert plain(infer_membership(plan, out=tmp_path / "parts")) == plain(whole)
-    assert (tmp_path / "parts" / "own" / "001" / "answers.safetensors").stat().st_mtime_ns == stamp
+    assert (tmp_path / "parts" / "shadow_models" / "001" / "answers.safetensors").stat().st_mtime_ns == stamp
     with pytest.raises(InputError, match="another plan"):
-        infer_membership(plan_for(model_folder, tmp_path, own_models=4), out=tmp_path / "parts")
+        infer_membership(plan_for(model_folder, tmp_path, shadow_models=4), out=tmp_path / "parts")
 
 
 def test_a_training_tells_who_its_members_are(tmp_path: Path, model_folder: Path) -> None:
@@ -105,7 +105,7 @@ def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_fo
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"own_models": 3}, "even number"),
+        ({"shadow_models": 3}, "even number"),
         ({"non_members": None}, "pass --non-members"),
         ({"attacks": ("lyra",)}, "did you mean lira"),
         ({"attacks": ()}, "no attack given"),
@@ -210,7 +210,7 @@ def test_leakage_needs_a_threshold_of_the_attacks_own(tmp_path: Path, model_fold
 def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, model_folder: Path) -> None:
     members, others = write(tmp_path / "members.jsonl", 0, 30), write(tmp_path / "others.jsonl", 30, 30)
     common = ["membership", model_folder, "--base", model_folder, "--members", members, "--non-members", others]
-    common += ["--own-models", "2", "--epochs", "1", "--attack", "blind,loss,rmia", "--out", tmp_path / "run"]
+    common += ["--shadow-models", "2", "--epochs", "1", "--attack", "blind,loss,rmia", "--out", tmp_path / "run"]
     done = CliRunner().invoke(app, [str(part) for part in (*common, "--fpr", "0.1", "--epsilon", "2")])
     said = " ".join(done.output.split())
     assert done.exit_code == 0, done.output
@@ -223,4 +223,4 @@ def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, mode
     assert all({"auc", "tpr@0.1", "leakage", "largest_leakage"} == set(r["scores"]) for r in records)
     assert write_report(tmp_path / "run").read_text() == page
     wrong = CliRunner().invoke(app, [str(part) for part in (*common, "--fpr", "few")])
-    assert isinstance(wrong.exception, InputError) and "expected shares" in str(wrong.exception)
+    assert isinstance(wrong.exception, InputError) and "expected fractions" in str(wrong.exception)

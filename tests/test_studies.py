@@ -253,7 +253,7 @@ keep = "last"
 
 [membership]
 attacks = ["loss", "rmia"]
-own_models = 2
+shadow_models = 2
 reference = "more.jsonl"
 
 [[figures]]

@@ -150,18 +150,18 @@ def test_a_user_of_a_model_has_all_that_is_passed_and_granted() -> None:
     mechanism = (Mechanism("told", Stage.WIRE),)
     trained: list[int] = []
 
-    def own() -> tuple[Any, ...]:
+    def train() -> tuple[Any, ...]:
         trained.append(1)
         return ()
 
     seen = observe_model(
         MODEL_USER, "classification", ask=ask, candidates=batches, base=(model, VOCABULARY), reference=batches[:1],
-        mechanism=mechanism, own=own,
+        mechanism=mechanism, shadow_models=train,
     )  # fmt: skip
     assert seen.task == "classification" and seen.candidates == tuple(batches) and seen.reference == (batches[0],)
     assert seen.ask is ask and seen.base == (model, VOCABULARY) and seen.mechanism == mechanism
     assert not trained, "models are trained when they are first asked for"
-    assert seen.own == () and trained == [1]
+    assert seen.shadow_models == () and trained == [1]
     assert set(seen.granted) == set(MODEL_USER.grants)
 
 
@@ -170,11 +170,12 @@ def test_a_user_of_a_model_has_nothing_else() -> None:
     seen = observe_model(MODEL_USER, "causal", ask=ask, candidates=[], base=base)
     assert seen.task == "causal" and seen.candidates == () and seen.mechanism == ()
     assert set(seen.granted) == set(MODEL_USER.grants) - {Grant.REFERENCE_TEXT, Grant.TRAINING}
-    for field in ("reference", "own"):
+    for field in ("reference", "shadow_models"):
         with pytest.raises(NotGranted):
             getattr(seen, field)
     asked = ThreatModel("asks", frozenset({Grant.MODEL}), "may ask")
-    assert set(observe_model(asked, "causal", ask=ask, candidates=[], base=base, own=tuple).granted) == {Grant.MODEL}
+    seen = observe_model(asked, "causal", ask=ask, candidates=[], base=base, shadow_models=tuple)
+    assert set(seen.granted) == {Grant.MODEL}
 
 
 # --- model services

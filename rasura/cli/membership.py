@@ -42,7 +42,7 @@ def membership(
     reference: Annotated[str | None, typer.Option(help="more texts of the same kind, which the adversary has")] = None,
     task: TextTask = "classification",
     attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list membership")] = None,
-    own_models: Annotated[int, typer.Option(help="number of shadow models that the adversary trains; must be even")] = 8,
+    shadow_models: Annotated[int, typer.Option(help="number of shadow models that the adversary trains; must be even")] = 8,
     defense: Annotated[str, typer.Option(help="the protection under which the model was trained")] = "none",
     epochs: Annotated[int, typer.Option(help="epochs of the shadow models; use those of the model")] = 5,
     batch_size: Annotated[int, typer.Option(help="texts per step of the shadow models")] = 32,
@@ -79,9 +79,9 @@ def membership(
     try:
         rates = tuple(float(part) for part in split(fpr) or ())
     except ValueError:
-        raise InputError(f"--fpr is {fpr!r}; expected shares with commas between them, as 0.01,0.001") from None
+        raise InputError(f"--fpr is {fpr!r}; expected fractions separated by commas, for example 0.01,0.001") from None
     plan = MembershipPlan(
-        model, members, non_members, rows, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, own_models,
+        model, members, non_members, rows, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, shadow_models,
         rates, epsilon, delta, limit, num_labels, truncate, max_length, text_column, pair_column, label_column, recipe,
     )  # fmt: skip
     told(plan, folder, device_named(device), as_json)

@@ -39,7 +39,7 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class OwnModel:
+class ShadowModel:
     """A model that the adversary trained as the audited one was trained, on texts of its choice.
 
     ``inside`` ``(candidates,)`` bool: the candidates among them. ``reference``: its answers to the reference texts.
@@ -85,10 +85,10 @@ class ModelObservation(Granted):
         return reference
 
     @property
-    def own(self) -> tuple[OwnModel, ...]:
-        """The adversary's own models, trained when first asked for."""
-        own: Callable[[], tuple[OwnModel, ...]] = self._get(Grant.TRAINING)
-        return own()
+    def shadow_models(self) -> tuple[ShadowModel, ...]:
+        """The adversary's shadow models, trained when first asked for."""
+        train: Callable[[], tuple[ShadowModel, ...]] = self._get(Grant.TRAINING)
+        return train()
 
 
 @dataclass(frozen=True)

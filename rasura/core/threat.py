@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.core.answers import Answers, ModelObservation, OwnModel, ServiceObservation, ServiceTranscript
+from rasura.core.answers import Answers, ModelObservation, ServiceObservation, ServiceTranscript, ShadowModel
 from rasura.core.interfaces import ModelService
 from rasura.core.rng import Randomness, secret_generator
 from rasura.core.values import UNKNOWN, Batch, Grant, Mechanism, Message, Observation, Task, Transcript, Vocabulary
@@ -70,7 +70,7 @@ MODEL_USER = ThreatModel(
 
 
 def adversary_copy(model: nn.Module) -> nn.Module:
-    """The adversary's own model, on the CPU, in eval mode, without gradients: separate modules, weights shared, read only.
+    """The adversary's copy of the model, on the CPU, in eval mode, without gradients: own modules, shared read-only weights.
 
     A victim on another device is copied.
     """
@@ -148,20 +148,20 @@ def observe_model(
     base: tuple[nn.Module, Vocabulary],
     reference: Sequence[Batch] = (),
     mechanism: tuple[Mechanism, ...] = (),
-    own: Callable[[], tuple[OwnModel, ...]] | None = None,
+    shadow_models: Callable[[], tuple[ShadowModel, ...]] | None = None,
 ) -> ModelObservation:
     """What ``threat`` has of a trained model, which ``ask`` answers for. Who is a member is not passed, so it cannot leak.
 
-    ``candidates`` must stand in an order that says nothing (shuffle them). ``own`` trains the adversary's models when it is
-    first called.
+    ``candidates`` must stand in an order that says nothing (shuffle them). ``shadow_models`` trains the adversary's models
+    when it is first called.
     """
     sources: dict[Grant, Any] = {
         Grant.MODEL: ask, Grant.CANDIDATES: tuple(candidates), Grant.BASE_MODEL: base, Grant.MECHANISM: mechanism,
     }  # fmt: skip
     if reference:
         sources[Grant.REFERENCE_TEXT] = tuple(reference)
-    if own is not None:
-        sources[Grant.TRAINING] = own
+    if shadow_models is not None:
+        sources[Grant.TRAINING] = shadow_models
     return ModelObservation(task, {g: sources[g] for g in Grant if g in threat.grants and g in sources})
 
 

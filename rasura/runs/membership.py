@@ -12,7 +12,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 
-from rasura.core.answers import Answers, Membership, OwnModel
+from rasura.core.answers import Answers, Membership, ShadowModel
 from rasura.core.errors import InputError
 from rasura.core.options import known
 from rasura.core.records import Record, RunStore, cell_key
@@ -44,7 +44,7 @@ class MembershipPlan:
     ``rows``: the ``rows.json`` that a training left, which names the rows of ``members`` that it trained on; those that it
     held out are the others then, where ``non_members`` is None.
     ``base``: the public model that training began with. ``defense``, ``recipe``: how the model was trained, which the
-    adversary imitates in ``own_models`` models, each on a random half of the candidates and of ``reference``, a file of
+    adversary imitates in ``shadow_models`` models, each on a random half of the candidates and of ``reference``, a file of
     other texts. ``fprs``: false positive rates; empty for those of 1 % and .1 % that the number of texts allows.
     ``epsilon``, ``delta``: a guarantee that the figures are held against. ``limit``: texts of each side.
     ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text
@@ -60,7 +60,7 @@ class MembershipPlan:
     attacks: tuple[str, ...] = tuple(MEMBERSHIP)
     reference: str | None = None
     defense: str = "none"
-    own_models: int = 8
+    shadow_models: int = 8
     fprs: tuple[float, ...] = ()
     epsilon: float | None = None
     delta: float = 0.0
@@ -83,9 +83,9 @@ class MembershipPlan:
             raise InputError(f"no attack given; expected at least one of {', '.join(MEMBERSHIP)}")
         for name in self.attacks:
             known("membership attack", name, MEMBERSHIP)
-        if self.own_models < 2 or self.own_models % 2:
+        if self.shadow_models < 2 or self.shadow_models % 2:
             raise InputError(
-                f"own models: {self.own_models}; expected an even number of at least 2: each text is in half of them"
+                f"shadow models: {self.shadow_models}; expected an even number of at least 2: each text is in half of them"
             )
         if self.limit is not None and self.limit < 2:
             raise InputError(f"limit is {self.limit}; expected at least 2 texts of each side")
@@ -147,7 +147,7 @@ class MembershipAudit:
         }  # fmt: skip
         self.identity |= {"label_names": list(self.label_names)} if self.label_names else {}
         self._known: dict[str, Answers] = {}
-        self._own: tuple[OwnModel, ...] | None = None
+        self._shadow_models: tuple[ShadowModel, ...] | None = None
 
     def _sides(self) -> list[list[Example]]:
         """Members and others."""
@@ -204,17 +204,17 @@ class MembershipAudit:
             self._known[known] = answers(self.victim.model, rows, self.pad)
         return self._known[known]
 
-    def own(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[OwnModel, ...]:
-        """The adversary's own models: trained in pairs, one on a random half of all texts, one on the other half.
+    def shadow_models(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[ShadowModel, ...]:
+        """The adversary's shadow models: trained in pairs, one on a random half of all texts, one on the other half.
 
         The answers of each are kept in the run's folder, where an interrupted run finds them; the weights are not.
         """
-        if self._own is None:
+        if self._shadow_models is None:
             found = []
             pool = [*self.rows, *self.reference]
-            for number in range(self.plan.own_models):
+            for number in range(self.plan.shadow_models):
                 if progress is not None:
-                    progress("own models", number, self.plan.own_models)
+                    progress("shadow models", number, self.plan.shadow_models)
                 order = torch.randperm(len(pool), generator=generator(self.plan.recipe.seed, "own", number // 2))
                 half = order[: len(pool) // 2] if number % 2 == 0 else order[len(pool) // 2 :]
                 inside = torch.zeros(len(pool), dtype=torch.bool)
@@ -222,20 +222,20 @@ class MembershipAudit:
                 said = self._answers_of(number, [pool[k] for k in half.sort().values.tolist()], pool)
                 n = len(self.rows)
                 here, there = (Answers(said.losses[p], said.margins[p], said.logits[p]) for p in (slice(n), slice(n, None)))
-                found.append(OwnModel(here, inside[:n], there if self.reference else None))
-            self._own = tuple(found)
-        return self._own
+                found.append(ShadowModel(here, inside[:n], there if self.reference else None))
+            self._shadow_models = tuple(found)
+        return self._shadow_models
 
     def _answers_of(self, number: int, rows: Sequence[Batch], pool: Sequence[Batch]) -> Answers:
         from safetensors.torch import load_file, save_file
 
-        place = self.folder / "own" / f"{number:03d}"
+        place = self.folder / "shadow_models" / f"{number:03d}"
         path = place / "answers.safetensors"
         if not path.exists():
             seed = self.plan.recipe.seed + 1 + number
             victim, defense = self._fresh(seed), parse_defense(self.plan.defense)
             behind = protected(rows, defense, victim.model, victim.vocabulary, place / "protected", seed)
-            # No text is held out: an own model ends where its recipe ends, or where nothing more is learned.
+            # No text is held out: an shadow model ends where its recipe ends, or where nothing more is learned.
             run = FineTuning(
                 victim.model, behind, defense, replace(self.plan.recipe, seed=seed), place, task=victim.task,
                 vocabulary=victim.vocabulary, evaluate=lambda model: {}, watched="train_loss", higher=False,
@@ -290,13 +290,13 @@ class MembershipAudit:
         attack, v = membership_attack(name), self.victim
         seen = observe_model(
             MODEL_USER, v.task, ask=self.ask, candidates=self.rows, reference=self.reference,
-            base=(adversary_copy(self.base.model), v.vocabulary), own=lambda: self.own(progress),
+            base=(adversary_copy(self.base.model), v.vocabulary), shadow_models=lambda: self.shadow_models(progress),
             mechanism=tuple(p.mechanism for p in parse_defense(self.plan.defense)),
         )  # fmt: skip
         if (missing := lacking(attack, seen, MODEL_USER.name)) is not None:
             return missing
         if Grant.TRAINING in attack.needs:  # what is wrong with their training is the run's fault, not the attack's
-            self.own(progress)
+            self.shadow_models(progress)
 
         def told() -> Told:
             guess = attack(seen, rng=generator(self.plan.recipe.seed, "membership", name))

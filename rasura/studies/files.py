@@ -138,7 +138,7 @@ def _of_service(plan: ServicePlan) -> dict[str, Any]:
 
 def _membership(found: Mapping[str, Any], training: TrainPlan, source: str) -> MembershipPlan:
     """The attacks on the models of ``training``; ``prepared_membership`` names each and how it was trained."""
-    values = typed(MembershipPlan, found, source, ("attacks", "own_models", "reference", "fprs"))
+    values = typed(MembershipPlan, found, source, ("attacks", "shadow_models", "reference", "fprs"))
     return replace(MembershipPlan("", training.data, rows="rows.json"), **values)
 
 

@@ -123,7 +123,7 @@ def membership_section(
     first = results[0]
     about = (
         f"trained on {first['n_train']} texts of {Path(plan.data).name}, {first['n_holdout']} others, judged on "
-        f"{first['n_test']}; {study.membership.own_models} models of the adversary's own"
+        f"{first['n_test']}; {study.membership.shadow_models} shadow models"
     )
     lines = head(study, plan, about, columns)
     for result, some in zip(results, records):

@@ -1,4 +1,4 @@
-"""Membership without models of one's own: the loss itself, and the blind level that looks at no model at all."""
+"""Membership without shadow models: the loss itself, and the blind baseline, which looks at no model at all."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def features(answers: Answers) -> np.ndarray:
 
 
 class Shadow:
-    """MIA with shadow models (Shokri et al. 2017): one attack model a class, trained on what the own models answer.
+    """MIA with shadow models (Shokri et al. 2017): one attack model a class, trained on what the shadow models answer.
 
     The attack models are logistic regressions on sorted log probabilities, margin and loss, where the paper has small
     networks on the probabilities: with two classes both see the same figure.
@@ -38,7 +38,7 @@ class Shadow:
         from sklearn.preprocessing import StandardScaler
 
         target = features(seen.ask(seen.candidates))
-        shadows = [(features(model.answers), model.inside.numpy()) for model in seen.own]
+        shadows = [(features(model.answers), model.inside.numpy()) for model in seen.shadow_models]
         classes = np.zeros(len(target), dtype=int)
         if seen.task == "classification":
             classes = np.array([int(row.labels[0]) for row in seen.candidates])
@@ -52,7 +52,7 @@ class Shadow:
             attack.fit(np.concatenate([rows[here] for rows, _ in shadows]), known)
             scores[here] = attack.decision_function(target[here])
         # The classifier's own border. A class of which nothing was learned lies on it, and is not taken for members.
-        return Membership(torch.tensor(scores, dtype=torch.float64), {"own_models": len(shadows)}, threshold=0.0)
+        return Membership(torch.tensor(scores, dtype=torch.float64), {"shadow_models": len(shadows)}, threshold=0.0)
 
 
 SPEC = MembershipSpec(
