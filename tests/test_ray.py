@@ -14,7 +14,8 @@ from audit_setting import comparable, model_folder, plan_for
 from rasura.core.interfaces import InputError
 from rasura.core.records import Record, RunStore
 from rasura.integrations.ray_cluster import LOSSES, spread
-from rasura.runs.audit import Audit, Cell, audit
+from rasura.runs.audit import Audit, audit
+from rasura.runs.cells import Cell
 
 __all__ = ["model_folder"]
 

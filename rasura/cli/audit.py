@@ -149,8 +149,8 @@ def run_audit(
     done = sum(cell.key in store for cell in prepared.cells)
     minutes = prepared.estimate() * (1 - done / max(1, len(prepared.cells))) / 60
     err.print(
-        f"{len(prepared.cells)} cells ({done} done before), {len(prepared.images) or len(prepared.examples)} "
-        f"{'images' if prepared.images else 'texts'}; roughly {max(0.1, minutes):.1f} CPU minutes for a small model"
+        f"{len(prepared.cells)} cells ({done} done before), {len(prepared.data.private)} "
+        f"{'images' if prepared.data.images else 'texts'}; roughly {max(0.1, minutes):.1f} CPU minutes for a small model"
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with watched(*columns, close=store.close) as bar:

@@ -14,7 +14,8 @@ from rasura.core.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
     from rasura.core.records import Record, RunStore
-    from rasura.runs.audit import Audit, Cell
+    from rasura.runs.audit import Audit
+    from rasura.runs.cells import Cell
 
 LOSSES = 3
 """Workers that may be lost over the same cells before these are given up: they then kill their workers, most likely by

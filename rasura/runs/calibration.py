@@ -26,7 +26,8 @@ from rasura.report.calibration import recommendation
 from rasura.report.levels import point, yardstick
 from rasura.report.search import UNPROTECTED, Measured, holds, least, not_found, why_not
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
-from rasura.runs.audit import Audit, Cell
+from rasura.runs.audit import Audit
+from rasura.runs.cells import Cell
 from rasura.runs.plans import COLUMNS, Plan
 from rasura.runs.training import Training, TrainPlan
 from rasura.victims.step import defended
@@ -103,15 +104,15 @@ class Calibration:
         self.plan, self.folder, self.device = wanted.plan, Path(folder), device
         first = Audit(replace(self.plan, defenses=("none",)), device=device)
         self.label_names = first.plan.label_names
-        self.victim, self.n_texts = first.victim, len(first.examples or first.images)
-        (self.model,) = first.models.values()
+        self.victim, self.n_texts = first.victim, len(first.data.private)
+        self.lora = next(iter(first.updates.values()))[0].lora
+        self.model = first.models.public(self.lora)
         entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.families = [family(text, entries) for text in self.plan.defenses]
         for one in self.families:
             for position in one.strength.positions():
                 parse_defense(one.setting(position))
         self.fresh, self.which = self._fresh()
-        self.lora = next(iter(first.updates.values()))[0].lora
         self.training: Training | None = None
         if wanted.utility is not None:
             self.training = self._training(tuple(dict.fromkeys(one.rest for one in self.families)))
@@ -124,7 +125,7 @@ class Calibration:
             found = Audit(replace(other, skip=self.plan.skip + self.plan.limit, defenses=("none",)), victim=self.victim)
         except InputError as reason:
             return other, f"the same texts, other seeds ({reason})"
-        if len(found.examples or found.images) < self.n_texts:
+        if len(found.data.private) < self.n_texts:
             return other, f"the same texts, other seeds: there are no {self.n_texts} others"
         return replace(other, skip=found.plan.skip), "other texts, other seeds"
 

@@ -1,0 +1,146 @@
+"""What an audit runs over: private texts or images, loaded, checked and tokenized into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from torch import nn
+
+from rasura.core.accumulation import gathered, least_tokens, tokens_in
+from rasura.core.interfaces import Defense, InputError
+from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
+from rasura.data.text import E, Example, columns_of, data_hash, demo_examples, encode, groups, load_examples, load_reference
+from rasura.runs.plans import Plan
+from rasura.victims.batching import joined
+from rasura.victims.loading import Victim
+
+
+@dataclass(frozen=True)
+class AuditData:
+    """The private ``examples`` or ``images``, one of them empty, and public text of the same kind, if any.
+
+    ``label_names``: what labels stand for that are text in a data file; None where no file of texts was read.
+    """
+
+    examples: Sequence[Example]
+    images: Sequence[ImageExample]
+    reference: tuple[str, ...] | None = None
+    label_names: tuple[str, ...] | None = None
+
+    @property
+    def private(self) -> Sequence[Any]:
+        """The texts or the images."""
+        return self.images or self.examples
+
+    @property
+    def name(self) -> str:
+        """Sixteen hex digits that name the private data."""
+        return images_hash(self.images) if self.images else data_hash(self.examples)
+
+    @property
+    def reference_name(self) -> str | None:
+        """The same of the public text; None without any."""
+        return None if self.reference is None else data_hash([Example(t) for t in self.reference])
+
+    @property
+    def num_labels(self) -> int:
+        """Classes that the labels need, at least two."""
+        return max(2, 1 + max((e.label or 0) for e in self.private))
+
+    @property
+    def numbers(self) -> list[int]:
+        """A number for each text or image, the same for the same one: what comes twice counts once."""
+        numbers: dict[Any, int] = {}
+        return [numbers.setdefault(_content(one), len(numbers)) for one in self.private]
+
+
+def _content(one: Any) -> Any:
+    return one.pixels.numpy().tobytes() if isinstance(one, ImageExample) else (one.text, one.text_pair)
+
+
+def load_data(plan: Plan) -> AuditData:
+    """The data of a checked plan. Raises ``InputError`` for files that cannot be read, empty texts, a ``skip`` that leaves
+    nothing, and a reference that holds private texts."""
+    if plan.task == "vision":
+        pictures = demo_images() if plan.data is None else load_images(plan.data, limit=plan.skip + plan.limit)
+        return AuditData([], _wanted(pictures, plan))
+    names: tuple[str, ...] | None = None
+    found: list[Example]
+    if plan.texts:
+        if any(not t.strip() for t in plan.texts):
+            raise InputError("--text is empty; expected a text")
+        found = [Example(t, None, k % 2, source="--text", row=k + 1) for k, t in enumerate(plan.texts)]
+    elif plan.data is None:
+        found = demo_examples()
+    else:
+        read = load_examples(plan.data, limit=plan.skip + plan.limit, columns=columns_of(plan), model=plan.model)
+        found, names = read, read.label_names or ()
+    examples = _wanted(found, plan)
+    return AuditData(examples, [], _reference(plan, examples), names)
+
+
+def _wanted(found: list[E], plan: Plan) -> list[E]:
+    if plan.skip and len(found) <= plan.skip:
+        raise InputError(f"skip is {plan.skip}, and there are {len(found)} texts or images; expected less")
+    return found[plan.skip : plan.skip + plan.limit]
+
+
+def _reference(plan: Plan, examples: Sequence[Example]) -> tuple[str, ...] | None:
+    if plan.reference is None:
+        return None
+    found = load_reference(plan.reference, columns_of(plan))
+    private = {e.text.strip() for e in examples}
+    both = sum(e.text.strip() in private for e in found)
+    if both:
+        raise InputError(f"{plan.reference} holds {both} of the audited texts; expected other texts of their kind")
+    return tuple(e.text for e in found)
+
+
+@dataclass(frozen=True)
+class EncodedData:
+    """By protection and batch size: the ``batches`` that clients send, and the numbers of the ``examples`` in each."""
+
+    batches: dict[tuple[str, int], list[Any]]
+    examples: Mapping[tuple[str, int], list[list[int]]]
+
+
+def encoded_data(data: AuditData, plan: Plan, victim: Victim, defenses: Mapping[str, Defense]) -> EncodedData:
+    """``data`` as batches. All is tokenized here, before the first cell, so that a bad text is refused at once.
+
+    Behind ``accumulate`` a client sends several batches as one.
+    """
+    batches = {size: [_encoded(group, plan, victim) for group in groups(data.private, size)] for size in plan.batch_sizes}
+    numbers = {size: list(groups(data.numbers, size)) for size in plan.batch_sizes}
+    sent: dict[tuple[str, int], list[Any]] = {}
+    examples: dict[tuple[str, int], list[list[int]]] = {}
+    for text, size in product(defenses, batches):
+        places = _sent_together(defenses[text], batches[size], victim.model)
+        sent[text, size] = [_joined([batches[size][k] for k in some], victim) for some in places]
+        examples[text, size] = [[n for k in some for n in numbers[size][k]] for some in places]
+    return EncodedData(sent, examples)
+
+
+def _encoded(group: Sequence[Any], plan: Plan, victim: Victim) -> Any:
+    v = victim
+    if v.task == "vision":
+        return encode_images(group, size=v.max_length, num_labels=v.num_labels, truncate=plan.truncate)
+    return encode(group, v.tokenizer, v.task, max_length=v.max_length, num_labels=v.num_labels, truncate=plan.truncate)
+
+
+def _sent_together(defense: Defense, batches: Sequence[Any], model: nn.Module) -> list[list[int]]:
+    """The places of the batches that a client sends as one: behind ``accumulate`` several, so that it is sent at all.
+
+    What is left over is not sent, and not audited; where nothing is, one batch of all that there is says so.
+    """
+    least = least_tokens((p.mechanism for p in defense), model)
+    if not least:
+        return [[k] for k in range(len(batches))]
+    whole, rest = gathered([tokens_in(b.inputs()) for b in batches], least)
+    return whole or [rest]
+
+
+def _joined(batches: list[Any], victim: Victim) -> Any:
+    return batches[0] if len(batches) == 1 else joined(batches, victim.vocabulary.pad_id or 0)

@@ -1,0 +1,57 @@
+"""The models of an audit: those that are trained, those that a server made up, and the adversary's copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from rasura.core.interfaces import ActiveAttack, Attack
+from rasura.core.rng import generator
+from rasura.core.threat import THREATS, adversary_copy
+from rasura.core.values import Reconstruction, Vocabulary
+from rasura.runs.cells import Cell
+from rasura.runs.plans import Plan
+from rasura.victims.loading import Victim, load, with_fresh_adapter
+
+
+def load_victim(plan: Plan, num_labels: int, device: str) -> Victim:
+    """The model of ``plan``, its fresh head for ``num_labels`` classes where the plan names no number."""
+    task: Any = plan.task
+    return load(plan.model, task, num_labels=plan.num_labels or num_labels, seed=plan.seed, device=device)
+
+
+def load_language_model(plan: Plan) -> tuple[nn.Module, Vocabulary] | None:
+    """The public language model that the plan grants to the adversary, if any."""
+    prior = None if plan.language_model is None else load(plan.language_model, "causal", attacked=False)
+    return None if prior is None else (prior.model, prior.vocabulary)
+
+
+class AuditModels:
+    """One model for each of the adapter ``ranks``, 0 for none: the one that is trained, and the adversary's copy of it."""
+
+    def __init__(self, victim: Victim, ranks: Iterable[int], seed: int) -> None:
+        self.task = victim.task
+        self._public = {rank: with_fresh_adapter(victim, rank, seed) for rank in sorted(set(ranks))}
+        self._copies = {rank: adversary_copy(model) for rank, model in self._public.items()}
+        self._crafted: dict[tuple[str, int, int], nn.Module] = {}
+
+    def public(self, rank: int) -> nn.Module:
+        """The model that an honest server sends."""
+        return self._public[rank]
+
+    def trained(self, rank: int, attack: Attack[Reconstruction], cell: Cell) -> nn.Module:
+        """The model that is trained on: the public one, or what the server sends instead under an active threat model."""
+        public = self.public(rank)
+        if not (THREATS[cell.threat].active and isinstance(attack, ActiveAttack)):
+            return public
+        key = cell.attack, rank, cell.seed
+        if key not in self._crafted:
+            # One at a time: each is as large as the model.
+            self._crafted = {key: attack.craft(public, self.task, rng=generator(cell.seed, "craft", cell.attack))}
+        return self._crafted[key]
+
+    def adversary(self, rank: int, sent: nn.Module) -> nn.Module:
+        """The adversary's copy of ``sent``, the model that was trained on."""
+        return self._copies[rank] if sent is self.public(rank) else adversary_copy(sent)

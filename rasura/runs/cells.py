@@ -1,0 +1,64 @@
+"""The matrix of an audit, enumerated: its cells, their keys in the store, and which of them share a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any
+
+from rasura.core.records import RunStore, cell_key
+from rasura.core.threat import THREATS
+from rasura.runs.audit_data import AuditData
+from rasura.runs.plans import Plan
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the matrix."""
+
+    attack: str
+    update: str
+    defense: str
+    threat: str
+    batch_size: int
+    seed: int
+    batch: int
+    key: str
+
+    @property
+    def protected_update(self) -> list[str]:
+        """What names the sent message's kind: the same seeds as ever where it is one gradient."""
+        return [self.defense] if self.update == "fedsgd" else [self.update, self.defense]
+
+    @property
+    def of_step(self) -> tuple[Any, ...]:
+        """What the cells of one step share."""
+        # An active adversary has the step taken on weights of its own.
+        own = self.attack if THREATS[self.threat].active else ""
+        return self.update, self.defense, self.batch_size, self.seed, self.batch, own
+
+
+def enumerated(
+    plan: Plan, data: AuditData, defenses: Collection[str], batches: Mapping[tuple[str, int], Collection[Any]]
+) -> Iterator[Cell]:
+    """Every cell of ``plan``, those that share a step one after another. ``batches``: by protection and batch size."""
+    known = {} if data.reference_name is None else {"reference": data.reference_name}
+    known |= {name: str(value) for name in ("language_model", "entries") if (value := getattr(plan, name)) is not None}
+    private = data.name
+    for size in plan.batch_sizes:
+        for seed in range(plan.seed, plan.seed + plan.seeds):
+            for batch in range(max(len(batches[defense, size]) for defense in defenses)):
+                for update, defense, threat, attack in product(plan.updates, defenses, plan.threats, plan.attacks):
+                    if batch >= len(batches[defense, size]):
+                        continue
+                    where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
+                    where |= {"seed": seed, "batch": batch, "budget": plan.budget}
+                    where |= {"update": update} if update != "fedsgd" else {}
+                    key = cell_key(model=plan.model, task=plan.task, data=private, **known, **where)
+                    yield Cell(attack, update, defense, threat, size, seed, batch, key)
+
+
+def by_step(cells: Iterable[Cell], store: RunStore) -> list[list[Cell]]:
+    """The cells that ``store`` lacks, those that share a step together."""
+    return [left for _, some in groupby(cells, key=lambda c: c.of_step) if (left := [c for c in some if c.key not in store])]
