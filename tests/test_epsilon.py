@@ -171,6 +171,23 @@ def test_the_noise_is_the_least_to_a_thousandth(
     assert known is None or sigma == pytest.approx(known, rel=1e-5), "a figure that was printed stays"
 
 
+@pytest.mark.parametrize(("target", "rate", "steps", "delta"), [(8.0, 0.1, 10, 1e-5), (0.05, 1.0, 1, 1e-3)])
+def test_noise_by_the_papers_accountant_follows_opacus_search(target: float, rate: float, steps: int, delta: float) -> None:
+    low, high = 0.0, 20.0
+    while (reached := epsilon(high, rate, steps, delta, by="paper")) > target:
+        high *= 2
+    while target - reached > 0.01:
+        middle = (low + high) / 2
+        try:
+            found = epsilon(middle, rate, steps, delta, by="paper")
+        except InputError:
+            found = math.inf
+        low, high, reached = (low, middle, found) if found < target else (middle, high, reached)
+    sigma = sigma_for(target, rate, steps, delta, by="paper")
+    assert sigma == pytest.approx(high) and target - 0.01 <= epsilon(sigma, rate, steps, delta, by="paper") <= target
+    assert sigma != pytest.approx(sigma_for(target, rate, steps, delta), rel=1e-4)
+
+
 def test_a_target_that_cannot_be_is_said() -> None:
     for target in (0.0, -1.0, math.inf, math.nan):
         assert said(lambda t=target: sigma_for(t, 0.1, 1, 1e-5)) == (  # type: ignore[misc]
