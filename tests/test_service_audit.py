@@ -20,8 +20,8 @@ from rasura.core.errors import AttackFailed
 from rasura.core.interfaces import Budget, InputError
 from rasura.runs.services import ServiceAudit, ServicePlan, _whole
 from rasura.runs.training import Training, TrainPlan
-from rasura.studies.figures import of_service
 from rasura.studies.files import load_study, prepared
+from rasura.studies.plots import of_service
 from rasura.testing.tiny import SEP, tiny, tokenizer_folder
 from rasura.victims.train import Recipe
 
@@ -58,7 +58,7 @@ def test_a_study_of_a_service_resumes_and_sets_the_paper_s_figure_beside_ours(
     results = tmp_path / "studies" / "RESULTS.md"
     assert CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False).exit_code == 0
     rows = {tuple(line.strip("| ").split(" | ")[:2]): line for line in results.read_text().splitlines() if " | " in line}
-    assert "](figures/" not in results.read_text()  # no protection at two strengths, so no curve
+    assert "](plots/" not in results.read_text()  # no protection at two strengths, so no curve
     # A permuted table's rows are the public ones: the nearest names them; noise hides them.
     assert "| 100.0 [13, 100] |" in rows["obfuslm:k=1", "knn"] and rows["obfuslm:k=1", "knn"].endswith("| 12.3 |")
     assert "| 100.0 [13, 100] |" in rows["none", "knn"] and "| 100.0" not in rows["dp-forward:epsilon=1", "knn"]

@@ -18,8 +18,8 @@ from rasura.runs.plans import Plan
 from rasura.runs.services import ServicePlan
 from rasura.runs.training import TrainPlan
 from rasura.studies.deviations import MODELS, measured
-from rasura.studies.figures import of_audit, write
 from rasura.studies.files import CELL, load_study, prepared
+from rasura.studies.plots import of_audit, write
 from rasura.studies.tables import section, write_section
 
 __all__ = ["model_folder"]
@@ -90,7 +90,7 @@ def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_pa
     assert rows[1].endswith("| – |") and "A paper, Table 1" in text and "- everything" in text
 
 
-def test_a_figure_shows_each_attack_over_the_strength_beside_guessing(tmp_path: Path) -> None:
+def test_a_plot_shows_each_attack_over_the_strength_beside_guessing(tmp_path: Path) -> None:
     body = BODY.replace(
         'defenses = ["none"]', 'defenses = ["none", "frozen-embeddings+dropout:0.1", "frozen-embeddings+dropout:0.4"]'
     )
@@ -101,13 +101,13 @@ def test_a_figure_shows_each_attack_over_the_strength_beside_guessing(tmp_path: 
     rows = [{**record(a, [v]), "defense": d} for a, values in (("span", (0.9, 0.8, 0.3)), ("blind", (0.1, 0.1, 0.1)))
             for d, v in zip(defenses, values)]  # fmt: skip
     rows.append({**record("span", [], "not_applicable"), "defense": defenses[2]})
-    figure = of_audit(study, plan, rows)
-    assert figure is not None and figure.across == "dropout"
-    told = {c.name: [(x, round(y, 6)) for x, y, _, _ in c.points] for c in figure.curves}
+    plot = of_audit(study, plan, rows)
+    assert plot is not None and plot.across == "dropout"
+    told = {c.name: [(x, round(y, 6)) for x, y, _, _ in c.points] for c in plot.curves}
     assert told["span"] == [(0.1, 80.0), (0.4, 30.0)] and told["guessing"] == [(0.1, 10.0), (0.4, 10.0)]
-    first = write(figure, tmp_path / "figures" / "one.svg").read_bytes()
+    first = write(plot, tmp_path / "plots" / "one.svg").read_bytes()
     assert b"<svg" in first and b"span" in first
-    assert write(figure, tmp_path / "again.svg").read_bytes() == first
+    assert write(plot, tmp_path / "again.svg").read_bytes() == first
     assert of_audit(study, plan, rows[:1]) is None  # one point is no curve
 
 
@@ -322,8 +322,8 @@ def test_deviations_of_substitutes_are_those_of_the_trained_models(
         for p in found.pairs[name]:
             assert abs(p.norms[0] - p.norms[1]) <= p.difference <= sum(p.norms)
     text = (tmp_path / "studies" / "RESULTS.md").read_text()
-    assert "| as it was | 0 |" in text and "| 0.04 / 8.45 |" in text and "](figures/one.svg)" in text
-    assert (tmp_path / "studies" / "figures" / "one.svg").read_text().startswith("<?xml")
+    assert "| as it was | 0 |" in text and "| 0.04 / 8.45 |" in text and "](plots/one.svg)" in text
+    assert (tmp_path / "studies" / "plots" / "one.svg").read_text().startswith("<?xml")
 
 
 def test_deviations_need_a_training_with_and_one_without_substitutes(tmp_path: Path) -> None:

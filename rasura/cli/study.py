@@ -37,7 +37,7 @@ def study(
     """
     from rasura.runs.services import ServicePlan
     from rasura.runs.training import TrainPlan
-    from rasura.studies import figures, files, tables
+    from rasura.studies import files, plots, tables
 
     found = files.load_study(name)
     plan = files.prepared(
@@ -48,15 +48,15 @@ def study(
     if isinstance(plan, ServicePlan):
         training = files.prepared_training(found, plan) if found.train else None
         worth, rows = served(plan, place, training, as_json)
-        text, figure = tables.service_section(found, plan, rows, worth), figures.of_service(found, plan, rows)
+        text, plot = tables.service_section(found, plan, rows, worth), plots.of_service(found, plan, rows)
     elif isinstance(plan, TrainPlan):
-        text, figure = of_training(found, plan, place, as_json)
+        text, plot = of_training(found, plan, place, as_json)
     else:
-        text, figure = of_audit(found, plan, place, data, as_json)
-    if figure is not None:
+        text, plot = of_audit(found, plan, place, data, as_json)
+    if plot is not None:
         try:
-            drawn = figures.write(figure, results.parent / "figures" / f"{name.replace('/', '-')}.svg")
-            text += f"\n![{found.title}](figures/{drawn.name})\n"
+            drawn = plots.write(plot, results.parent / "plots" / f"{name.replace('/', '-')}.svg")
+            text += f"\n![{found.title}](plots/{drawn.name})\n"
         except MissingExtra as missing:  # the table stands without it
             err.print(str(missing), markup=False, highlight=False, soft_wrap=True)
     tables.write_section(text, results)
@@ -64,9 +64,9 @@ def study(
 
 
 def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: bool) -> tuple[str, Any]:
-    """Section and figure of an audit, alone or beside a training."""
+    """Section and plot of an audit, alone or beside a training."""
     from rasura.core.records import RunStore
-    from rasura.studies import figures, files, tables
+    from rasura.studies import files, plots, tables
 
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.
     run_audit(plan, folder, "cpu", None, as_json, baseline=False)
@@ -76,15 +76,15 @@ def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: boo
     finally:
         store.close()
     if found.train is None:
-        return tables.section(found, plan, records), figures.of_audit(found, plan, records)
+        return tables.section(found, plan, records), plots.of_audit(found, plan, records)
     training = files.prepared_training(found, plan, data)
     worth = trained(prepared(training, folder / "training"), as_json)
     text = tables.tradeoff_section(found, plan, records, training, worth)
-    return text, figures.of_tradeoff(found, plan, records, training, worth)
+    return text, plots.of_tradeoff(found, plan, records, training, worth)
 
 
 def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str, Any]:
-    """Section and figure of a training, and of what is then done to its models."""
+    """Section and plot of a training, and of what is then done to its models."""
     from rasura.studies import deviations, files, tables
 
     worth = trained(prepared(plan, folder), as_json)
@@ -103,7 +103,7 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
             lambda what, done, total: bar.update(line, description=what, completed=done, total=total),
         )  # fmt: skip
     text = deviations.deviations_section(found, plan, compared)
-    return text, deviations.deviations_figure(compared)
+    return text, deviations.deviations_plot(compared)
 
 
 def served(plan: Any, folder: Path, training: Any, as_json: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from rasura.core.rng import generator
 from rasura.core.values import Batch
 from rasura.runs.training import Training, TrainPlan, folder_of
-from rasura.studies.figures import Curve, Figure
 from rasura.studies.files import Study
+from rasura.studies.plots import Curve, Plot
 from rasura.studies.tables import head, row_of
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
@@ -106,9 +106,9 @@ def deviations_section(study: Study, plan: TrainPlan, found: Deviations) -> str:
     return "\n".join([*lines, ""])
 
 
-def deviations_figure(found: Deviations) -> Figure:
+def deviations_plot(found: Deviations) -> Plot:
     """Both deviations before the model that was trained on substitutes, over each text's joint bound."""
     bounds, pairs = found.bounds(), found.pairs[MODELS[2]]
     curves = [("loss", [p.loss for p in pairs]), ("gradient, norm", [p.difference for p in pairs])]
     dots = [Curve(name, [(x, y, y, y) for x, y in zip(bounds, values)], loose=True) for name, values in curves]
-    return Figure(dots, "joint bound before training", "deviation", bounded=False)
+    return Plot(dots, "joint bound before training", "deviation", bounded=False)

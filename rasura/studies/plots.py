@@ -1,4 +1,4 @@
-"""Figures of studies: curves over a protection's strength or the batch size, utility against risk, scatter plots; as SVG."""
+"""Plots of studies: curves over a protection's strength or the batch size, utility against risk, scatter plots; as SVG."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Plot:
     """Curves over one pair of axes. ``bounded``: y is a percentage."""
 
     curves: Sequence[Curve]
@@ -53,7 +53,7 @@ Cells = dict[tuple[str, ...], dict[float, list[float]]]
 """Values of each text by attack and what else names a curve, and by the place on the axis across."""
 
 
-def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> Figure | None:
+def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> Plot | None:
     """The study's first metric over the strength of its protections or else over the batch size; None for other studies."""
     rows, metric = list(records), study.metrics[0]
     strengths: Cells = {}
@@ -75,7 +75,7 @@ def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> 
     return _over(curves, guesses[varied], _strength_of(strengths) if varied else "texts in a batch", metric)
 
 
-def of_service(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> Figure | None:
+def of_service(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> Plot | None:
     """As ``of_audit``, over the last number of each protection."""
     found: Cells = {}
     guesses: dict[float, list[float]] = {}
@@ -111,16 +111,16 @@ def _curves(found: Cells, attacks: Sequence[str], metric: str) -> list[Curve]:
     return out
 
 
-def _over(curves: Sequence[Curve], guesses: Mapping[float, list[float]], across: str, metric: str) -> Figure:
+def _over(curves: Sequence[Curve], guesses: Mapping[float, list[float]], across: str, metric: str) -> Plot:
     there = {x for curve in curves for x, *_ in curve.points}
     levels = [(x, *level_of(some, metric)) for x, some in sorted(guesses.items()) if x in there]
     blind = [Curve(GUESSING, [(x, y, y, y) for x, y, _, _ in levels if y == y])] if levels else []
-    return Figure([*curves, *blind], across, NAMES.get(metric, metric), SCALES.get(metric, SHARE)[0] == 100)
+    return Plot([*curves, *blind], across, NAMES.get(metric, metric), SCALES.get(metric, SHARE)[0] == 100)
 
 
 def of_tradeoff(
     study: Study, plan: Plan, records: Sequence[Mapping[str, Any]], training: TrainPlan, results: Sequence[Mapping[str, Any]]
-) -> Figure:
+) -> Plot:
     """Risk against utility, a dot a protection: the first attack, and the first metric of each."""
     useful = next(m for m in study.metrics if m in HIGHER_IS_BETTER)
     risky = next(m for m in study.metrics if m not in HIGHER_IS_BETTER)
@@ -135,18 +135,18 @@ def of_tradeoff(
         )
     curves = [Curve(name, points, loose=True) for name, points in kinds.items()]
     percent = SCALES.get(risky, SHARE)[0] == 100
-    return Figure(curves, NAMES.get(useful, useful), f"{NAMES.get(risky, risky)}, {plan.attacks[0]}", percent)
+    return Plot(curves, NAMES.get(useful, useful), f"{NAMES.get(risky, risky)}, {plan.attacks[0]}", percent)
 
 
-def write(figure: Figure, path: Path) -> Path:
-    """Draw ``figure``; the same figure is the same file, byte by byte. Raises ``MissingExtra`` without matplotlib."""
+def write(plot: Plot, path: Path) -> Path:
+    """Draw ``plot``; the same plot is the same file, byte by byte. Raises ``MissingExtra`` without matplotlib."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure as Canvas
     except ImportError:
-        raise MissingExtra("the figure of a study needs matplotlib; pip install 'rasura[figures]'") from None
-    panels = list(dict.fromkeys(c.panel for c in figure.curves if c.name != GUESSING))
-    colors = {name: f"C{k}" for k, name in enumerate(dict.fromkeys(c.name for c in figure.curves if c.name != GUESSING))}
+        raise MissingExtra("the plot of a study needs matplotlib; pip install 'rasura[plots]'") from None
+    panels = list(dict.fromkeys(c.panel for c in plot.curves if c.name != GUESSING))
+    colors = {name: f"C{k}" for k, name in enumerate(dict.fromkeys(c.name for c in plot.curves if c.name != GUESSING))}
     with rc_context({"svg.hashsalt": "rasura", "svg.fonttype": "none", "font.family": "serif", "font.size": 9}):
         columns, rows = min(len(panels), FEW), ceil(len(panels) / FEW)
         size = (5.6 if len(panels) == 1 else 1.2 + 2.4 * columns, 3.4 if rows == 1 else 2.6 * rows)
@@ -155,22 +155,22 @@ def write(figure: Figure, path: Path) -> Path:
         for axes in every[len(panels) :]:
             axes.remove()
         for axes, panel in zip(every, panels):
-            for curve in figure.curves:
+            for curve in plot.curves:
                 guess = curve.name == GUESSING
                 if guess or curve.panel == panel:
                     _draw(axes, curve, "0.5" if guess else colors[curve.name], "--" if guess else "-")
             axes.set_title(panel, fontsize=9)
             axes.spines[["top", "right"]].set_visible(False)
-        places, heights = ([p[k] for curve in figure.curves for p in curve.points] for k in (0, 1))
+        places, heights = ([p[k] for curve in plot.curves for p in curve.points] for k in (0, 1))
         if _wide(places):
             every[0].set_xscale("log")
-        if figure.bounded:
+        if plot.bounded:
             every[0].set_ylim(-3, 103)
         elif _wide(heights):
             every[0].set_yscale("log")
-        canvas.supxlabel(figure.across, fontsize=9)
+        canvas.supxlabel(plot.across, fontsize=9)
         for axes in every[: len(panels) : columns]:
-            axes.set_ylabel(figure.up)
+            axes.set_ylabel(plot.up)
         for axes in every[len(panels) - columns : len(panels)]:
             axes.tick_params(labelbottom=True)
         beside: dict[str, Any] = {} if len(panels) == 1 else {"loc": "upper left", "bbox_to_anchor": (1, 1)}
