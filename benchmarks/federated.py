@@ -173,7 +173,7 @@ def main() -> None:
         place = Path(scratch)
         app = new_app(place / "app", max(3, told.clients))
         common: dict[str, Any] = {
-            "num-server-rounds": told.rounds, "least-clients": told.clients - told.kill, "allow-few-clients": True,
+            "num-server-rounds": told.rounds, "min-clients": told.clients - told.kill, "allow-few-clients": True,
             "model": told.model, "limit": told.limit,
             "data": str(Path(told.data).resolve()), "update": told.update, "local-steps": told.steps,
             "learning-rate": told.learning_rate, "results": str(place / "results.json"), "timeout": told.timeout,

@@ -25,8 +25,10 @@ _NAMES = {
     "DefenseSpec": "rasura.core.specs",
     "GhostObfuscator": "rasura.runs.protection",
     "Grant": "rasura.core.values",
+    "Guarantee": "rasura.accounting.guarantees",
     "infer_membership": "rasura.runs.membership",
     "InputError": "rasura.core.errors",
+    "Ledger": "rasura.accounting.ledger",
     "load": "rasura.victims.loading",
     "Mechanism": "rasura.core.values",
     "MembershipPlan": "rasura.runs.membership",
@@ -45,6 +47,7 @@ _NAMES = {
     "Plan": "rasura.runs.plans",
     "PrivateTrainer": "rasura.integrations.transformers",
     "protect_training": "rasura.runs.private",
+    "ProtectedTraining": "rasura.runs.private",
     "read_update": "rasura.runs.reading",
     "ReadRequest": "rasura.runs.reading",
     "ReadResult": "rasura.runs.reading",
@@ -62,6 +65,8 @@ _NAMES = {
 __all__ = [*sorted(_NAMES), "__version__"]
 
 if TYPE_CHECKING:
+    from rasura.accounting.guarantees import Guarantee as Guarantee
+    from rasura.accounting.ledger import Ledger as Ledger
     from rasura.core.errors import AttackFailed as AttackFailed
     from rasura.core.errors import InputError as InputError
     from rasura.core.errors import MissingExtra as MissingExtra
@@ -91,6 +96,7 @@ if TYPE_CHECKING:
     from rasura.runs.membership import MembershipPlan as MembershipPlan
     from rasura.runs.membership import infer_membership as infer_membership
     from rasura.runs.plans import Plan as Plan
+    from rasura.runs.private import ProtectedTraining as ProtectedTraining
     from rasura.runs.private import protect_training as protect_training
     from rasura.runs.protection import GhostObfuscator as GhostObfuscator
     from rasura.runs.protection import obfuscate_file as obfuscate_file

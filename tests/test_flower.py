@@ -61,9 +61,9 @@ def app_of(agreement: Agreement | None, change: Callable[[int, int, Any], Any] |
     from flwr.app import Message as Reply
     from flwr.clientapp import ClientApp
 
-    from rasura.integrations.flower import Client, protect
+    from rasura.integrations.flower import ClientSetup, protection_mod
 
-    mods = [] if agreement is None else [protect(lambda context: Client(agreement))]
+    mods = [] if agreement is None else [protection_mod(lambda context: ClientSetup(agreement))]
     app = ClientApp(mods=mods)
 
     def weights(message: Any) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def test_flower_goes_on_without_those_who_fail(keys: Keys, caplog: pytest.LogCap
 
     grid = LocalGrid(range(3), app_of(clients, tamper))
     grid.gone, grid.joins = {3: {0}}, {1: 3}
-    made = strategy(server, least=1, first_scale=FIRST, allow_few_clients=True)
+    made = strategy(server, min_clients=1, first_scale=FIRST, allow_few_clients=True)
     with caplog.at_level(logging.WARNING, logger="flwr"):
         logging.getLogger("flwr").addHandler(caplog.handler)
         made.start(grid=grid, num_rounds=3)
@@ -173,7 +173,7 @@ def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(ke
     other = agree(DEFENSES[2], model(), make_keys(4))
     mixed = {0: app_of(clients), 1: app_of(clients), 2: app_of(other)}
     with pytest.raises(RoundFailed, match="client 2: its key is"):
-        strategy(server, least=3).start(grid=LocalGrid(range(3), lambda n, m: mixed[n](n, m)), num_rounds=1)
+        strategy(server, min_clients=3).start(grid=LocalGrid(range(3), lambda n, m: mixed[n](n, m)), num_rounds=1)
     # From the second round on the wrong key cannot open what it is sent.
     answers: list[Any] = []
 
@@ -181,7 +181,9 @@ def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(ke
         answers.append((node, mixed[node](node, message)))
         return answers[-1][1]
 
-    strategy(server, least=2, first_scale=FIRST, allow_few_clients=True).start(grid=LocalGrid(range(3), kept), num_rounds=2)
+    strategy(server, min_clients=2, first_scale=FIRST, allow_few_clients=True).start(
+        grid=LocalGrid(range(3), kept), num_rounds=2
+    )
     errors = {reply.error.reason for node, reply in answers if node == 2 and reply.has_error()}
     assert len(errors) == 1 and errors.pop().startswith("rasura: its key is")
 
@@ -223,7 +225,7 @@ def simulated(place: Path, folder: Path, **given: Any) -> dict[str, Any]:
 
     config = tomllib.loads((place / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     config |= {"num-server-rounds": 2, "model": str(folder / "model"), "data": str(folder / "texts.jsonl"), "local-steps": 2}
-    config |= {"least-clients": 2, "allow-few-clients": True, "results": str(folder / "results.json"), **given}
+    config |= {"min-clients": 2, "allow-few-clients": True, "results": str(folder / "results.json"), **given}
     client, server = (importlib.import_module(f"federated.{n}_app") for n in ("client", "server"))
     contexts = {
         k: Context(1, k, {"partition-id": k, "num-partitions": 2}, RecordDict(), config) for k in range(2)
@@ -310,13 +312,13 @@ def test_a_round_of_two_is_refused_by_the_app_and_the_strategy_unless_asked_for(
     from rasura.integrations.flower import strategy
 
     _, server = sides("none", keys)
-    assert strategy(server).collector.least == 3
+    assert strategy(server).collector.min_clients == 3
     with pytest.raises(InputError, match="a round of 2 clients"):
-        strategy(server, least=2)
+        strategy(server, min_clients=2)
     with pytest.raises(InputError, match="allow-few-clients = true in the app"):
         simulated(app_modules, folder, **{"allow-few-clients": False})
     told = tomllib.loads((app_modules / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    assert told["least-clients"] == 3 and told["allow-few-clients"] is False
+    assert told["min-clients"] == 3 and told["allow-few-clients"] is False
 
 
 @pytest.mark.usefixtures("flower")

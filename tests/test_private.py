@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import json
 import math
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from private_setting import DATA, collate, plain_gradients
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
@@ -21,13 +23,13 @@ from rasura.accounting import epsilon
 from rasura.core.interfaces import Defense, InputError
 from rasura.defenses.compose import chain
 from rasura.defenses.dp_sgd import dp_sgd
-from rasura.runs.private import Private
+from rasura.runs.private import ProtectedTraining
 from rasura.testing.tiny import tiny
 
 pytest.importorskip("dp_accounting")
 
 
-def loop(defense: str | Defense, *, model: nn.Module | None = None, size: int = 2, **options: Any) -> Private:
+def loop(defense: str | Defense, *, model: nn.Module | None = None, size: int = 2, **options: Any) -> ProtectedTraining:
     model = model or tiny("bert", "classification", num_labels=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return rasura.protect_training(
@@ -35,7 +37,7 @@ def loop(defense: str | Defense, *, model: nn.Module | None = None, size: int = 
     )
 
 
-def trained(private: Private, epochs: int) -> list[int]:
+def trained(private: ProtectedTraining, epochs: int) -> list[int]:
     """The sizes of the batches of a loop as the documentation has it."""
     model, optimizer, loader, _ = private
     assert optimizer is not None
@@ -187,7 +189,7 @@ def test_a_seed_or_another_loader_guarantees_nothing() -> None:
 # --- ways around it
 
 
-def protected() -> tuple[Private, dict[str, Tensor]]:
+def protected() -> tuple[ProtectedTraining, dict[str, Tensor]]:
     private = loop("dp-sgd:1.0", poisson=True, size=24)
     return private, next(iter(private.loader))
 
@@ -458,6 +460,25 @@ def test_the_trainer_has_a_switch_and_counts(tmp_path: Path) -> None:
     assert logged[:2] == [pytest.approx(epsilon(0.5, 2 / 24, n, 0.1 / 24)) for n in (6, 12)]
     with pytest.raises(InputError, match="12 releases were planned"):
         private.train()
+
+
+def test_the_trainer_takes_what_a_trainer_takes_by_name() -> None:
+    pytest.importorskip("accelerate")
+    asked, usual = (inspect.signature(c.__init__).parameters for c in (rasura.PrivateTrainer, transformers.Trainer))
+    own = {"defense", "delta", "poisson", "seed"}
+    assert own <= set(asked) <= own | set(usual)
+    assert not {p.kind for p in asked.values()} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    by_place = [n for n, p in asked.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    assert by_place == list(usual)[: len(by_place)]
+
+
+def test_the_trainer_refuses_what_would_replace_the_protected_model(tmp_path: Path) -> None:
+    private = trainer(tmp_path)
+    with pytest.raises(InputError, match="no search over hyperparameters"):
+        private.train(trial={"learning_rate": 1.0})
+    for name in ("model_init", "compute_loss_func"):
+        with pytest.raises(TypeError, match=name):
+            rasura.PrivateTrainer(private.model, defense="dp-sgd:1.0", **{name: print})
 
 
 def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:

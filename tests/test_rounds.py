@@ -27,7 +27,7 @@ from rasura.integrations.flower.rounds import Collector, RoundFailed, Ticket, op
 
 __all__ = ["keys"]
 
-FEW = {"least": 1, "allow_few_clients": True}
+FEW = {"min_clients": 1, "allow_few_clients": True}
 """Many rounds here are of one or two clients."""
 
 
@@ -76,7 +76,7 @@ def test_the_aggregate_is_that_of_plain_fedavg_within_a_quantisation_step(defens
 
 
 def test_clients_weigh_by_their_texts_also_where_ciphertexts_are_added(keys: Keys) -> None:
-    side = Side(DEFENSES[1], keys, {"most_examples": 4})
+    side = Side(DEFENSES[1], keys, {"max_examples": 4})
     examples = {0: 1.0, 1: 4.0, 2: 9.0}
     expected = averaged(side.model(), range(3), {0: 0.25, 1: 1.0, 2: 1.0})
     side.server.collect([(c, side.message(1, c, n), n) for c, n in examples.items()])
@@ -211,12 +211,12 @@ def test_a_bad_message_is_refused_and_nothing_of_it_enters(name: str, keys: Keys
 
 def test_any_failure_of_one_client_leaves_the_others(keys: Keys) -> None:
     for examples in (float("nan"), -1.0, 10**400, "3", None, [1], 0):
-        side = Side(DEFENSES[2], keys, {"most_examples": 4})
+        side = Side(DEFENSES[2], keys, {"max_examples": 4})
         replies = [(0, side.message(1, 0, 2.0), examples), (1, side.message(1, 1, 2.0), 2.0)]
         assert side.server.collect(replies) == [1]  # type: ignore[arg-type]  # what a stranger may send
         assert len(side.said) == 1 and "client 0 is left out: " in side.said[0]
     # A header that decodes into what Python itself cannot compare or print.
-    side = Side(DEFENSES[2], keys, {"least": 2})
+    side = Side(DEFENSES[2], keys, {"min_clients": 2})
     replies = [(0, header(start="x" * 100_000)(side.message(1, 0)), 1.0), (1, side.message(1, 1), 1.0)]
     with pytest.raises(RoundFailed, match="1 updates count, at least 2 are needed") as caught:
         side.server.collect(replies)
@@ -256,7 +256,7 @@ def test_keys_and_masks_of_others_are_refused(keys: Keys) -> None:
 
 
 def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Keys) -> None:
-    side = Side(DEFENSES[2], keys, {"least": 2})
+    side = Side(DEFENSES[2], keys, {"min_clients": 2})
     before = side.model()
     side.server.ticket(1, 0)
     with pytest.raises(
@@ -271,7 +271,7 @@ def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Keys) -> Non
 def test_more_clients_than_the_keys_fit_are_refused_before_training(keys: Keys) -> None:
     _, server = sides(DEFENSES[2], keys)
     with pytest.raises(InputError, match="5 clients would train, these keys fit 4"):
-        Collector(server, least=5)
+        Collector(server, min_clients=5)
     with pytest.raises(InputError, match="holds a secret key"):
         Collector(agree(DEFENSES[2], model(), keys))
 
@@ -364,8 +364,8 @@ def test_a_capture_holds_what_the_server_saw(tmp_path: Path, keys: Keys) -> None
 # --- how few may add up
 
 
-@pytest.mark.parametrize("least", [1, 2])
-def test_two_clients_have_each_others_update_and_are_refused_unless_asked_for(least: int, keys: Keys) -> None:
+@pytest.mark.parametrize("min_clients", [1, 2])
+def test_two_clients_have_each_others_update_and_are_refused_unless_asked_for(min_clients: int, keys: Keys) -> None:
     side = Side(DEFENSES[2], keys)
     side.server.collect([(c, side.message(1, c), 1.0) for c in (0, 1)])
     start = dict(side.clients.start)
@@ -374,15 +374,16 @@ def test_two_clients_have_each_others_update_and_are_refused_unless_asked_for(le
     assert largest(subtracted, others) < 3 * side.step("") + 1e-6, "the sum less one's own is the other's"
     for defense in (DEFENSES[0], DEFENSES[2]):
         _, server = sides(defense, keys)
-        with pytest.raises(InputError, match=f"a round of {least} clients: of two, .*at least 3, or pass allow_few_clients"):
-            Collector(server, least=least)
-        assert Collector(server, least=least, allow_few_clients=True).least == least
+        refused = f"a round of {min_clients} clients: of two, .*at least 3, or pass allow_few_clients"
+        with pytest.raises(InputError, match=refused):
+            Collector(server, min_clients=min_clients)
+        assert Collector(server, min_clients=min_clients, allow_few_clients=True).min_clients == min_clients
 
 
 def test_three_clients_are_the_least_unless_said_otherwise(keys: Keys) -> None:
     side = Side(DEFENSES[2], keys)
     server = Collector(sides(DEFENSES[2], keys)[1], first_scale=FIRST)
-    assert server.least == 3
+    assert server.min_clients == 3
     replies = []
     for client in range(3):
         ticket = server.ticket(1, client)
@@ -396,10 +397,10 @@ def test_three_clients_are_the_least_unless_said_otherwise(keys: Keys) -> None:
     assert server.collect(replies) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("least", [0, -1])
-def test_a_round_of_nobody_is_refused(least: int, keys: Keys) -> None:
+@pytest.mark.parametrize("min_clients", [0, -1])
+def test_a_round_of_nobody_is_refused(min_clients: int, keys: Keys) -> None:
     with pytest.raises(InputError, match="expected"):
-        Collector(sides(DEFENSES[0], keys)[1], least=least, allow_few_clients=True)
+        Collector(sides(DEFENSES[0], keys)[1], min_clients=min_clients, allow_few_clients=True)
 
 
 # --- the count of a sum is checked by who opens it

@@ -1,17 +1,22 @@
-"""Hugging Face's Trainer behind a protection: ``PrivateTrainer(..., defense="dp-sgd:1.0")`` instead of ``Trainer(...)``."""
+"""Hugging Face's Trainer under a protection: ``PrivateTrainer(..., defense="dp-sgd:1.0")`` instead of ``Trainer(...)``."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import transformers
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from rasura.accounting import Guarantee, Ledger
 from rasura.core.interfaces import Defense, InputError
+from rasura.runs.drawing import DrawnLoader
 from rasura.runs.private import protect_training
 
 LEDGER = "rasura_ledger.json"
@@ -19,28 +24,45 @@ LEDGER = "rasura_ledger.json"
 
 
 class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
-    """A ``Trainer`` whose steps are protected by ``defense``; ``guarantee`` says what the releases made so far guarantee.
+    """A Hugging Face ``Trainer`` whose steps are protected by ``defense``.
 
-    ``ledger`` counts them from ``train()`` on: it is saved with every checkpoint, a resumed training goes on counting, and
-    epsilon stands in the logs. ``train()`` again goes beyond the plan and is refused. ``delta``, ``poisson`` and ``seed`` as
-    in ``rasura.protect_training``. Raises ``InputError`` for settings that a guarantee cannot stand on: gradient
-    accumulation, label smoothing, float16, several devices, a data set without a length, max_steps, batches grouped by
-    length.
+    ``guarantee`` says what the releases made so far guarantee, and ``ledger`` counts them. The ledger is saved with every
+    checkpoint, a resumed training continues its count, and the logs contain epsilon. A second ``train()`` would go beyond
+    the plan and is refused. ``delta``, ``poisson`` and ``seed`` mean the same as in ``rasura.protect_training``; the other
+    parameters are those of ``Trainer``. ``model_init`` and ``compute_loss_func`` are not among them: the one would replace
+    the protected model, the other its loss.
+
+    Raises ``InputError`` for settings that no guarantee covers: gradient accumulation, label smoothing, float16, several
+    devices, a data set without a length, max_steps, batches grouped by length.
     """
 
     def __init__(
         self,
-        *positional: Any,
+        model: nn.Module,
+        args: transformers.TrainingArguments | None = None,
+        data_collator: Callable[[list[Any]], dict[str, Any]] | None = None,
+        train_dataset: Dataset[Any] | None = None,
+        eval_dataset: Dataset[Any] | dict[str, Dataset[Any]] | None = None,
+        processing_class: transformers.PreTrainedTokenizerBase | None = None,
+        *,
         defense: str | Defense,
         delta: float | None = None,
         poisson: bool = True,
         seed: int | None = None,
-        **options: Any,
+        compute_metrics: Callable[[transformers.EvalPrediction], dict[str, float]] | None = None,
+        callbacks: list[transformers.TrainerCallback] | None = None,
+        optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(*positional, **options)
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics=compute_metrics,
+            callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )  # fmt: skip
         self.defense, self.delta, self.poisson, self.noise_seed = defense, delta, poisson, seed
         self.ledger: Ledger | None = None
-        self._protected_loader: Any = None
+        self._protected_loader: DrawnLoader | DataLoader[Any] | None = None
         wrong = {
             "gradient_accumulation_steps": (self.args.gradient_accumulation_steps, 1),
             "label_smoothing_factor": (self.args.label_smoothing_factor, 0),
@@ -59,8 +81,8 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         """What the releases made so far guarantee; None before training. ``ledger.planned`` is the plan's."""
         return None if self.ledger is None else self.ledger.spent()
 
-    def get_train_dataloader(self) -> Any:
-        """The loader of the protection; protects the model when it is first asked for."""
+    def get_train_dataloader(self) -> DrawnLoader | DataLoader[Any]:
+        """The loader of the protection. The first call protects the model."""
         if self._protected_loader is None:
             data, collate = self.train_dataset, self.data_collator
             if hasattr(data, "column_names"):
@@ -78,25 +100,35 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self._protected_loader, self.ledger = done.loader, done.ledger
         return self._protected_loader
 
-    def train(self, resume_from_checkpoint: Any = None, **rest: Any) -> Any:
-        """As ``Trainer.train``. Resumed, it goes on with the checkpoint's ledger; ``InputError`` where that has none."""
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: None = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> transformers.trainer_utils.TrainOutput:
+        """As ``Trainer.train``. A resumed training continues the checkpoint's ledger; ``InputError`` if it has none.
+
+        ``trial`` must be None: a search over hyperparameters trains more than the ledger counts.
+        """
+        if trial is not None:
+            raise InputError("trial is given; a protected Trainer takes no search over hyperparameters")
         if resume_from_checkpoint:
             found = resume_from_checkpoint
             place = get_last_checkpoint(self.args.output_dir) if found is True else str(found)
             self.get_train_dataloader()
             assert self.ledger is not None  # the loader made it
             self.ledger.load(Path(str(place)) / LEDGER)
-        return super().train(resume_from_checkpoint=resume_from_checkpoint, **rest)
+        return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
-    def _save_checkpoint(self, *positional: Any, **named: Any) -> None:
-        super()._save_checkpoint(*positional, **named)
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
         if self.ledger is not None:
             folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             self.ledger.save(folder / LEDGER)
 
-    def log(self, logs: dict[str, float], *positional: Any, **named: Any) -> None:
-        """As ``Trainer.log``, with epsilon of the releases made so far, where there is a guarantee."""
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As ``Trainer.log``, with the epsilon of the releases made so far, if there is a guarantee."""
         found = self.guarantee
         if found is not None and found.epsilon is not None:
             logs = {**logs, "epsilon": found.epsilon}
-        super().log(logs, *positional, **named)
+        super().log(logs, start_time)

@@ -21,13 +21,16 @@ from rasura.victims.step import defended, message_for
 from rasura.victims.train import local
 
 
-class Private(NamedTuple):
-    """A protected loop: the model (the same object), the optimizer, the loader to train with, and the ledger, which knows
-    what is planned (``ledger.planned``) and what was spent (``ledger.spent()``)."""
+class ProtectedTraining(NamedTuple):
+    """A protected training loop: what ``protect_training`` returns.
+
+    ``model`` is the object that was passed, ``loader`` the one to train with. ``ledger`` knows the guarantee of the plan
+    (``ledger.planned``) and of the releases made so far (``ledger.spent()``).
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    loader: Any
+    loader: DrawnLoader | DataLoader[Any]
     ledger: Ledger
 
 
@@ -130,7 +133,7 @@ def protect_training(
     delta: float | None = None,
     poisson: bool = True,
     seed: int | None = None,
-) -> Private:
+) -> ProtectedTraining:
     """Protect a training loop; for a file of training texts there is ``obfuscate_file``.
 
     ``model, optimizer, loader, ledger = protect_training(model, optimizer, loader, "dp-sgd:1.0")``.
@@ -177,7 +180,7 @@ def protect_training(
         taken_off(model)
     expected = min(size, run.examples) if by_chance and drawing is not None else None
     _Protected(model, parts, ledger, rng, drawing, expected)
-    return Private(model, optimizer, loader if drawing is None else drawing, ledger)
+    return ProtectedTraining(model, optimizer, loader if drawing is None else drawing, ledger)
 
 
 def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

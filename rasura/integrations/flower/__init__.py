@@ -1,7 +1,7 @@
 """Federated training with Flower behind any protection: a mod for clients, a strategy for the server.
 
-    app = ClientApp(mods=[protect(setup)])      # setup(context) -> Client(agree(defense, model, keys), keys' processes)
-    strategy(agree(defense, model, public_keys), least=3).start(grid=grid, num_rounds=3)
+    app = ClientApp(mods=[protection_mod(setup)])  # setup(context) -> ClientSetup(agree(defense, model, keys))
+    strategy(agree(defense, model, public_keys), min_clients=3).start(grid=grid, num_rounds=3)
 
 ``rasura new federated DIR`` writes a whole app. What is protected and what is not: ``docs/federated.md``.
 """
@@ -19,17 +19,20 @@ from torch import Tensor
 from rasura.core.interfaces import InputError, MissingExtra
 from rasura.integrations.flower.agreement import Agreement, agree, local_part
 from rasura.integrations.flower.capture import Capture, as_tensors, check_folder
-from rasura.integrations.flower.rounds import LEAST, Collector, RoundFailed, Ticket, opened, protected
+from rasura.integrations.flower.rounds import MIN_CLIENTS, Collector, RoundFailed, Ticket, opened, protected
 
-__all__ = ["Agreement", "Capture", "Client", "RoundFailed", "agree", "check_folder", "local_part", "protect", "strategy"]
+__all__ = [
+    "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "check_folder", "local_part", "protection_mod",
+    "strategy",
+]  # fmt: skip
 
 RECORD, ARRAYS, METRICS, EXAMPLES = "rasura", "arrays", "metrics", "num-examples"
 """Names of the records of a message, and of the metric that says how many texts a client trained on."""
 
 
 @dataclass(frozen=True)
-class Client:
-    """What the mod needs: the agreement, with the clients' secret keys, and how many ``processes`` encrypt in parallel."""
+class ClientSetup:
+    """What ``protection_mod`` needs: the agreement with the clients' secret keys, and how many ``processes`` encrypt."""
 
     agreement: Agreement
     processes: int = 1
@@ -55,13 +58,14 @@ def _record(arrays: Mapping[str, Tensor]) -> Any:
     return app.ArrayRecord({n: app.Array(t.numpy()) for n, t in arrays.items()})
 
 
-def protect(setup: Callable[[Any], Client]) -> Callable[[Any, Any, Callable[[Any, Any], Any]], Any]:
-    """A mod that opens what the server sends, calls the app, and seals what the app trained.
+def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, Callable[[Any, Any], Any]], Any]:
+    """A Flower mod for clients: it opens what the server sends, calls the app, and protects what the app trained.
 
-    ``setup(context)`` gives the ``Client``; keep its result, it is asked for with every message. The app sees plain weights
-    under ``arrays`` and returns trained ones with the metric ``num-examples``. What leaves is one Rasura message and the
-    app's metrics, with ``rasura-beyond`` (entries beyond the agreed scale, cut), ``rasura-bytes`` and ``rasura-cpu-seconds``
-    added: other records are dropped. What cannot be opened or sealed is answered with an error, in one line.
+    ``setup(context)`` gives the ``ClientSetup``. It is called with every message, so cache its result. The app sees plain
+    weights under ``arrays`` and returns trained weights with the metric ``num-examples``. One Rasura message leaves the
+    client, with the app's metrics and three more: ``rasura-beyond`` (entries clipped to the agreed scale), ``rasura-bytes``
+    and ``rasura-cpu-seconds``. Other records are dropped. Where a message cannot be opened or protected, the client answers
+    with an error of one line.
     """
 
     def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
@@ -77,7 +81,7 @@ def protect(setup: Callable[[Any], Client]) -> Callable[[Any, Any, Callable[[Any
             raise InputError("the server sent no record of Rasura; use rasura.integrations.flower.strategy there")
         told = message.content[RECORD]
         ticket = Ticket(
-            int(told["round"]), str(told["nonce"]), int(told["most-examples"]), float(told["first-scale"]), told["aggregate"]
+            int(told["round"]), str(told["nonce"]), int(told["max-examples"]), float(told["first-scale"]), told["aggregate"]
         )
         received = as_tensors({n: a.numpy() for n, a in message.content[ARRAYS].items()})
         before = opened(client.agreement, received, ticket.aggregate)
@@ -109,34 +113,37 @@ def protect(setup: Callable[[Any], Client]) -> Callable[[Any, Any, Callable[[Any
 def strategy(
     agreement: Agreement,
     *,
-    least: int = LEAST,
-    most_examples: int = 0,
+    min_clients: int = MIN_CLIENTS,
+    max_examples: int = 0,
     first_scale: float = 1e-3,
     allow_few_clients: bool = False,
     capture: Capture | None = None,
     **options: Any,
 ) -> Any:
-    """A ``FedAvg`` that takes clients' messages through checks, adds what it cannot read, and passes on the sum.
+    """A ``FedAvg`` that checks the clients' messages, adds up what it cannot read, and passes on the sum.
 
-    ``agreement``: with the public keys. ``least``: clients that a round needs, to start and to count; fewer than three only
-    with ``allow_few_clients``, since two subtract themselves from the sum. ``most_examples``: how many texts weigh 1, the
-    most that a client has; 0: clients weigh the same. ``first_scale``: the most that one round
-    changes an entry, which the scales of sealed entries start from. ``capture`` keeps what the server sees. ``options`` are
-    FedAvg's. The strategy's ``figures`` hold, by round, clients asked and counted, bytes to each client and from all, wall
-    seconds of waiting and CPU seconds of adding; its ``collector`` what the server knows. Raises ``InputError`` for a secret
-    context and for more clients than the keys fit, before anything is sent; ``RoundFailed`` ends a run whose round has fewer
-    than ``least`` updates that count.
+    ``agreement`` has the public keys. A round needs ``min_clients`` clients to start, and as many valid updates to count;
+    fewer than three are refused without ``allow_few_clients``, since each of two clients can subtract itself from the sum. A
+    client with ``max_examples`` texts or more has the weight 1; with 0 all clients weigh the same. ``first_scale`` is the
+    largest change of an entry in one round, from which the scales of sealed entries start. ``capture`` keeps what the server
+    sees. ``options`` are FedAvg's.
+
+    The strategy's ``figures`` hold, by round, the clients asked and counted, the bytes to each client and from all, the wall
+    seconds of waiting and the CPU seconds of adding. Its ``collector`` holds what the server knows.
+
+    Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent.
+    ``RoundFailed`` ends a run whose round has fewer than ``min_clients`` valid updates.
     """
     _, strategies = _flwr()
     collector = Collector(
-        agreement, least, most_examples, first_scale, _log, seen=capture, allow_few_clients=allow_few_clients
+        agreement, min_clients, max_examples, first_scale, _log, seen=capture, allow_few_clients=allow_few_clients
     )
-    options = {"min_train_nodes": least, "min_evaluate_nodes": least, "min_available_nodes": least, **options}
+    options = {**dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), min_clients), **options}
 
     class Protected(_Protected, strategies.FedAvg):  # type: ignore[misc, name-defined]  # imported here alone
         pass
 
-    told = {"most-examples": most_examples, "first-scale": float(first_scale)}
+    told = {"max-examples": max_examples, "first-scale": float(first_scale)}
     return Protected(agreement, collector, capture, told, **options)
 
 

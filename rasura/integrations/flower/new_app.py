@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rasura.core.interfaces import InputError
 from rasura.defenses.homomorphic import make_keys
-from rasura.integrations.flower.rounds import LEAST
+from rasura.integrations.flower.rounds import MIN_CLIENTS
 
 PLACES = {
     "pyproject.toml": "pyproject.toml",
@@ -32,10 +32,10 @@ def new_app(folder: str | Path, clients: int = 4) -> Path:
         raise InputError(f"{place / taken[0]} exists already; choose a new folder")
     if '"' in str(place) or "\\" in str(place):
         raise InputError(f"{place} cannot be written into TOML; choose a folder without quotes and backslashes")
-    if clients < LEAST:
+    if clients < MIN_CLIENTS:
         raise InputError(
             f"{clients} clients: of two, each subtracts itself from the sum and has the other's update; "
-            f"expected at least {LEAST}"
+            f"expected at least {MIN_CLIENTS}"
         )
     keys = make_keys(clients, "bfv")
     for name, target in PLACES.items():

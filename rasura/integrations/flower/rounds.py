@@ -26,7 +26,7 @@ from rasura.defenses import homomorphic, sealing
 from rasura.integrations.flower.agreement import Agreement, check_sums, next_scales, read_scales
 from rasura.victims.per_example import as_one
 
-LEAST = 3
+MIN_CLIENTS = 3
 """Clients of a round. Of two, each subtracts itself from the sum and has the other's update."""
 
 
@@ -37,12 +37,12 @@ class RoundFailed(RuntimeError):
 @dataclass(frozen=True)
 class Ticket:
     """What the server tells one client for one round. ``nonce`` is for this client and round alone: a replayed message has
-    another. ``most_examples``: how many texts weigh 1; 0: every client weighs the same. ``first_scale``: the most that one
+    another. ``max_examples``: how many texts weigh 1; 0: every client weighs the same. ``first_scale``: the most that one
     round changes an entry."""
 
     round: int
     nonce: str
-    most_examples: int
+    max_examples: int
     first_scale: float
     aggregate: bytes = b""
 
@@ -51,7 +51,7 @@ class Ticket:
         cannot weigh them."""
         if not (isinstance(examples, int | float) and math.isfinite(examples) and examples > 0):
             raise InputError(f"{examples!r} examples; expected a number above 0")
-        return min(1.0, examples / self.most_examples) if self.most_examples else 1.0
+        return min(1.0, examples / self.max_examples) if self.max_examples else 1.0
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,14 @@ Taken = tuple[int, Message, float]
 class Collector:
     """The server's side: what it knows of the model, and the sum that it cannot read.
 
-    ``agreement.keys`` is the public context; a secret one is refused. ``least``: how many clients a round needs, not below
-    ``LEAST`` unless ``allow_few_clients``: the sum of few tells each of them of the others.
+    ``agreement.keys`` is the public context; a secret one is refused. ``min_clients``: how many clients a round needs,
+    not below ``MIN_CLIENTS`` unless ``allow_few_clients``: the sum of few tells each of them of the others.
     ``seen`` is told of every message that counts.
     """
 
     agreement: Agreement
-    least: int = LEAST
-    most_examples: int = 0
+    min_clients: int = MIN_CLIENTS
+    max_examples: int = 0
     first_scale: float = 1e-3
     log: Callable[[str], None] = print
     seen: Callable[[int, int, Message], None] | None = None
@@ -164,17 +164,17 @@ class Collector:
         self.clear = dict(self.agreement.start)
         if self.agreement.sealed:
             homomorphic.server_context(self.agreement.keys)
-            self.check_clients(self.least)
-        if self.least < 1 or self.most_examples < 0 or not 0 < self.first_scale < math.inf:
+            self.check_clients(self.min_clients)
+        if self.min_clients < 1 or self.max_examples < 0 or not 0 < self.first_scale < math.inf:
             raise InputError(
-                f"least {self.least} clients, most examples {self.most_examples}, first scale {self.first_scale}; expected "
-                "at least 1, at least 0, and a number above 0"
+                f"min_clients {self.min_clients}, max_examples {self.max_examples}, first_scale {self.first_scale}; "
+                "expected at least 1, at least 0, and a number above 0"
             )
 
-        if self.least < LEAST and not self.allow_few_clients:
+        if self.min_clients < MIN_CLIENTS and not self.allow_few_clients:
             raise InputError(
-                f"a round of {self.least} clients: of two, each subtracts itself from the sum and has the other's update; "
-                f"expected at least {LEAST}, or pass allow_few_clients=True (allow-few-clients = true in the app)"
+                f"a round of {self.min_clients} clients: of two, each can subtract itself from the sum and has the other's; "
+                f"expected at least {MIN_CLIENTS}, or pass allow_few_clients=True (allow-few-clients = true in the app)"
             )
 
     @property
@@ -198,7 +198,7 @@ class Collector:
         """A fresh ticket for ``node``; all of earlier rounds are void."""
         if number != self.round:
             self.round, self.tickets = number, {}
-        made = Ticket(number, secrets.token_hex(16), self.most_examples, self.first_scale, self.aggregate)
+        made = Ticket(number, secrets.token_hex(16), self.max_examples, self.first_scale, self.aggregate)
         self.tickets[node] = made
         return made
 
@@ -234,8 +234,8 @@ class Collector:
         """Take a round's ``replies`` (node, bytes, examples); the nodes whose update counts, in order.
 
         What is wrong with one client, whatever it is, refuses this client with a logged reason: nothing of it enters the
-        aggregate, and the others go on. Raises ``RoundFailed`` when fewer than ``least`` are left; what the server knew
-        before then stays as it was.
+        aggregate, and the others go on. Raises ``RoundFailed`` when fewer than ``min_clients`` are left; what the
+        server knew before then stays as it was.
         """
         taken: list[Taken] = []
         refused: list[tuple[int, str]] = []
@@ -252,10 +252,10 @@ class Collector:
         counted, sums = self._added(taken, refused)
         for node, why in refused:
             self.log(f"round {self.round}: client {node} is left out: {why}")
-        if len(counted) < self.least:
+        if len(counted) < self.min_clients:
             reasons = "; ".join(f"client {n}: {why}" for n, why in refused) or "the others did not answer"
             raise RoundFailed(
-                f"round {self.round}: {len(counted)} updates count, at least {self.least} are needed ({reasons})"
+                f"round {self.round}: {len(counted)} updates count, at least {self.min_clients} are needed ({reasons})"
             )
         if self.seen is not None:
             for node, message, _ in counted:
