@@ -14,10 +14,11 @@ from collections.abc import Iterator
 import torch
 
 from rasura.core.accumulation import counted, tokens_in, width
+from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, adversary_copy, observe
-from rasura.core.values import Batch, Transcript
+from rasura.core.values import Transcript
 from rasura.data.text import Example, encode, load_examples
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import attack as make_attack

@@ -20,9 +20,9 @@ from torch import Generator, Tensor, nn
 
 from rasura.accounting import epsilon
 from rasura.core.answers import Answers, ShadowModel
+from rasura.core.batches import Batch
 from rasura.core.rng import derive, generator
 from rasura.core.threat import MODEL_USER, observe_model
-from rasura.core.values import Batch
 from rasura.data.text import encode, load_examples
 from rasura.metrics.intervals import mean_interval
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, needed, split_check, tpr_at

@@ -34,10 +34,11 @@ from rasura import registry
 from rasura.attacks.images.inverting_gradients import Work as Images
 from rasura.attacks.updates.gradient_matching.settings import Work as Matching
 from rasura.attacks.updates.span_matching.attack import Work as Spans
+from rasura.core.batches import Batch
 from rasura.core.interfaces import ActiveAttack, Attack, AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, WITH_LENGTHS, observe
-from rasura.core.values import NO_TEXT, UNKNOWN, Batch, Grant, Message, Observation, Reconstruction, Vocabulary
+from rasura.core.values import NO_TEXT, UNKNOWN, Grant, Message, Observation, Reconstruction, Vocabulary
 from rasura.data.images import demo_images, encode_images
 from rasura.ghost.defense import ghost
 from rasura.ghost.table import ShadowSettings

@@ -18,7 +18,8 @@ from rasura.core.rng import generator
 from rasura.core.values import Message
 from rasura.core.wire import to_bytes
 from rasura.data.text import Example, encode
-from rasura.defenses.homomorphic import added, make_keys, opened_sum, seal
+from rasura.defenses.homomorphic import added, opened_sum, seal
+from rasura.defenses.homomorphic_keys import make_keys
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, sealing
 from rasura.defenses.significance import PROBES, sensitivity
 from rasura.victims.loading import load

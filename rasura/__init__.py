@@ -23,7 +23,7 @@ _NAMES = {
     "chain": "rasura.defenses.compose",
     "Client": "rasura.server.client",
     "DefenseSpec": "rasura.core.specs",
-    "GhostObfuscator": "rasura.runs.protection",
+    "GhostObfuscator": "rasura.runs.ghost_obfuscator",
     "Grant": "rasura.core.values",
     "Guarantee": "rasura.accounting.guarantees",
     "infer_membership": "rasura.runs.membership",
@@ -37,7 +37,7 @@ _NAMES = {
     "MissingExtra": "rasura.core.errors",
     "NotApplicable": "rasura.core.errors",
     "obfuscate_embedding": "rasura.service_protections.obfuslm.model",
-    "obfuscate_file": "rasura.runs.protection",
+    "obfuscate_file": "rasura.runs.ghost_file",
     "obfuscate_model": "rasura.service_protections.obfuslm.folder",
     "ObfuscatedTokenizer": "rasura.service_protections.obfuslm.tokenizer",
     "ObfuscationSettings": "rasura.service_protections.obfuslm.settings",
@@ -56,7 +56,7 @@ _NAMES = {
     "step": "rasura.victims.step",
     "ThreatModel": "rasura.core.threat",
     "train": "rasura.runs.training",
-    "TrainPlan": "rasura.runs.training",
+    "TrainPlan": "rasura.runs.train_plan",
     "Transform": "rasura.core.interfaces",
     "write_report": "rasura.report.page",
 }
@@ -93,17 +93,17 @@ if TYPE_CHECKING:
     from rasura.runs.audit import audit as audit
     from rasura.runs.calibration import CalibrationPlan as CalibrationPlan
     from rasura.runs.calibration import calibrate as calibrate
+    from rasura.runs.ghost_file import obfuscate_file as obfuscate_file
+    from rasura.runs.ghost_obfuscator import GhostObfuscator as GhostObfuscator
     from rasura.runs.membership import MembershipPlan as MembershipPlan
     from rasura.runs.membership import infer_membership as infer_membership
     from rasura.runs.plans import Plan as Plan
     from rasura.runs.private import ProtectedTraining as ProtectedTraining
     from rasura.runs.private import protect_training as protect_training
-    from rasura.runs.protection import GhostObfuscator as GhostObfuscator
-    from rasura.runs.protection import obfuscate_file as obfuscate_file
     from rasura.runs.reading import ReadRequest as ReadRequest
     from rasura.runs.reading import ReadResult as ReadResult
     from rasura.runs.reading import read_update as read_update
-    from rasura.runs.training import TrainPlan as TrainPlan
+    from rasura.runs.train_plan import TrainPlan as TrainPlan
     from rasura.runs.training import train as train
     from rasura.server.client import Client as Client
     from rasura.service_protections.obfuslm.folder import obfuscate_model as obfuscate_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from rasura.core.records import RunStore
+from rasura.core.run_store import RunStore
 from rasura.runs.plans import Plan
 from rasura.testing.tiny import tiny
 

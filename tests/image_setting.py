@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from rasura import registry
+from rasura.core.batches import ImageBatch
 from rasura.core.interfaces import Budget
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import (
-    ImageBatch,
-    Reconstruction,
-    Transcript,
-)  # fmt: skip
+from rasura.core.values import Reconstruction, Transcript
 from rasura.data.images import demo_images, encode_images
 from rasura.metrics.image import image_psnr
 

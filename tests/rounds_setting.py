@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from rasura.core.batches import Batch
 from rasura.core.updates import changed
-from rasura.core.values import Batch
-from rasura.defenses.homomorphic import Context as Keys
-from rasura.defenses.homomorphic import make_keys
+from rasura.defenses.homomorphic_keys import Context as Keys
+from rasura.defenses.homomorphic_keys import make_keys
 from rasura.integrations.flower.agreement import Agreement, agree
 from rasura.testing.tiny import CLS, SEP, batch_of, tiny
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from rasura.core.batches import Batch
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Batch, Message, Observation
+from rasura.core.values import Message, Observation
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY
 from rasura.victims.step import step
 

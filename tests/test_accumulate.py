@@ -14,13 +14,15 @@ from hypothesis import strategies as some
 from training_setting import RECIPE, figures, rows
 
 from rasura.core.accumulation import Accumulator, gathered, least_tokens, tokens_in, width
+from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable, NotSent
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Batch, Transcript
+from rasura.core.values import Transcript
 from rasura.registry import attack, parse_defense
 from rasura.runs.audit import Audit, audit
-from rasura.runs.training import Training, TrainPlan
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.batching import batches, joined
 from rasura.victims.models import parts

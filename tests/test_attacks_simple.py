@@ -16,10 +16,11 @@ from rasura.attacks.updates.blind import Blind, best_guess
 from rasura.attacks.updates.embedding_rows import EmbeddingRows
 from rasura.attacks.updates.idlg import IDLG
 from rasura.attacks.updates.label_recovery import LabelRecovery, counts
+from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, Defense, InputError, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import UNKNOWN, Batch, Grant, Message, Observation, Reconstruction
+from rasura.core.values import UNKNOWN, Grant, Message, Observation, Reconstruction
 from rasura.defenses.compose import chain, none
 from rasura.defenses.dropout import dropout
 from rasura.defenses.frozen import frozen_embeddings

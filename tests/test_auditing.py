@@ -19,7 +19,7 @@ import pytest
 from audit_setting import TEXTS, comparable, model_folder, plan_for
 
 from rasura.core.interfaces import InputError
-from rasura.core.records import RunStore
+from rasura.core.run_store import RunStore
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate
 from rasura.report.page import write_report

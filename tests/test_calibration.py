@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.core.interfaces import InputError
-from rasura.core.records import RunStore
+from rasura.core.run_store import RunStore
 from rasura.registry import family, parse_defense, strengths
 from rasura.report.page import write_report
 from rasura.runs.audit import Audit

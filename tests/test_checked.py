@@ -11,7 +11,8 @@ import pytest
 
 from rasura.core.checked import flag, number, rules, settle, whole, word
 from rasura.core.errors import InputError
-from rasura.core.mechanisms import KNOWN, Protection, mechanism
+from rasura.core.mechanisms import mechanism
+from rasura.core.protection import KNOWN, Protection
 from rasura.core.values import Mechanism, Parameter, Stage
 
 

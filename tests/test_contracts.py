@@ -7,9 +7,10 @@ from itertools import combinations
 import pytest
 
 from rasura import registry
+from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError, Unavailable
 from rasura.core.specs import MethodSpec
-from rasura.core.values import Batch, NotGranted, Stage, Task, Transcript
+from rasura.core.values import NotGranted, Stage, Task, Transcript
 from rasura.defenses.compose import chain, none, with_aggregation
 from rasura.registry import parse_defense
 from rasura.testing import attacks, check_metric, check_service_attack, check_service_protection, defenses

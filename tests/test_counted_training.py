@@ -15,12 +15,13 @@ from training_setting import RECIPE, figures, fine_tuning, notes, rows
 
 from rasura.accounting import Ledger, Run, epsilon
 from rasura.accounting.ledger import counted
+from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
-from rasura.core.values import Batch
 from rasura.registry import parse_defense
-from rasura.runs.training import Training, TrainPlan
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
 from rasura.victims import train
-from rasura.victims.train import Recipe
+from rasura.victims.recipe import Recipe
 
 pytest.importorskip("dp_accounting")
 

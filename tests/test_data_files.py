@@ -25,9 +25,10 @@ from rasura.runs.audit import Audit
 from rasura.runs.fields import typed
 from rasura.runs.plans import Plan, from_toml
 from rasura.runs.services import ServicePlan
-from rasura.runs.training import Training, TrainPlan
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
 from rasura.studies.files import load_study
-from rasura.victims.train import Recipe
+from rasura.victims.recipe import Recipe
 
 __all__ = ["model_folder"]
 

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from rasura.attacks.updates.decepticons import Decepticons
 from rasura.attacks.updates.decepticons.reading import _seen_wider
+from rasura.core.batches import Batch
 from rasura.core.interfaces import ActiveAttack, AttackFailed, Budget, NotApplicable
-from rasura.core.records import RunStore
 from rasura.core.rng import generator
+from rasura.core.run_store import RunStore
 from rasura.core.threat import HONEST_SERVER, MALICIOUS_SERVER, adversary_copy, observe
-from rasura.core.values import UNKNOWN, Batch, Grant, Observation, Reconstruction
+from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction
 from rasura.registry import attack, parse_defense
 from rasura.report.page import ACTIVE, not_tested
 from rasura.runs.audit import Audit

@@ -13,7 +13,7 @@ from audit_setting import TEXTS, model_folder
 from rasura.core.errors import MissingExtra
 from rasura.data.text import load_examples
 from rasura.report.template import filled
-from rasura.runs.protection import obfuscate_file
+from rasura.runs.ghost_file import obfuscate_file
 
 __all__ = ["model_folder"]
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,10 +11,11 @@ from torch import nn
 
 from rasura.attacks.updates.embedding_rows import EmbeddingRows
 from rasura.attacks.updates.span import Span
+from rasura.core.batches import Batch
 from rasura.core.interfaces import Budget, InputError
 from rasura.core.rng import generator
 from rasura.core.threat import adversary_copy
-from rasura.core.values import Batch, Grant, Observation
+from rasura.core.values import Grant, Observation
 from rasura.testing.tiny import ALL, CLS, DECODERS, PAD, SEP, UNORDERED, UNSUPPORTED, VOCABULARY, tiny, tokenizer_folder
 from rasura.victims.loading import Victim, load
 from rasura.victims.models import QKV_NAMES, first_inputs, layer_inputs, parts, position_ids, position_rows

@@ -13,7 +13,7 @@ import torch
 
 from rasura.core.files import read_limited, read_private, write_whole
 from rasura.core.interfaces import InputError
-from rasura.defenses.homomorphic import Context, make_keys
+from rasura.defenses.homomorphic_keys import Context, make_keys
 from rasura.service_protections.obfuslm.key import Key
 
 

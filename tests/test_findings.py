@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rows import GUESS, MANY, METRIC, READ, column, record
 
-from rasura.report.findings import IMAGES, TEXTS, Entry, Price, findings, summarise
+from rasura.report.findings import findings, summarise
+from rasura.report.matrix import IMAGES, TEXTS, Entry, Price
 from rasura.report.readings import pooled
 from rasura.report.terminal import summary
 from rasura.report.verdicts import NOT_MEASURED, NOT_TOLD, READS

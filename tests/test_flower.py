@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rasura.core.interfaces import InputError
 from rasura.core.wire import from_bytes
-from rasura.defenses.homomorphic import Context as Keys
-from rasura.defenses.homomorphic import make_keys
+from rasura.defenses.homomorphic_keys import Context as Keys
+from rasura.defenses.homomorphic_keys import make_keys
 from rasura.integrations.flower.agreement import Agreement, agree, read_scales
-from rasura.integrations.flower.rounds import RoundFailed, opened
+from rasura.integrations.flower.collector import RoundFailed
+from rasura.integrations.flower.rounds import opened
 from rasura.testing.tiny import tiny
 
 __all__ = ["keys"]
@@ -291,7 +292,7 @@ def test_the_app_holds_keys_for_its_owner_and_sends_code_alone(tmp_path: Path) -
     place = new_app(tmp_path / "app", 5)
     assert (place / "keys/clients.secret").stat().st_mode & 0o077 == 0
     assert not Keys.load(place / "keys/server.public").secret
-    assert Keys.load(place / "keys/clients.secret").parameters.most == 64
+    assert Keys.load(place / "keys/clients.secret").parameters.max_clients == 64
     (place / "notes.jsonl").write_text('{"text": "private"}\n')
     with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(place))) as packed:
         names = set(packed.namelist())

@@ -17,7 +17,9 @@ from rasura.cli.train import Rate
 from rasura.core.interfaces import InputError
 from rasura.data.text import encode, load_examples
 from rasura.ghost.table import ShadowSettings, ShadowTable
-from rasura.runs import protection
+from rasura.runs import ghost_file
+from rasura.runs.ghost_obfuscator import GhostObfuscator
+from rasura.victims.loading import load
 
 __all__ = ["model_folder"]
 
@@ -32,21 +34,21 @@ def written(path: Path, rows: list[dict[str, object]]) -> Path:
 def test_a_table_of_other_settings_is_refused_and_its_own_are_taken(tmp_path: Path, model_folder: Path) -> None:
     source = written(tmp_path / "notes.jsonl", [{"text": t, "label": 0} for t in TEXTS])
     table, model = tmp_path / "table.safetensors", str(model_folder)
-    first = protection.obfuscate_file(source, tmp_path / "a.jsonl", model=model, table=table, shadows=SETTINGS)
-    again = protection.obfuscate_file(source, tmp_path / "b.jsonl", model=model, table=table)
+    first = ghost_file.obfuscate_file(source, tmp_path / "a.jsonl", model=model, table=table, shadows=SETTINGS)
+    again = ghost_file.obfuscate_file(source, tmp_path / "b.jsonl", model=model, table=table)
     assert again.settings == first.settings and "k 12 up to 170, overlap 0.5" in again.settings
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     line = refused("protect", "ghost", source, tmp_path / "c.jsonl", "--model", model, "--table", table, "--group", "8")
     assert "made with other settings (group 1, asked 8)" in line
     with pytest.raises(InputError, match=r"k 12, asked 70.*language None, asked en"):
-        protection.obfuscate_file(source, tmp_path / "c.jsonl", model=model, table=table, shadows=ShadowSettings())
+        ghost_file.obfuscate_file(source, tmp_path / "c.jsonl", model=model, table=table, shadows=ShadowSettings())
     assert not (tmp_path / "c.jsonl.part").exists()
 
 
 def test_a_damaged_table_is_refused(tmp_path: Path, model_folder: Path) -> None:
-    victim = protection.load(model_folder, "classification")
+    victim = load(model_folder, "classification")
     path = tmp_path / "table.safetensors"
-    protection.GhostObfuscator(victim, table=path, shadows=SETTINGS)
+    GhostObfuscator(victim, table=path, shadows=SETTINGS)
     whole = ShadowTable.load(path)
     about = {"schema": "2", "model": whole.model, "settings": json.dumps({**vars(SETTINGS), "k": "12"})}
     save_file(load_file(path), path, metadata=about)
@@ -66,7 +68,7 @@ def test_pairs_are_trained_on_by_a_plain_trainer(suffix: str, tmp_path: Path, mo
     rows += [{"text": a, "text_pair": b, "label": k % 2} for k, (a, b) in enumerate(zip(TEXTS, TEXTS[1:] + TEXTS[:1]))]
     source = written(tmp_path / "pairs.jsonl", rows)
     target = tmp_path / f"hidden{suffix}"
-    found = protection.obfuscate_file(source, target, model=str(model_folder), shadows=SETTINGS)
+    found = ghost_file.obfuscate_file(source, target, model=str(model_folder), shadows=SETTINGS)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_folder)
     kind = {".jsonl": "json", ".parquet": "parquet"}[suffix]
     data = datasets.load_dataset(kind, data_files=str(target), split="train", cache_dir=str(tmp_path / "cache"))
@@ -93,7 +95,7 @@ def test_pairs_are_trained_on_by_a_plain_trainer(suffix: str, tmp_path: Path, mo
 
 
 def test_a_data_set_of_pairs_is_mapped(model_folder: Path) -> None:
-    hide = protection.GhostObfuscator(protection.load(model_folder, "classification"), shadows=SETTINGS)
+    hide = GhostObfuscator(load(model_folder, "classification"), shadows=SETTINGS)
     out = hide({"text": [TEXTS[0], TEXTS[1]], "text_pair": [TEXTS[1], None]})
     assert out["token_type_ids"][0].count(1) > 0 and set(out["token_type_ids"][1]) == {0}
     assert out["text_pair"][0] and len(out["input_ids"][0]) == len(out["token_type_ids"][0])
@@ -103,14 +105,14 @@ def test_a_pair_that_is_too_long_together_is_refused_before_the_first_row(tmp_pa
     rows: list[dict[str, object]] = [{"text": "alpha"}] * 40 + [{"text": "alpha " * 40, "text_pair": "bravo " * 40}]
     source = written(tmp_path / "long.jsonl", rows)
     with pytest.raises(InputError, match=r"long.jsonl, row 41: the text has 83 tokens, the model takes 64"):
-        protection.obfuscate_file(source, tmp_path / "x.jsonl", model=str(model_folder), shadows=SETTINGS)
+        ghost_file.obfuscate_file(source, tmp_path / "x.jsonl", model=str(model_folder), shadows=SETTINGS)
     assert not (tmp_path / "x.jsonl.part").exists()
 
 
 def test_names_of_labels_go_along(tmp_path: Path, model_folder: Path) -> None:
     names = ["spam", "ham", "spam"]
     source = written(tmp_path / "notes.jsonl", [{"text": t, "label": n} for t, n in zip(TEXTS, names)])
-    protection.obfuscate_file(source, tmp_path / "hidden.csv", model=str(model_folder), shadows=SETTINGS)
+    ghost_file.obfuscate_file(source, tmp_path / "hidden.csv", model=str(model_folder), shadows=SETTINGS)
     hidden = load_examples(tmp_path / "hidden.csv")
     assert hidden.label_names == ("spam", "ham") and [e.label for e in hidden] == [0, 1, 0]
     other = written(tmp_path / "test.jsonl", [{"text": TEXTS[0], "label": "ham"}])
@@ -136,7 +138,7 @@ def test_every_sixteen_rows_are_kept(tmp_path: Path, model_folder: Path) -> None
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        protection.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS, progress=stop)
+        ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS, progress=stop)
     assert seen == [(0, 40), (16, 40), (32, 40)]
-    again = protection.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS)
+    again = ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS)
     assert (again.resumed, again.rows) == (32, 40)

@@ -14,21 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rasura.core.interfaces import InputError
-from rasura.defenses.homomorphic import (
-    CHOICES,
-    HALF,
-    Context,
-    Parameters,
-    Scheme,
-    Sealed,
-    added,
-    make_keys,
-    opened_sum,
-    parameters_for,
-    quantise,
-    seal,
-    server_context,
-)
+from rasura.defenses.homomorphic import HALF, Sealed, added, opened_sum, quantise, seal
+from rasura.defenses.homomorphic_keys import CHOICES, Context, Parameters, Scheme, make_keys, parameters_for, server_context
 
 pytest.importorskip("tenseal")
 
@@ -169,7 +156,7 @@ def test_a_sum_opens_as_that_of_its_own_clients_or_not_at_all(
 ) -> None:
     secret, _, sums = counting
     told = replace(sums[held - 1], clients=said)
-    most = secret.parameters.most
+    most = secret.parameters.max_clients
     if said == held <= most:
         assert opened_sum(told, np.ones(4), secret) == pytest.approx(held * COUNTING, abs=2 * held / HALF)
         return
@@ -186,7 +173,7 @@ def test_counts_add_up_with_the_sums_in_any_grouping(
 ) -> None:
     secret, public, sums = counting
     told = [sums[k - 1] for k in parts]
-    if sum(parts) > secret.parameters.most:
+    if sum(parts) > secret.parameters.max_clients:
         with pytest.raises(InputError, match=f"{sum(parts)} clients' values are to be added; these keys fit 1 to"):
             added(told, public)
         return
@@ -282,7 +269,7 @@ def test_the_command_makes_both_files_and_never_prints_a_key(tmp_path: Path) -> 
 @pytest.mark.parametrize("parameters", CHOICES["bfv"], ids=lambda p: str(p.degree))
 def test_the_noise_budget_says_where_sums_break(parameters: Parameters) -> None:
     tenseal = pytest.importorskip("tenseal")
-    assert 1 < parameters.noise_budget(parameters.most) < parameters.noise_budget(1)
+    assert 1 < parameters.noise_budget(parameters.max_clients) < parameters.noise_budget(1)
     context = tenseal.context(
         tenseal.SCHEME_TYPE.BFV, parameters.degree, parameters.plain, coeff_mod_bit_sizes=list(parameters.moduli)
     )

@@ -13,8 +13,8 @@ from image_setting import decibels, read
 
 from rasura import registry
 from rasura.core.interfaces import Budget, InputError
-from rasura.core.records import RunStore
 from rasura.core.rng import generator
+from rasura.core.run_store import RunStore
 from rasura.core.values import NO_TEXT
 from rasura.data.images import encode_images, load_images
 from rasura.report.findings import findings

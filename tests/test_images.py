@@ -17,20 +17,11 @@ from torch import Tensor
 from rasura import registry
 from rasura.attacks.images.inverting_gradients import total_variation
 from rasura.attacks.images.layers import ImageGradients, layer_input
+from rasura.core.batches import Batch, ImageBatch
 from rasura.core.interfaces import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, adversary_copy, observe
-from rasura.core.values import (
-    NO_TEXT,
-    Batch,
-    Grant,
-    ImageBatch,
-    Message,
-    NotGranted,
-    Observation,
-    Reconstruction,
-    Transcript,
-)  # fmt: skip
+from rasura.core.values import NO_TEXT, Grant, Message, NotGranted, Observation, Reconstruction, Transcript
 from rasura.data.images import ImageExample, encode_images, images_hash, load_images
 from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_ssim, mse, psnr, ssim
 from rasura.runs.plans import Plan

@@ -12,21 +12,16 @@ import numpy as np
 import pytest
 
 from rasura.core.errors import InputError
-from rasura.defenses import homomorphic
-from rasura.defenses.homomorphic import (
+from rasura.defenses import homomorphic, homomorphic_keys
+from rasura.defenses.homomorphic import HALF, Sealed, added, opened_sum, quantise, seal
+from rasura.defenses.homomorphic_keys import (
     CHOICES,
-    HALF,
     LIMIT,
     Context,
     Parameters,
     Scheme,
-    Sealed,
-    added,
     make_keys,
-    opened_sum,
     parameters_for,
-    quantise,
-    seal,
     server_context,
 )
 
@@ -53,15 +48,15 @@ def opened(context: Context) -> Any:
 def test_lanes_and_values_are_those_of_the_documentation() -> None:
     small, large = CHOICES["bfv"]
     (ckks,) = CHOICES["ckks"]
-    assert (HALF, homomorphic.BITS, homomorphic.LANES, LIMIT) == (32767, 16, 2, 1 << 20)
-    assert [(p.degree, p.moduli, p.plain, p.most) for p in (small, large, ckks)] == [
+    assert (HALF, homomorphic_keys.BITS, homomorphic_keys.LANES, LIMIT) == (32767, 16, 2, 1 << 20)
+    assert [(p.degree, p.moduli, p.plain, p.max_clients) for p in (small, large, ckks)] == [
         (4096, (55, 54), 274877816833, 4), (8192, (60, 60), 35184371613697, 64), (8192, (60, 40, 40), 40, 64),
     ]  # fmt: skip
     assert [(p.lane, p.values) for p in (small, large, ckks)] == [(18, 8190), (22, 16382), (22, 4095)]
     # The largest primes of 38 and 45 bits that are 1 modulo twice the degree; two lanes fit, with the sum of all clients.
     for p, bits in ((small, 38), (large, 45)):
         assert p.plain % (2 * p.degree) == 1 and p.plain.bit_length() == bits
-        assert 2 * p.most * HALF < 1 << p.lane and 1 << (2 * p.lane) <= 2**bits
+        assert 2 * p.max_clients * HALF < 1 << p.lane and 1 << (2 * p.lane) <= 2**bits
 
 
 def test_the_noise_budget_is_its_formula() -> None:
@@ -74,7 +69,7 @@ def test_the_noise_budget_is_its_formula() -> None:
 
 def test_the_smallest_parameters_that_fit_are_taken() -> None:
     for clients, most in ((1, 4), (4, 4), (5, 64), (64, 64)):
-        assert parameters_for(clients).most == most and parameters_for(clients).scheme == "bfv"
+        assert parameters_for(clients).max_clients == most and parameters_for(clients).scheme == "bfv"
     assert parameters_for(1, "ckks") == parameters_for(64, "ckks") == CHOICES["ckks"][0]
     for clients in (0, -1):
         with pytest.raises(InputError, match=rf"^sealing for {clients} clients; expected at least 1$"):
@@ -119,7 +114,7 @@ def test_files_of_keys_come_back_and_open_what_was_sealed(
     assert beyond == 1 and opened_sum(added([sealed] * 2, server), np.ones(2), own) == pytest.approx([1, -2], abs=1e-4)
     head = (tmp_path / "secret").read_bytes().split(b"\n")[:2]
     assert head[0] == b"rasura keys 2" and head[1].split(b" ")[:3] == [
-        scheme.encode(), b"%d" % secret.parameters.most, secret.key.encode(),
+        scheme.encode(), b"%d" % secret.parameters.max_clients, secret.key.encode(),
     ]  # fmt: skip
 
 

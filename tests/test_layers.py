@@ -188,19 +188,22 @@ def test_the_walls_see_modules_that_are_imported_from_their_package() -> None:
 
 
 def test_values_and_errors_import_nothing_of_ours() -> None:
-    assert ours("rasura.core.values") == set() and ours("rasura.core.errors") == set()
-    assert ours("rasura.core.answers") == {"rasura.core.values"}
+    assert ours("rasura.core.batches") == set() and ours("rasura.core.errors") == set()
+    assert ours("rasura.core.values") == {"rasura.core.batches"}
+    assert ours("rasura.core.answers") == {"rasura.core.batches", "rasura.core.values"}
 
 
 @pytest.mark.parametrize("module", below("rasura.attacks"))
 def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
     allowed = (
+        "rasura.core.batches",
         "rasura.core.values",
         "rasura.core.errors",
         "rasura.core.specs",
         "rasura.core.answers",
         "rasura.core.interfaces",
         "rasura.core.mechanisms",
+        "rasura.core.protection",
         "rasura.core.rng",
         "rasura.core.updates",
         "rasura.priors",
@@ -225,7 +228,9 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
 
 
 def test_mechanisms_describe_and_import_no_method() -> None:
-    assert ours("rasura.core.mechanisms") <= {"rasura.core.values", "rasura.core.errors", "rasura.core.checked"}
+    allowed = {"rasura.core.values", "rasura.core.errors", "rasura.core.checked"}
+    assert ours("rasura.core.protection") <= allowed
+    assert ours("rasura.core.mechanisms") <= allowed | {"rasura.core.protection"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if family(m) in FAMILIES - {"rasura.attacks"}])
@@ -236,6 +241,7 @@ def test_families_do_not_import_each_other(module: str) -> None:
 @pytest.mark.parametrize("module", below("rasura.service_protections"))
 def test_obfuscation_knows_no_attack_and_no_metric(module: str) -> None:
     allowed = (
+        "rasura.core.batches",
         "rasura.core.values",
         "rasura.core.specs",
         "rasura.core.interfaces",
@@ -261,10 +267,19 @@ CONCRETE = (
 
 
 OUTSIDE = {
-    "rasura.runs.protection": {"rasura.ghost.defense"},
-    "rasura.cli.keys": {"rasura.defenses.homomorphic"},
-    "rasura.integrations.flower.agreement": {"rasura.defenses", "rasura.defenses.homomorphic", "rasura.defenses.sealing"},
-    "rasura.integrations.flower.new_app": {"rasura.defenses.homomorphic"},
+    "rasura.runs.ghost_obfuscator": {"rasura.ghost.defense"},
+    "rasura.cli.keys": {"rasura.defenses.homomorphic_keys"},
+    "rasura.integrations.flower.agreement": {
+        "rasura.defenses",
+        "rasura.defenses.homomorphic_keys",
+        "rasura.defenses.sealing",
+    },
+    "rasura.integrations.flower.new_app": {"rasura.defenses.homomorphic_keys"},
+    "rasura.integrations.flower.collector": {
+        "rasura.defenses",
+        "rasura.defenses.homomorphic",
+        "rasura.defenses.homomorphic_keys",
+    },
     "rasura.integrations.flower.rounds": {"rasura.defenses", "rasura.defenses.homomorphic", "rasura.defenses.sealing"},
 }
 """Who uses one protection by itself: those who receive sealed updates, and GHOST of a file."""
@@ -307,7 +322,9 @@ def test_only_threat_makes_observations(module: str) -> None:
     assert made == (OBSERVATIONS if module == "rasura.core.threat" else set())
 
 
-@pytest.mark.parametrize("module", below("rasura.core.records", "rasura.report", "rasura.core.errors"))
+@pytest.mark.parametrize(
+    "module", below("rasura.core.records", "rasura.core.run_store", "rasura.report", "rasura.core.errors")
+)
 def test_records_and_report_need_no_torch(module: str) -> None:
     assert [i for i in imports(module) if i.split(".")[0] in {"torch", "transformers"}] == []
 
@@ -316,7 +333,7 @@ def test_records_and_report_load_without_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, rasura, rasura.cli, rasura.core.records, rasura.report.page; sys.exit('torch' in sys.modules)"
+    code = "import sys, rasura, rasura.cli, rasura.core.run_store, rasura.report.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -14,7 +14,8 @@ from scipy.special import ive
 from rasura import registry
 from rasura.attacks.shared.mechanism import announced_dropout, announced_noise
 from rasura.core.errors import InputError
-from rasura.core.mechanisms import KNOWN, Directional, DpSgd, Gaussian, Laplace, Normalised, Protection, mechanism, typed
+from rasura.core.mechanisms import Directional, DpSgd, Gaussian, Laplace, Normalised, mechanism, typed
+from rasura.core.protection import KNOWN, Protection
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.updates import Local

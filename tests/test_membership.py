@@ -17,10 +17,11 @@ from transformers import BertConfig, BertForMaskedLM
 
 from rasura import registry
 from rasura.core.answers import Answers, Membership, ModelObservation, ShadowModel
+from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError, MembershipAttack
 from rasura.core.rng import generator
 from rasura.core.threat import MODEL_USER, observe_model
-from rasura.core.values import Batch, Grant, NotGranted
+from rasura.core.values import Grant, NotGranted
 from rasura.metrics.intervals import pairs_interval, proportion_interval
 from rasura.metrics.membership import (
     auc,
@@ -35,7 +36,7 @@ from rasura.metrics.membership import (
 )
 from rasura.report.membership import membership_findings
 from rasura.testing.tiny import CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
-from rasura.victims.train import answers
+from rasura.victims.outputs import answers
 
 __all__ = ["model_folder"]
 

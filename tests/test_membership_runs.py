@@ -17,14 +17,15 @@ from rasura import registry
 from rasura.cli import app
 from rasura.core.answers import Membership, ModelObservation
 from rasura.core.interfaces import InputError
-from rasura.core.records import RunStore
+from rasura.core.run_store import RunStore
 from rasura.core.specs import MembershipSpec
 from rasura.core.values import Grant
 from rasura.metrics.membership import auc, coin_level
 from rasura.report.page import write_report
 from rasura.runs.membership import MembershipAudit, MembershipPlan, infer_membership
-from rasura.runs.training import Training, TrainPlan
-from rasura.victims.train import Recipe
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
+from rasura.victims.recipe import Recipe
 
 __all__ = ["model_folder"]
 

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError, Unavailable
-from rasura.core.values import UNKNOWN, Batch, Message, Reconstruction, Transcript
+from rasura.core.values import UNKNOWN, Message, Reconstruction, Transcript
 from rasura.metrics.chrf import score as chrf_score
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
 from rasura.metrics.text import (

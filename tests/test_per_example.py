@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.core.updates import changed
-from rasura.core.values import Batch, Gradients
+from rasura.core.values import Gradients
 from rasura.defenses.dropout import dropout
 from rasura.testing.tiny import CLS, FAMILIES, SEP, batch_for, batch_of, tiny
 from rasura.victims import per_example as module
@@ -96,7 +97,7 @@ def test_frozen_layers(trained: str) -> None:
 
 
 def test_images() -> None:
-    from rasura.core.values import ImageBatch
+    from rasura.core.batches import ImageBatch
     from rasura.victims.vision import cnn
 
     pixels = torch.rand((3, 3, 32, 32), generator=generator(0), dtype=torch.float64)

@@ -12,7 +12,8 @@ import pytest
 from audit_setting import comparable, model_folder, plan_for
 
 from rasura.core.interfaces import InputError
-from rasura.core.records import Record, RunStore
+from rasura.core.records import Record
+from rasura.core.run_store import RunStore
 from rasura.integrations.ray_cluster import LOSSES, spread
 from rasura.runs.audit import Audit, audit
 from rasura.runs.cells import Cell

@@ -16,7 +16,8 @@ import pytest
 
 from rasura.core.files import write_whole
 from rasura.core.interfaces import InputError
-from rasura.core.records import STATES, Record, RunStore, canonical, cell_key
+from rasura.core.records import STATES, Record, canonical, cell_key
+from rasura.core.run_store import RunStore
 from rasura.report.page import write_report
 
 PLAN = {"model": "m", "seeds": 1}

@@ -19,11 +19,12 @@ from rasura.core.interfaces import InputError
 from rasura.core.updates import Local, changed
 from rasura.core.values import Message
 from rasura.core.wire import from_bytes, to_bytes
-from rasura.defenses.homomorphic import Context as Keys
-from rasura.defenses.homomorphic import make_keys
+from rasura.defenses.homomorphic_keys import Context as Keys
+from rasura.defenses.homomorphic_keys import make_keys
 from rasura.integrations.flower.agreement import agree, local_part, next_scales, read_scales
 from rasura.integrations.flower.capture import Capture
-from rasura.integrations.flower.rounds import Collector, RoundFailed, Ticket, opened, protected
+from rasura.integrations.flower.collector import Collector, RoundFailed
+from rasura.integrations.flower.rounds import Ticket, opened, protected
 
 __all__ = ["keys"]
 

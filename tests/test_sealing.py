@@ -13,7 +13,8 @@ from rasura.core.rng import generator
 from rasura.core.threat import THREATS, observe
 from rasura.core.values import Message, Reconstruction
 from rasura.core.wire import from_bytes, to_bytes
-from rasura.defenses.homomorphic import Sealed, added, make_keys, opened_sum
+from rasura.defenses.homomorphic import Sealed, added, opened_sum
+from rasura.defenses.homomorphic_keys import make_keys
 from rasura.defenses.sealing import Sealing, agreed_scales, flattened, mask, sealing, unflattened
 from rasura.defenses.significance import NAMED, scores, sensitivity
 from rasura.registry import attack, parse_defense

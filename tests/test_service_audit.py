@@ -19,11 +19,12 @@ from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.errors import AttackFailed
 from rasura.core.interfaces import Budget, InputError
 from rasura.runs.services import ServiceAudit, ServicePlan, _whole
-from rasura.runs.training import Training, TrainPlan
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
 from rasura.studies.files import load_study, prepared
 from rasura.studies.plots import of_service
 from rasura.testing.tiny import SEP, tiny, tokenizer_folder
-from rasura.victims.train import Recipe
+from rasura.victims.recipe import Recipe
 
 __all__ = ["model_folder"]
 

@@ -16,7 +16,7 @@ from rasura.core.options import known
 from rasura.registry import parse_defense
 from rasura.runs.plans import Plan
 from rasura.runs.services import ServicePlan
-from rasura.runs.training import TrainPlan
+from rasura.runs.train_plan import TrainPlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.files import CELL, load_study, prepared
 from rasura.studies.plots import of_audit, write

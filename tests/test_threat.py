@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.answers import Answers
+from rasura.core.batches import ImageBatch
 from rasura.core.rng import generator
 from rasura.core.threat import (
     HONEST_SERVER,
@@ -26,7 +27,7 @@ from rasura.core.threat import (
     observe_service,
     service_transcript,
 )
-from rasura.core.values import UNKNOWN, Grant, ImageBatch, Mechanism, Message, NotGranted, Stage, Transcript
+from rasura.core.values import UNKNOWN, Grant, Mechanism, Message, NotGranted, Stage, Transcript
 from rasura.registry import parse_defense
 from rasura.service_protections.service import Service
 from rasura.service_protections.services import custext, dp_forward, plain

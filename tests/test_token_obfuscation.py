@@ -23,8 +23,10 @@ from rasura.ghost.neighbours import common, neighbours
 from rasura.ghost.selection import Selection, Selector
 from rasura.ghost.table import RELAXED, ShadowSettings, ShadowTable, lemmas, search, usable_tokens
 from rasura.registry import parse_defense
-from rasura.runs import protection
+from rasura.runs import ghost_file
+from rasura.runs.ghost_obfuscator import GhostObfuscator
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
+from rasura.victims.loading import load
 from rasura.victims.step import step
 
 __all__ = ["model_folder"]
@@ -287,8 +289,8 @@ def test_an_interrupted_protection_resumes_without_doubles(
 ) -> None:
     source = notes(tmp_path, 7)
     settings = ShadowSettings(k=12, overlap=0.5, language=None)
-    monkeypatch.setattr(protection, "CHUNK", 2)
-    whole = protection.obfuscate_file(source, tmp_path / "whole.jsonl", model=str(model_folder), shadows=settings)
+    monkeypatch.setattr(ghost_file, "CHUNK", 2)
+    whole = ghost_file.obfuscate_file(source, tmp_path / "whole.jsonl", model=str(model_folder), shadows=settings)
 
     class Stopped(Exception):
         pass
@@ -298,20 +300,20 @@ def test_an_interrupted_protection_resumes_without_doubles(
             raise Stopped
 
     with pytest.raises(Stopped):
-        protection.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings, progress=stop)
+        ghost_file.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings, progress=stop)
     part = tmp_path / "cut.jsonl.part"
     part.write_text(part.read_text() + '{"text": "half a r')
     with pytest.raises(InputError, match="other data or settings"):
-        protection.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings, seed=1)
-    again = protection.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings)
+        ghost_file.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings, seed=1)
+    again = ghost_file.obfuscate_file(source, tmp_path / "cut.jsonl", model=str(model_folder), shadows=settings)
     assert (whole.resumed, again.resumed) == (0, 4)
     assert (tmp_path / "cut.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_a_data_set_is_mapped(model_folder: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    victim = protection.load(model_folder, "classification")
-    hide = protection.GhostObfuscator(victim, shadows=ShadowSettings(k=12, overlap=0.5, language=None))
+    victim = load(model_folder, "classification")
+    hide = GhostObfuscator(victim, shadows=ShadowSettings(k=12, overlap=0.5, language=None))
     rows = datasets.Dataset.from_dict({"text": list(TEXTS), "label": [0] * len(TEXTS)}).map(hide, batched=True)
     assert rows["label"] == [0] * len(TEXTS)
     assert all(new != old.lower() for new, old in zip(rows["text"], TEXTS))

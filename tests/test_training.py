@@ -20,10 +20,13 @@ from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.data.text import load_examples
 from rasura.metrics.utility import causal, classification
-from rasura.runs.training import Training, TrainPlan
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
 from rasura.testing.tiny import VOCABULARY, tiny
 from rasura.victims.batching import batches, joined, split
-from rasura.victims.train import FineTuning, Recipe, nats, protected
+from rasura.victims.outputs import nats
+from rasura.victims.recipe import Recipe
+from rasura.victims.train import FineTuning, protected
 
 __all__ = ["model_folder"]
 

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from audit_setting import TEXTS
 
+from rasura.core.batches import Batch
 from rasura.core.rng import generator
-from rasura.core.values import Batch
 from rasura.metrics.utility import classification
 from rasura.registry import parse_defense
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
-from rasura.victims.train import FineTuning, Recipe, predictions
+from rasura.victims.outputs import predictions
+from rasura.victims.recipe import Recipe
+from rasura.victims.train import FineTuning
 
 RECIPE = Recipe(epochs=3, batch_size=4, learning_rate=1e-3, seed=5)
 

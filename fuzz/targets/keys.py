@@ -13,7 +13,7 @@ from safetensors.torch import load, save
 
 from fuzz.mutations import as_json, damaged, retyped
 from fuzz.target import Target, write_shared
-from rasura.defenses.homomorphic import Context, make_keys
+from rasura.defenses.homomorphic_keys import Context, make_keys
 from rasura.server.limits import Tenants
 from rasura.service_protections.obfuslm.key import Key
 

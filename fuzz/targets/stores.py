@@ -12,7 +12,8 @@ from random import Random
 
 from fuzz.mutations import as_json, damaged, retyped
 from fuzz.target import Target, write_shared
-from rasura.core.records import Record, RunStore
+from rasura.core.records import Record
+from rasura.core.run_store import RunStore
 from rasura.report.page import write_report
 
 RAW, RECORDS = b"R", b"J"

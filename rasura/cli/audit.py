@@ -136,7 +136,7 @@ def run_audit(
     """Run ``plan`` into ``folder`` and print what was found. ``baseline``: as of ``Audit``."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    from rasura.core.records import RunStore
+    from rasura.core.run_store import RunStore
     from rasura.report.findings import findings, summarise
     from rasura.report.gate import gate
     from rasura.report.page import write_report

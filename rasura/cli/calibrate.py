@@ -96,7 +96,7 @@ def calibrate(
     """
     from rasura.runs.calibration import CalibrationPlan
     from rasura.runs.plans import Plan
-    from rasura.victims.train import Recipe
+    from rasura.victims.recipe import Recipe
 
     if file and text:
         raise InputError("FILE and --text were both given; pass one of them")

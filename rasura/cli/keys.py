@@ -24,7 +24,7 @@ def keys(
     Example: rasura keys keys --clients 4
     """
     from rasura.core.options import known
-    from rasura.defenses.homomorphic import make_keys
+    from rasura.defenses.homomorphic_keys import make_keys
 
     chosen: Any = known("scheme", scheme, ("bfv", "ckks"))
     made = make_keys(clients, chosen)
@@ -33,9 +33,9 @@ def keys(
     made.save(secret)
     made.public().save(public)
     if as_json:
-        about = {"key": made.key, "secret": str(secret), "public": str(public), "clients": made.parameters.most}
+        about = {"key": made.key, "secret": str(secret), "public": str(public), "clients": made.parameters.max_clients}
         sys.stdout.write(json.dumps(about) + "\n")
         return
-    out.print(f"key {made.key}, for up to {made.parameters.most} clients")
+    out.print(f"key {made.key}, for up to {made.parameters.max_clients} clients")
     out.print(f"clients only: {secret} (whoever holds it opens every update)", markup=False, highlight=False, soft_wrap=True)
     out.print(f"server:       {public}", markup=False, highlight=False, soft_wrap=True)

@@ -72,7 +72,7 @@ def membership(
     from rasura.core.options import known
     from rasura.registry import MEMBERSHIP
     from rasura.runs.membership import MembershipPlan
-    from rasura.victims.train import Recipe
+    from rasura.victims.recipe import Recipe
 
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
     recipe = Recipe(epochs, batch_size, learning_rate, patience=max(1, epochs), optimizer=kind, seed=seed)
@@ -89,7 +89,7 @@ def membership(
 
 def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
     """The run's identity, and a record of every attack."""
-    from rasura.core.records import RunStore
+    from rasura.core.run_store import RunStore
     from rasura.runs.membership import MembershipAudit
 
     with err.status("loading the model and the texts"):

@@ -36,7 +36,7 @@ def study(
     Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
     """
     from rasura.runs.services import ServicePlan
-    from rasura.runs.training import TrainPlan
+    from rasura.runs.train_plan import TrainPlan
     from rasura.studies import files, plots, tables
 
     found = files.load_study(name)
@@ -65,7 +65,7 @@ def study(
 
 def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: bool) -> tuple[str, Any]:
     """Section and plot of an audit, alone or beside a training."""
-    from rasura.core.records import RunStore
+    from rasura.core.run_store import RunStore
     from rasura.studies import files, plots, tables
 
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.

@@ -94,7 +94,7 @@ def ghost(
 
     from rasura.data.columns import Columns
     from rasura.ghost.table import ShadowSettings
-    from rasura.runs.protection import obfuscate_file
+    from rasura.runs.ghost_file import obfuscate_file
 
     given = {"k": k, "overlap": overlap, "group": group}
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -170,8 +170,8 @@ def train(
     Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
     """
     from rasura.core.options import known
-    from rasura.runs.training import TrainPlan
-    from rasura.victims.train import Recipe
+    from rasura.runs.train_plan import TrainPlan
+    from rasura.victims.recipe import Recipe
 
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
     bits: Any = known("precision", precision, ("float32", "bf16"))

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
-from rasura.core.values import Batch, Gradients, Mechanism
+from rasura.core.values import Gradients, Mechanism
 
 NAME = "accumulate"
 """The protection's name; its parameter is ``tokens`` or ``widths``."""

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rasura.core.values import Batch, Grant, Granted, Mechanism, Parameter, Task, Vocabulary
+from rasura.core.batches import Batch
+from rasura.core.values import Grant, Granted, Mechanism, Parameter, Task, Vocabulary
 
 
 @dataclass(frozen=True)

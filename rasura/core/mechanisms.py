@@ -1,9 +1,8 @@
 """What is publicly known of each protection of an update, as typed values that answer what an adaptive attack asks.
 
-One frozen class a protection and a kind of update. Values are checked when made, so that a noise that is no number or a
-share above 1 cannot be described. ``mechanism(name, parameters)`` makes one from its plain form (``.name`` and
-``.parameters``, which may have been JSON) and refuses what it does not know: an unknown protection must never count as one
-without noise.
+One frozen class a protection and a kind of update. ``mechanism(name, parameters)`` makes one from its plain form (``.name``
+and ``.parameters``, which may have been JSON) and refuses what it does not know: an unknown protection must never count as
+one without noise.
 Protections of model services have their own attacks, which know them by name, and are no part of this.
 """
 
@@ -11,71 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
-from rasura.core.checked import flag, number, rules, settle, whole, word
+from rasura.core.checked import flag, number, rules, whole, word
 from rasura.core.errors import InputError
-from rasura.core.values import Mechanism, Parameter, Stage
-
-KNOWN: dict[str, type[Protection]] = {}
-"""Every protection by name."""
-
-
-@dataclass(frozen=True)
-class Protection(Mechanism):
-    """A mechanism that answers for itself. What a subclass does not answer otherwise, it does not do."""
-
-    name: str = field(init=False, repr=False, compare=False)
-    stage: Stage = field(init=False, repr=False, compare=False)
-    parameters: Mapping[str, Parameter] = field(init=False, repr=False, compare=False)
-
-    NAME: ClassVar[str]
-    STAGE: ClassVar[Stage]
-
-    def __init_subclass__(cls, *, named: str = "", at: Stage = Stage.WIRE) -> None:
-        if named:  # else it is what several have in common
-            cls.NAME, cls.STAGE = named, at
-            KNOWN[named] = cls
-
-    def __post_init__(self) -> None:
-        told = settle(self, self.NAME)
-        object.__setattr__(self, "name", self.NAME)
-        object.__setattr__(self, "stage", self.STAGE)
-        object.__setattr__(self, "parameters", told)
-
-    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
-        """The standard deviation of the noise on one entry of what is sent for ``batch_size`` texts; 0 where none is added.
-
-        It is added after any clipping, and no later part of this protection shrinks it. ``entries``: how many entries the
-        update has in all, which only noise of directions asks; without it that is an upper bound.
-        """
-        return 0.0
-
-    @property
-    def largest_norm(self) -> float:
-        """What the Euclidean norm of the update cannot exceed before noise is added: its clip. Infinite without one."""
-        return math.inf
-
-    @property
-    def dropout_rate(self) -> float:
-        """The share of activations that is dropped while the gradient is taken."""
-        return 0.0
-
-    @property
-    def hides_entries(self) -> bool:
-        """Whether entries of the update do not arrive, or not readably; which, the message's masks tell."""
-        return False
-
-    @property
-    def changes_texts(self) -> bool:
-        """Whether the update is made of other texts than the private ones."""
-        return False
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether an update waits until it is made of enough different tokens."""
-        return False
+from rasura.core.protection import KNOWN, Protection
+from rasura.core.values import Mechanism, Stage
 
 
 def mechanism(name: str, parameters: Mapping[str, Any] | None = None) -> Protection:

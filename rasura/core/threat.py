@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from rasura.core.answers import Answers, ModelObservation, ServiceObservation, ServiceTranscript, ShadowModel
+from rasura.core.batches import Batch
 from rasura.core.interfaces import ModelService
 from rasura.core.rng import Randomness, secret_generator
-from rasura.core.values import UNKNOWN, Batch, Grant, Mechanism, Message, Observation, Task, Transcript, Vocabulary
+from rasura.core.values import UNKNOWN, Grant, Mechanism, Message, Observation, Task, Transcript, Vocabulary
 
 
 @dataclass(frozen=True)

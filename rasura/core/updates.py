@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
-from rasura.core.mechanisms import FedAvgSgd, Protection, mechanism
+from rasura.core.mechanisms import FedAvgSgd, mechanism
+from rasura.core.protection import Protection
 from rasura.core.specs import UpdateSpec
 from rasura.core.values import Gradients, Grant, Observation, Stage
 

@@ -1,8 +1,9 @@
-"""The values that flow from a private batch to a score. This module imports nothing else of the package.
+"""The values that flow from a private batch to a score.
 
 One way through: ``Batch`` -> ``PerExample`` -> ``Message`` -> ``Transcript`` (the truth) -> ``Observation`` (what one
 adversary sees) -> ``Reconstruction`` (a guess). Every value is frozen: a stage hands on a new one. What a trained model or a
-model service shows is in ``rasura.core.answers``.
+model service shows is in ``rasura.core.answers``. This module imports nothing of the package but
+``rasura.core.batches``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from rasura.core.batches import Batch, ImageBatch
 
 Task = Literal["classification", "causal", "vision"]
 Confidence = Literal["verified", "span", "matched", "none"]
@@ -80,91 +83,6 @@ class Vocabulary:
 
 NO_TEXT = Vocabulary(0, decode=lambda ids: "", encode=lambda text: [])
 """The vocabulary of a step on images."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Private texts as the model takes them.
-
-    ``input_ids``, ``attention_mask`` (0/1) and ``token_type_ids`` are ``(batch, length)`` int64. ``labels`` is ``(batch,)``
-    for classification, ``(batch, length)`` with -100 where no loss is taken for a causal model. ``texts`` are the texts as
-    given; ``seen`` the decoded ids without special tokens, which is what an attack could give back at best.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor
-    labels: Tensor
-    texts: tuple[str, ...]
-    seen: tuple[str, ...]
-    token_type_ids: Tensor | None = None
-    special_ids: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        if self.input_ids.dim() != 2 or self.input_ids.shape != self.attention_mask.shape:
-            raise ValueError(
-                f"input_ids {tuple(self.input_ids.shape)} and attention_mask {tuple(self.attention_mask.shape)} "
-                "must both be (batch, length)"
-            )
-        if len(self.texts) != len(self.input_ids) or len(self.seen) != len(self.input_ids):
-            raise ValueError(f"{len(self.input_ids)} rows of ids, {len(self.texts)} texts and {len(self.seen)} seen texts")
-
-    def __len__(self) -> int:
-        return int(self.input_ids.shape[0])
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of every text, special tokens included."""
-        return tuple(int(n) for n in self.attention_mask.sum(1))
-
-    def ids(self, row: int) -> tuple[int, ...]:
-        """The ids of one text, special tokens included and padding left out."""
-        return tuple(int(i) for i in self.input_ids[row][self.attention_mask[row].bool()])
-
-    def inputs(self) -> dict[str, Tensor]:
-        """The keyword arguments of a Hugging Face model's forward."""
-        out = {"input_ids": self.input_ids, "attention_mask": self.attention_mask, "labels": self.labels}
-        if self.token_type_ids is not None:
-            out["token_type_ids"] = self.token_type_ids
-        return out
-
-    def to(self, device: torch.device | str) -> Batch:
-        """The same batch with its tensors on ``device``."""
-        types = None if self.token_type_ids is None else self.token_type_ids.to(device)
-        return Batch(
-            self.input_ids.to(device), self.attention_mask.to(device), self.labels.to(device),
-            self.texts, self.seen, types, self.special_ids,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ImageBatch:
-    """Private images as the model takes them.
-
-    ``pixel_values`` is ``(batch, channels, height, width)`` in ``[0, 1]``, ``labels`` ``(batch,)`` int64; ``names`` say
-    where each image came from.
-    """
-
-    pixel_values: Tensor
-    labels: Tensor
-    names: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        if self.pixel_values.dim() != 4 or not len(self.pixel_values) == len(self.labels) == len(self.names):
-            raise ValueError(
-                f"pixel_values {tuple(self.pixel_values.shape)} must be (batch, channels, height, width), with a label "
-                f"(found {len(self.labels)}) and a name (found {len(self.names)}) for each"
-            )
-
-    def __len__(self) -> int:
-        return int(self.pixel_values.shape[0])
-
-    def inputs(self) -> dict[str, Tensor]:
-        """The keyword arguments of an image classifier's forward."""
-        return {"pixel_values": self.pixel_values, "labels": self.labels}
-
-    def to(self, device: torch.device | str) -> ImageBatch:
-        """The same batch with its tensors on ``device``."""
-        return ImageBatch(self.pixel_values.to(device), self.labels.to(device), self.names)
 
 
 Gradients = Mapping[str, Tensor]

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rasura.core.batches import ImageBatch
 from rasura.core.interfaces import InputError, MissingExtra
-from rasura.core.values import ImageBatch
 from rasura.data.columns import MAX_CLASSES
 
 SUFFIXES = (".png", ".jpg", ".jpeg")

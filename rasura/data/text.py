@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
-from rasura.core.values import Batch, Task
+from rasura.core.values import Task
 from rasura.data.columns import NAMES, Chosen, Columns, Labels, model_classes, taken
 from rasura.data.rows import MAX_CELL, Source, shown
 

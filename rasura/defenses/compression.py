@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from rasura.core.interfaces import Transform
-from rasura.core.mechanisms import Bf16, Fp16, Protection, Sign
+from rasura.core.mechanisms import Bf16, Fp16, Sign
+from rasura.core.protection import Protection
 from rasura.core.rng import Randomness
 from rasura.core.specs import DefenseSpec
 from rasura.core.values import Message, Stage

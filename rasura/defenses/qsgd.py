@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rasura.core.checked import whole
 from rasura.core.interfaces import Transform
-from rasura.core.mechanisms import Protection
+from rasura.core.protection import Protection
 from rasura.core.rng import Randomness, uniform
 from rasura.core.specs import DefenseSpec, Strength
 from rasura.core.values import Message, Stage

@@ -23,7 +23,8 @@ from rasura.core.rng import Randomness, generator
 from rasura.core.specs import DefenseSpec, Strength
 from rasura.core.values import Message, Parameter, Stage
 from rasura.core.wire import mask_digest
-from rasura.defenses.homomorphic import Context, Scheme, make_keys, parameters_for, seal
+from rasura.defenses.homomorphic import seal
+from rasura.defenses.homomorphic_keys import Context, Scheme, make_keys, parameters_for
 from rasura.defenses.significance import NAMED, SCORED, named, scores
 from rasura.defenses.structure import embedding_parameters
 

@@ -10,12 +10,13 @@ from dataclasses import asdict, replace
 import torch
 from torch import nn
 
+from rasura.core.batches import Batch
 from rasura.core.interfaces import Transform
 from rasura.core.mechanisms import mechanism
 from rasura.core.options import options
 from rasura.core.rng import Randomness
 from rasura.core.specs import TEXT, DefenseSpec, Strength
-from rasura.core.values import Batch, Stage, Vocabulary
+from rasura.core.values import Stage, Vocabulary
 from rasura.ghost.models import made_for
 from rasura.ghost.selection import DEFAULT, Selection, Selector
 from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, lemmatizer

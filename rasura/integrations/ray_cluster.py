@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from rasura.core.errors import InputError, MissingExtra
 
 if TYPE_CHECKING:
-    from rasura.core.records import Record, RunStore
+    from rasura.core.records import Record
+    from rasura.core.run_store import RunStore
     from rasura.runs.audit import Audit
     from rasura.runs.cells import Cell
 

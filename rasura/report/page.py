@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.files import write_whole
-from rasura.core.records import RunStore, refused_if_damaged
+from rasura.core.run_store import RunStore, refused_if_damaged
 from rasura.report.calibration import finished, render_calibration
-from rasura.report.findings import Findings, findings, summarise
+from rasura.report.findings import findings, summarise
+from rasura.report.matrix import Findings
 from rasura.report.membership import membership_findings, render_membership
 from rasura.report.readings import Level
 from rasura.report.template import filled

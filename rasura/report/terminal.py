@@ -6,7 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from rasura.report.findings import Findings
+from rasura.report.matrix import Findings
 
 
 def summary(f: Findings) -> Group:

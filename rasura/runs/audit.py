@@ -15,8 +15,9 @@ from torch import nn
 
 from rasura.core.errors import broken
 from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicable, NotSent, Unavailable
-from rasura.core.records import Record, RunStore
+from rasura.core.records import Record
 from rasura.core.rng import generator
+from rasura.core.run_store import RunStore
 from rasura.core.threat import THREATS, ThreatModel, observe
 from rasura.core.values import Message, Reconstruction, Task, Transcript
 from rasura.core.wire import to_bytes

@@ -18,7 +18,7 @@ from rasura.accounting import Run, assumes_poisson, guarantee
 from rasura.core.errors import MissingExtra
 from rasura.core.interfaces import InputError
 from rasura.core.options import known
-from rasura.core.records import RunStore
+from rasura.core.run_store import RunStore
 from rasura.data.text import columns_of, load_examples
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.registry import METRICS, Family, family, for_task, parse_defense, usual_metrics
@@ -29,9 +29,10 @@ from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
 from rasura.runs.audit import Audit
 from rasura.runs.cells import Cell
 from rasura.runs.plans import COLUMNS, Plan
-from rasura.runs.training import Training, TrainPlan
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
+from rasura.victims.recipe import Recipe
 from rasura.victims.step import defended
-from rasura.victims.train import Recipe
 
 Progress = Callable[[Cell], None]
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import groupby, product
 from typing import Any
 
-from rasura.core.records import RunStore, cell_key
+from rasura.core.records import cell_key
+from rasura.core.run_store import RunStore
 from rasura.core.threat import THREATS
 from rasura.runs.audit_data import AuditData
 from rasura.runs.plans import Plan

@@ -13,12 +13,14 @@ import numpy as np
 import torch
 
 from rasura.core.answers import Answers, Membership, ShadowModel
+from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.core.options import known
-from rasura.core.records import Record, RunStore, cell_key
+from rasura.core.records import Record, cell_key
 from rasura.core.rng import generator
+from rasura.core.run_store import RunStore
 from rasura.core.threat import MODEL_USER, adversary_copy, observe_model
-from rasura.core.values import Batch, Grant, Task
+from rasura.core.values import Grant, Task
 from rasura.data.text import Example, columns_of, data_hash, load_examples
 from rasura.metrics.membership import auc, auc_bound, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import MEMBERSHIP, membership_attack, parse_defense
@@ -26,7 +28,9 @@ from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
 from rasura.runs.scoring import versions
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim, load
-from rasura.victims.train import FineTuning, Recipe, answers, protected
+from rasura.victims.outputs import answers
+from rasura.victims.recipe import Recipe
+from rasura.victims.train import FineTuning, protected
 
 FPRS = (0.01, 0.001)
 """False positive rates that are looked at where there are texts enough."""

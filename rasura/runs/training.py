@@ -7,93 +7,31 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from rasura.accounting import Ledger, Run, assumes_poisson, carries, checked_delta
+from rasura.accounting import Ledger, Run, assumes_poisson, carries
+from rasura.core.batches import Batch
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
-from rasura.core.options import known
 from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator
-from rasura.core.values import Batch, Task
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
-from rasura.registry import parse_defense
-from rasura.registry.services import parsed
 from rasura.registry.services import protected as protected_service
 from rasura.runs.scoring import versions
+from rasura.runs.train_plan import TrainPlan
 from rasura.service_protections.service import Service
 from rasura.victims.batching import renamed, split
 from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.victims.outputs import nats, predictions
 from rasura.victims.step import defended
-from rasura.victims.train import FineTuning, Recipe, enough, local, nats, predictions, protected
-
-
-@dataclass(frozen=True)
-class TrainPlan:
-    """What is trained: ``data`` behind each of ``defenses`` and from each seed, judged on ``test``.
-
-    ``holdout``: share of the training texts that early stopping looks at, unprotected; without ``test`` they are what the
-    model is judged on. ``limit``: training texts used, drawn by the first seed; None for all. ``max_length``: tokens that a
-    text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights. ``delta``: probability with
-    which a formal guarantee may fail; None for a tenth of 1 / number of training texts. ``service``: ``defenses`` are
-    protections of a model service (``rasura list service-protections``), which is sent all texts, those it is judged on too.
-    ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text are
-    numbered; ``result.json`` and the model's folder say what each number stands for.
-    """
-
-    data: str
-    test: str | None = None
-    model: str = "minilm"
-    task: str = "classification"
-    defenses: tuple[str, ...] = ("none",)
-    limit: int | None = None
-    holdout: float = 0.1
-    num_labels: int | None = None
-    lora: int = 0
-    truncate: bool = False
-    max_length: int | None = None
-    seeds: int = 1
-    delta: float | None = None
-    recipe: Recipe = field(default_factory=Recipe)
-    service: bool = False
-    text_column: str | None = None
-    pair_column: str | None = None
-    label_column: str | None = None
-
-    @cached_property
-    def parts(self) -> Mapping[str, Defense]:
-        """What each of ``defenses`` does in a training, parsed once; nothing where it protects a service."""
-        if not self.service:
-            return {text: local(parse_defense(text)) for text in self.defenses}
-        for text in self.defenses:
-            parsed(text)
-        return dict.fromkeys(self.defenses, ())
-
-    def checked(self) -> TrainPlan:
-        """This plan, or ``InputError`` for what is wrong with it."""
-        known("task", self.task, [t for t in get_args(Task) if t != "vision"])
-        _ = self.parts
-        if not 0 < self.holdout < 1:
-            raise InputError(f"holdout is {self.holdout}; expected a share of the training texts between 0 and 1")
-        for name in ("limit", "seeds", "max_length"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name} is {value}; expected at least 1")
-        if self.delta is not None:
-            checked_delta(self.delta)
-        if self.lora < 0:
-            raise InputError(f"lora is {self.lora}; expected a rank, or 0 to train all weights")
-        if self.service and self.lora:
-            raise InputError(f"lora is {self.lora}; behind protections of a service all weights are trained")
-        return self
+from rasura.victims.train import FineTuning, enough, protected
 
 
 class Training:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from rasura.core.values import NO_TEXT, Batch, Vocabulary
+from rasura.core.batches import Batch
+from rasura.core.values import NO_TEXT, Vocabulary
 from rasura.server.container import DATA, tensor_shapes
 from rasura.server.limits import Limits, Refused
 from rasura.server.memory import check_job

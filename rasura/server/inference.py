@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from rasura.core.values import Batch
+from rasura.core.batches import Batch
 from rasura.server.limits import Limits, Refused
 from rasura.server.memory import groups, together
 from rasura.server.models import opened
 from rasura.server.store import Model, Store
-from rasura.victims.train import predictions
+from rasura.victims.outputs import predictions
 
 WINDOW = 0.004
 """Seconds that the first of a batch waits for others."""

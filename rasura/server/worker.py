@@ -13,15 +13,18 @@ from typing import Any
 
 from torch import nn
 
+from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.core.rng import generator
-from rasura.core.values import Batch, Task
+from rasura.core.values import Task
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.server import data, models
 from rasura.server.container import CONFIG, WEIGHTS
 from rasura.server.store import Job, Store, exclusive
 from rasura.victims.loading import with_partial_adapter
-from rasura.victims.train import FineTuning, Recipe, nats, predictions
+from rasura.victims.outputs import nats, predictions
+from rasura.victims.recipe import Recipe
+from rasura.victims.train import FineTuning
 
 
 def train(store: Store, job: Job, device: str) -> None:

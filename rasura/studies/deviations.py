@@ -12,12 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rasura.core.batches import Batch
 from rasura.core.rng import generator
-from rasura.core.values import Batch
-from rasura.runs.training import Training, TrainPlan, folder_of
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training, folder_of
 from rasura.studies.files import Study
+from rasura.studies.metric_values import row_of
 from rasura.studies.plots import Curve, Plot
-from rasura.studies.tables import head, row_of
+from rasura.studies.tables import head
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 

@@ -14,8 +14,9 @@ from rasura.runs.fields import text, texts, toml, typed, whole
 from rasura.runs.membership import MembershipPlan
 from rasura.runs.plans import Plan, plan_of
 from rasura.runs.services import ServicePlan, service_plan_of
-from rasura.runs.training import TrainPlan, folder_of
-from rasura.victims.train import Recipe
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import folder_of
+from rasura.victims.recipe import Recipe
 
 FOLDER = Path("studies")
 PLANS = ("plan", "train", "membership", "deviations", "service")

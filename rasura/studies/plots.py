@@ -14,9 +14,9 @@ from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.report.page import strength
 from rasura.runs.plans import Plan
 from rasura.runs.services import CLIENT, ServicePlan
-from rasura.runs.training import TrainPlan
+from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import Study
-from rasura.studies.tables import NAMES, SCALES, SHARE, level_of, values_of
+from rasura.studies.metric_values import NAMES, SCALES, SHARE, level_of, values_of
 
 GUESSING = "guessing"
 """The curve of the blind attack."""

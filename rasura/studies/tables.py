@@ -5,18 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
 from rasura.core.files import write_whole
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.report.readings import pooled
 from rasura.runs.plans import Plan
 from rasura.runs.services import ServicePlan
-from rasura.runs.training import TrainPlan
+from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import CELL, FOLDER, Study
+from rasura.studies.metric_values import NAMES, level_text, row_of, spread_text, values_of
 
 RESULTS = FOLDER / "RESULTS.md"
 
@@ -41,8 +40,8 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         some = list(group)
         where = dict(zip(CELL, cell))
         values = [values_of(some, m, "scores") for m in study.metrics]
-        ours = [_level(v, m) for v, m in zip(values, study.metrics)]
-        blind = _level(values_of(some, study.metrics[0], "blind"), study.metrics[0])
+        ours = [level_text(v, m) for v, m in zip(values, study.metrics)]
+        blind = level_text(values_of(some, study.metrics[0], "blind"), study.metrics[0])
         behind = ", ".join(dict.fromkeys(str(where[k]) for k in ("defense", "update", "threat") if where[k] not in _USUAL))
         ended = [sum(r["status"] == status for r in some) for status in ("failed", "crashed", "not_applicable")]
         seconds = sum(r["cpu_seconds"] for r in some) / len(some)
@@ -75,8 +74,8 @@ def _trained(
     """A row for each protection: figures after training and the first before, the means of ``spent`` to so many digits."""
     for defense, group in groupby(results, key=lambda r: str(r["defense"])):
         some = list(group)
-        ours = [_spread([r["after"][m] for r in some], m) for m in metrics]
-        before = _spread([r["before"][metrics[0]] for r in some], metrics[0])
+        ours = [spread_text([r["after"][m] for r in some], m) for m in metrics]
+        before = spread_text([r["before"][metrics[0]] for r in some], metrics[0])
         cost = [f"{sum(r[k] for r in some) / len(some):.{digits}f}" for k, digits in spent.items()]
         yield row_of([defense, len(some), *ours, before, *cost, paper(defense)])
 
@@ -101,11 +100,11 @@ def tradeoff_section(
     lines = head(study, plan, about, columns)
     for trained, audited in zip(training.defenses, plan.defenses):
         some = [r for r in results if r["defense"] == trained]
-        row = [trained, audited, len(some), *(_spread([r["after"][m] for r in some], m) for m in useful)]
+        row = [trained, audited, len(some), *(spread_text([r["after"][m] for r in some], m) for m in useful)]
         for attack, size, metric in risks:
             cells = [r for r in records if (r["attack"], r["batch_size"], r["defense"]) == (attack, size, audited)]
             values = values_of(cells, metric, "scores")
-            row.append(f"{_level(values, metric)} ({len(values)})")
+            row.append(f"{level_text(values, metric)} ({len(values)})")
         lines.append(row_of(row))
     told = {r["defense"]: r["privacy"] for r in results}
     promises = [f"- {name}: {p['statement']}" for name, p in told.items() if len(p) > 1]
@@ -173,7 +172,7 @@ def service_section(
             reasons.add(f"- {r['attack']}: {r['reason']}")
         if r["status"] == "not_applicable":
             continue
-        ours = [_level(r["scores"].get(m, []), m) for m in risky]
+        ours = [level_text(r["scores"].get(m, []), m) for m in risky]
         first = [r["protection"], r["attack"], *([r["weights"]] * told)]
         lines.append(row_of([*first, *ours, f"{r['cpu_seconds']:.0f}", study.figure(r)]))
     return "\n".join([*lines, "", *sorted(reasons), ""])
@@ -197,12 +196,6 @@ def _chance(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
     return f", where 95 % of chance is ±{196 * (worst / rows[0]['n_test']) ** 0.5:.1f} of accuracy"
 
 
-def _spread(values: Sequence[float], metric: str) -> str:
-    scale, digits = SCALES.get(metric, SHARE)
-    mean, low, high = (scale * v for v in (sum(values) / len(values), min(values), max(values)))
-    return f"{mean:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if len(values) > 1 else "")
-
-
 def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns: Sequence[str]) -> list[str]:
     """The lines of a section down to the head of its table."""
     model, command = _name(plan.model), f"rasura study {study.name}{_given(study, plan)}"
@@ -223,37 +216,6 @@ def _name(model: str) -> str:
     path = Path(model)
     return path.name if path.name != "model" else "/".join(path.parts[-4:])
 
-
-def row_of(cells: Iterable[Any]) -> str:
-    """A line of a table."""
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-NAMES = {
-    "top1": "top-1",
-    "top3": "top-3",
-    "bag_f1": "bag F1",
-    "answer_top1": "answer top-1",
-    "answer_rougeL": "answer R-L",
-    "continuation_rouge1": "continuation R-1",
-    "continuation_rougeL": "continuation R-L",
-    "rouge1": "R-1",
-    "rouge2": "R-2",
-    "rougeL": "R-L",
-    "mcc": "MCC",
-    "f1": "F1",
-    "mse": "MSE",
-    "psnr": "PSNR",
-    "auc": "AUC",
-}
-SHARE = (100, 1)
-SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
-"""Factor and digits of metrics that are no shares, which are given in percent."""
-BOUNDS: Mapping[str, tuple[float, float] | None] = {
-    "loss": None, "perplexity": None, "mse": None, "psnr": None, "lpips": None, "ssim": (-1.0, 1.0),
-    "sentence_cosine": (-1.0, 1.0), "mcc": (-1.0, 1.0),
-}  # fmt: skip
-"""Ranges of metrics that are not in [0, 1]; None for those without one."""
 
 _USUAL = ("fedsgd", "with-labels-and-lengths")
 
@@ -276,35 +238,6 @@ def _given(study: Study, plan: Plan | TrainPlan | ServicePlan) -> str:
         if value != getattr(study.plan, field, None):
             out.append(f" --{option} {','.join(map(str, value)) if isinstance(value, tuple) else value}")
     return "".join(out)
-
-
-def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> list[float]:
-    """Values of a metric, a text each; an attempt that failed stands at the guessing level, as in the report."""
-    out = []
-    for r in records:
-        scores = r[side] if r["status"] == "ok" or side == "blind" else r["blind"] if r["status"] == "failed" else {}
-        out += [v for v in scores.get(metric, {}).get("per_record", []) if v is not None]
-    return out
-
-
-def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:
-    """Mean of ``values`` and the ends of its interval, in the unit that is shown; NaN where there are none.
-
-    A metric without a range has no interval: its ends are NaN.
-    """
-    level, (scale, _) = pooled(values, BOUNDS.get(metric, (0.0, 1.0))), SCALES.get(metric, SHARE)
-    return (nan, nan, nan) if level is None else (scale * level.mean, scale * level.low, scale * level.high)
-
-
-def _level(values: Sequence[float], metric: str) -> str:
-    mean, low, high = level_of(values, metric)
-    if isnan(mean):
-        return "–"
-    digits = SCALES.get(metric, SHARE)[1]
-    if isnan(low):
-        return f"{mean:.{digits}f}"
-    ends = max(0, digits - 1)
-    return f"{mean:.{digits}f} [{low:.{ends}f}, {high:.{ends}f}]"
 
 
 def write_section(text: str, path: Path = RESULTS) -> None:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from torch import nn
 
+from rasura.core.batches import Batch, ImageBatch
 from rasura.core.interfaces import ActiveAttack, Defense
 from rasura.core.rng import generator
 from rasura.core.specs import AttackSpec, DefenseSpec
 from rasura.core.threat import ThreatModel, observe
-from rasura.core.values import NO_TEXT, Batch, Grant, ImageBatch, Message, Observation, Task, Transcript
+from rasura.core.values import NO_TEXT, Grant, Message, Observation, Task, Transcript
 from rasura.data.images import demo_images, encode_images
 from rasura.registry import DEFENSES, parse_defense
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY, batch_for, batch_of, tiny

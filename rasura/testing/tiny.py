@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from rasura.core.values import Batch, Task, Vocabulary
+from rasura.core.batches import Batch
+from rasura.core.values import Task, Vocabulary
 
 WORDS = 300
 PAD, CLS, SEP = 0, 1, 2

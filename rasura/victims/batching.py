@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from rasura.core.batches import Batch
 from rasura.core.rng import Randomness, permutation, uniform
-from rasura.core.values import Batch
 
 POOL = 16
 """Batches whose texts are sorted by length together."""

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rasura.core.batches import Batch, ImageBatch
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, drawing, secret_generator
 from rasura.core.updates import FEDSGD, Local, changed
-from rasura.core.values import Batch, Gradients, ImageBatch, Message, Stage, Task, Transcript, Vocabulary
+from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Vocabulary
 from rasura.victims.per_example import per_example
 
 Record = Callable[[Sequence[int]], None]

@@ -6,68 +6,24 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rasura.accounting import Draw, Ledger
 from rasura.core.accumulation import counted, gathered, least_tokens
-from rasura.core.answers import Answers
+from rasura.core.batches import Batch
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
-from rasura.core.values import Batch, Stage, Task, Vocabulary
+from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, drawn, joined, none_of, renamed
+from rasura.victims.recipe import Recipe
 from rasura.victims.step import step
 
 CHUNK = 64
 """Texts that a protection of the data takes at once, and after which it can resume."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a model is fine-tuned: AdamW at ``learning_rate``, ``batch_size`` texts a step, up to ``epochs``, ending when
-    ``patience`` epochs brought nothing. ``precision`` bf16: the forward and backward pass in bfloat16 by autocast. ``keep``:
-    the model of the best epoch, or of the last one. ``schedule`` linear: the learning rate rises over the first ``warmup``
-    (a share of all steps) and then falls to 0 at the end of the last epoch.
-
-    ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it. ``noise`` of a protection
-    with a formal guarantee, and its choice of texts: ``secure`` draws them from the operating system, so that a run cannot
-    be repeated; ``seeded`` is for experiments and guarantees nothing.
-    """
-
-    epochs: int = 20
-    batch_size: int = 32
-    learning_rate: float = 1e-4
-    weight_decay: float = 0.01
-    patience: int = 5
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    precision: Literal["float32", "bf16"] = "float32"
-    seed: int = 0
-    noise: Literal["secure", "seeded"] = "secure"
-    keep: Literal["best", "last"] = "best"
-    schedule: Literal["constant", "linear"] = "constant"
-    warmup: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1 or self.batch_size < 1 or self.patience < 1 or not 0 < self.learning_rate < float("inf"):
-            raise InputError(
-                f"training: {self.epochs} epochs, batches of {self.batch_size}, patience {self.patience}, learning rate "
-                f"{self.learning_rate}; expected at least 1 of the first three and a learning rate above 0"
-            )
-        if not 0 <= self.warmup < 1:
-            raise InputError(f"warmup is {self.warmup}; expected a share of the steps, at least 0 and below 1")
-        if self.schedule not in ("constant", "linear"):
-            raise InputError(f"schedule is {self.schedule!r}; expected constant or linear")
-        if self.schedule == "constant" and self.warmup:
-            raise InputError("warmup is for the linear schedule; a constant learning rate has none")
-
-    def rate(self, done: float) -> float:
-        """The learning rate when a share ``done`` of all steps was taken."""
-        if self.schedule == "constant":
-            return self.learning_rate
-        return self.learning_rate * (done / self.warmup if done < self.warmup else (1 - done) / (1 - self.warmup))
 
 
 @dataclass
@@ -305,65 +261,3 @@ def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
     if least and (there := len(counted(rows))) < least:
         raise InputError(f"the training texts hold {there} different tokens, accumulate waits for {least}: no step is taken")
     return least
-
-
-def predictions(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Tensor:
-    """The logits ``(texts, classes)`` of a classifier on ``rows``, those of like length together; in eval mode."""
-    return torch.cat(_ordered(model, rows, pad, together, lambda out, batch: out.logits.float().cpu()))
-
-
-def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) -> tuple[float, int]:
-    """The summed loss of a causal model on ``rows`` in nats, and how many tokens it predicted."""
-
-    def losses(out: Any, batch: Batch) -> Tensor:
-        logits, labels = out.logits[:, :-1].float(), batch.labels[:, 1:]
-        each = nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
-        return torch.stack([each.double().sum(1).cpu(), (labels != -100).sum(1).cpu()], 1)
-
-    found = torch.cat(_ordered(model, rows, pad, together, losses))
-    return float(found[:, 0].sum()), int(found[:, 1].sum())
-
-
-def answers(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Answers:
-    """What ``model`` answers to ``rows`` (one text each): loss, margin, a classifier's logits."""
-
-    def take(out: Any, batch: Batch) -> Tensor:
-        logits = out.logits.double()
-        if batch.labels.dim() == 1:
-            label = batch.labels[:, None]
-            others = logits.scatter(1, label, -torch.inf).logsumexp(1, keepdim=True)
-            margins = logits.gather(1, label) - others
-            # softplus keeps what is left of a loss that the difference of two logits would round to nothing
-            return torch.cat([nn.functional.softplus(-margins), margins, logits], 1).cpu()
-        target = batch.labels[:, 1:]
-        each = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), target, ignore_index=-100, reduction="none")
-        losses = each.sum(1) / (target != -100).sum(1).clamp(min=1)
-        margins = -losses - torch.log(-torch.expm1(-losses.clamp(min=1e-12)))
-        return torch.stack([losses, margins], 1).cpu()
-
-    if not rows:
-        return Answers(torch.empty(0).double(), torch.empty(0).double(), torch.empty(0, 0).double())
-    found = torch.cat(_ordered(model, rows, pad, together, take))
-    return Answers(found[:, 0], found[:, 1], found[:, 2:])
-
-
-def _ordered(
-    model: nn.Module, rows: Sequence[Batch], pad: int, together: int, take: Callable[[Any, Batch], Tensor]
-) -> list[Tensor]:
-    training = model.training
-    model.eval()
-    device = next(model.parameters()).device
-    by_length = sorted(range(len(rows)), key=lambda k: rows[k].input_ids.shape[1])
-    out: list[Tensor] = [torch.empty(0)] * len(rows)
-    try:
-        for start in range(0, len(rows), together):
-            some = by_length[start : start + together]
-            batch = joined([rows[k] for k in some], pad).to(device)
-            with torch.no_grad():
-                inputs = {k: v for k, v in batch.inputs().items() if k != "labels"}
-                found = take(model(**inputs), batch)
-            for k, one in zip(some, found):
-                out[k] = one[None]
-    finally:
-        model.train(training)
-    return out

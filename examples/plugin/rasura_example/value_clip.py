@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from rasura.core.checked import number
 from rasura.core.interfaces import Transform
-from rasura.core.mechanisms import Protection
+from rasura.core.protection import Protection
 from rasura.core.rng import Randomness
 from rasura.core.specs import DefenseSpec
 from rasura.core.values import Message, Stage

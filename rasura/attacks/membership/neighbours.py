@@ -9,8 +9,9 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.core.answers import Membership, ModelObservation
+from rasura.core.batches import Batch
 from rasura.core.specs import MembershipSpec
-from rasura.core.values import Batch, Grant, Vocabulary
+from rasura.core.values import Grant, Vocabulary
 
 NEAREST = 10
 """Tokens that may stand in for one, by the public word embedding."""

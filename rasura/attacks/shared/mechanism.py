@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from rasura.core.mechanisms import Protection, typed
+from rasura.core.mechanisms import typed
+from rasura.core.protection import Protection
 from rasura.core.values import Grant, Observation
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from rasura.core.interfaces import InputError, MissingExtra
 from rasura.integrations.flower.agreement import Agreement, agree, local_part
 from rasura.integrations.flower.capture import Capture, as_tensors, check_folder
-from rasura.integrations.flower.rounds import MIN_CLIENTS, Collector, RoundFailed, Ticket, opened, protected
+from rasura.integrations.flower.collector import MIN_CLIENTS, Collector, RoundFailed
+from rasura.integrations.flower.rounds import Ticket, opened, protected
 
 __all__ = [
     "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "check_folder", "local_part", "protection_mod",
@@ -184,7 +185,7 @@ class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's Fed
         if self.capture is not None:
             self.capture.model(server_round, self.collector.clear)
         # Clients that join later wait for a place: the run goes on.
-        sent = self._ticketed(server_round, messages[: self.collector.most])
+        sent = self._ticketed(server_round, messages[: self.collector.max_clients])
         clear = sum(t.numel() * t.element_size() for t in self.collector.visible().values())
         down = clear + len(self.collector.aggregate)
         self.figures[server_round] = {"asked": len(sent), "bytes_down": down, "start": time.time()}

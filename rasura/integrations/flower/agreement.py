@@ -16,7 +16,7 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.values import Message, Stage
 from rasura.core.wire import Limits, mask_digest
 from rasura.defenses import sealing
-from rasura.defenses.homomorphic import LIMIT
+from rasura.defenses.homomorphic_keys import LIMIT
 from rasura.registry import parse_defense, parts
 
 

@@ -6,8 +6,8 @@ from importlib import resources
 from pathlib import Path
 
 from rasura.core.interfaces import InputError
-from rasura.defenses.homomorphic import make_keys
-from rasura.integrations.flower.rounds import MIN_CLIENTS
+from rasura.defenses.homomorphic_keys import make_keys
+from rasura.integrations.flower.collector import MIN_CLIENTS
 
 PLACES = {
     "pyproject.toml": "pyproject.toml",
@@ -40,7 +40,7 @@ def new_app(folder: str | Path, clients: int = 4) -> Path:
     keys = make_keys(clients, "bfv")
     for name, target in PLACES.items():
         text = resources.files("rasura.integrations.flower").joinpath("template", f"{name}.txt").read_text(encoding="utf-8")
-        filled = text.replace("$folder", str(place)).replace("$clients", str(keys.parameters.most))
+        filled = text.replace("$folder", str(place)).replace("$clients", str(keys.parameters.max_clients))
         (place / target).parent.mkdir(parents=True, exist_ok=True)
         (place / target).write_text(filled, encoding="utf-8")
     (place / "keys").mkdir()

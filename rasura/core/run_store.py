@@ -1,0 +1,189 @@
+"""The run store: one Record a finished cell, in SQLite, one transaction each. Survives a kill; knows its plan. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from rasura.core.errors import InputError
+from rasura.core.files import write_whole
+from rasura.core.records import SCHEMA, Record, canonical, wrong_in
+
+LONGEST = 1 << 28
+"""Bytes of one stored value, at most."""
+
+BROKEN = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
+"""What Python's SQLite raises for a damaged file."""
+
+TABLES = (
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL, digest TEXT NOT NULL)",
+    "CREATE TABLE records (key TEXT PRIMARY KEY, record TEXT NOT NULL, digest TEXT NOT NULL)",
+)
+
+
+class RunStore:
+    """The records of one run, in ``folder/run.sqlite``. Open it with the plan to write, without one to read.
+
+    Its files are readable by their owner alone, since records tell of private texts. Every row is stored with a digest, so
+    that a damaged one is never taken for a result. Raises ``InputError`` for a folder that holds another plan, a store of
+    another schema, one that is damaged, and one that cannot be written.
+    """
+
+    def __init__(self, folder: str | Path, plan: Mapping[str, Any] | None = None) -> None:
+        self.folder = Path(folder)
+        self.path = self.folder / "run.sqlite"
+        if plan is None and not self.path.is_file():
+            raise InputError(f"{self.folder} holds no run (no run.sqlite); expected the --out folder of an audit")
+        if plan is not None and self.folder.exists() and not self.folder.is_dir():
+            raise InputError(f"{self.folder} is a file; expected a folder for the results")
+        try:
+            self._open(plan)
+        except (OSError, *BROKEN) as error:
+            raise InputError(f"{self.path} cannot be used ({error}); check the disk and the folder's rights") from None
+        try:
+            self._check(plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, plan: Mapping[str, Any] | None) -> None:
+        if plan is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # SQLite gives the files beside it the rights of the database.
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+            for beside in ("", "-wal", "-shm", "-journal"):
+                with suppress(FileNotFoundError):
+                    os.chmod(f"{self.path}{beside}", 0o600)
+        self._db = sqlite3.connect(self.path)
+        self._db.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+        self._db.execute("PRAGMA trusted_schema=OFF")
+        if plan is not None:
+            self._db.execute("PRAGMA journal_mode=WAL")
+            with self._db:
+                self._db.execute("BEGIN IMMEDIATE")
+                if not self._db.execute("SELECT 1 FROM sqlite_master").fetchall():
+                    for table in TABLES:
+                        self._db.execute(table)
+                    for name, value in (("schema", str(SCHEMA)), ("plan", canonical(plan))):
+                        self._db.execute("INSERT INTO meta VALUES (?, ?, ?)", (name, value, _digest(name, value)))
+
+    def _check(self, plan: Mapping[str, Any] | None) -> None:
+        tables = {sql for (sql,) in self._rows("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+        if tables != set(TABLES):
+            raise InputError(f"{self.path} is not a run store of this version; run again with another --out")
+        if self._rows("PRAGMA integrity_check(1)") != [("ok",)]:
+            raise self._damaged("its pages do not fit together")
+        schema = self._rows("SELECT value FROM meta WHERE name = 'schema'")
+        if schema != [(str(SCHEMA),)]:
+            found = str(schema[0][0])[:9] if schema else "none"
+            raise InputError(f"{self.path} has schema {found}, this version reads {SCHEMA}; run again with another --out")
+        held = self.plan
+        if plan is not None and self._meta("plan") != canonical(plan):
+            new = json.loads(canonical(plan))
+            differs = ", ".join(sorted(k for k in {*held, *new} if held.get(k) != new.get(k)))
+            raise InputError(f"{self.folder} holds another plan's results (different: {differs}); choose another --out")
+
+    def _damaged(self, why: str) -> InputError:
+        return InputError(f"{self.path} is damaged ({why}); restore it from a copy, or run again with another --out")
+
+    def _rows(self, query: str, *values: str) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(query, values).fetchall()
+        except BROKEN as error:
+            raise self._damaged(str(error)) from None
+
+    def _meta(self, name: str) -> str:
+        rows = self._rows("SELECT value, digest FROM meta WHERE name = ?", name)
+        if len(rows) != 1 or rows[0][1] != _digest(name, rows[0][0]):
+            raise self._damaged(f"its {name} was changed")
+        return str(rows[0][0])
+
+    @property
+    def plan(self) -> dict[str, Any]:
+        """The plan that the run was started with."""
+        found = _parsed(self._meta("plan"))
+        if not isinstance(found, dict):
+            raise self._damaged("its plan is not a plan")
+        return found
+
+    def __contains__(self, key: str) -> bool:
+        return bool(self._rows("SELECT 1 FROM records WHERE key = ?", key))
+
+    def add(self, record: Record) -> None:
+        """Store a finished cell. Raises ``InputError`` when the disk does not take it."""
+        text = json.dumps(_finite(record.as_dict()), sort_keys=True, ensure_ascii=False, allow_nan=False)
+        try:
+            with self._db:
+                row = (record.key, text, _digest(record.key, text))
+                self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?, ?)", row)
+        except sqlite3.Error as error:
+            raise InputError(f"{self.folder}: a record could not be stored ({error}); free some space, resume") from None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for key, text, digest in self._rows("SELECT key, record, digest FROM records ORDER BY key"):
+            found = _parsed(text) if digest == _digest(key, text) else None
+            wrong = "it was changed" if found is None else wrong_in(found)
+            if wrong or found is None:
+                raise self._damaged(f"record {str(key)[:24]!r}: {wrong}")
+            yield found
+
+    def __len__(self) -> int:
+        return int(self._rows("SELECT COUNT(*) FROM records")[0][0])
+
+    def export(self, summary: Mapping[str, Any]) -> None:
+        """Write ``records.jsonl`` and ``summary.json`` beside the store, each whole or not at all."""
+        lines = "".join(json.dumps(r, sort_keys=True, ensure_ascii=False) + "\n" for r in self)
+        write_whole(self.folder / "records.jsonl", lines)
+        write_whole(self.folder / "summary.json", json.dumps(_finite(dict(summary)), indent=2, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        """Close the store."""
+        self._db.close()
+
+
+@contextmanager
+def refused_if_damaged(folder: str | Path) -> Iterator[None]:
+    """Around what reports on a run: records whose contents do not have the expected form are refused by ``InputError``."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"the results in {folder} do not have the form that this version writes ({type(error).__name__}); "
+            "restore them from a copy, or run again with another --out"
+        ) from error
+
+
+def _digest(name: object, text: object) -> str:
+    return hashlib.sha256(f"{name}\n{text}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _parsed(text: object) -> Any:
+    """The JSON value of ``text``, or None; None also where it holds what no file of text can, half of a character."""
+    if not isinstance(text, str):
+        return None
+    try:
+        found = json.loads(text)
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return None
+    return found
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a value that does not exist is null."""
+    if isinstance(value, float):
+        return value if value == value and abs(value) != float("inf") else None
+    if isinstance(value, Mapping):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,202 @@
+"""The server's side of a round: what it takes from each client, and the sum that it cannot read.
+
+Plain values and bytes, without Flower.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rasura.core.interfaces import InputError
+from rasura.core.values import Message, Parameter
+from rasura.core.wire import from_bytes, to_bytes
+from rasura.defenses import homomorphic, homomorphic_keys
+from rasura.integrations.flower.agreement import Agreement, check_sums, read_scales
+from rasura.integrations.flower.rounds import Ticket
+
+MIN_CLIENTS = 3
+"""Clients of a round. Of two, each subtracts itself from the sum and has the other's update."""
+
+
+class RoundFailed(RuntimeError):
+    """Too few clients sent an update that counts; the message says why each of the others does not."""
+
+
+Taken = tuple[int, Message, float]
+"""A node, its message and its share."""
+
+
+@dataclass
+class Collector:
+    """The server's side: what it knows of the model, and the sum that it cannot read.
+
+    ``agreement.keys`` is the public context; a secret one is refused. ``min_clients``: how many clients a round needs,
+    not below ``MIN_CLIENTS`` unless ``allow_few_clients``: the sum of few tells each of them of the others.
+    ``seen`` is told of every message that counts.
+    """
+
+    agreement: Agreement
+    min_clients: int = MIN_CLIENTS
+    max_examples: int = 0
+    first_scale: float = 1e-3
+    log: Callable[[str], None] = print
+    seen: Callable[[int, int, Message], None] | None = None
+    allow_few_clients: bool = False
+    clear: dict[str, Tensor] = field(default_factory=dict)
+    aggregate: bytes = b""
+    round: int = 0
+    tickets: dict[int, Ticket] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.clear = dict(self.agreement.start)
+        if self.agreement.sealed:
+            homomorphic_keys.server_context(self.agreement.keys)
+            self.check_clients(self.min_clients)
+        if self.min_clients < 1 or self.max_examples < 0 or not 0 < self.first_scale < math.inf:
+            raise InputError(
+                f"min_clients {self.min_clients}, max_examples {self.max_examples}, first_scale {self.first_scale}; "
+                "expected at least 1, at least 0, and a number above 0"
+            )
+
+        if self.min_clients < MIN_CLIENTS and not self.allow_few_clients:
+            raise InputError(
+                f"a round of {self.min_clients} clients: of two, each can subtract itself from the sum and has the other's; "
+                f"expected at least {MIN_CLIENTS}, or pass allow_few_clients=True (allow-few-clients = true in the app)"
+            )
+
+    @property
+    def max_clients(self) -> int | None:
+        """Clients whose sum fits the keys; None where nothing is sealed."""
+        fits: int = self.agreement.keys.parameters.max_clients if self.agreement.sealed else 0
+        return fits or None
+
+    def check_clients(self, count: int) -> None:
+        """Refuse more clients than the keys fit, with the number that fits."""
+        if self.max_clients is not None and count > self.max_clients:
+            raise InputError(
+                f"{count} clients would train, these keys fit {self.max_clients}; make keys: rasura keys --clients {count}"
+            )
+
+    def visible(self) -> dict[str, Tensor]:
+        """What the server has to send: tensors that are not sealed as a whole."""
+        return {n: t for n, t in self.clear.items() if not self.agreement.whole(n)}
+
+    def ticket(self, number: int, node: int) -> Ticket:
+        """A fresh ticket for ``node``; all of earlier rounds are void."""
+        if number != self.round:
+            self.round, self.tickets = number, {}
+        made = Ticket(number, secrets.token_hex(16), self.max_examples, self.first_scale, self.aggregate)
+        self.tickets[node] = made
+        return made
+
+    def read(self, node: int, data: object, examples: float) -> tuple[Message, float]:
+        """A client's message and its share, fully checked but for the ciphertexts; ``InputError`` says what is wrong."""
+        ticket = self.tickets.get(node)
+        if ticket is None:
+            raise InputError("it was not asked in this round, or has answered already")
+        if not isinstance(data, bytes):
+            raise InputError("its reply holds no message of Rasura")
+        share = ticket.share(examples)
+        message = from_bytes(data, self.agreement.limits)
+        if message.header.get("round") != ticket.round or message.header.get("nonce") != ticket.nonce:
+            raise InputError("the message is of another round or client: it was replayed")
+        check_sums(message, self.agreement)
+        if self.agreement.sealed:
+            read_scales(message.header.get("scales"), self.agreement)
+        start = self.agreement.start
+        if set(message.gradients) != set(start):
+            raise InputError(f"it holds {len(message.gradients)} tensors; expected the {len(start)} that are trained")
+        for name, gradient in message.gradients.items():
+            if gradient.shape != start[name].shape or gradient.dtype != start[name].dtype:
+                raise InputError(f"{name} is {tuple(gradient.shape)} {gradient.dtype}, unlike the start's")
+            if name in self.agreement.sealed:
+                shown = message.visible.get(name)
+                hidden = self.agreement.sealed[name]
+                if bool(hidden.any()) and (shown is None or bool((shown & hidden).any())):
+                    raise InputError(f"{name} shows entries that were to be sealed")
+        del self.tickets[node]
+        return message, share
+
+    def collect(self, replies: Sequence[tuple[int, object, float]]) -> list[int]:
+        """Take a round's ``replies`` (node, bytes, examples); the nodes whose update counts, in order.
+
+        What is wrong with one client, whatever it is, refuses this client with a logged reason: nothing of it enters the
+        aggregate, and the others go on. Raises ``RoundFailed`` when fewer than ``min_clients`` are left; what the
+        server knew before then stays as it was.
+        """
+        taken: list[Taken] = []
+        refused: list[tuple[int, str]] = []
+        for node, data, examples in replies:
+            try:
+                taken.append((node, *self.read(node, data, examples)))
+            except Exception as error:
+                refused.append((node, _reason(error)))
+        if self.agreement.sealed and taken:
+            votes = Counter(str(m.header["scales"]) for _, m, _ in taken).most_common(2)
+            agreed = None if len(votes) > 1 and votes[0][1] == votes[1][1] else votes[0][0]
+            refused += [(n, "its scales are not those of the others") for n, m, _ in taken if m.header["scales"] != agreed]
+            taken = [t for t in taken if t[1].header["scales"] == agreed]
+        counted, sums = self._added(taken, refused)
+        for node, why in refused:
+            self.log(f"round {self.round}: client {node} is left out: {why}")
+        if len(counted) < self.min_clients:
+            reasons = "; ".join(f"client {n}: {why}" for n, why in refused) or "the others did not answer"
+            raise RoundFailed(
+                f"round {self.round}: {len(counted)} updates count, at least {self.min_clients} are needed ({reasons})"
+            )
+        if self.seen is not None:
+            for node, message, _ in counted:
+                self.seen(self.round, node, message)
+        shares = sum(share for _, _, share in counted)
+        clear = {}
+        for name, before in self.clear.items():
+            step = torch.zeros(before.shape, dtype=torch.float64)
+            for _, message, share in counted:
+                step += message.gradients[name].double() * (share / shares)
+            clear[name] = (before.double() - step).to(before.dtype)
+        self.clear = clear
+        if self.agreement.sealed:
+            header: dict[str, Parameter] = {
+                "start": self.agreement.start_digest, "mask": self.agreement.mask_digest, "key": self.agreement.keys.key,
+                "clients": len(counted), "shares": float(shares), "scales": counted[0][1].header["scales"],
+            }  # fmt: skip
+            scheme = self.agreement.keys.parameters.scheme
+            sealed = {f"{scheme}/{k:06d}": data for k, data in enumerate(sums.ciphertexts)}
+            self.aggregate = to_bytes(Message({}, {}, sealed, "aggregate", header))
+        return [node for node, _, _ in counted]
+
+    def _added(self, taken: Sequence[Taken], refused: list[tuple[int, str]]) -> tuple[list[Taken], Any]:
+        """Who counts, and the sum of their ciphertexts; one after the other, so that a bad one is known by its client."""
+        if not self.agreement.sealed:
+            return list(taken), None
+        counted: list[Taken] = []
+        sums: Any = None
+        for node, message, share in taken:
+            own = homomorphic.Sealed(tuple(message.sealed.values()))
+            try:
+                self.check_clients(len(counted) + 1)
+                sums = homomorphic.added([sums, own] if counted else [own], self.agreement.keys)
+            except Exception as error:
+                refused.append((node, _reason(error)))
+                continue
+            counted.append((node, message, share))
+        return counted, sums
+
+
+LONGEST_REASON = 300
+
+
+def _reason(error: Exception) -> str:
+    """Why a client is left out, in one line of bounded length: a stranger wrote part of it."""
+    if not isinstance(error, InputError):
+        return f"its message could not be read ({type(error).__name__})"
+    line = "".join(c if c.isprintable() else " " for c in str(error))
+    return line if len(line) <= LONGEST_REASON else line[: LONGEST_REASON - 1] + "…"

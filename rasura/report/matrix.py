@@ -1,0 +1,105 @@
+"""What a report shows, as values: the entries of the matrix, prices, and the findings as a whole. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rasura.report.readings import Level
+from rasura.report.verdicts import Verdict
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How one kind of data is spoken of: one record, several, and what the headline metric is a share of."""
+
+    one: str
+    many: str
+    share: str
+    unit: str
+
+
+TEXTS = Wording("note", "notes", "of the words", "Words read back, %")
+
+
+IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure read back (SSIM), %")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the matrix: an attack behind a protection, over ``notes`` examples in ``cells`` updates.
+
+    ``level``: of the examples that were measured, those where the attack gave up at the guessing level. ``mark``: value,
+    ``·`` (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).
+    """
+
+    attack: str
+    defense: str
+    level: Level | None
+    blind: float
+    reasons: tuple[str, ...]
+    notes: int
+    cells: int
+    scored: int
+    gave_up: int
+    crashed: int
+    verified: int
+    seconds: float
+
+    @property
+    def mark(self) -> str:
+        """What the cell shows."""
+        if self.scored and self.level is not None:
+            return f"{100 * self.level.mean:.0f}"
+        return "!" if self.crashed else "·" if self.gave_up else "–"
+
+    @property
+    def coverage(self) -> tuple[int, int] | None:
+        """How many examples of how many the figure is of, where it is not of all."""
+        if self.level is None or self.level.n == self.notes:
+            return None
+        return self.level.n, self.notes
+
+    @property
+    def step(self) -> int:
+        """Shade 0 to 5 by risk above the blind level."""
+        if self.level is None:
+            return 0
+        above = max(0.0, self.level.mean - self.blind) / max(1e-9, 1 - self.blind)
+        return min(5, int(above * 5 + 0.999)) if above > 0.02 else 0
+
+
+@dataclass(frozen=True)
+class Price:
+    """What a protection costs on average: ``sent`` bytes of an update, ``seconds`` to make it."""
+
+    sent: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything that the page shows, for one metric. ``baseline``: columns without protection, with which the others are
+    compared; ``judged``: those that the run is judged by."""
+
+    metric: str
+    attacks: tuple[str, ...]
+    columns: tuple[str, ...]
+    matrix: Mapping[tuple[str, str], Entry]
+    best: Mapping[str, Entry]
+    blind: Level | None
+    sentence: tuple[str, ...]
+    recommendation: str
+    threats: Mapping[str, str]
+    evidence: tuple[dict[str, Any], ...]
+    sizes: tuple[int, ...]
+    cells: int
+    gave_up: int
+    crashed: int
+    verdicts: Mapping[str, Verdict] = field(default_factory=dict)
+    baseline: tuple[str, ...] = ()
+    judged: tuple[str, ...] = ()
+    words: Wording = TEXTS
+    figures: tuple[dict[str, Any], ...] = ()
+    prices: Mapping[str, Price] = field(default_factory=dict)

@@ -1,0 +1,121 @@
+"""GHOST for the texts of one model: ``GhostObfuscator``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator
+from rasura.data.text import Example, place_of
+from rasura.ghost.defense import ghost
+from rasura.ghost.models import made_for
+from rasura.ghost.selection import Selection
+from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
+from rasura.victims.loading import Victim
+
+
+class GhostObfuscator:
+    """GHOST for the texts of one model: ``data.map(GhostObfuscator(load("minilm", "classification")), batched=True)``.
+
+    ``shadows``: the settings asked for, or some of them by their names; None for those of ``table``, else the paper's.
+    ``table``: a file of shadow tokens, which is written where it does not exist. Raises ``InputError`` for a table of
+    another model, and for one of other settings than asked.
+    """
+
+    def __init__(
+        self,
+        victim: Victim,
+        *,
+        table: str | Path | None = None,
+        shadows: ShadowSettings | Mapping[str, Any] | None = None,
+        beam: int = 1,
+    ) -> None:
+        self.victim = victim
+        asked = asdict(shadows) if isinstance(shadows, ShadowSettings) else dict(shadows or {})
+        made: ShadowTable | None = None
+        if table is not None and Path(table).exists():
+            made = ShadowTable.load(table, embedding_digest(token_embedding(victim.model)))
+            if differs := made.differs(asked):
+                raise InputError(f"{table} was made with other settings ({differs}); ask for its own, or name another file")
+        shadows = replace(PAPER, **asked) if made is None else made.settings
+        self.table = made or made_for(victim.model, victim.vocabulary, shadows)
+        if table is not None and made is None:
+            self.table.save(table)
+        self.selector = ghost(self.table, shadows, Selection(beam=beam)).init((victim.model, victim.vocabulary))
+
+    def __call__(self, rows: Mapping[str, Sequence[Any]], *, seed: int = 0, name: str = "map") -> dict[str, list[Any]]:
+        """The columns ``text`` (and ``text_pair``) of ``rows`` obfuscated, with ``input_ids`` beside them: of a pair
+        those of both texts as the model takes them, and ``token_type_ids`` where it tells them apart by these."""
+        pairs = rows.get("text_pair")
+        examples = [Example(t or "", p) for t, p in zip(rows["text"], pairs or [None] * len(rows["text"]))]
+        done = self.examples(examples, seed, (f"{name}/text", f"{name}/text_pair"))
+        names = ["text", "input_ids", *(["text_pair"] if pairs is not None else [])]
+        names += ["token_type_ids"] if any("token_type_ids" in d for d in done) else []
+        return {n: [d.get(n) for d in done] for n in names}
+
+    def examples(self, examples: Sequence[Example], seed: int, names: tuple[str, str]) -> list[dict[str, Any]]:
+        """Each example as a dictionary: ``text``, ``input_ids``, ``weak`` (place: what was given up), ``kept``, ``error``;
+        of pairs ``text_pair``, ``weak_pair``, ``kept_pair``, too, and ids of both. ``names``: of the random draws."""
+        self.check(examples)
+        rows = self.texts([e.text for e in examples], seed, names[0])
+        if not any(e.text_pair for e in examples):
+            return rows
+        seconds = self.texts([e.text_pair or "" for e in examples], seed, names[1])
+        for example, row, second in zip(examples, rows, seconds):
+            ids, types = self._together(example, row["input_ids"], second["input_ids"])
+            row["input_ids"] = ids
+            if types is not None:
+                row["token_type_ids"] = types
+            if example.text_pair:
+                row |= {"text_pair": second["text"], "kept_pair": second["kept"], "weak_pair": second["weak"]}
+                row["tokens"] += second["tokens"]
+                row["error"] = (row["error"] + second["error"]) / 2
+        return rows
+
+    def check(self, examples: Sequence[Example]) -> None:
+        """Raises ``InputError`` for an example that the model cannot take, a pair as a whole, with its row."""
+        most = self.victim.max_length
+        for number, e in enumerate(examples, 1):
+            ids = self.victim.tokenizer(e.text, e.text_pair or None)["input_ids"]
+            if len(ids) > most:
+                raise InputError(
+                    f"{place_of(e, number)}: the text has {len(ids)} tokens, the model takes {most}; shorten or split it"
+                )
+
+    def _together(self, example: Example, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], list[int] | None]:
+        """Substitutes of both texts of a pair in the places of their tokens, as the model takes the two together."""
+        tokenizer, words = self.victim.tokenizer, self.victim.vocabulary
+        coded = tokenizer(example.text, example.text_pair or None)
+        ids, types = list(coded["input_ids"]), coded.get("token_type_ids")
+        if not example.text_pair:
+            return list(first), types
+        start = 0
+        for text, new in ((example.text, first), (example.text_pair, second)):
+            inner = slice(len(words.prefix), len(new) - len(words.suffix))
+            old, chosen = list(tokenizer(text)["input_ids"])[inner], list(new)[inner]
+            places = [k for k in range(start, len(ids) - len(old) + 1) if ids[k : k + len(old)] == old]
+            if not places:
+                raise InputError(f"{place_of(example, 1)}: the pair has other tokens than its texts alone; split it")
+            start = places[0] + len(old)
+            ids[places[0] : start] = chosen
+        return ids, types
+
+    def texts(self, texts: Sequence[str], seed: int, name: str) -> list[dict[str, Any]]:
+        """Each text as a dictionary: ``text``, ``input_ids``, ``weak`` (place: what was given up), ``kept``, ``error``."""
+        tokenizer = self.victim.tokenizer
+        coded = [tokenizer(text)["input_ids"] if text else [] for text in texts]
+        done = self.selector([ids for ids in coded if ids], generator(seed, "ghost", name))
+        found = iter(done)
+        out = []
+        for ids in coded:
+            one = next(found) if ids else None
+            read = list(one.ids) if one else []
+            out.append({
+                "text": self.victim.vocabulary.text(read), "input_ids": read, "weak": dict(one.weak) if one else {},
+                "kept": list(one.kept) if one else [], "error": one.error if one else 0.0,
+                "tokens": sum(i not in self.victim.vocabulary.special_ids for i in ids),
+            })  # fmt: skip
+        return out

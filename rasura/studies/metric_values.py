@@ -1,0 +1,84 @@
+"""Values of metrics as the tables and figures of studies have them: names, scales, ranges, means with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isnan, nan
+from typing import Any
+
+from rasura.report.readings import pooled
+
+
+def spread_text(values: Sequence[float], metric: str) -> str:
+    """The mean of a figure over seeds, with its range where there are several."""
+    scale, digits = SCALES.get(metric, SHARE)
+    mean, low, high = (scale * v for v in (sum(values) / len(values), min(values), max(values)))
+    return f"{mean:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if len(values) > 1 else "")
+
+
+def row_of(cells: Iterable[Any]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+NAMES = {
+    "top1": "top-1",
+    "top3": "top-3",
+    "bag_f1": "bag F1",
+    "answer_top1": "answer top-1",
+    "answer_rougeL": "answer R-L",
+    "continuation_rouge1": "continuation R-1",
+    "continuation_rougeL": "continuation R-L",
+    "rouge1": "R-1",
+    "rouge2": "R-2",
+    "rougeL": "R-L",
+    "mcc": "MCC",
+    "f1": "F1",
+    "mse": "MSE",
+    "psnr": "PSNR",
+    "auc": "AUC",
+}
+
+
+SHARE = (100, 1)
+
+
+SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
+"""Factor and digits of metrics that are no shares, which are given in percent."""
+
+
+BOUNDS: Mapping[str, tuple[float, float] | None] = {
+    "loss": None, "perplexity": None, "mse": None, "psnr": None, "lpips": None, "ssim": (-1.0, 1.0),
+    "sentence_cosine": (-1.0, 1.0), "mcc": (-1.0, 1.0),
+}  # fmt: skip
+"""Ranges of metrics that are not in [0, 1]; None for those without one."""
+
+
+def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> list[float]:
+    """Values of a metric, a text each; an attempt that failed stands at the guessing level, as in the report."""
+    out = []
+    for r in records:
+        scores = r[side] if r["status"] == "ok" or side == "blind" else r["blind"] if r["status"] == "failed" else {}
+        out += [v for v in scores.get(metric, {}).get("per_record", []) if v is not None]
+    return out
+
+
+def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:
+    """Mean of ``values`` and the ends of its interval, in the unit that is shown; NaN where there are none.
+
+    A metric without a range has no interval: its ends are NaN.
+    """
+    level, (scale, _) = pooled(values, BOUNDS.get(metric, (0.0, 1.0))), SCALES.get(metric, SHARE)
+    return (nan, nan, nan) if level is None else (scale * level.mean, scale * level.low, scale * level.high)
+
+
+def level_text(values: Sequence[float], metric: str) -> str:
+    """The mean of a metric with its 95 % interval."""
+    mean, low, high = level_of(values, metric)
+    if isnan(mean):
+        return "–"
+    digits = SCALES.get(metric, SHARE)[1]
+    if isnan(low):
+        return f"{mean:.{digits}f}"
+    ends = max(0, digits - 1)
+    return f"{mean:.{digits}f} [{low:.{ends}f}, {high:.{ends}f}]"

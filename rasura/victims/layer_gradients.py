@@ -1,0 +1,159 @@
+"""Every text's own gradient in each layer, from one pass forward and back over the whole batch, by the rules of Opacus."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from rasura.core.interfaces import InputError
+
+
+class NoRule(Exception):
+    """Why a model's texts cannot be taken together: names the layer, and the remedy."""
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a layer took, ``(batch, ...)``, and what came back to its output."""
+
+    name: str
+    layer: nn.Module
+    taken: Tensor
+    back: Tensor
+
+
+def _rules() -> tuple[Mapping[Any, Any], Mapping[Any, Any], Callable[..., dict[Any, Tensor]]]:
+    """Opacus' rules for gradients and for norms by layer type, and the one for any other layer."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from opacus.grad_sample import GradSampleModule
+            from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
+            from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
+    except ImportError:
+        raise NoRule("Opacus is not installed; pip install 'rasura[dp]' takes texts together") from None
+    return GradSampleModule.GRAD_SAMPLERS, GradSampleModuleFastGradientClipping.NORM_SAMPLERS, ft_compute_per_sample_gradient
+
+
+def own_gradients(passed: Passed, taken: Tensor, back: Tensor) -> dict[Any, Tensor]:
+    """Every text's gradient ``(texts, *shape)`` by parameter of the layer."""
+    rules, _, other = _rules()
+    layer = passed.layer
+    if isinstance(layer, Conv1D):
+        found = rules[nn.Linear](layer, [taken], back)
+        return {p: g.transpose(1, 2) if p is layer.weight else g for p, g in found.items()}
+    # Opacus' rule for layer normalisation takes it that there is a bias; ModernBERT has none.
+    biased = not isinstance(layer, nn.LayerNorm) or layer.bias is not None
+    if type(layer) in rules and biased:
+        out: dict[Any, Tensor] = rules[type(layer)](layer, [taken], back)
+        return out
+    try:
+        return other(layer, [taken], back)
+    except Exception as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise NoRule(f"layer {passed.name} ({type(layer).__name__}) has no rule ({why}); freeze it") from None
+    finally:
+        vars(layer).pop("ft_compute_sample_grad", None)
+
+
+def own_squares(passed: Passed) -> dict[Any, Tensor]:
+    """Every text's squared norm ``(texts,)`` by parameter of the layer."""
+    kind: Any = nn.Linear if isinstance(passed.layer, Conv1D) else type(passed.layer)
+    norms = _rules()[1]
+    if kind is nn.Embedding or (kind is nn.Linear and passed.back.dim() in (2, 3)):
+        return {p: n.double().square() for p, n in norms[kind](passed.layer, [passed.taken], passed.back).items()}
+    return {p: g.flatten(1).double().square().sum(1) for p, g in own_gradients(passed, passed.taken, passed.back).items()}
+
+
+def checked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers with parameters of their own to train. Raises ``NoRule``; ``InputError`` where texts have no gradient."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise InputError(f"layer {name} (batch norm) mixes the texts of a batch: none has a gradient of its own; "
+                             "replace it with a GroupNorm, or put it in eval mode")  # fmt: skip
+    layers = [(n, m) for n, m in model.named_modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    for name, layer in layers:
+        if isinstance(layer, nn.MultiheadAttention):
+            raise NoRule(f"layer {name} (MultiheadAttention) uses its weights outside of layers; use an own Linear for each")
+        if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
+            raise NoRule(f"layer {name} (Embedding) has max_norm, scale_grad_by_freq or sparse set; unset them")
+    return layers
+
+
+def own_losses(model_output: Any, labels: Tensor) -> Tensor:
+    """The loss of every text by itself ``(batch,)``, as the model has it on a batch of one. Raises ``NoRule`` where the
+    model's own loss is another than cross-entropy over classes, or over the next tokens of each text."""
+    logits = model_output.logits
+    if logits.dim() == 3 and labels.dim() == 2:
+        targets = labels[:, 1:]
+        each = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), targets, ignore_index=-100, reduction="none")
+        counts = (targets != -100).sum(1)
+        # A text of one token predicts nothing: no loss, no gradient.
+        losses = each.sum(1) / counts.clamp_min(1)
+        whole = (losses * counts).sum() / counts.sum().clamp_min(1)
+    elif logits.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point():
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        whole = losses.mean()
+    else:
+        raise NoRule(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} are neither classes nor next tokens")
+    told = float(model_output.loss.detach())
+    if not abs(float(whole.detach()) - told) <= 0.01 * abs(told) + 1e-4:
+        raise NoRule(f"the model's loss is {told:.4g}, the mean cross-entropy {float(whole.detach()):.4g}: another loss")
+    return losses
+
+
+def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> tuple[list[Passed], Tensor]:
+    """One pass forward and back: what every trainable layer took and got back, and the losses ``(batch,)``."""
+    layers = checked_layers(model)
+    seen: list[tuple[str, nn.Module, Tensor, Tensor, int]] = []
+    hooks = []
+
+    def widened(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        first = arguments[0] if arguments else None
+        if isinstance(first, Tensor) and first.dim() and first.shape[0] == 1 and size > 1:
+            # Position ids (1, length): with a row for every text, what comes back is not summed over the texts yet.
+            return (first.expand(size, *first.shape[1:]), *arguments[1:])
+        return None
+
+    def keep(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
+                raise NoRule(f"layer {name} ({type(module).__name__}) takes or gives other than one tensor; freeze it")
+            if arguments[0].shape[0] != size or output.shape[0] != size:
+                raise NoRule(
+                    f"layer {name} ({type(module).__name__}) sees {output.shape[0]} rows for {size} texts; freeze it"
+                )
+            if not output.requires_grad:
+                raise NoRule(f"layer {name} ran without autograd; switch gradient checkpointing off")
+            seen.append((name, module, arguments[0].detach().contiguous(), output, output._version))
+
+        return hook
+
+    try:
+        for name, layer in layers:
+            hooks += [layer.register_forward_pre_hook(widened), layer.register_forward_hook(keep(name))]
+        with torch.enable_grad():
+            out = model(**inputs)
+            losses = own_losses(out, inputs["labels"])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for name, module, _, output, version in seen:
+        if output._version != version:
+            raise NoRule(f"the output of layer {name} ({type(module).__name__}) is changed in place; use inplace=False")
+    backs = torch.autograd.grad(losses.sum(), [output for *_, output, _ in seen], allow_unused=True)
+    found = []
+    for (name, module, taken, _, _), back in zip(seen, backs):
+        if back is None:
+            continue
+        back = back.float() if back.dtype in (torch.float16, torch.bfloat16) else back
+        if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+            back = back * (taken != module.padding_idx)[..., None]
+        found.append(Passed(name, module, taken, back))
+    return found, losses.detach()
