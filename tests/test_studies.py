@@ -18,14 +18,14 @@ from rasura.runs.plans import Plan
 from rasura.runs.services import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.deviations import MODELS, measured
-from rasura.studies.files import CELL, load_study, prepared
+from rasura.studies.files import CELL, load_study, names, prepared
 from rasura.studies.plots import of_audit, write
 from rasura.studies.tables import section, write_section
 
 __all__ = ["model_folder"]
 
 FOLDER = Path(__file__).resolve().parents[1] / "studies"
-NAMES = sorted(p.relative_to(FOLDER).with_suffix("").as_posix() for p in FOLDER.rglob("*.toml"))
+NAMES = names(FOLDER)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,6 +23,9 @@ from rasura.studies.tables import head
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 
+COMPARED = ("drift", "loss", "gradient")
+"""What the paper gives of each model: how far the weights moved, the mean deviations of loss and gradient."""
+
 MODELS = ("as it was", "trained on the texts", "trained on substitutes")
 
 
@@ -95,7 +98,8 @@ def _norm(gradients: Mapping[str, Tensor]) -> float:
 def deviations_section(study: Study, plan: TrainPlan, found: Deviations) -> str:
     """Means over the texts; the slopes of both deviations over the joint bound, by least squares as in the paper."""
     columns = ["model", "weights moved", "loss", "of substitutes", "deviation of the loss", "norm of the gradient"]
-    columns += ["deviation of the gradient", "over the norm", "slope, loss", "slope, gradient", "paper (loss / gradient)"]
+    columns += ["deviation of the gradient", "over the norm", "slope, loss", "slope, gradient"]
+    columns.append("paper (weights moved / loss / gradient)")
     bounds = found.bounds()
     about = f"{len(bounds)} training texts of {Path(plan.data).name} and their substitutes, seed {plan.recipe.seed}"
     lines = head(study, plan, about, columns)
@@ -104,7 +108,8 @@ def deviations_section(study: Study, plan: TrainPlan, found: Deviations) -> str:
         slopes = [linear_regression(bounds, y).slope for y in (losses, changes)] if len(set(bounds)) > 1 else [nan, nan]
         values = [mean(p.losses[k] for p in pairs) for k in (0, 1)] + [mean(losses), mean(p.norms[0] for p in pairs)]
         values += [mean(changes), mean(p.difference / max(p.norms[0], 1e-300) for p in pairs), *slopes]
-        lines.append(row_of([name, *(f"{v:.3g}" for v in (found.drift[name], *values)), study.figure({"model": name})]))
+        paper = study.figure({"model": name}, COMPARED)
+        lines.append(row_of([name, *(f"{v:.3g}" for v in (found.drift[name], *values)), paper]))
     return "\n".join([*lines, ""])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rasura.runs.plans import Plan, plan_of
 from rasura.runs.services import ServicePlan, service_plan_of
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import folder_of
+from rasura.studies.papers import LISTS, Paper, load_paper
 from rasura.victims.recipe import Recipe
 
 FOLDER = Path("studies")
@@ -26,16 +27,21 @@ CELL = ("attack", "update", "defense", "threat", "batch_size")
 """What names a row of the results; ``protection``, ``attack`` and ``weights`` do in those of a service."""
 
 
+PRINTED = ("row", "paper")
+"""Where a figure of the paper's own is told: its row in the list of the paper's values, or a text."""
+
+
 @dataclass(frozen=True)
 class Study:
     """One study file.
 
     ``source``: the paper and its table. ``differs``: what is not as in the paper. ``figures``: the paper's own, each with
-    those of attack, update, defense, threat and batch_size that single it out, and ``paper``, its text. ``plan``: an audit
-    (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``). With both an audit
-    and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
-    the audit's, each for the same protection; a service is trained on its ``reference``, judged on its ``data``.
-    ``membership``: the attacks on every model of a training.
+    those of attack, update, defense, threat and batch_size that single it out, and ``row``, the paper's row, as
+    ``Table 3: DLG, BERT tiny``, or ``paper``, a text. ``covers``: tables and figures of the paper without a row.
+    ``plan``: an audit (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``).
+    With both an audit and a training the study sets utility against risk: ``train`` is then the training, whose defenses
+    stand in the order of the audit's, each for the same protection; a service is trained on its ``reference``, judged on its
+    ``data``. ``membership``: the attacks on every model of a training.
     ``deviations``: how many texts of a training are compared with their substitutes, before every model.
     """
 
@@ -49,37 +55,42 @@ class Study:
     train: TrainPlan | None = None
     membership: MembershipPlan | None = None
     deviations: int = 0
+    paper: Paper | None = None
+    covers: tuple[str, ...] = ()
 
-    def figure(self, row: Mapping[str, Any]) -> str:
-        """What the paper has for a row, or a dash."""
+    def figure(self, row: Mapping[str, Any], metrics: Sequence[str]) -> str:
+        """What the paper has for a row, in the order of ``metrics``, or a dash."""
         for figure in self.figures:
-            if all(row[k] == v for k, v in figure.items() if k != "paper"):
-                return str(figure["paper"])
+            if all(row[k] == v for k, v in figure.items() if k not in PRINTED):
+                if self.paper is None or "row" not in figure:
+                    return str(figure["paper"])
+                table, name = self.paper.row(figure["row"])
+                values = [table.shown(name, m) for m in metrics]
+                return " / ".join(values) if any(v != "–" for v in values) else "–"
         return "–"
+
+
+def names(folder: Path = FOLDER) -> list[str]:
+    """The studies of ``folder``, as ``grab/table7``, by name."""
+    found = (p for p in folder.rglob("*.toml") if p.parent.name != LISTS)
+    return sorted(p.relative_to(folder).with_suffix("").as_posix() for p in found)
 
 
 def load_study(name: str, folder: Path = FOLDER) -> Study:
     """The study ``name`` (as ``grab/table7``) of ``folder``. Raises ``InputError`` for unknown names and malformed files."""
-    there = sorted(p.relative_to(folder).with_suffix("").as_posix() for p in folder.rglob("*.toml"))
+    there = names(folder)
     if not there:
         raise InputError(f"no study found in the folder {folder}; run this in a checkout of the repository")
     known("study", name, there)
     path = folder / f"{name}.toml"
     found = toml(path, "a study")
     for key in found:
-        known(f"key in {path}", key, ("title", "source", "differs", "metrics", *PLANS, "figures"))
+        known(f"key in {path}", key, ("title", "source", "covers", "differs", "metrics", *PLANS, "figures"))
     for name_of_table in PLANS:
         if not isinstance(found.get(name_of_table, {}), dict):
             raise InputError(f"{path}: {name_of_table} is no table; write [{name_of_table}]")
-    told = found.get("figures", [])
-    if not isinstance(told, list) or not all(isinstance(figure, dict) for figure in told):
-        raise InputError(f"{path}: figures are no tables; write each as [[figures]]")
-    for figure in told:
-        for key in figure:
-            more = ("model",) * ("deviations" in found) + ("protection", "weights") * ("service" in found)
-            known(f"key of a figure in {path}", key, (*CELL, *more, "paper"))
-        if "paper" not in figure:
-            raise InputError(f"{path}: a figure has no key paper; expected the paper's own text")
+    told, covers, paper = _printed(found, name, path, folder)
+    source = text(found.get("source", ""), f"{path}: source")
     if "service" in found and found.keys() & (set(PLANS) - {"service", "train"}):
         raise InputError(f"{path}: beside the table service only train can stand")
     if "membership" in found and ("train" not in found or "plan" in found):
@@ -105,15 +116,42 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     return Study(
         name,
         text(found.get("title", name), f"{path}: title"),
-        text(found.get("source", ""), f"{path}: source"),
+        paper.filled(source) if paper else source,
         texts(found.get("differs", ()), f"{path}: differs"),
         plan,
         texts(found.get("metrics", usual), f"{path}: metrics"),
-        tuple(told),
+        told,
         training,
         attacked,
         whole(compared.get("texts", 0), f"{path}: texts"),
+        paper,
+        covers,
     )
+
+
+def _printed(
+    found: Mapping[str, Any], name: str, path: Path, folder: Path
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...], Paper | None]:
+    """The paper's own figures, the tables and figures that the study covers beside them, and the list of its values."""
+    told = found.get("figures", [])
+    if not isinstance(told, list) or not all(isinstance(figure, dict) for figure in told):
+        raise InputError(f"{path}: figures are no tables; write each as [[figures]]")
+    for figure in told:
+        for key in figure:
+            more = ("model",) * ("deviations" in found) + ("protection", "weights") * ("service" in found)
+            known(f"key of a figure in {path}", key, (*CELL, *more, *PRINTED))
+        if len(figure.keys() & set(PRINTED)) != 1:
+            raise InputError(f"{path}: a figure has the key row, the paper's own row, or paper, its text")
+    covers = texts(found.get("covers", ()), f"{path}: covers")
+    rows = [text(figure["row"], f"{path}: row") for figure in told if "row" in figure]
+    if not rows and not covers and "{" not in text(found.get("source", ""), f"{path}: source"):
+        return tuple(told), covers, None
+    paper = load_paper(name.split("/")[0], folder)
+    for row in rows:
+        paper.row(row)
+    for table in covers:
+        known(f"table of {paper.title}", table, list(paper.printed))
+    return tuple(told), covers, paper
 
 
 def _training(found: Mapping[str, Any], source: str, service: ServicePlan | None) -> TrainPlan:

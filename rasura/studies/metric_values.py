@@ -34,6 +34,7 @@ NAMES = {
     "rougeL": "R-L",
     "mcc": "MCC",
     "f1": "F1",
+    "leakage": "leakage at its own threshold",
     "mse": "MSE",
     "psnr": "PSNR",
     "auc": "AUC",

@@ -50,7 +50,8 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         if costly:
             sent, took = (sum(r.get(k, 0) for r in some) / len(some) for k in ("sent_bytes", "defense_seconds"))
             spent = [f"{sent / 1e6:.1f}", f"{took:.1f}"]
-        last = [" / ".join(map(str, ended)) + f" of {len(some)}", f"{seconds:.0f}", *spent, study.figure(where)]
+        last = [" / ".join(map(str, ended)) + f" of {len(some)}", f"{seconds:.0f}", *spent]
+        last.append(study.figure(where, study.metrics))
         lines.append(row_of([*first, *ours, blind, *last]))
     reasons = sorted({f"{r['attack']}: {r['reason']}" for r in rows if r["reason"]})
     return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""]).replace("\n\n\n", "\n\n")
@@ -65,7 +66,8 @@ def training_section(study: Study, plan: TrainPlan, results: Iterable[Mapping[st
     half = _chance(study.metrics, rows)
     lines = head(study, plan, f"{sizes} of {Path(plan.test or 'the holdout').name}{half}", columns)
     spent = {"epochs": 0, "cpu_seconds": 0}
-    return "\n".join([*lines, *_trained(rows, study.metrics, spent, lambda d: study.figure({"defense": d})), ""])
+    told = _trained(rows, study.metrics, spent, lambda d: study.figure({"defense": d}, study.metrics))
+    return "\n".join([*lines, *told, ""])
 
 
 def _trained(
@@ -91,6 +93,7 @@ def tradeoff_section(
     risks = [(a, b, m) for a in plan.attacks for b in sizes for m in risky]
     columns = ["trained behind", "audited behind", "seeds", *heads]
     columns += [f"{a}{f', batch {b}' if len(sizes) > 1 else ''}: {NAMES.get(m, m)} (n)" for a, b, m in risks]
+    columns += [f"paper ({' / '.join(NAMES.get(m, m) for m in risky)})"] * bool(study.figures)
     first = results[0]
     half = _chance(useful, results)
     about = (
@@ -105,7 +108,8 @@ def tradeoff_section(
             cells = [r for r in records if (r["attack"], r["batch_size"], r["defense"]) == (attack, size, audited)]
             values = values_of(cells, metric, "scores")
             row.append(f"{level_text(values, metric)} ({len(values)})")
-        lines.append(row_of(row))
+        paper = [study.figure({"attack": plan.attacks[0], "defense": audited}, risky)] * bool(study.figures)
+        lines.append(row_of([*row, *paper]))
     told = {r["defense"]: r["privacy"] for r in results}
     promises = [f"- {name}: {p['statement']}" for name, p in told.items() if len(p) > 1]
     return "\n".join([*lines, "", *promises, ""])
@@ -136,7 +140,8 @@ def membership_section(
         right = f"{100 * result['after']['accuracy']:.1f}"
         for r in sorted(some, key=lambda r: attacks.index(r["attack"])):
             ours = [_rate(r["scores"].get(m)) for m in study.metrics]
-            lines.append(row_of([behind, epsilon, right, r["attack"], *ours, f"{100 * bound:.1f}", study.figure(r)]))
+            last = [f"{100 * bound:.1f}", study.figure(r, study.metrics)]
+            lines.append(row_of([behind, epsilon, right, r["attack"], *ours, *last]))
     reasons = sorted({f"- {r['attack']}: {r['reason']}" for some in records for r in some if r["reason"]})
     return "\n".join([*lines, "", *reasons, ""]).replace("\n\n\n", "\n\n")
 
@@ -174,7 +179,7 @@ def service_section(
             continue
         ours = [level_text(r["scores"].get(m, []), m) for m in risky]
         first = [r["protection"], r["attack"], *([r["weights"]] * told)]
-        lines.append(row_of([*first, *ours, f"{r['cpu_seconds']:.0f}", study.figure(r)]))
+        lines.append(row_of([*first, *ours, f"{r['cpu_seconds']:.0f}", study.figure(r, risky)]))
     return "\n".join([*lines, "", *sorted(reasons), ""])
 
 
@@ -184,7 +189,7 @@ def _worth_of_services(study: Study, useful: Sequence[str], worth: Sequence[Mapp
     columns = ["protection", "seeds", *heads, f"untrained {heads[0]}", "epochs", "CPU s to tokenize", "to protect", "in all"]
     lines = [row_of([*columns, f"paper ({' / '.join(heads)})"]), "|" + "---|" * (len(columns) + 1)]
     spent = {"epochs": 0, "encode_seconds": 1, "protect_seconds": 1, "cpu_seconds": 1}
-    rows = _trained(worth, useful, spent, lambda p: study.figure({"protection": p, "attack": "training"}))
+    rows = _trained(worth, useful, spent, lambda p: study.figure({"protection": p, "attack": "training"}, useful))
     return [*lines, *rows]
 
 

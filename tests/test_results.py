@@ -1,0 +1,91 @@
+"""The papers' values in plans and results are those of the lists, and the table of what is covered is counted from them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from rasura.core.interfaces import InputError
+from rasura.studies.files import load_study, names
+from rasura.studies.papers import LISTS, load_paper
+from tools import results
+
+ROOT = Path(__file__).resolve().parents[1] / "studies"
+PAPERS = sorted(p.stem for p in (ROOT / LISTS).glob("*.toml"))
+RESULTS = (ROOT / "RESULTS.md").read_text(encoding="utf-8")
+
+
+def test_every_value_of_a_plan_is_one_of_its_paper() -> None:
+    for name in names(ROOT):
+        study = load_study(name, ROOT)
+        for figure in study.figures:
+            assert "row" in figure, f"{name}: a figure is told by its row in studies/{LISTS}, not by a text"
+            assert study.paper is not None
+            table, row = study.paper.row(figure["row"])
+            where = {"weights": "uploaded", "batch_size": 1} | {k: v for k, v in figure.items() if k != "row"}
+            metrics = study.metrics if "model" not in figure else tuple(table.rows[row])
+            shown = study.figure(where, metrics)
+            assert shown != "–", f"{name}: no metric of the study is among the columns of {figure['row']}"
+            for metric, text in zip(metrics, shown.split(" / ")):
+                assert text == table.shown(row, metric)
+
+
+@pytest.mark.parametrize(
+    ("row", "leakage"),
+    [
+        ("BERT, CoLA, noise .278, MIA", "-0.58"), ("BERT, CoLA, noise 1.91, MIA", "-1.93"),
+        ("BERT, SST2, noise .042, MIA", "-0.47"), ("BERT, SST2, noise .478, MIA", "-0.47"),
+        ("BERT, SST2, noise 1.00, MIA", "-0.47"), ("GPT-2, SST2, noise .234, MIA", "-0.50"),
+    ],
+)  # fmt: skip
+def test_leakage_below_zero_keeps_its_sign(row: str, leakage: str) -> None:
+    assert load_paper("calibration", ROOT).printed["Table 1"].shown(row, "leakage") == leakage
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_what_is_not_whole_has_its_reason(name: str) -> None:
+    found = results.sections(RESULTS, ROOT)
+    cells = {(c.table, c.row, c.column) for s in found if s.study.name.startswith(f"{name}/") for c in s.cells}
+    for table in load_paper(name, ROOT).printed.values():
+        every = {(table.name, row, column) for row, values in table.rows.items() for column, v in values.items() if v != "-"}
+        if table.rows:
+            assert bool(table.left) == bool(every - cells), f"{name}, {table.name}: {len(every - cells)} cells are left"
+
+
+def test_the_results_read_as_plans_and_lists_say() -> None:
+    assert results.mended(RESULTS, ROOT) == RESULTS, "out of date; run: python -m tools.results --write"
+
+
+def test_a_value_of_the_results_that_is_not_the_paper_s_is_put_right(tmp_path: Path) -> None:
+    wrong = RESULTS.replace("| 48.6 / -0.58 |", "| 48.6 / 0.58 |")
+    assert wrong != RESULTS and results.mended(wrong, ROOT) == RESULTS
+
+
+def test_our_own_figures_are_left_alone() -> None:
+    # Cells before the paper's column, of rows of the sections, are those of the runs.
+    ours = re.compile(r"(?m)^(\| (?:span|knn|none) \|.*) \| [^|]* \|$")
+    below = RESULTS.partition("\n## ")[2]
+    changed = below.replace("paper (", "paper, wrongly (")
+    assert ours.findall(results.mended("# x\n\n## " + changed, ROOT).partition("\n## ")[2]) == ours.findall(below)
+
+
+def test_bad_lists_are_refused(tmp_path: Path) -> None:
+    (tmp_path / LISTS).mkdir()
+    path = tmp_path / LISTS / "one.toml"
+    for body, why in (
+        ('["Table 1"]\nabout = "x"\ncolumns = ["a", "b"]\n["Table 1".rows]\nr = "1.0"\n', "expected 2 values"),
+        ('["Table 1"]\nabout = "x"\ncolumns = ["a"]\n["Table 1".rows]\nr = "much"\n', "as printed"),
+        ('["Table 1"]\nabout = "x"\n', "expected rows"),
+        ('["Table 1"]\nabout = "x"\nwords = "x"\n', "unknown key"),
+        ('"Table 1" = 3\n', "no table"),
+    ):
+        path.write_text(body, encoding="utf-8")
+        with pytest.raises(InputError, match=why):
+            load_paper("one", tmp_path)
+    path.write_text('["Table 1"]\nabout = "x"\ncolumns = ["a"]\n["Table 1".rows]\nr = "-.5"\n', encoding="utf-8")
+    for where in ("Table 2: r", "Table 1: s", "Table 1"):
+        with pytest.raises(InputError, match="unknown"):
+            load_paper("one", tmp_path).row(where)
+    assert load_paper("one", tmp_path).filled("it is {Table 1: r}.") == "it is -.5."
