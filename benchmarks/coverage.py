@@ -70,7 +70,8 @@ def means(samples: int, by: str) -> None:
         for n in SIZES:
             rng = np.random.default_rng(n)
             rows = draw(rng, (samples, n))
-            cells.append(held(*(mean_intervals(rows) if by == "betting" else bootstrapped(rows, rng)), truth))
+            lows, highs = mean_intervals(rows) if by == "betting" else bootstrapped(rows, rng)
+            cells.append(held(lows, highs, truth))
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
@@ -103,7 +104,7 @@ def areas(samples: int) -> None:
             known = {mean: pairs_interval(mean, n, m) for mean, *_ in found}
             ours = np.array([known[mean] for mean, *_ in found])
             theirs = np.array([ends for _, *ends in found])
-            cells.append(f"{held(*ours.T, truth)}; DeLong {held(*theirs.T, truth)}")
+            cells.append(f"{held(ours[:, 0], ours[:, 1], truth)}; DeLong {held(theirs[:, 0], theirs[:, 1], truth)}")
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 

@@ -38,7 +38,7 @@ from rasura.core.batches import Batch
 from rasura.core.interfaces import ActiveAttack, Attack, AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, WITH_LENGTHS, observe
-from rasura.core.values import NO_TEXT, UNKNOWN, Grant, Message, Observation, Reconstruction, Vocabulary
+from rasura.core.values import NO_TEXT, UNKNOWN, Grant, Message, Observation, Reconstruction, Task, Vocabulary
 from rasura.data.images import demo_images, encode_images
 from rasura.ghost.defense import ghost
 from rasura.ghost.table import ShadowSettings
@@ -70,7 +70,7 @@ def vocabulary(task: str) -> Vocabulary:
 def model_of(family: str, seed: int, width: int) -> nn.Module:
     """A random model of two blocks: a BERT that classifies into three, or a GPT-2 or Llama that predicts words."""
     torch.manual_seed(seed)
-    common = {"vocab_size": WORDS, "pad_token_id": PAD, "bos_token_id": FIRST, "eos_token_id": LAST}
+    common: dict[str, Any] = {"vocab_size": WORDS, "pad_token_id": PAD, "bos_token_id": FIRST, "eos_token_id": LAST}
     common |= {"attn_implementation": "eager", "tie_word_embeddings": False}
     if family == "gpt2":
         own = {"n_embd": width, "n_layer": 2, "n_head": 4, "n_positions": PLACES}
@@ -153,7 +153,7 @@ def observation(name: str, kind: str, draw: int) -> tuple[Observation, tuple[tup
         return _images(name, kind, draw)
     decoder = not (name in ENCODERS_ONLY or name.startswith("ghost"))
     family = ("bert", "gpt2", "bert", "llama")[draw % 4] if decoder else "bert"
-    task = "classification" if family == "bert" else "causal"
+    task: Task = "classification" if family == "bert" else "causal"
     width = (32, 48)[draw // 2 % 2]
     model, words = model_of(family, draw % 8, width), vocabulary(task)
     attack = registry.attack(name)

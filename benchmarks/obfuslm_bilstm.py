@@ -39,7 +39,7 @@ PAD, UNKNOWN = "[PAD]", "[UNK]"
 TRAIN = "sst2.train.parquet"
 
 
-class BiLstmConfig(PretrainedConfig):
+class BiLstmConfig(PretrainedConfig):  # type: ignore[misc]  # transformers has no types here
     """Sizes of a ``BiLstm``: words, entries of a vector, of a state."""
 
     model_type = "bilstm-on-words"

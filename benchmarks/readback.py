@@ -64,7 +64,8 @@ def main() -> None:
     every.sort(key=lambda e: derive(0, e.text))
     defense = (*parse_defense(options.defense), *wire)
     reference = tuple(e.text for e in load_examples(options.reference)) if options.reference else None
-    scores: dict[str, list[float]] = {"rouge1": [], "rouge2": [], "rougeL": []}
+    metrics = {"rouge1": rouge("rouge1"), "rouge2": rouge("rouge2"), "rougeL": rouge("rougeL")}
+    scores: dict[str, list[float]] = {name: [] for name in metrics}
     seconds: list[tuple[float, float]] = []
     exact = 0
     for draw in range(options.draws):
@@ -82,7 +83,7 @@ def main() -> None:
             print(draw, error)
             guess = Reconstruction(())
         cpu, wall = time.process_time() - cpu, time.perf_counter() - start
-        values = {name: rouge(name)(guess, truth) for name in scores}
+        values = {name: metric(guess, truth) for name, metric in metrics.items()}
         read = [victim.vocabulary.text(t) for t in guess.tokens]
         hits = sum(victim.vocabulary.text(batch.ids(k)) in read for k in range(len(batch)))
         for name, all_values in scores.items():

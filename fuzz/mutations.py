@@ -114,7 +114,8 @@ def _value(rng: Random) -> Any:
 
 
 def _changed(rng: Random, root: Any) -> Any:
-    place, key = None, None
+    place: Any = None
+    key: Any = None
     here = root
     # A walk to a random depth; the root itself is replaced now and then.
     while isinstance(here, dict | list) and here and (place is None or rng.random() < 0.8):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, Defense, InputError, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import UNKNOWN, Grant, Message, Observation, Reconstruction
+from rasura.core.values import UNKNOWN, Grant, Message, Observation, Reconstruction, Task
 from rasura.defenses.compose import chain, none
 from rasura.defenses.dropout import dropout
 from rasura.defenses.frozen import frozen_embeddings
@@ -38,13 +39,13 @@ WITH_POSITIONS = ("bert", "roberta", "distilbert", "gpt2")
 SENTENCE = [CLS, 40, 3, 41, 9, 3, 42, 3, SEP]
 
 
-def seen_by_server(model: nn.Module, batch: Batch, task: str, defense: Defense = (), seed: int = 0) -> Observation:
+def seen_by_server(model: nn.Module, batch: Batch, task: Task, defense: Defense = (), seed: int = 0) -> Observation:
     vocabulary = CAUSAL_VOCABULARY if task == "causal" else VOCABULARY
     return observe(step(model, batch, defense, task=task, vocabulary=vocabulary, rng=generator(seed, "step")), HONEST_SERVER)
 
 
 def read(
-    family: str, rows: list[list[int]], task: str = "classification", defense: Defense = (), **config: object
+    family: str, rows: list[list[int]], task: Task = "classification", defense: Defense = (), **config: Any
 ) -> Reconstruction:
     seen = seen_by_server(tiny(family, task, **config), batch_of(rows, task), task, defense)
     return EmbeddingRows()(seen, rng=generator(0), budget=BUDGET)

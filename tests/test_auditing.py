@@ -20,6 +20,7 @@ from audit_setting import TEXTS, comparable, model_folder, plan_for
 
 from rasura.core.interfaces import InputError
 from rasura.core.run_store import RunStore
+from rasura.core.values import Grant
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import gate
 from rasura.report.page import write_report
@@ -180,7 +181,8 @@ class Broken:
     """An attack that raises whatever it is given."""
 
     name = "broken"
-    needs = uses = frozenset()
+    needs: frozenset[Grant] = frozenset()
+    uses: frozenset[Grant] = frozenset()
 
     def __init__(self, error: Exception) -> None:
         self.error = error

@@ -21,6 +21,7 @@ from rasura.registry import parse_defense
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.victims import train
+from rasura.victims.batching import joined
 from rasura.victims.recipe import Recipe
 
 pytest.importorskip("dp_accounting")
@@ -78,7 +79,7 @@ def test_batches_of_a_guarantee_do_not_depend_on_the_texts(tmp_path: Path, monke
     """Batches of like lengths did: a text that is replaced by a longer one moved others between them, so that a pass over
     disjoint batches spent more than was said."""
     seen: list[list[tuple[int, ...]]] = []
-    whole = train.joined
+    whole = joined
 
     def watched(some: list[Batch], pad: int) -> Batch:
         seen[-1].append(tuple(names[id(row)] for row in some))

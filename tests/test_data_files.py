@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -35,7 +36,7 @@ __all__ = ["model_folder"]
 GERMAN = [("Größe: 1,80 m; „gut“", "negativ"), ('Sie sagte "ja", dann „nein“', "positiv"), ("Übel\nzweite Zeile", "negativ")]
 
 
-def table(rows: list[tuple[str, ...]], separator: str = ";", end: str = "\r\n") -> str:
+def table(rows: Sequence[tuple[str, ...]], separator: str = ";", end: str = "\r\n") -> str:
     file = io.StringIO()
     csv.writer(file, delimiter=separator, lineterminator=end).writerows(rows)
     return file.getvalue()
@@ -152,7 +153,7 @@ def test_pieces_cut_no_character(tmp_path: Path, piece: int, encoding: str, monk
 
 
 LATIN = st.characters(min_codepoint=0x20, max_codepoint=0xFF, blacklist_characters="".join(map(chr, range(0x7F, 0xA0))))
-ANY = st.characters(blacklist_categories=("Cs",), blacklist_characters="\0\ufeff")
+ANY = st.characters(exclude_categories=["Cs"], exclude_characters="\0\ufeff")
 
 
 @settings(max_examples=120, deadline=None)

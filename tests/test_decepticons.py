@@ -19,7 +19,7 @@ from rasura.core.interfaces import ActiveAttack, AttackFailed, Budget, NotApplic
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import HONEST_SERVER, MALICIOUS_SERVER, adversary_copy, observe
-from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction
+from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction, Task
 from rasura.registry import attack, parse_defense
 from rasura.report.page import ACTIVE, not_tested
 from rasura.runs.audit import Audit
@@ -32,12 +32,12 @@ __all__ = ["model_folder"]
 
 
 @cache
-def sent(family: str, task: str, hidden: int = 64) -> nn.Module:
+def sent(family: str, task: Task, hidden: int = 64) -> nn.Module:
     """What the server sends."""
     return Decepticons().craft(tiny(family, task, hidden=hidden), task, rng=generator(0, "craft"))  # type: ignore[arg-type]
 
 
-def observed(family: str, task: str, batch: Batch, defense: str = "none", hidden: int = 64) -> Observation:
+def observed(family: str, task: Task, batch: Batch, defense: str = "none", hidden: int = 64) -> Observation:
     vocabulary = CAUSAL_VOCABULARY if task == "causal" else VOCABULARY
     model = sent(family, task, hidden)
     truth = step(model, batch, parse_defense(defense), task=task, vocabulary=vocabulary, rng=generator(0, "step"))
@@ -123,7 +123,7 @@ def test_rows_on_both_sides_of_a_step_are_averaged() -> None:
         wider = _seen_wider(steps, scale)
         for k in range(2):
             for j in range(9):
-                mine = sum(row(k, j - i) - row(k, j + 1 + i) for i in range(scale)) / scale
+                mine = torch.stack([row(k, j - i) - row(k, j + 1 + i) for i in range(scale)]).sum(0) / scale
                 assert torch.allclose(wider[k, j], mine, atol=1e-12)
 
 

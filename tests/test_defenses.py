@@ -12,7 +12,7 @@ from torch import nn
 
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import generator
-from rasura.core.values import Message, Stage, Transcript
+from rasura.core.values import Message, Stage, Task, Transcript
 from rasura.defenses.compose import chain, mean, none, with_aggregation
 from rasura.defenses.dropout import dropout
 from rasura.defenses.frozen import frozen_blocks, frozen_embeddings
@@ -24,7 +24,7 @@ from rasura.victims.models import parts
 from rasura.victims.step import defended, gradients, step
 
 
-def send(family: str, task: str, defense: Defense, seed: int = 0, rows: int = 2) -> Transcript:
+def send(family: str, task: Task, defense: Defense, seed: int = 0, rows: int = 2) -> Transcript:
     model = tiny(family, task)
     batch = batch_for(task, rows=rows)
     return step(model, batch, defense, task=task, vocabulary=VOCABULARY, rng=generator(seed, "step"))
@@ -109,7 +109,7 @@ def test_bad_arguments_are_one_clear_line(make: object) -> None:
 @pytest.mark.parametrize(
     ("family", "task"), [(f, "classification") for f in FAMILIES] + [("gpt2", "causal"), ("llama", "causal")]
 )
-def test_frozen_embeddings_never_leave(family: str, task: str) -> None:
+def test_frozen_embeddings_never_leave(family: str, task: Task) -> None:
     names = set(parts(tiny(family, task)).embedding_names)
     open_, frozen = send(family, task, none()).message, send(family, task, chain(frozen_embeddings())).message
     assert names & open_.gradients.keys()

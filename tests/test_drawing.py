@@ -16,7 +16,7 @@ from rasura.core.errors import InputError
 from rasura.core.rng import generator
 from rasura.runs.drawing import Batches, DrawnLoader
 
-ROWS = list(range(10, 34))
+ROWS: Any = list(range(10, 34))
 
 
 def drawn(loader: Any, *, poisson: bool = True) -> DrawnLoader:
@@ -112,7 +112,7 @@ NO_SIZE = (
         DataLoader(ROWS, None),
         DataLoader(Endless(), 2),
         DataLoader(Lengthless(), 2, sampler=SequentialSampler(ROWS)),  # type: ignore[arg-type]
-        DataLoader([], 2),
+        DataLoader(ROWS[:0], 2),
     ],
     ids=["no size", "a stream", "no length", "nothing"],
 )
@@ -125,9 +125,9 @@ def test_the_loader_keeps_what_the_given_one_does_besides_drawing() -> None:
     def doubled(rows: list[int]) -> Tensor:
         return 2 * torch.tensor(rows)
 
-    given = DataLoader(ROWS, 24, collate_fn=doubled, num_workers=1, pin_memory=True)
+    given: DataLoader[Any] = DataLoader(ROWS, 24, collate_fn=doubled, num_workers=1, pin_memory=True)
     loader = drawn(given, poisson=False)
-    assert loader.num_workers == 1 and loader.pin_memory and loader.dataset is ROWS
+    assert loader.num_workers == 1 and loader.pin_memory and id(loader.dataset) == id(ROWS)
     (batch,) = drawn(DataLoader(ROWS, 24, collate_fn=doubled), poisson=False)
     assert sorted(batch.tolist()) == [2 * row for row in ROWS]
 

@@ -127,7 +127,7 @@ def test_realigned_attacks_bear_a_little_training() -> None:
     rng = generator(5)
     with torch.no_grad():
         for parameter in truth.served.parameters():
-            parameter += 1e-3 * torch.randn(parameter.shape, generator=rng)
+            parameter.add_(torch.randn(parameter.shape, generator=rng), alpha=1e-3)
     assert top1("realigned-knn", truth) > 0.9 > 0.5 > top1("knn", truth)
 
 

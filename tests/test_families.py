@@ -114,7 +114,7 @@ def mixing(model: nn.Module) -> None:
 
 
 def another_input(model: nn.Module) -> None:
-    model.bert.encoder.layer[1].attention.self.value.register_forward_pre_hook(lambda m, a: (a[0].flip(1),))
+    model.get_submodule("bert.encoder.layer.1").attention.self.value.register_forward_pre_hook(lambda m, a: (a[0].flip(1),))
 
 
 def not_a_number(model: nn.Module) -> None:
@@ -157,7 +157,7 @@ def test_parts_that_do_something_else_are_refused(break_it: object, said: str) -
 
 def test_an_attention_layer_that_runs_twice_is_refused() -> None:
     model = tiny("bert", "classification")
-    attention = model.bert.encoder.layer[0].attention.self
+    attention = model.get_submodule("bert.encoder.layer.0.attention.self")
 
     def once_more(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         module.query(args[0])

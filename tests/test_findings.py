@@ -263,7 +263,7 @@ def test_a_summary_is_the_findings_in_plain_values() -> None:
 
     def entry(attack: str, defense: str, **more: Any) -> dict[str, Any]:
         level = found.matrix[attack, defense].level
-        fields = {
+        fields: dict[str, Any] = {
             "attack": attack, "defense": defense, "level": None if level is None else level.__dict__, "blind": GUESS,
             "notes": 2, "n_cells": 2, "gave_up": 0, "crashed": 0, "verified": 0, "reasons": [],
         }  # fmt: skip

@@ -70,13 +70,13 @@ def app_of(agreement: Agreement | None, change: Callable[[int, int, Any], Any] |
     def weights(message: Any) -> dict[str, Tensor]:
         return {n: torch.tensor(a.numpy()) for n, a in message.content["arrays"].items()}
 
-    @app.train()
+    @app.train()  # type: ignore[untyped-decorator]  # of Flower
     def train(message: Any, context: Any) -> Any:
         after = trained(message.metadata.dst_node_id, weights(message))
         record = ArrayRecord({n: Array(t.numpy()) for n, t in after.items()})
         return Reply(RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
 
-    @app.evaluate()
+    @app.evaluate()  # type: ignore[untyped-decorator]  # of Flower
     def evaluate(message: Any, context: Any) -> Any:
         size = sum(float(w.double().square().sum()) for w in weights(message).values())
         return Reply(RecordDict({"metrics": MetricRecord({"num-examples": 1, "size": size})}), reply_to=message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -109,7 +110,7 @@ def test_a_process_that_dies_is_told_by_its_input(tmp_path: Path, monkeypatch: p
             state.write(place)
         return Ended
 
-    monkeypatch.setattr(running.subprocess, "run", worker)
+    monkeypatch.setattr(subprocess, "run", worker)
     state = running.run("fragile", tmp_path / "place", 0, 20)
     assert state.done == 20 and state.failures == [(7, "the process died of signal 11; repeat input 7")]
 

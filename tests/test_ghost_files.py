@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ __all__ = ["model_folder"]
 SETTINGS = ShadowSettings(k=12, overlap=0.5, language=None)
 
 
-def written(path: Path, rows: list[dict[str, object]]) -> Path:
+def written(path: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -102,7 +103,7 @@ def test_a_data_set_of_pairs_is_mapped(model_folder: Path) -> None:
 
 
 def test_a_pair_that_is_too_long_together_is_refused_before_the_first_row(tmp_path: Path, model_folder: Path) -> None:
-    rows: list[dict[str, object]] = [{"text": "alpha"}] * 40 + [{"text": "alpha " * 40, "text_pair": "bravo " * 40}]
+    rows: list[dict[str, str]] = [{"text": "alpha"}] * 40 + [{"text": "alpha " * 40, "text_pair": "bravo " * 40}]
     source = written(tmp_path / "long.jsonl", rows)
     with pytest.raises(InputError, match=r"long.jsonl, row 41: the text has 83 tokens, the model takes 64"):
         ghost_file.obfuscate_file(source, tmp_path / "x.jsonl", model=str(model_folder), shadows=SETTINGS)

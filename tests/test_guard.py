@@ -255,7 +255,7 @@ def test_a_copy_says_that_it_is_one_and_may_be_asked() -> None:
 
 def test_what_a_copy_shares_with_its_surroundings_is_copied_once() -> None:
     model, _, _ = guarded_model()
-    both = copy.deepcopy({"model": model, "weight": model.inner.weight, "again": model})
+    both: dict[str, Any] = copy.deepcopy({"model": model, "weight": model.inner.weight, "again": model})
     assert both["model"] is both["again"] and both["model"].inner.weight is both["weight"]
     assert both["weight"] is not model.inner.weight
 

@@ -279,9 +279,9 @@ def test_the_noise_budget_says_where_sums_break(parameters: Parameters) -> None:
     while copies < 2**13:
         # A ciphertext added to itself: its noise doubles, as that of four times as many clients would.
         total, copies = total + total, 2 * copies
-        right[parameters.noise_budget(copies**2)] = bool(
-            (np.asarray(total.decrypt()) % parameters.plain == values * copies % parameters.plain).all()
-        )
+        budget = parameters.noise_budget(copies**2)
+        assert budget is not None
+        right[budget] = bool((np.asarray(total.decrypt()) % parameters.plain == values * copies % parameters.plain).all())
     assert all(good for budget, good in right.items() if budget >= 0)
     assert not any(good for budget, good in right.items() if budget < -3)
     assert min(right) < -3 and max(right) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -126,7 +127,7 @@ def test_a_bet_that_loses_all_is_no_warning() -> None:
 
 
 def test_many_samples_at_once_are_each_as_alone() -> None:
-    rows = np.array([[0.1, 0.7, 0.3], [1.0, 0.0, 0.9], [0.2, 0.2, 0.2]], dtype=np.float32)
+    rows: Any = np.array([[0.1, 0.7, 0.3], [1.0, 0.0, 0.9], [0.2, 0.2, 0.2]], dtype=np.float32)
     lows, highs = mean_intervals(rows)
     for row, low, high in zip(rows, lows, highs):
         assert mean_interval([float(v) for v in row])[1:] == (low, high), "short floats are counted in full"
@@ -158,7 +159,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_short_floats_are_counted_in_full() -> None:
-    short = [np.float32(v) for v in (0.1, 0.7, -0.3)]
+    short: Any = [np.float32(v) for v in (0.1, 0.7, -0.3)]
     assert mean_interval(short, low=-1) == mean_interval([float(v) for v in short], low=-1)
 
 

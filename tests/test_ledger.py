@@ -356,6 +356,7 @@ def test_what_is_no_ledger_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         made.load_state_dict({**state, **changed})
     assert made.runs == []
+    nothing: Any
     for nothing in (None, [], "x", {}):
         with pytest.raises(InputError, match="no state of a ledger"):
             read(nothing)

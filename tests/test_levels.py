@@ -71,7 +71,9 @@ def test_a_point_holds_by_its_bound() -> None:
 
 
 def outcome_of(bounds: Sequence[float | None], tried: bool = True) -> str:
-    unjudged = [{"bound": b, "risk": {} if tried else None, "unjudged": ["why"] if b is None else []} for b in bounds]
+    unjudged: list[dict[str, Any]] = [
+        {"bound": b, "risk": {} if tried else None, "unjudged": ["why"] if b is None else []} for b in bounds
+    ]
     return str(not_found(unjudged, 0.5)["status"])
 
 
@@ -82,7 +84,9 @@ def test_a_target_is_missed_only_where_nothing_stronger_is_unknown() -> None:
     assert outcome_of([1.0, None], tried=False) == "unreached", "nothing was sent there"
     assert outcome_of([None], tried=False) == "not measured"
     assert outcome_of([0.5, None]) == outcome_of([0.5]) == "not measured", "a bound at the target does not miss it"
-    points = [{"bound": b, "risk": {}, "unjudged": why} for b, why in ((1.0, []), (None, ["b", "a"]), (None, ["a", "c"]))]
+    points: list[dict[str, Any]] = [
+        {"bound": b, "risk": {}, "unjudged": why} for b, why in ((1.0, []), (None, ["b", "a"]), (None, ["a", "c"]))
+    ]
     assert not_found(points, 0.5) == {"status": "not measured", "unjudged": ["b", "a", "c"]}
     assert not_found([{"bound": None, "risk": {}, "unjudged": ["a"]}, *points[:1]], 0.5)["unjudged"] == []
 

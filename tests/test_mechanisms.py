@@ -217,9 +217,9 @@ def test_noise_is_over_the_number_of_texts_where_each_text_is_clipped() -> None:
     assert Directional(9.0).noise_per_entry(4, 50) == pytest.approx(Directional(9.0).noise_per_entry(1, 50) / 2)
     assert Gaussian(2.0).noise_per_entry(4) == 2.0 and Laplace(2.0).noise_per_entry(4) == pytest.approx(2 * math.sqrt(2))
     for wrong in (0, -1, 1.5, True):
-        for one in (DpSgd(1.0), Normalised(1.0), Directional(1.0)):
+        for noise in (DpSgd(1.0), Normalised(1.0), Directional(1.0)):
             with pytest.raises(ValueError, match=r"a batch of .* texts"):
-                one.noise_per_entry(wrong)  # type: ignore[arg-type]
+                noise.noise_per_entry(wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"an update of .* entries"):
             Directional(1.0).noise_per_entry(1, wrong)  # type: ignore[arg-type]
     assert DpSgd(1.0).noise_per_entry(1) == 1.0 and Directional(1.0).noise_per_entry(1, 1) > 0

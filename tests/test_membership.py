@@ -128,7 +128,7 @@ def test_rmia_counts_the_texts_whose_likelihood_ratio_is_no_larger(reference: in
     def ratios(rows: tuple[Batch, ...], own: list[Answers]) -> list[float]:
         target = seen.ask(rows)
         every = range(len(rows))
-        return [probability(target.margins[k]) / np.mean([probability(a.margins[k]) for a in own]) for k in every]
+        return [probability(target.margins[k]) / float(np.mean([probability(a.margins[k]) for a in own])) for k in every]
 
     mine = ratios(seen.candidates, [m.answers for m in seen.shadow_models])
     others = mine

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from rasura.core.batches import Batch
-from rasura.core.interfaces import InputError, Unavailable
+from rasura.core.interfaces import InputError, Metric, Unavailable
 from rasura.core.values import UNKNOWN, Message, Reconstruction, Transcript
 from rasura.metrics.chrf import score as chrf_score
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
@@ -30,8 +30,10 @@ from rasura.registry import metric as make_metric
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of
 
 WORDS = st.lists(st.integers(11, 290), min_size=1, max_size=8)
-EVERY = [rouge("rouge1"), rouge("rouge2"), rouge("rougeL"), jaccard(), token_precision(), token_recall(), position_exact(),
-         exact_match()]  # fmt: skip
+EVERY: list[Metric[Reconstruction]] = [
+    rouge("rouge1"), rouge("rouge2"), rouge("rougeL"), jaccard(), token_precision(), token_recall(), position_exact(),
+    exact_match(),
+]  # fmt: skip
 
 
 def truth(*rows: list[int], texts: tuple[str, ...] | None = None) -> Transcript:

@@ -245,7 +245,9 @@ def around(rows: Tensor, kappa: float, blocks: str, together: bool) -> Tensor:
     else:
         sums = [torch.zeros(part.shape[1], dtype=rows.dtype) for part in units]
         for row, k in itertools.product(range(count), range(len(parts))):
-            sums[k] += summed_by_draws(units[k][row : row + 1], kappa * shares[k], rng)
+            drawn = summed_by_draws(units[k][row : row + 1], kappa * shares[k], rng)
+            assert drawn is not None
+            sums[k] += drawn
     return torch.cat([part * math.sqrt(share) for part, share in zip(sums, shares)]) / count
 
 

@@ -176,7 +176,7 @@ def test_an_embedding_alone_is_obfuscated_like_that_of_a_model() -> None:
     words = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
     alone = obfuscate_embedding(words, ObfuscationSettings(k=4), SPECIAL, generator(1))
     assert torch.equal(alone.tokens, whole.tokens) and alone.clusters == whole.clusters
-    assert torch.equal(alone.model.weight, whole.model.get_input_embeddings().weight)  # type: ignore[operator]
+    assert torch.equal(alone.model.get_parameter("weight"), whole.model.get_input_embeddings().weight)  # type: ignore[operator]
     assert alone.model is not words and alone.model.padding_idx == PAD
     with pytest.raises(InputError, match="plus=False"):
         obfuscate_embedding(words, ObfuscationSettings(plus=True))

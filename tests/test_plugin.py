@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,7 @@ def test_an_audit_takes_a_model_texts_and_methods_in_memory(loaded: tuple[torch.
 
 def test_other_weights_never_continue_a_run(loaded: tuple[torch.nn.Module, object], tmp_path: Path) -> None:
     model, tokenizer = loaded
-    wanted = {"data": TEXTS[:1], "attacks": ["blind"], "defenses": ["none"], "out": tmp_path}
+    wanted: dict[str, Any] = {"data": TEXTS[:1], "attacks": ["blind"], "defenses": ["none"], "out": tmp_path}
     list(rasura.audit(model=model, tokenizer=tokenizer, **wanted))
     weight = next(model.parameters())
     try:
@@ -85,12 +86,13 @@ def test_other_weights_never_continue_a_run(loaded: tuple[torch.nn.Module, objec
 
 
 def test_objects_that_are_no_methods_are_refused_with_what_was_expected() -> None:
-    for make, what, expected in (
+    refused: tuple[tuple[Callable[[Any], object], object, str], ...] = (
         (named_attacks, object(), "not an attack; expected name, needs, uses and a call"),
         (named_defenses, object(), "not a protection; expected a Transform"),
         (named_defenses, (), "not a protection; expected a Transform"),
         (named_metrics, object(), "not a metric; expected name, unit"),
-    ):
+    )
+    for make, what, expected in refused:
         with pytest.raises(InputError, match=expected):
             make([what])
     with pytest.raises(InputError, match="expected a list of names or objects"):

@@ -268,7 +268,7 @@ def test_what_is_unfrozen_later_is_watched_too() -> None:
     model.bert.pooler.requires_grad_(True)  # type: ignore[union-attr]
     assert private.optimizer is not None
     pooled = model.bert(input_ids=torch.tensor([[1, 40, 2]])).pooler_output  # type: ignore[operator]
-    weight = model.bert.pooler.dense.weight  # type: ignore[union-attr]
+    weight = model.get_parameter("bert.pooler.dense.weight")
     (weight.grad,) = torch.autograd.grad(pooled.sum(), [weight])
     with pytest.raises(InputError, match=r"pooler\.dense\.weight was made by no protected"):
         private.optimizer.step()
@@ -450,11 +450,12 @@ def trainer(folder: Path, epochs: int = 1, defense: str = "dp-sgd:0.5", **option
 def test_the_trainer_has_a_switch_and_counts(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="gradient_accumulation_steps is 2"):
         trainer(tmp_path, gradient_accumulation_steps=2)
-    private = trainer(tmp_path)
+    private: Any = trainer(tmp_path)
     before = [p.detach().clone() for p in private.model.parameters()]
     assert private.guarantee is None and private.train().global_step == 12
-    assert private.guarantee.sampling == "poisson" and private.ledger.releases == 12
-    assert private.guarantee.epsilon == pytest.approx(epsilon(0.5, 2 / 24, 12, 0.1 / 24))
+    spent = private.ledger.spent()
+    assert private.guarantee == spent and spent.sampling == "poisson" and private.ledger.releases == 12
+    assert spent.epsilon == pytest.approx(epsilon(0.5, 2 / 24, 12, 0.1 / 24))
     assert not all(torch.equal(p, q) for p, q in zip(private.model.parameters(), before))
     logged = [r["epsilon"] for r in private.state.log_history if "epsilon" in r]
     assert logged[:2] == [pytest.approx(epsilon(0.5, 2 / 24, n, 0.1 / 24)) for n in (6, 12)]
@@ -476,9 +477,10 @@ def test_the_trainer_refuses_what_would_replace_the_protected_model(tmp_path: Pa
     private = trainer(tmp_path)
     with pytest.raises(InputError, match="no search over hyperparameters"):
         private.train(trial={"learning_rate": 1.0})
+    PrivateTrainer: Any = rasura.PrivateTrainer
     for name in ("model_init", "compute_loss_func"):
         with pytest.raises(TypeError, match=name):
-            rasura.PrivateTrainer(private.model, defense="dp-sgd:1.0", **{name: print})
+            PrivateTrainer(private.model, defense="dp-sgd:1.0", **{name: print})
 
 
 def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:

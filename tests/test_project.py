@@ -60,6 +60,8 @@ def test_the_public_checks_cover_what_the_package_claims_to_support() -> None:
     for tool in ("ruff format --check", "ruff check", "mypy"):
         assert any(step.get("run", "").startswith(tool) for step in jobs["style"]["steps"])
         assert tool in read("Makefile")
+    typed = tomllib.loads(read("pyproject.toml"))["tool"]["mypy"]
+    assert typed["strict"] and {"rasura", "tests", "benchmarks", "fuzz", "tools"} <= set(typed["files"])
 
 
 def test_a_release_holds_no_secret() -> None:

@@ -218,9 +218,12 @@ def test_any_failure_of_one_client_leaves_the_others(keys: Keys) -> None:
         assert len(side.said) == 1 and "client 0 is left out: " in side.said[0]
     # A header that decodes into what Python itself cannot compare or print.
     side = Side(DEFENSES[2], keys, {"min_clients": 2})
-    replies = [(0, header(start="x" * 100_000)(side.message(1, 0)), 1.0), (1, side.message(1, 1), 1.0)]
+    sent: list[tuple[int, object, float]] = [
+        (0, header(start="x" * 100_000)(side.message(1, 0)), 1.0),
+        (1, side.message(1, 1), 1.0),
+    ]
     with pytest.raises(RoundFailed, match="1 updates count, at least 2 are needed") as caught:
-        side.server.collect(replies)
+        side.server.collect(sent)
     assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
 
 

@@ -174,7 +174,7 @@ def test_no_randomness_at_all_is_never_the_global_generator(name: str) -> None:
             pass
 
     with pytest.raises((TypeError, AttributeError)):
-        {**DISTRIBUTIONS, "drawing": enter}[name](None)  # type: ignore[dict-item]
+        {**DISTRIBUTIONS, "drawing": enter}[name](None)  # type: ignore[dict-item, arg-type]
 
 
 def test_it_has_nothing_that_could_be_kept() -> None:

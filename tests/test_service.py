@@ -36,6 +36,7 @@ from service_setting import (
 
 import rasura
 from rasura.core.errors import InputError
+from rasura.core.values import Task
 from rasura.server.client import Client
 from rasura.server.container import Outgoing
 from rasura.server.inference import Decoding, Prompt
@@ -91,7 +92,7 @@ def test_prompts_side_by_side_are_continued_as_alone(family: str) -> None:
 
 
 @pytest.mark.parametrize(("family", "task"), [("bert", "classification"), ("gpt2", "causal"), ("llama", "classification")])
-def test_the_papers_recipe_trains_the_first_two_blocks_and_the_last_whole(family: str, task: str) -> None:
+def test_the_papers_recipe_trains_the_first_two_blocks_and_the_last_whole(family: str, task: Task) -> None:
     pytest.importorskip("peft")
     model, batch = tiny(family, task, blocks=5, hidden=32), batch_for(task).inputs()
     before = {n: p.clone() for n, p in model.named_parameters()}
@@ -127,7 +128,13 @@ def test_a_job_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
     try:
         with setting.client() as client:
             client.upload(tmp_path / "bert", "notes")
-            settings = {"epochs": 60, "patience": 1000, "learning_rate": 2e-3, "batch_size": 8, "holdout": 0.3}
+            settings: dict[str, Any] = {
+                "epochs": 60,
+                "patience": 1000,
+                "learning_rate": 2e-3,
+                "batch_size": 8,
+                "holdout": 0.3,
+            }
             settings |= {"method": "lora", "rank": 4}
             job = client.train("notes", EXAMPLES * 8, "tuned", **settings)
             waiting = client.train("notes", EXAMPLES, "second", epochs=1)
@@ -185,8 +192,8 @@ def test_a_trained_model_comes_back_whole(setting: Setting, tmp_path: Path) -> N
         with torch.no_grad():
             logits = model(**tokenizer(text, return_tensors="pt")).logits[0]
         assert answer.probabilities == pytest.approx(logits.double().softmax(0).tolist(), abs=1e-5)
-    answer = httpx.get(f"{setting.server.url}/v1/models/notes/files", trust_env=False)
-    assert answer.status_code == 401
+    refused = httpx.get(f"{setting.server.url}/v1/models/notes/files", trust_env=False)
+    assert refused.status_code == 401
 
 
 def test_a_download_that_is_cut_or_wrong_leaves_nothing(setting: Setting, tmp_path: Path) -> None:

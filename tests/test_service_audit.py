@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,7 +161,11 @@ def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path)
     texts = [" ".join(f"w{20 + (7 * k + n) % 20}" for n in range(8 + k % 3)) for k in range(20)]
     notes(tmp_path / "more.jsonl", texts[4:])
     notes(tmp_path / "notes.jsonl", texts[:4])
-    common = {"data": str(tmp_path / "notes.jsonl"), "reference": str(tmp_path / "more.jsonl"), "model": str(model)}
+    common: dict[str, Any] = {
+        "data": str(tmp_path / "notes.jsonl"),
+        "reference": str(tmp_path / "more.jsonl"),
+        "model": str(model),
+    }
     protections = ("none", "obfuslm:k=1", "obfuslm:k=2")
     recipe = Recipe(epochs=20, batch_size=4, learning_rate=5e-3, patience=20)
     training = Training(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -109,7 +110,7 @@ def test_custext_stays_in_its_group_within_epsilon_half_and_keeps_stop_words() -
 
 @pytest.mark.parametrize(("name", "epsilon"), [("santext+", 200.0), ("custext+", 1e4)])
 def test_without_privacy_tokens_stay_and_with_it_they_are_drawn_anew(name: str, epsilon: float) -> None:
-    loose = service(name, epsilon=epsilon, **({"share": 1.0} if name == "santext+" else {}))
+    loose = service(name, epsilon=epsilon, **(dict[str, Any](share=1.0) if name == "santext+" else {}))
     assert service_transcript(loose, IDS, generator(1)).sent == IDS
     tight = service(name, epsilon=0.5)
     assert tight.sent(IDS, generator(1)) != tight.sent(IDS, generator(2))
@@ -190,10 +191,10 @@ def test_the_adversary_of_cape_learns_what_the_client_unlearns() -> None:
     losses = []
     for weight in (0.0, 1.0):
         split.change.weight = weight  # type: ignore[assignment]
-        losses.append(torch.autograd.grad(split(**inputs).loss, split.get_input_embeddings().weight)[0])
+        losses.append(torch.autograd.grad(split(**inputs).loss, split.get_input_embeddings().get_parameter("weight"))[0])
     # With weight 0 no gradient of the adversary comes back; with 1 it comes back turned round.
     split.change.loss = lambda *_: None  # type: ignore[method-assign]
-    plain = torch.autograd.grad(split(**inputs).loss, split.get_input_embeddings().weight)[0]
+    plain = torch.autograd.grad(split(**inputs).loss, split.get_input_embeddings().get_parameter("weight"))[0]
     assert torch.allclose(losses[0], plain, atol=1e-6) and not torch.allclose(losses[1], plain, atol=1e-4)
 
 
@@ -257,10 +258,11 @@ def test_vectors_of_a_file_take_the_place_of_the_models_table(tmp_path: Path) ->
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    for name, options in {
+    wrong: dict[str, dict[str, Any]] = {
         "santext+": {"epsilon": 0.0}, "custext+": {"size": 0}, "dp-forward": {"epsilon": -1.0}, "cape": {"epsilon": 0.0},
         "textobfuscator": {"noise": -1.0}, "sentinellms": {"times": 0},
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, options in wrong.items():
         with pytest.raises(InputError, match="expected"):
             service(name, **options)
     with pytest.raises(InputError, match="depth is 4"):
@@ -284,7 +286,7 @@ def test_madlib_keeps_tokens_without_privacy_and_sends_any_with_it() -> None:
 
 def test_madlibs_loss_of_privacy_is_in_proportion_to_the_distance() -> None:
     """On a line of two tokens at distance 1 the noise is Laplace's: the other one is sent with exp(-epsilon / 2) / 2."""
-    made = service("madlib")
+    made: Any = service("madlib")
     table = torch.zeros(WORDS, 1)
     table[41] = 1.0
     known = torch.zeros(WORDS, dtype=torch.bool)

@@ -11,7 +11,9 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -100,7 +102,9 @@ def test_downloads_at_the_same_time_are_limited(tmp_path: Path) -> None:
     store.close()
 
 
-def answered(tmp_path: Path, method: str, path: str, body: bytes = b"", **headers: str) -> int:
+def answered(
+    tmp_path: Path, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] = MappingProxyType({})
+) -> int:
     """The status of a request to an application in this process, which has one model whose files are gone."""
     store = Store(tmp_path / "store")
     about = {"kind": "classification", "vocabulary": 50, "max_length": 64, "labels": 2, "pad": 0, "ends": [2], "pair": None}
@@ -134,11 +138,11 @@ def answered(tmp_path: Path, method: str, path: str, body: bytes = b"", **header
 
 @pytest.mark.parametrize("length", ["x", "-1", "", "\xff", "1e3", "+5", " 5"])
 def test_a_length_that_is_no_number_is_refused(tmp_path: Path, length: str) -> None:
-    assert answered(tmp_path, "POST", "/v1/models/notes/classify", **{"content-length": length}) == 400
+    assert answered(tmp_path, "POST", "/v1/models/notes/classify", headers={"content-length": length}) == 400
 
 
 def test_a_length_of_too_many_digits_and_a_path_that_is_not_text(tmp_path: Path) -> None:
-    assert answered(tmp_path, "POST", "/v1/models", **{"content-length": "9" * 5000}) == 413
+    assert answered(tmp_path, "POST", "/v1/models", headers={"content-length": "9" * 5000}) == 413
     assert answered(tmp_path / "2", "GET", "/v1/models/\ud800") == 400
 
 

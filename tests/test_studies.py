@@ -83,7 +83,9 @@ def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_pa
     study = load_study("one", study_folder(tmp_path, BODY))
     records = [record("span", [1.0, 0.5]), record("blind", [0.1]), record("span", [], "failed")]
     records += [record("span", [], "not_applicable")] * 2 + [record("span", [], "crashed")]
-    text = section(study, prepared(study), records)
+    plan = prepared(study)
+    assert isinstance(plan, Plan)
+    text = section(study, plan, records)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 [")
     assert "| 53.3 [" in rows[2] and "| 1 / 1 / 2 of 5 |" in rows[2] and rows[2].endswith("| 12.3 |")

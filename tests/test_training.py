@@ -20,6 +20,7 @@ from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.data.text import load_examples
 from rasura.metrics.utility import causal, classification
+from rasura.registry import parse_defense
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.testing.tiny import VOCABULARY, tiny
@@ -61,7 +62,8 @@ def test_training_equals_the_plain_loop(recipe: Recipe, tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=RECIPE.weight_decay)
     kind = "constant" if recipe is RECIPE else "linear"
     schedule = get_scheduler(kind, optimizer, num_warmup_steps=3, num_training_steps=9)
-    some, best = rows(), (-1.0, {})
+    best: tuple[float, dict[str, Any]] = (-1.0, {})
+    some = rows()
     for epoch in range(3):
         for part in batches([r.lengths[0] for r in some], 4, generator(5, "order", epoch)):
             optimizer.zero_grad()
@@ -192,7 +194,7 @@ def test_a_defense_is_parsed_once_and_handed_on(tmp_path: Path, model_folder: Pa
     from rasura.runs import training
 
     read: list[str] = []
-    parse = training.parse_defense
+    parse = parse_defense
     monkeypatch.setattr(training, "parse_defense", lambda text: read.append(text) or parse(text))
     path = notes(tmp_path)
     plan = TrainPlan(

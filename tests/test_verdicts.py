@@ -262,8 +262,8 @@ def test_of_several_columns_the_worst_speaks_and_every_figure_is_the_highest() -
     twice = (above, column("tag", "bf16", [0.6] * MANY))
     assert of_all(*twice).attack == of_all(*twice[::-1]).attack == "tag", "of equal words, who read more"
     unknown = column("tag", "bf16", [GUESS] * 3)
-    for columns in ((crashed, unknown), (unknown, crashed)):
-        found = of_all(*columns)
+    for pair in ((crashed, unknown), (unknown, crashed)):
+        found = of_all(*pair)
         assert (found.word, found.attack, found.n) == (NOT_MEASURED, "tag", 3) and len(found.missing) == 2
 
 

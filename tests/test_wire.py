@@ -65,7 +65,7 @@ def test_agreed_masks_have_one_digest() -> None:
     by_hand = hashlib.sha256(b"a\x00(2, 2)\x00" + bytes([0b10010000]) + b"b\x00(1,)\x00" + bytes([0b10000000]))
     assert mask_digest({"b": torch.ones(1, dtype=torch.bool), "a": square}) == by_hand.hexdigest()[:16]
     one, two = message().visible, message(1).visible
-    assert mask_digest(one) == mask_digest(dict(reversed(one.items()))) != mask_digest(two)
+    assert mask_digest(one) == mask_digest(dict(reversed(list(one.items())))) != mask_digest(two)
 
 
 def parts(data: bytes) -> tuple[dict[str, Any], bytes]:

@@ -16,7 +16,7 @@ from safetensors.torch import save
 
 from fuzz.mutations import as_json, damaged, retyped
 from fuzz.target import Target, write_shared
-from rasura.runs.reading import load_hidden, load_update
+from rasura.runs.update_files import load_hidden, load_update
 
 SHAPES = {"weight": (3, 4), "bias": (3,)}
 UPDATE, HIDDEN, ARCHIVE = b"U", b"H", b"Z"

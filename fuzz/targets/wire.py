@@ -29,7 +29,7 @@ class Wire(Target):
                 visible = torch.rand(shape, generator=rng) > 0.5
                 sealed = {"bfv/0": b"cipher", "bfv/1": b""}
                 out.append(to_bytes(Message({"a.weight": gradient, "b": torch.ones(2)})))
-                told = {"round": 1, "nonce": "ab", "scales": "[1, -2]"}
+                told: dict[str, float | int | str | bool | None] = {"round": 1, "nonce": "ab", "scales": "[1, -2]"}
                 masks = {"a.weight": visible, "c": torch.zeros(9, dtype=torch.bool)}
                 out.append(to_bytes(Message({"a.weight": gradient, "c": torch.zeros(9)}, masks, sealed, "fedavg-sgd", told)))
         return out
