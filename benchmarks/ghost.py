@@ -23,7 +23,8 @@ from rasura.core.rng import derive, generator
 from rasura.data.text import load_examples
 from rasura.ghost.models import made_for
 from rasura.ghost.neighbours import common, neighbours, unit_rows
-from rasura.ghost.selection import Selection, Selector
+from rasura.ghost.selection import Selector
+from rasura.ghost.selection_settings import Selection
 from rasura.ghost.table import PAPER, ShadowSettings, lemmas, search, token_embedding, usable_tokens
 from rasura.metrics.intervals import mean_interval
 from rasura.metrics.text import meteor, rouge, wordnet

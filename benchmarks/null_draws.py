@@ -31,7 +31,7 @@ import transformers
 from torch import nn
 
 from rasura import registry
-from rasura.attacks.images.inverting_gradients import Work as Images
+from rasura.attacks.images.search import Work as Images
 from rasura.attacks.updates.gradient_matching.settings import Work as Matching
 from rasura.attacks.updates.span_matching.attack import Work as Spans
 from rasura.core.batches import Batch

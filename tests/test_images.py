@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rasura import registry
-from rasura.attacks.images.inverting_gradients import total_variation
 from rasura.attacks.images.layers import ImageGradients, layer_input
+from rasura.attacks.images.search import total_variation
 from rasura.core.batches import Batch, ImageBatch
 from rasura.core.interfaces import AttackFailed, InputError, MissingExtra, NotApplicable, Unavailable
 from rasura.core.rng import generator

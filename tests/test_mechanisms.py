@@ -22,7 +22,7 @@ from rasura.core.updates import Local
 from rasura.core.values import Grant, Mechanism, Message, Observation, Stage, Transcript
 from rasura.defenses.accumulate import accumulate
 from rasura.defenses.noise import gaussian_noise, laplace_noise
-from rasura.ghost.selection import Selection
+from rasura.ghost.selection_settings import Selection
 from rasura.ghost.table import ShadowSettings
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
 from rasura.victims.step import step

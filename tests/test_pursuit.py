@@ -8,7 +8,8 @@ import pytest
 import torch
 from update_setting import NOTE, sent_by
 
-from rasura.attacks.updates.pursuit import Pursuit, Signs, Squares
+from rasura.attacks.updates.pursuit import Pursuit
+from rasura.attacks.updates.pursuit.fits import Signs, Squares
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import WITH_LENGTHS, observe

@@ -385,7 +385,7 @@ def test_what_is_no_answer_of_a_server_is_said_in_one_line(setting: Setting, ans
         return httpx.Response(200, content=json.dumps(about).encode() if request.method == "GET" else answer)
 
     with setting.client() as client:
-        client._http = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://x")
+        client._server._http = httpx.Client(transport=httpx.MockTransport(handle), base_url="http://x")
         with pytest.raises(InputError) as found:
             client.classify("notes", [TEXTS[0]])
     assert "\n" not in str(found.value) and "w20" not in str(found.value)

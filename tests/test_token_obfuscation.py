@@ -20,7 +20,8 @@ from rasura.core.values import Vocabulary
 from rasura.ghost.defense import ghost
 from rasura.ghost.models import made_for
 from rasura.ghost.neighbours import common, neighbours
-from rasura.ghost.selection import Selection, Selector
+from rasura.ghost.selection import Selector
+from rasura.ghost.selection_settings import Selection
 from rasura.ghost.table import RELAXED, ShadowSettings, ShadowTable, lemmas, search, usable_tokens
 from rasura.registry import parse_defense
 from rasura.runs import ghost_file

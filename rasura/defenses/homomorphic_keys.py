@@ -23,10 +23,8 @@ Scheme = Literal["bfv", "ckks"]
 BITS = 16
 """Bits of a quantised value."""
 
-
 LANES = 2
 """Values in a slot of a BFV ciphertext."""
-
 
 LIMIT = 1 << 20
 """Bytes that a ciphertext or a context may have at most; what is longer is refused unread."""

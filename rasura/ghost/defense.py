@@ -18,7 +18,8 @@ from rasura.core.rng import Randomness
 from rasura.core.specs import TEXT, DefenseSpec, Strength
 from rasura.core.values import Stage, Vocabulary
 from rasura.ghost.models import made_for
-from rasura.ghost.selection import DEFAULT, Selection, Selector
+from rasura.ghost.selection import Selector
+from rasura.ghost.selection_settings import DEFAULT, Selection
 from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
 
 

@@ -1,4 +1,4 @@
-"""The client of a model service: texts and the key stay here, token ids go out. The one file that knows the HTTP library."""
+"""The client of a model service: texts and the key stay here, token ids go out."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rasura.core.errors import InputError, MissingExtra
-from rasura.server.container import CHUNK, CONFIG, CONTENT_TYPE, DATA, WEIGHTS, Incoming, header_bytes, tensor_shapes
-from rasura.server.limits import Refused
+from rasura.core.errors import InputError
+from rasura.server.connection import Connection
+from rasura.server.container import CONFIG, DATA, WEIGHTS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,24 +37,14 @@ class Client:
     def __init__(
         self, url: str, token: str, *, key: str | Path | None = None, passphrase: str | None = None, timeout: float = 120.0
     ) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise MissingExtra("the client needs httpx; run: pip install 'rasura[service]'") from None
         self.url, self._key, self._passphrase = url, key, passphrase
-        self._failed: type[Exception] = httpx.HTTPError
-        headers = {"Authorization": f"Bearer {token}"}
-        try:
-            # Proxies of the environment would see the token.
-            self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
-        except (httpx.InvalidURL, UnicodeEncodeError):
-            raise InputError(f"the address {url} or the token is none; expected http://HOST:PORT") from None
+        self._server = Connection(url, token, timeout)
         self._known: dict[str, Mapping[str, Any]] = {}
         self._tokenizers: dict[str, Any] = {}
 
     def close(self) -> None:
         """Close the connections."""
-        self._http.close()
+        self._server.close()
 
     def __enter__(self) -> Client:
         return self
@@ -77,7 +67,7 @@ class Client:
         if not isinstance(config, dict) or PAIR not in config:
             raise InputError(f"{place} is not obfuscated: a server would read every id; make it with rasura protect obfuslm")
         self._known.pop(name, None)
-        return self._send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
+        return self._server.send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
 
     def download(self, name: str, folder: str | Path) -> Path:
         """Fetch the model ``name`` as it is on the server, trained or not, into a new ``folder`` (config.json,
@@ -93,7 +83,7 @@ class Client:
         except OSError as error:
             raise InputError(f"{target} cannot be written ({error.strerror}); choose another place") from None
         try:
-            self._receive(f"/v1/models/{_quoted(name)}/files", part)
+            self._server.receive(f"/v1/models/{_quoted(name)}/files", part)
             part.rename(target)
         except OSError as error:
             raise InputError(f"{target} cannot be written ({error.strerror}); choose another place") from None
@@ -103,18 +93,18 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """The tenant's models."""
-        found: list[dict[str, Any]] = self._ask("GET", "/v1/models")
+        found: list[dict[str, Any]] = self._server.ask("GET", "/v1/models")
         return found
 
     def model(self, name: str) -> Mapping[str, Any]:
         """What the server tells of a model: kind, vocabulary, max_length, labels, pair."""
         if name not in self._known:
-            self._known[name] = self._ask("GET", f"/v1/models/{_quoted(name)}")
+            self._known[name] = self._server.ask("GET", f"/v1/models/{_quoted(name)}")
         return self._known[name]
 
     def delete(self, name: str) -> None:
         """Delete a model."""
-        self._ask("DELETE", f"/v1/models/{_quoted(name)}")
+        self._server.ask("DELETE", f"/v1/models/{_quoted(name)}")
         self._known.pop(name, None)
 
     def train(
@@ -132,21 +122,21 @@ class Client:
         with tempfile.TemporaryDirectory() as place:
             write(rows, Path(place) / DATA)
             about = {"output": output, "settings": settings}
-            return self._send(f"/v1/models/{_quoted(name)}/jobs", about, Path(place), (DATA,))
+            return self._server.send(f"/v1/models/{_quoted(name)}/jobs", about, Path(place), (DATA,))
 
     def jobs(self) -> list[dict[str, Any]]:
         """The tenant's jobs."""
-        found: list[dict[str, Any]] = self._ask("GET", "/v1/jobs")
+        found: list[dict[str, Any]] = self._server.ask("GET", "/v1/jobs")
         return found
 
     def status(self, job: str) -> dict[str, Any]:
         """Where a job stands: ``state`` (queued, running, done, failed, cancelled), ``reason``, ``epochs``."""
-        found: dict[str, Any] = self._ask("GET", f"/v1/jobs/{_quoted(job)}")
+        found: dict[str, Any] = self._server.ask("GET", f"/v1/jobs/{_quoted(job)}")
         return found
 
     def cancel(self, job: str) -> None:
         """Cancel a job; its data are deleted on the server."""
-        self._ask("DELETE", f"/v1/jobs/{_quoted(job)}")
+        self._server.ask("DELETE", f"/v1/jobs/{_quoted(job)}")
 
     def wait(self, job: str, *, seconds: float = float("inf"), every: float = 1.0) -> dict[str, Any]:
         """The job at its end. Raises ``InputError`` where it failed, or after ``seconds``."""
@@ -174,7 +164,7 @@ class Client:
             types = [row.token_type_ids for row in some]
             if all(t is not None for t in types):
                 body["types"] = [t[0].tolist() for t in types if t is not None]
-            logits = _logits(self._ask("POST", f"/v1/models/{_quoted(name)}/classify", body), len(some), self.url)
+            logits = _logits(self._server.ask("POST", f"/v1/models/{_quoted(name)}/classify", body), len(some), self.url)
             out += [Answer(int(p.argmax()), tuple(p.tolist())) for p in logits.softmax(1)]
         return out
 
@@ -197,7 +187,7 @@ class Client:
         body = {"input": ids, "new_tokens": new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
         new: list[int] = []
         before, shown = tokenizer.decode(ids, skip_special_tokens=True), 0
-        for token in self._stream(f"/v1/models/{_quoted(name)}/generate", body):
+        for token in self._server.stream(f"/v1/models/{_quoted(name)}/generate", body):
             new.append(token)
             # Decoded with the prompt: a first piece alone would lose its space.
             text = tokenizer.decode(ids + new, skip_special_tokens=True)[len(before) :]
@@ -234,78 +224,6 @@ class Client:
             )
         ]  # fmt: skip
 
-    def _send(self, path: str, about: Mapping[str, Any], place: Path, names: Sequence[str]) -> dict[str, Any]:
-        sizes = {name: (place / name).stat().st_size for name in names}
-        head = header_bytes(about, sizes)
-
-        def parts() -> Iterator[bytes]:
-            yield head
-            for name in names:
-                with (place / name).open("rb") as file:
-                    while chunk := file.read(CHUNK):
-                        yield chunk
-
-        headers = {"Content-Type": CONTENT_TYPE, "Content-Length": str(len(head) + sum(sizes.values()))}
-        found: dict[str, Any] = self._ask("POST", path, content=parts(), headers=headers)
-        return found
-
-    def _receive(self, path: str, place: Path) -> None:
-        limits = {CONFIG: 16 * CHUNK, WEIGHTS: 1 << 50}
-
-        async def taken(answer: Any) -> None:
-            async def chunks() -> AsyncIterator[bytes]:
-                for chunk in answer.iter_raw(CHUNK):
-                    yield chunk
-
-            body = Incoming(chunks(), int(answer.headers.get("content-length", 0)))
-            head = await body.header(frozenset(limits), limits)
-            await body.save(head["files"], place)
-            tensor_shapes(place / WEIGHTS)
-
-        try:
-            with self._http.stream("GET", path, headers={"Accept-Encoding": "identity"}) as answer:
-                if answer.status_code >= 400:
-                    raise InputError(_reason(answer.status_code, answer.read()))
-                try:
-                    # Nothing in it waits: no event loop is needed, and there may be one already, as in a notebook.
-                    taken(answer).send(None)
-                except StopIteration:
-                    return
-        except self._failed as error:
-            raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
-        except Refused as error:
-            raise InputError(f"what {self.url} sent is no model: {error}") from None
-
-    def _ask(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
-        try:
-            answer = self._http.request(method, path, json=body, **options)
-        except self._failed as error:
-            raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
-        if answer.status_code >= 400:
-            raise InputError(_reason(answer.status_code, answer.content))
-        try:
-            return answer.json() if answer.content else None
-        except (ValueError, RecursionError):
-            raise InputError(f"what {self.url} answered is not JSON; is it a server of rasura serve?") from None
-
-    def _stream(self, path: str, body: Any) -> Iterator[int]:
-        try:
-            with self._http.stream("POST", path, json=body) as answer:
-                if answer.status_code >= 400:
-                    raise InputError(_reason(answer.status_code, answer.read()))
-                for line in answer.iter_lines():
-                    try:
-                        found = json.loads(line)
-                        token = None if found.get("end") else int(found["id"])
-                    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                        raise InputError(f"what {self.url} answered is not a line with an id") from None
-                    if token is None:
-                        return
-                    yield token
-        except self._failed as error:
-            raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
-        raise InputError("the server ended the text early; try again")
-
 
 def _logits(answer: Any, rows: int, url: str) -> Tensor:
     """``(rows, labels)`` as a server told them. Raises ``InputError`` for anything else."""
@@ -324,11 +242,3 @@ def _quoted(name: str) -> str:
     from urllib.parse import quote
 
     return quote(name, safe="")
-
-
-def _reason(status: int, content: bytes) -> str:
-    try:
-        detail = str(json.loads(content)["detail"])
-    except (ValueError, KeyError, TypeError):
-        detail = "no reason given"
-    return f"the server refused ({status}): {detail}"

@@ -47,7 +47,6 @@ SHARE = (100, 1)
 SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
 """Factor and digits of metrics that are no shares, which are given in percent."""
 
-
 BOUNDS: Mapping[str, tuple[float, float] | None] = {
     "loss": None, "perplexity": None, "mse": None, "psnr": None, "lpips": None, "ssim": (-1.0, 1.0),
     "sentence_cosine": (-1.0, 1.0), "mcc": (-1.0, 1.0),

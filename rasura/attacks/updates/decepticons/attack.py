@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Generator, nn
 
-from rasura.attacks.updates.decepticons.crafting import crafted, is_crafted, layout, matrix
-from rasura.attacks.updates.decepticons.reading import along_prefixes, into_texts, read_tokens
+from rasura.attacks.updates.decepticons.crafting import crafted, is_crafted
+from rasura.attacks.updates.decepticons.layout import layout, matrix
+from rasura.attacks.updates.decepticons.reading import read_tokens
+from rasura.attacks.updates.decepticons.texts import along_prefixes, into_texts
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec
 from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction, Task

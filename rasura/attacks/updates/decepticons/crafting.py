@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor, nn
 
-from rasura.core.interfaces import NotApplicable
+from rasura.attacks.updates.decepticons.layout import DIRECTIONS, Layout, layout, linears_in, matrix, norms_in
 from rasura.core.values import Task
-from rasura.victims.models import Linear, Parts, first_position, layer_inputs, parts
-
-DIRECTIONS = 3
-"""Directions in which every token is measured: one that shares its step in one of them mostly has it alone in another."""
+from rasura.victims.models import layer_inputs
 
 SHARPNESS = 1e6
 """How fast a step rises, in standard deviations of what is measured: a smooth activation becomes a step."""
@@ -35,67 +31,6 @@ CODE = 2.5
 """Scale of what the attention writes of one token, where words and places have scale 1."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where crafted weights are, and which coordinates hold what.
-
-    ``code``: what a text has in common; ``place`` and ``word``: the token's; the last coordinate carries the loss.
-    ``first``: the linear layer that measures, ``second`` the one behind it, ``norm`` the norm whose output is measured.
-    ``before``: norms come before attention and feed-forward layers (GPT-2), not after (BERT).
-    """
-
-    found: Parts
-    before: bool
-    attention: tuple[Linear, ...]
-    first: Linear
-    second: Linear
-    norm: str
-    code: slice
-    place: slice
-    word: slice
-    rows: int
-
-    @property
-    def steps(self) -> int:
-        """Steps a direction."""
-        return self.rows // DIRECTIONS
-
-
-def matrix(model: nn.Module, layer: Linear) -> Tensor:
-    """The layer's weight as ``(outputs, inputs)``, a view."""
-    weight = model.get_parameter(layer.weight)
-    return weight.T if layer.transposed else weight
-
-
-def _norms(model: nn.Module, prefix: str) -> list[str]:
-    return [n for n, m in model.named_modules() if n.startswith(prefix) and isinstance(m, nn.LayerNorm)]
-
-
-def _inside(found: Parts, block: int) -> list[Linear]:
-    return [lin for lin in found.linears if lin.module.startswith(found.blocks[block].module + ".")]
-
-
-def layout(model: nn.Module, task: Task) -> Layout:
-    """Where ``model`` can be crafted. Raises ``NotApplicable`` where its blocks are not those of BERT or GPT-2."""
-    found = parts(model)
-    inside = _inside(found, 0)
-    behind = [lin for lin in inside if lin not in found.blocks[0].qkv]
-    norms = _norms(model, found.blocks[0].module + ".")
-    kind = type(model).__name__
-    if len(behind) != 3 or len(norms) != 2 or found.position_embedding is None or any(lin.bias is None for lin in inside):
-        raise NotApplicable(f"{kind} has no blocks of two norms and two feed-forward layers with biases, as BERT's")
-    if task != "causal" and len(found.blocks) < 2:
-        raise NotApplicable(f"{kind} has one block; a second one is needed to bring every token to the head")
-    names = [n for n, _ in model.named_modules()]
-    before = names.index(norms[0]) < names.index(found.blocks[0].qkv[0].module)
-    width = found.hidden
-    code, place = max(8, width // 8), width // 4
-    return Layout(
-        found, before, (*found.blocks[0].qkv, behind[0]), behind[1], behind[2], norms[1] if before else norms[0],
-        slice(0, code), slice(code, code + place), slice(code + place, width - 1), matrix(model, behind[1]).shape[0],
-    )  # fmt: skip
-
-
 def is_crafted(model: nn.Module, where: Layout) -> bool:
     """Whether ``model`` has the weights of ``crafted``: uniform attention, and one coordinate behind the measurement."""
     second = matrix(model, where.second)
@@ -105,12 +40,6 @@ def is_crafted(model: nn.Module, where: Layout) -> bool:
 def _query(model: nn.Module, where: Layout) -> Tensor:
     """The rows of the first block's query."""
     return matrix(model, where.attention[0])[: where.found.hidden]
-
-
-def value(model: nn.Module, where: Layout) -> Tensor:
-    """What the first block's attention writes into the code's coordinates, by its input: ``(code, width)``."""
-    inner = matrix(model, where.attention[-2])[-where.found.hidden :]
-    return matrix(model, where.attention[-1])[where.code] @ inner
 
 
 def _codes(rows: int, width: int, rng: Generator) -> Tensor:
@@ -183,11 +112,11 @@ def _set_norm(model: nn.Module, name: str, gain: float, *, last: float, carrier:
 
 def _quiet(model: nn.Module, where: Layout, index: int) -> None:
     """Every linear layer of a block silent, every norm with only the last coordinate let through."""
-    for lin in _inside(where.found, index):
+    for lin in linears_in(where.found, index):
         matrix(model, lin).zero_()
         if lin.bias is not None:
             model.get_parameter(lin.bias).zero_()
-    for name in _norms(model, where.found.blocks[index].module + "."):
+    for name in norms_in(model, where.found.blocks[index].module + "."):
         _set_norm(model, name, 0.0, last=1.0, carrier=not where.before)
 
 
@@ -201,7 +130,7 @@ def _share(model: nn.Module, where: Layout, rng: Generator) -> None:
     inner[start : start + code, where.place.start : -1] = drawn[:, where.place.start : -1].to(inner)
     outer[where.code, :code] = torch.eye(code).to(outer)
     if where.before:
-        _set_norm(model, _norms(model, where.found.blocks[0].module + ".")[0], 1.0, last=0.0)
+        _set_norm(model, norms_in(model, where.found.blocks[0].module + ".")[0], 1.0, last=0.0)
     _set_norm(model, where.norm, AMPLIFIED[where.before], last=0.0)
 
 
@@ -212,7 +141,7 @@ GATHERED = 64.0
 def _gather(model: nn.Module, where: Layout) -> None:
     """The second block: attention brings the last coordinate of all tokens to the one that the head reads."""
     block = where.found.blocks[1]
-    behind = next(lin for lin in _inside(where.found, 1) if lin not in block.qkv)
+    behind = next(lin for lin in linears_in(where.found, 1) if lin not in block.qkv)
     inner, outer = matrix(model, block.qkv[-1]), matrix(model, behind)
     inner[inner.shape[0] - where.found.hidden, -1] = 1.0
     outer[-1, 0] = GATHERED
@@ -221,7 +150,7 @@ def _gather(model: nn.Module, where: Layout) -> None:
 def _carry(model: nn.Module, where: Layout, task: Task, rng: Generator) -> None:
     """Behind the blocks: the last coordinate goes on to the head, whose outputs differ in nothing else."""
     blocks = tuple(b.module + "." for b in where.found.blocks)
-    for name in _norms(model, ""):
+    for name in norms_in(model, ""):
         if not name.startswith(blocks) and f"{name}.weight" not in where.found.embedding_names:
             _set_norm(model, name, 0.0, last=1.0, carrier=not where.before)
     outside = [lin for lin in where.found.linears if not lin.module.startswith(blocks)]
@@ -297,17 +226,10 @@ def _balance(model: nn.Module, where: Layout, task: Task, rng: Generator) -> Non
         logits = logits[texts["attention_mask"].bool()]
     spread = 0.5 / float(logits.std(0).max().clamp_min(1e-12))
     if task == "causal":
-        model.get_parameter(f"{_norms(model, '')[-1]}.weight").mul_(spread)
+        model.get_parameter(f"{norms_in(model, '')[-1]}.weight").mul_(spread)
         return
     head = where.found.head
     assert head is not None
     matrix(model, head).mul_(spread)
     if head.bias is not None:
         model.get_parameter(head.bias).copy_(-logits.mean(0) * spread)
-
-
-def first_place(model: nn.Module) -> int:
-    """The row of the position embedding that a text begins with."""
-    found = first_position(model)
-    assert found is not None
-    return found

@@ -1,0 +1,130 @@
+"""How far candidates are from the observed gradient: embeddings, labels and dropout masks through the model and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from rasura.attacks.shared.dummies import nearest_tokens, ordinary_ids, template, token_table
+from rasura.attacks.shared.mechanism import announced_dropout, announced_noise
+from rasura.attacks.updates.gradient_matching.factors import Factoriser
+from rasura.attacks.updates.gradient_matching.guesses import Texts
+from rasura.attacks.updates.gradient_matching.masks import Masked, shapes
+from rasura.attacks.updates.gradient_matching.objective import Distance, soft_cross_entropy
+from rasura.attacks.updates.gradient_matching.reorder import reordered
+from rasura.attacks.updates.gradient_matching.settings import Settings, Work
+from rasura.core.values import UNKNOWN as OVER
+from rasura.core.values import Grant, Observation
+
+CHUNK = 16
+"""Candidates in one evaluation: more gain little, and memory grows."""
+
+
+class Judge:
+    """Tells the distance of candidate texts. Ids are ``(batch, width)``, ``OVER`` behind a text's end."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        work: Work,
+        seen: Observation,
+        factoriser: Factoriser,
+        observed: Mapping[str, Tensor],
+        lengths: tuple[int, ...],
+        exact: bool,
+        rng: torch.Generator,
+        memory_mb: int,
+    ) -> None:
+        self.settings, self.work, self.seen, self.factoriser, self.rng = settings, work, seen, factoriser, rng
+        model, vocabulary = seen.model, seen.vocabulary
+        self.prefix, self.suffix = len(vocabulary.prefix), len(vocabulary.suffix)
+        self.lengths, self.vary = lengths, not exact
+        # Where only the sum of the lengths is known, a text may be half as long again as the mean.
+        self.width = max(lengths) if exact else min(math.ceil(1.5 * max(lengths)), max(max(lengths), longest(seen)))
+        self.table, self.ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
+        self.classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
+        self.granted = seen.labels if Grant.LABELS in seen else None
+        self.rate = announced_dropout(seen) if settings.learn_masks else 0.0
+        self.shapes = shapes(model, len(lengths), self.width) if self.rate else []
+        self.distance = Distance(
+            observed, settings.objective, alpha=settings.alpha if work.entries else 0.0,
+            visible=factoriser.observed(seen.visible), entries=work.entries or 1.0,
+            norm=_clipped(seen, observed) if settings.match_norm else None, rng=rng,
+        )  # fmt: skip
+        self.chunk = max(1, min(CHUNK, (memory_mb << 20) // self.bytes_each()))
+
+    def bytes_each(self) -> int:
+        """Rough size of one candidate's step: entries that are formed, and a second derivative through the activations."""
+        entries = sum(t.numel() for n, t in self.distance.targets.items() if self.distance.alpha or n in self.distance.shown)
+        widths = sum(sum(g.shape) for g in self.distance.observed.values() if g.dim() == 2)
+        return 4 * (5 * entries + 12 * widths * self.width * len(self.lengths)) + 1
+
+    def frame(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids with the tokenizer's own tokens in place, and which places are free, of texts of ``lengths``."""
+        ids, real, free = template(self.seen.vocabulary, lengths, self.width)
+        return torch.where(real.bool(), ids, OVER), free
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """The embeddings of ``ids``."""
+        return self.table[ids.clamp_min(0)]
+
+    def misfit(self, texts: Texts, graph: bool, masks: Sequence[Tensor] = ()) -> Tensor:
+        """The distance of each candidate under dropout ``masks``, if any; with ``graph`` it can be differentiated."""
+        targets = texts.y.softmax(-1)
+        if self.granted is not None:
+            targets = nn.functional.one_hot(self.granted, self.classes).to(targets.dtype).expand_as(targets)
+        real = (torch.arange(self.width) < texts.lengths[..., None]).long()
+        with Masked(masks, self.rate) if masks else nullcontext():
+            found = self.factoriser(texts.e, real, lambda z: soft_cross_entropy(z, targets), graph=graph)
+        return self.distance(found)
+
+    def scores(self, texts: Texts) -> Tensor:
+        """The distance of each candidate with dropout off, without a graph; ``y`` may be one for all.
+
+        Masks that were learned for one order of the tokens hide what is wrong with it, so orders are told apart without.
+        """
+        out = []
+        for part in torch.split(torch.arange(len(texts)), self.chunk):
+            some = Texts(texts.e[part], texts.lengths[part], texts.y.expand(len(texts), -1, -1)[part])
+            e = some.e.detach().clone().requires_grad_(True)
+            out.append(self.misfit(replace(some, e=e), False).detach())
+        return torch.cat(out)
+
+    def judged(self, ids: Tensor, y: Tensor) -> Tensor:
+        """The distance of each of ``ids`` ``(candidates, batch, width)``, with labels ``y`` ``(1, batch, classes)``."""
+        return self.scores(Texts(self.embedded(ids), (ids != OVER).sum(-1), y))
+
+    def nearest(self, texts: Texts) -> Tensor:
+        """The ordinary tokens nearest to the embeddings of ``texts``, the tokenizer's own in their places."""
+        ids, free = self.frame(texts.lengths)
+        near = nearest_tokens(texts.e.detach(), self.table, self.ordinary, 1)[..., 0]
+        return torch.where(free, near, ids)
+
+    def in_orders(self, text: Texts, tried: Tensor) -> Tensor:
+        """The distance of one candidate with its embeddings in each of the orders ``tried``."""
+        e = reordered(text.e.expand(len(tried), -1, -1, -1), tried)
+        return self.scores(Texts(e, text.lengths.expand(len(tried), -1), text.y))
+
+    def masks(self, count: int) -> list[Tensor]:
+        """Dropout masks of ``count`` candidates at their mean, which is much nearer to any mask than a random one is."""
+        return [torch.full((count, *shape), 1 - self.rate) for shape in self.shapes]
+
+
+def longest(seen: Observation) -> int:
+    """Tokens that the model takes at most."""
+    return int(getattr(seen.model.config, "max_position_embeddings", 1 << 20))
+
+
+def _clipped(seen: Observation, observed: Mapping[str, Tensor]) -> float | None:
+    """The norm that clipping left of ``observed``, without the noise's share; None where no clipping is announced."""
+    deviation, clip = announced_noise(seen)
+    if math.isinf(clip):
+        return None
+    shown = sum(int(seen.visible[n].sum()) if n in seen.visible else g.numel() for n, g in observed.items())
+    signal = sum(float(g.square().sum()) for g in observed.values()) - shown * deviation**2
+    return min(clip, math.sqrt(max(signal, 1e-4 * clip**2)))

@@ -1,0 +1,129 @@
+"""Matching pursuit: private tokens one by one, from gradients that show no row space, in noise or by their signs alone.
+
+The gradient of block 0's attention is ``sum_t delta_t x_t^T``, and every input ``x_t`` is one of finitely many: a token at a
+position. Noise and signs hide the row space from a decomposition long before they hide it from such a dictionary. So the
+token whose input explains most of what is left is taken, all coefficients ``delta`` are fitted anew (by least squares, or by
+logistic regression on the signs), and the next one is looked for (orthogonal matching pursuit, Pati et al. 1993; for signs
+after one-bit compressed sensing, Boufounos and Baraniuk 2008; as an attack on gradients, ours). What is found that way is
+then tried place by place against all visible gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.shared.verify import prove, verified
+from rasura.attacks.updates.pursuit.fits import Fit, Signs, Squares
+from rasura.attacks.updates.pursuit.polish import Polish, Texts
+from rasura.attacks.updates.pursuit.search import Search
+from rasura.attacks.updates.span.rows import masked_gradients
+from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.specs import AttackSpec
+from rasura.core.updates import announced_update
+from rasura.core.values import Grant, Observation, Reconstruction
+from rasura.victims.models import is_eager, parts
+
+
+@dataclass(frozen=True)
+class Pursuit:
+    """Takes tokens greedily from block 0, then improves the texts on all visible gradients; encoders with positions only.
+
+    Meant for noise, for sign compression and for AdamW's first steps, where ``span`` finds no row space. Needs fewer tokens
+    in the batch than the layer has inputs. Several texts are told apart by how well all gradients are met.
+    """
+
+    name: str = "pursuit"
+    needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
+    uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
+    work: Mapping[str, tuple[int, int, int]] = field(
+        default_factory=lambda: {"quick": (300, 8, 1), "default": (600, 24, 3), "paper": (2000, 64, 8)}
+    )
+    """Budget level -> outputs of the layers that signs are fitted on, tokens tried at a place, sweeps over the text."""
+
+    def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
+        known = parts(seen.model)
+        if known.causal or known.position_embedding is None or seen.task != "classification":
+            raise NotApplicable("pursuit tells tokens by their position embedding and is built for encoders that classify")
+        rows, shown = _rows(seen)
+        outputs, tried, sweeps = self.work[budget.level]
+        if not bool(torch.isfinite(rows).all()):
+            raise AttackFailed("the observed gradient is not finite")
+        signs = _are_signs(seen, rows)
+        fit: Fit = Squares(rows, shown)
+        if signs:
+            known_signs = _without_decay(seen, rows).sign()
+            known_signs = known_signs[known_signs.abs().sum(1) > 0]
+            fit = Signs(known_signs[torch.randperm(len(known_signs), generator=rng)[:outputs]])
+        search = Search(seen, fit, budget.memory_mb)
+        found = search()
+        texts = _texts(found, search.ends, search.batch)
+        if not texts:
+            raise AttackFailed("no token stands out of the noise")
+        residual = None
+        if is_eager(seen.model):
+            texts, residual = Polish(seen, search, "cosine" if signs else "angle", rng)(texts, tried, sweeps)
+        proof = prove(seen, texts)
+        details = {"signs": signs, "tokens": len(found)}
+        if proof is not None:
+            return verified(proof, details)
+        return Reconstruction(texts, "matched", residual=residual, details=details)
+
+
+def _rows(seen: Observation) -> tuple[Tensor, Tensor | None]:
+    """Block 0's query, key and value gradients ``(outputs, inputs)``, zero where hidden; and what is shown, None for all."""
+    layers = [lin for lin in parts(seen.model).blocks[0].qkv if lin.weight in seen.gradients]
+    rows, shown = (torch.cat(x) for x in masked_gradients(seen, layers)) if layers else (torch.empty(0), torch.empty(0))
+    if not bool(shown.any()):
+        raise NotApplicable("no query, key or value gradient of block 0 is visible")
+    if bool(shown.all()):
+        return rows.float(), None
+    some = shown.any(1)
+    return (rows * shown)[some].float(), shown[some].float()
+
+
+def _are_signs(seen: Observation, rows: Tensor) -> bool:
+    """Whether entries tell little but their sign: they say so, or nearly all have the same size."""
+    if announced_update(seen).kind == "fedavg-adamw":
+        return True
+    sizes = rows[rows != 0].abs()
+    return bool(len(sizes)) and float(sizes.std()) < 0.05 * float(sizes.mean())
+
+
+def _without_decay(seen: Observation, rows: Tensor) -> Tensor:
+    """``rows`` without the weights' own decay, which AdamW adds to what it sends."""
+    local = announced_update(seen)
+    if local.kind != "fedavg-adamw":
+        return rows
+    decay = float(local.mechanism.parameters["weight_decay"] or 0.0) * local.steps
+    weights = {n: seen.model.get_parameter(n).detach() for n in seen.gradients}
+    return rows - decay * _rows(replace(seen, message=replace(seen.message, gradients=weights)))[0]
+
+
+def _texts(found: Mapping[int, Sequence[int]], ends: Sequence[int], batch: int) -> Texts:
+    """One text for each end, the tokens of every place dealt out in turn; where there are too few, the first is repeated."""
+    if not found:
+        return ()
+    last = max(found) + 1
+    lengths = (list(ends) + [last] * batch)[:batch]
+    out = []
+    for text, length in enumerate(lengths):
+        tokens = []
+        for place in range(length):
+            here = found.get(place, [])
+            live = [k for k, n in enumerate(lengths) if n > place]
+            tokens.append(here[min(live.index(text), len(here) - 1)] if here else 0)
+        out.append(tuple(tokens))
+    return tuple(out)
+
+
+SPEC = AttackSpec(
+    name="pursuit",
+    about="tokens one by one from gradients in noise, or from their signs alone",
+    source="Rasura, after orthogonal matching pursuit (Pati et al. 1993)",
+    make=Pursuit,
+    seconds=60.0,
+)

@@ -1,0 +1,62 @@
+"""How well tokens explain a gradient: by least squares, or by logistic regression on its signs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Fit(Protocol):
+    """A model of the gradient ``(outputs, inputs)`` as a product of unknown coefficients and known inputs."""
+
+    def left(self, inputs: Tensor) -> Tensor:
+        """What ``inputs`` ``(tokens, hidden)`` leave unexplained: the loss's slope by the product, ``(outputs, hidden)``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Least squares: the likelihood under Gaussian noise. ``shown``: the entries that count, None for all."""
+
+    matrix: Tensor
+    shown: Tensor | None = None
+
+    def left(self, inputs: Tensor) -> Tensor:
+        if not len(inputs):
+            return self.matrix
+        if self.shown is not None:
+            # Every output has its own entries, hence its own equations.
+            slope = self.matrix @ inputs.T
+            curve = (inputs * self.shown[:, None, :]) @ inputs.T
+            ridge = 1e-4 * curve.diagonal(dim1=1, dim2=2).mean() * torch.eye(len(inputs), dtype=curve.dtype)
+            coefficients = torch.linalg.solve(curve + ridge, slope[..., None])[..., 0]
+            masked: Tensor = self.matrix - self.shown * (coefficients @ inputs)
+            return masked
+        q = torch.linalg.qr(inputs.T).Q
+        out: Tensor = self.matrix - (self.matrix @ q) @ q.T
+        return out
+
+
+@dataclass(frozen=True)
+class Signs:
+    """Logistic regression of every output's signs ``(outputs, hidden)`` on the inputs, by Newton's method."""
+
+    signs: Tensor
+    ridge: float = 1e-3
+    steps: int = 8
+
+    def left(self, inputs: Tensor) -> Tensor:
+        signs, count = self.signs, len(inputs)
+        coefficients = signs.new_zeros(len(signs), count)
+        for _ in range(self.steps if count else 0):
+            p = torch.sigmoid(-signs * (coefficients @ inputs))
+            slope = (signs * p) @ inputs.T - self.ridge * coefficients
+            weights = (p * (1 - p)).clamp_min(1e-6)
+            curve = (inputs * weights[:, None, :]) @ inputs.T + self.ridge * torch.eye(count)
+            # Signs that are separable have no finite optimum, so steps stay bounded.
+            coefficients = coefficients + torch.linalg.solve(curve, slope[..., None])[..., 0].clamp(-20, 20)
+        out: Tensor = signs * torch.sigmoid(-signs * (coefficients @ inputs))
+        return out

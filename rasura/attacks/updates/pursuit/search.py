@@ -1,0 +1,121 @@
+"""The pursuit itself: which token stands where, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.updates.pursuit.fits import Fit
+from rasura.attacks.updates.span.rows import Inputs
+from rasura.attacks.updates.span.tokens import candidates
+from rasura.core.values import Grant, Observation
+from rasura.victims.models import positions
+
+MAX_LENGTH = 40
+"""Positions that are searched where the length is unknown."""
+
+DIRECTIONS = 64
+"""Directions of what is left that candidates are measured against: those with the most energy."""
+
+MAX_FILLED = 0.6
+"""Share of the layer's inputs that tokens may fill: beyond it anything can be explained."""
+
+STANDS_OUT = 1.1
+"""A token is taken while its gain is so many times the best at places that no text reaches (true ones: 1.15 and more)."""
+
+
+class Search:
+    """The pursuit: which token stands where. ``ends``: where texts end, as far as known."""
+
+    def __init__(self, seen: Observation, fit: Fit, memory_mb: int) -> None:
+        self.fit = fit
+        self.inputs, self.ids = Inputs(seen.model), candidates(seen.vocabulary)
+        self.batch = seen.batch_size if Grant.BATCH_SIZE in seen else 1
+        self.ends = sorted(seen.lengths) if Grant.LENGTHS in seen else []
+        length = max(self.ends) if self.ends else MAX_LENGTH
+        longest = positions(seen.model) or length
+        self.max_length = min(length, longest)
+        self.known = bool(self.ends)
+        # Where no text reaches, the best token's gain is what chance gives.
+        self.control = list(range(longest - 1, self.max_length, -max(1, longest // 8)))[:4]
+        self._cached: dict[int, Tensor] = {}
+        self._max_cached = (memory_mb << 19) // (4 * len(self.ids) * self.inputs.parts.hidden)
+        self.prefix, self.suffix = seen.vocabulary.prefix, seen.vocabulary.suffix
+
+    def __call__(self) -> dict[int, list[int]]:
+        """Position -> tokens, best first."""
+        found: dict[int, list[int]] = {}
+        for place, token in enumerate(self.prefix):
+            found[place] = [token]
+        for end in sorted(set(self.ends)):
+            for place, token in enumerate(self.suffix, end - len(self.suffix)):
+                found.setdefault(place, []).append(token)
+        picked = 0
+        # Gains fall as tokens are taken, so a place whose last gain is small need not be asked again.
+        bounds = {place: (float("inf"), -1) for place in range(len(self.prefix), self.max_length)}
+        while sum(map(len, found.values())) < MAX_FILLED * self.inputs.parts.hidden:
+            for place in [p for p in bounds if p >= self.max_length or len(found.get(p, [])) >= self._room(p)]:
+                del bounds[place]
+            if not bounds:
+                break
+            left = self.left(found)
+            fresh: set[int] = set()
+            while (place := max(bounds, key=lambda p: bounds[p][0])) not in fresh:
+                gains = self.gains(left, place)
+                gains[torch.isin(self.ids, torch.tensor(found.get(place, [])))] = 0.0
+                bounds[place] = (float(gains.max()), int(self.ids[gains.argmax()]))
+                fresh.add(place)
+            gain, token = bounds[place]
+            if (picked == 0 or not self.known) and gain < STANDS_OUT * self._chance(left):
+                break
+            picked += 1
+            found.setdefault(place, []).append(token)
+            bounds[place] = (float("inf"), -1)
+            if not self.known and self.suffix and token == self.suffix[-1]:
+                self.ends.append(place + 1)
+                if len(self.ends) == self.batch:
+                    self.max_length = max(self.ends)
+                    found = {p: t for p, t in found.items() if p < self.max_length}
+        return found if picked else {}
+
+    def _chance(self, left: Left) -> float:
+        return max((float(self.gains(left, place).max()) for place in self.control), default=0.0)
+
+    def left(self, found: Mapping[int, Sequence[int]]) -> Left:
+        """What the tokens of ``found`` leave unexplained."""
+        some = [self.inputs.first(torch.tensor(tokens), place) for place, tokens in found.items() if tokens]
+        inputs = torch.cat(some) if some else torch.empty(0, self.inputs.parts.hidden)
+        left = self.fit.left(inputs)
+        values, vectors = torch.linalg.eigh(left.T @ left)
+        floor = values[: len(values) // 2].mean()
+        strong = vectors[:, -DIRECTIONS:] * (values[-DIRECTIONS:] - floor).clamp_min(0).sqrt()
+        return Left(strong, torch.linalg.qr(inputs.T).Q)
+
+    def _room(self, place: int) -> int:
+        """How many texts may have a token of their own at ``place``."""
+        if len(self.ends) < self.batch:
+            return self.batch
+        return sum(end > place for end in self.ends)
+
+    def gains(self, left: Left, place: int) -> Tensor:
+        """How much of ``left`` each token at ``place`` would explain, ``(candidates,)``."""
+        own = self._cached.get(place)
+        if own is None:
+            own = self.inputs.first(self.ids, place)
+            if len(self._cached) < self._max_cached:
+                self._cached[place] = own
+        size = own.square().sum(1)
+        beside = (size - (own @ left.explained).square().sum(1)).clamp_min(0.05 * float(size.mean()))
+        gain: Tensor = (own @ left.strong).square().sum(1) / beside
+        return gain
+
+
+@dataclass(frozen=True)
+class Left:
+    """``strong`` ``(hidden, DIRECTIONS)``: what is left, by direction. ``explained`` ``(hidden, tokens)``: orthonormal."""
+
+    strong: Tensor
+    explained: Tensor
