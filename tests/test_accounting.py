@@ -124,7 +124,7 @@ def test_every_other_mechanism_has_no_formal_guarantee_and_no_number(name: str) 
     known = [p.mechanism for p in parse_defense(DEFENSES[name].example)]
     told = guarantee(known, Run(100, 10, 1))
     assert formal(known) is None and told.statement.startswith("no formal guarantee")
-    assert set(told.told()) == {"statement"}
+    assert set(told.to_dict()) == {"statement"}
 
 
 def test_a_guarantee_says_what_weakens_it() -> None:

@@ -31,7 +31,7 @@ def service(settings: ObfuscationSettings, family: str = "bert", texts: int = 6)
     model = tiny(family, "causal" if family in ("gpt2", "llama") else "classification")
     made = obfuscate(model, settings, VOCABULARY.special_ids, generator(7))
     ids = tuple((CLS, *VOCABULARY.encode(t), SEP) for t in TEXTS[:texts])
-    told = Mechanism("obfuslm", Stage.MODEL, settings.told())
+    told = Mechanism("obfuslm", Stage.MODEL, settings.to_dict())
     return ServiceTranscript(model, made.model, made.tokens, ids, VOCABULARY, told)
 
 

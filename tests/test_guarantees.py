@@ -55,7 +55,7 @@ def test_a_plan_and_what_was_counted() -> None:
     for _ in range(20):
         made.made(Draw("poisson", 0.1), [10], secret=True)
     assert made.spent() == replace(plan, statement=f"{kind}; counted, after 20 releases")
-    assert plan.told() == {
+    assert plan.to_dict() == {
         "statement": plan.statement, "epsilon": spent, "delta": 1e-5, "cross_check": other, "steps": 20, "rate": 0.1,
         "neighbours": "one text is there or not", "sampling": "poisson",
     }  # fmt: skip
@@ -84,7 +84,7 @@ def test_a_seed_and_a_loader_that_shuffles_void_it() -> None:
     assert one_seeded.epsilon is None and one_seeded.warnings == (SEEDED,) and one_seeded.steps == 4
     unknown = after((DP_SGD, 3), (replace(DP_SGD, sampling="unknown", rate=None), 2))
     assert unknown.warnings == (LOADER,) and unknown.otherwise == (figures(steps=5)[0], 1e-5)
-    assert unknown.told()["otherwise"] == list(unknown.otherwise) and unknown.told()["warnings"] == [LOADER]
+    assert unknown.to_dict()["otherwise"] == list(unknown.otherwise) and unknown.to_dict()["warnings"] == [LOADER]
 
 
 def test_a_delta_of_one_text_in_full_is_told() -> None:

@@ -236,7 +236,7 @@ def test_what_is_not_proven_has_no_epsilon(runs: Any, words: str) -> None:
         spent(runs, 1e-5)
 
 
-GOOD = Release("dp-sgd", "gaussian", 1.0, 1.0, "poisson", 0.1, None, (3,)).told()
+GOOD = Release("dp-sgd", "gaussian", 1.0, 1.0, "poisson", 0.1, None, (3,)).to_dict()
 
 
 @pytest.mark.parametrize(

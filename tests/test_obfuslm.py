@@ -102,9 +102,9 @@ def test_weights_are_those_of_the_plain_reading(disjoint: bool) -> None:
 def test_no_epsilon_of_the_mixing_is_a_guarantee() -> None:
     """(k, epsilon)-anonymity as defined does not hold, so it is said nowhere: ``benchmarks/obfuslm_anonymity.py``."""
     for plus in (False, True):
-        told = ObfuscationSettings(plus=plus).told()
+        told = ObfuscationSettings(plus=plus).to_dict()
         found = guarantee([Mechanism("obfuslm", Stage.MODEL, told)], Run(100, 10, 1))
-        assert found.told() == {"statement": found.statement} and found.statement.startswith("no formal guarantee")
+        assert found.to_dict() == {"statement": found.statement} and found.statement.startswith("no formal guarantee")
 
 
 def test_noise_of_a_cluster_has_other_widths_for_other_rows() -> None:

@@ -35,12 +35,12 @@ def said(call: Any) -> str:
 
 
 def test_a_release_as_plain_values() -> None:
-    assert DP_SGD.told() == {
+    assert DP_SGD.to_dict() == {
         "mechanism": "dp-sgd", "noise": "gaussian", "multiplier": 2.0, "clip": 1.0, "sampling": "poisson", "rate": 0.1,
         "number": None, "blocks": [10], "secret": True,
     }  # fmt: skip
     for one in (DP_SGD, DIRECTION, Release(UNPROVEN, secret=False)):
-        assert Release.read(json.loads(json.dumps(one.told()))) == one
+        assert Release.read(json.loads(json.dumps(one.to_dict()))) == one
     assert vars(Release(UNPROVEN)) == {
         "mechanism": UNPROVEN, "noise": "", "multiplier": 0.0, "clip": 0.0, "sampling": "unknown", "rate": None,
         "number": None, "blocks": (), "secret": True,
@@ -76,7 +76,7 @@ def test_a_release_as_plain_values() -> None:
     ],
 )
 def test_what_is_wrong_with_a_release_is_said(changed: dict[str, Any], words: str) -> None:
-    assert said(lambda: Release.read({**DP_SGD.told(), **changed})) == f"accounting: a release with {words}"
+    assert said(lambda: Release.read({**DP_SGD.to_dict(), **changed})) == f"accounting: a release with {words}"
 
 
 @pytest.mark.parametrize("changed", [{"rate": 1.0}, {"rate": 1}, {"blocks": (1,)}, {"multiplier": 1, "clip": 5e-324}])
@@ -90,9 +90,10 @@ def test_what_is_no_release_is_said() -> None:
     wanted = f"is no release; expected an object with {FIELDS}"
     long = {"a": "x" * 200}
     assert said(lambda: Release.read(long)) == f"accounting: {str(long)[:80]} {wanted}"
-    assert said(lambda: Release.read([*DP_SGD.told()])).endswith(wanted)
+    assert said(lambda: Release.read([*DP_SGD.to_dict()])).endswith(wanted)
     assert (
-        said(lambda: Release.read({**DP_SGD.told(), "blocks": (10,)})) == "accounting: the blocks of a release are no list"
+        said(lambda: Release.read({**DP_SGD.to_dict(), "blocks": (10,)}))
+        == "accounting: the blocks of a release are no list"
     )
     figures = "accounting: a release without a formal guarantee has figures of one"
     for changed in (
@@ -210,7 +211,7 @@ def test_the_state_of_a_ledger() -> None:
     assert made.begin() == 1 and made.begin() == 2 and made.passes == 0 and made.releases == 3
     assert made.state_dict() == {
         "version": 1, "examples": 100, "batch_size": 10, "delta": 1e-5, "passes": 2, "defense": ["gaussian", "dp-sgd"],
-        "runs": [{"release": DP_SGD.told(), "count": 3}],
+        "runs": [{"release": DP_SGD.to_dict(), "count": 3}],
     }  # fmt: skip
     again = filled(0)
     again.load_state_dict(made.state_dict())
@@ -257,7 +258,7 @@ def test_what_a_file_says_was_spent(tmp_path: Path) -> None:
     unknown.save(path)
     assert counted(path) == unknown.spent() and "the loader shuffles" in counted(path).warnings[0]
     assert counted(path).otherwise == (epsilon(2.0, 0.1, 25, 1e-5), 1e-5)
-    several = {**made.state_dict(), "runs": [{"release": r.told(), "count": 1} for r in (DP_SGD, DIRECTION)], "passes": 1}
+    several = {**made.state_dict(), "runs": [{"release": r.to_dict(), "count": 1} for r in (DP_SGD, DIRECTION)], "passes": 1}
     path.write_text(json.dumps(several))
     assert said(lambda: counted(path)) == f"{path} holds releases of 2 mechanisms; expected one"
 
@@ -312,11 +313,11 @@ NAMES = "batch_size, defense, delta, examples, passes, runs, version"
         ({"version": 0}, f"no state of a ledger; expected an object of version 1 with {NAMES}"),
         ({"passes": -1}, NUMBERS), ({"passes": 1.0}, NUMBERS), ({"examples": 0}, NUMBERS), ({"batch_size": 0}, NUMBERS),
         ({"batch_size": True}, NUMBERS), ({"delta": 1}, NUMBERS), ({"runs": ()}, NUMBERS), ({"runs": None}, NUMBERS),
-        ({"runs": [{"release": DP_SGD.told(), "count": 0}]}, ENTRY),
-        ({"runs": [{"release": DP_SGD.told(), "count": True}]}, ENTRY),
-        ({"runs": [{"release": DP_SGD.told(), "count": 1, "more": 1}]}, ENTRY), ({"runs": [["release", "count"]]}, ENTRY),
-        ({"runs": [{"release": replace(DIRECTION, number=3).told(), "count": 1}]}, PASS),
-        ({"runs": [{"release": replace(DIRECTION, number=n).told(), "count": 1} for n in (3, 1)]}, PASS),
+        ({"runs": [{"release": DP_SGD.to_dict(), "count": 0}]}, ENTRY),
+        ({"runs": [{"release": DP_SGD.to_dict(), "count": True}]}, ENTRY),
+        ({"runs": [{"release": DP_SGD.to_dict(), "count": 1, "more": 1}]}, ENTRY), ({"runs": [["release", "count"]]}, ENTRY),
+        ({"runs": [{"release": replace(DIRECTION, number=3).to_dict(), "count": 1}]}, PASS),
+        ({"runs": [{"release": replace(DIRECTION, number=n).to_dict(), "count": 1} for n in (3, 1)]}, PASS),
     ],
 )  # fmt: skip
 def test_what_is_no_state_is_said(changed: dict[str, Any], words: str) -> None:
@@ -327,6 +328,6 @@ def test_what_is_no_state_is_said(changed: dict[str, Any], words: str) -> None:
 def test_the_ends_of_what_a_state_may_be() -> None:
     least = {**filled().state_dict(), "examples": 1, "batch_size": 1, "passes": 0}
     assert read(least) == ([(DP_SGD, 3)], 0)
-    begun = [{"release": replace(DIRECTION, number=n).told(), "count": 1} for n in (2, 1)]
+    begun = [{"release": replace(DIRECTION, number=n).to_dict(), "count": 1} for n in (2, 1)]
     assert read({**least, "runs": begun, "passes": 2}) == ([(replace(DIRECTION, number=n), 1) for n in (2, 1)], 2)
     assert read({**least, "runs": []}) == ([], 0)

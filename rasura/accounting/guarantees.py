@@ -85,7 +85,7 @@ class Guarantee:
     otherwise: tuple[float, float] | None = None
     warnings: tuple[str, ...] = ()
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain values for a record, without what is not known."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v not in (None, ())}
 

@@ -99,7 +99,7 @@ class Ledger:
         return {
             "version": VERSION, "examples": self.run.examples, "batch_size": self.run.batch_size, "delta": self.run.fails,
             "passes": self._passes, "defense": [m.name for m in self.defense],
-            "runs": [{"release": release.told(), "count": count} for release, count in self.runs],
+            "runs": [{"release": release.to_dict(), "count": count} for release, count in self.runs],
         }  # fmt: skip
 
     def load_state_dict(self, state: Any) -> None:

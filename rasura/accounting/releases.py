@@ -113,7 +113,7 @@ class Release:
             raise InputError("accounting: the blocks of a release are no list")
         return cls(**{**found, "blocks": tuple(sizes)})
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         return {**asdict(self), "blocks": list(self.blocks)}
 

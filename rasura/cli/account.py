@@ -127,7 +127,7 @@ def _spent(path: Path, delta: float | None, as_json: bool) -> None:
 
     found = counted(path, delta)
     if as_json:
-        sys.stdout.write(json.dumps(found.told()) + "\n")
+        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
         return
     for line in (found.statement, *found.warnings):
         out.print(line, markup=False, highlight=False, soft_wrap=True)

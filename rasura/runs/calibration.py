@@ -241,7 +241,7 @@ class Calibration:
             sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
         about = {"examples": examples, "batch_size": recipe.batch_size, "epochs": recipe.epochs}
         try:
-            return {**guarantee(mechanisms, run, sizes=sizes).told(), **about}
+            return {**guarantee(mechanisms, run, sizes=sizes).to_dict(), **about}
         except MissingExtra as missing:
             return {"statement": f"not computed: {missing}", **about}
 

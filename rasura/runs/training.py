@@ -168,7 +168,7 @@ class Training:
             "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
             "mechanism": [{"name": m.name, "stage": m.stage.value, "parameters": dict(m.parameters)} for m in mechanisms],
             "lora": plan.lora,
-            "privacy": ledger.spent().told(), "planned": ledger.planned.told(), "ledger": ledger.state_dict(),
+            "privacy": ledger.spent().to_dict(), "planned": ledger.planned.to_dict(), "ledger": ledger.state_dict(),
             "noise": plan.recipe.noise,
             "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
             "encode_seconds": self.encoding, "protect_seconds": protecting,

@@ -124,17 +124,17 @@ def _models(service: Service) -> Any:
             files = {CONFIG: limits.body_bytes, WEIGHTS: limits.model_bytes}
             head = await _received(request, service, place, files, check)
             about = await service.engine.run(lambda: models.checked(place))
-            return store.add_model(tenant, head["name"], about, place).told()
+            return store.add_model(tenant, head["name"], about, place).to_dict()
 
     @router.get("/v1/models")
     async def list_models(request: Request) -> list[dict[str, Any]]:
         """Your models."""
-        return [model.told() for model in store.models(_tenant(request))]
+        return [model.to_dict() for model in store.models(_tenant(request))]
 
     @router.get("/v1/models/{name}")
     async def show_model(request: Request, name: str) -> dict[str, Any]:
         """One of your models."""
-        return store.model(_tenant(request), name).told()
+        return store.model(_tenant(request), name).to_dict()
 
     @router.get("/v1/models/{name}/files", response_class=StreamingResponse, responses=_FILES)
     async def download(request: Request, name: str) -> Any:
@@ -178,17 +178,17 @@ def _jobs(service: Service) -> Any:
             await asyncio.to_thread(data.check, place, model.about, settings[0], limits)
             job = store.add_job(model, head["output"], asdict(settings[0]), place, limits.jobs)
         service.supervisor.wake()
-        return job.told()
+        return job.to_dict()
 
     @router.get("/v1/jobs")
     async def list_jobs(request: Request) -> list[dict[str, Any]]:
         """Your jobs."""
-        return [job.told() for job in store.jobs(_tenant(request))]
+        return [job.to_dict() for job in store.jobs(_tenant(request))]
 
     @router.get("/v1/jobs/{number}")
     async def show_job(request: Request, number: str) -> dict[str, Any]:
         """State of a job, and the figures of its epochs."""
-        return store.job(number, _tenant(request)).told()
+        return store.job(number, _tenant(request)).to_dict()
 
     @router.delete("/v1/jobs/{number}", status_code=204, response_class=Response)
     async def cancel_job(request: Request, number: str) -> None:

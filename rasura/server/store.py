@@ -46,7 +46,7 @@ class Model:
     about: Mapping[str, Any]
     bytes: int
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What its tenant is told."""
         return {"name": self.name, "bytes": self.bytes, **self.about}
 
@@ -66,7 +66,7 @@ class Job:
     epochs: list[dict[str, float | None]]
     starts: int
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """What its tenant is told."""
         return {
             "id": self.id, "model": self.name, "output": self.output, "state": self.state, "reason": self.reason,

@@ -59,7 +59,7 @@ def obfuslm(
 ) -> Service:  # fmt: skip
     """ObfusLM; ``fixed`` as for ``obfuscate``, the special tokens if None."""
     made = obfuscate(model, settings, vocabulary.special_ids if fixed is None else fixed, rng)
-    told = Mechanism("obfuslm", Stage.MODEL, settings.told())
+    told = Mechanism("obfuslm", Stage.MODEL, settings.to_dict())
     return Service(model, made.model, vocabulary, told, made.tokens)
 
 

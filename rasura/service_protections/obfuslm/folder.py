@@ -77,7 +77,7 @@ def obfuscate_model(
         served.save_pretrained(part)
     except OSError as error:
         raise InputError(f"{part} cannot be written ({error.strerror})") from None
-    Key(made.tokens, tokenizer, options, pair, digest, settings.told()).save(secret, passphrase)
+    Key(made.tokens, tokenizer, options, pair, digest, settings.to_dict()).save(secret, passphrase)
     part.rename(target)
     return Served(target, secret, pair, victim.vocabulary.size - len(fixed), made.clusters, made.merged)
 

@@ -39,6 +39,6 @@ class ObfuscationSettings:
         if not 0 <= self.beta <= 1:
             raise InputError(f"beta is {self.beta}; expected a share between 0 and 1")
 
-    def told(self) -> Mapping[str, float | int | bool]:
+    def to_dict(self) -> Mapping[str, float | int | bool]:
         """The settings by name, as plain figures."""
         return asdict(self)
