@@ -54,7 +54,7 @@ def searching() -> None:
             some @ rows.T
 
     product, _ = timed(bare)
-    nearest, near = timed(lambda: neighbours(table, PAPER.most, usable))
+    nearest, near = timed(lambda: neighbours(table, PAPER.max_k, usable))
     whole, _ = timed(lambda: search(table, names, usable, PAPER))
     near = near[:, : PAPER.k].contiguous()
     tokens = usable.nonzero().flatten()
@@ -86,8 +86,8 @@ def planning(tokens: int, width: int) -> None:
     table = torch.randn(tokens, width, generator=generator(0))
     usable = torch.ones(tokens, dtype=torch.bool)
     part = 512
-    warm, _ = timed(lambda: neighbours(table, PAPER.most, usable, upto=8))
-    seconds, _ = timed(lambda: neighbours(table, PAPER.most, usable, upto=part))
+    warm, _ = timed(lambda: neighbours(table, PAPER.max_k, usable, upto=8))
+    seconds, _ = timed(lambda: neighbours(table, PAPER.max_k, usable, upto=part))
     near = torch.randint(tokens, (tokens, PAPER.k), dtype=torch.int32, generator=generator(1))
     some = torch.arange(2000)
     counting, _ = timed(lambda: common(near, some, torch.ones(len(some), PAPER.k, dtype=torch.bool)))

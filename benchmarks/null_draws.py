@@ -52,7 +52,7 @@ ENCODERS_ONLY = frozenset(
     {"labels", "pursuit", "dlg", "tag", "lamp-cos", "lamp-l1l2", "grab", "mask-positions", "decepticons"}
 )
 SPECIAL = frozenset({PAD, FIRST, LAST})
-SMALL_GHOST = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
+SMALL_GHOST = ShadowSettings(k=12, overlap=0.3, grow=4, max_k=40, language=None)
 ATTACKS = tuple(registry.ATTACKS)
 
 

@@ -21,11 +21,11 @@ def box() -> Any:
 
     @dataclass(frozen=True)
     class Box:
-        share: float = number(least=0, most=1, open="low")
-        below: float = number(0.0, least=-1, most=1, open="high")
+        share: float = number(minimum=0, maximum=1, open="low")
+        below: float = number(0.0, minimum=-1, maximum=1, open="high")
         free: float = number(0.5)
-        wide: float = number(2.0, least=0, infinite=True)
-        count: int = whole(3, least=1, most=5)
+        wide: float = number(2.0, minimum=0, infinite=True)
+        count: int = whole(3, minimum=1, maximum=5)
         any_count: int | None = whole(None, optional=True, absent=True)
         kind: str = word("red", words=("red", "blue"))
         text: str | None = word(None, optional=True)
@@ -102,7 +102,7 @@ def test_a_protection_is_known_by_the_name_it_is_made_with() -> None:
 
         @dataclass(frozen=True)
         class Blur(Shared, named="blur", at=Stage.DATA):
-            width: float = number(1.0, least=0)
+            width: float = number(1.0, minimum=0)
 
         class Plain(Shared, named="plain"):
             pass

@@ -148,13 +148,13 @@ def test_ghosts_fields_are_those_of_its_settings() -> None:
     (ghost,) = told("ghost")
     assert set(ghost.parameters) == names
     for name, wrong in {
-        "k": 0, "overlap": 1.1, "grow": 0, "most": 0, "language": 3, "direct": 1, "indirect": 0, "lemma": "yes", "group": 0,
+        "k": 0, "overlap": 1.1, "grow": 0, "max_k": 0, "language": 3, "direct": 1, "indirect": 0, "lemma": "yes", "group": 0,
         "choices": 0, "keep_punctuation": 1, "keep_numbers": 1, "round_trip": 1, "beam": 0, "tried": -1, "sweeps": -1,
         "enough": 1.0, "start": "far",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=f"ghost: {name} is"):
             mechanism("ghost", {**ghost.parameters, name: wrong})
-    edge = dict.fromkeys(("k", "overlap", "grow", "most", "group", "choices", "beam"), 1)
+    edge = dict.fromkeys(("k", "overlap", "grow", "max_k", "group", "choices", "beam"), 1)
     edge |= dict.fromkeys(("tried", "sweeps", "enough"), 0)
     assert mechanism("ghost", {**ghost.parameters, **edge, "language": None}).parameters["language"] is None
 

@@ -15,7 +15,7 @@ from rasura.ghost.selection import Selector
 from rasura.ghost.table import RELAXED, ShadowSettings, ShadowTable
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, tiny
 
-PLAIN = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
+PLAIN = ShadowSettings(k=12, overlap=0.3, grow=4, max_k=40, language=None)
 GROUPS = replace(PLAIN, group=4, choices=6)
 
 

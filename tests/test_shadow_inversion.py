@@ -24,7 +24,7 @@ from rasura.priors.trigram import Trigram
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.step import step
 
-SMALL = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
+SMALL = ShadowSettings(k=12, overlap=0.3, grow=4, max_k=40, language=None)
 EMBEDDING = token_embedding(tiny("bert", "classification"))
 TEXT = [CLS, 40, 41, 9, 50, 61, SEP]
 

@@ -295,7 +295,7 @@ differs = ["everything"]
 
 [train]
 data = "notes.jsonl"
-defenses = ["none", "ghost:k=4/most=8/lemma=false/indirect=false/overlap=1.0"]
+defenses = ["none", "ghost:k=4/max_k=8/lemma=false/indirect=false/overlap=1.0"]
 epochs = 1
 batch_size = 4
 

@@ -32,7 +32,7 @@ from rasura.victims.step import step
 
 __all__ = ["model_folder"]
 
-SMALL = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)
+SMALL = ShadowSettings(k=12, overlap=0.3, grow=4, max_k=40, language=None)
 
 
 def clustered(tokens: int = 400, seed: int = 0) -> Tensor:
@@ -48,12 +48,12 @@ def plain_search(table: Tensor, names: Sequence[str], usable: Tensor, s: ShadowS
     cosines = rows @ rows.T
     cosines[:, ~usable] = -2
     cosines.fill_diagonal_(-2)
-    near = cosines.argsort(dim=1, descending=True, stable=True)[:, : s.most].tolist()
-    sizes = [*range(s.k, s.most, s.grow), s.most]
+    near = cosines.argsort(dim=1, descending=True, stable=True)[:, : s.max_k].tolist()
+    sizes = [*range(s.k, s.max_k, s.grow), s.max_k]
     out: list[tuple[list[int], int, int]] = []
     for t in range(len(table)):
         found: tuple[list[int], int, int] = ([], 0, 3)
-        for level, k in [(0, k) for k in sizes] + [(1, s.most), (2, s.most)] if usable[t] else []:
+        for level, k in [(0, k) for k in sizes] + [(1, s.max_k), (2, s.max_k)] if usable[t] else []:
             own = near[t][:k]
             left = []
             for other in own:
@@ -74,7 +74,7 @@ def test_search_equals_the_plain_loops(criteria: dict[str, bool]) -> None:
     names = [f"l{i // 3}" for i in range(len(table))]
     usable = torch.ones(len(table), dtype=torch.bool)
     usable[:7] = False
-    settings = ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None, **criteria)
+    settings = ShadowSettings(k=12, overlap=0.3, grow=4, max_k=40, language=None, **criteria)
     found = search(table, names, usable, settings)
     wanted = plain_search(table, names, usable, settings)
     assert [(found.of(t).tolist(), int(found.k[t]), int(found.relaxed[t])) for t in range(len(table))] == wanted
@@ -199,7 +199,7 @@ def test_a_step_behind_ghost_sends_the_gradient_of_the_substitutes(family: str) 
 def test_options_are_told_as_text() -> None:
     (one,) = parse_defense("ghost:k=200/overlap=0.2/lemma=false/group=8/start=random/sweeps=0/language=none")
     told = one.mechanism.parameters
-    assert (told["k"], told["most"], told["overlap"], told["lemma"], told["group"]) == (200, 200, 0.2, False, 8)
+    assert (told["k"], told["max_k"], told["overlap"], told["lemma"], told["group"]) == (200, 200, 0.2, False, 8)
     assert (told["start"], told["sweeps"], told["language"]) == ("random", 0, None)
     assert parse_defense("ghost")[0].mechanism == ghost().mechanism
     for wrong, message in [

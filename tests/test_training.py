@@ -132,7 +132,7 @@ def test_data_are_protected_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
     from rasura.ghost.table import ShadowSettings
 
     model = tiny("gpt2", "causal")
-    defense = (ghost(shadows=ShadowSettings(k=12, overlap=0.3, grow=4, most=40, language=None)),)
+    defense = (ghost(shadows=ShadowSettings(k=12, overlap=0.3, grow=4, max_k=40, language=None)),)
     monkeypatch.setattr("rasura.victims.train.CHUNK", 4)
     some = rows("causal")
     hidden = protected(some, defense, model, VOCABULARY, tmp_path, 0)

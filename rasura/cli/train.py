@@ -99,7 +99,7 @@ def ghost(
     given = {"k": k, "overlap": overlap, "group": group}
     asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if k is not None:
-        asked["most"] = max(k, ShadowSettings.most)
+        asked["max_k"] = max(k, ShadowSettings.max_k)
     if language is not None:
         asked["language"] = None if language == "none" else language
     flags = {"keep_punctuation": keep_punctuation, "keep_numbers": keep_numbers, "round_trip": round_trip}

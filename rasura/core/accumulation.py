@@ -65,8 +65,8 @@ def counted(rows: Iterable[Batch]) -> frozenset[int]:
     return frozenset[int]().union(*(tokens_in(row.inputs()) for row in rows))
 
 
-def gathered(batches: Sequence[Collection[int]], least: int) -> tuple[list[list[int]], list[int]]:
-    """Places of consecutive batches that hold at least ``least`` different tokens together, and those left over at the end.
+def gathered(batches: Sequence[Collection[int]], min_tokens: int) -> tuple[list[list[int]], list[int]]:
+    """Places of consecutive batches that hold at least ``min_tokens`` different tokens together, and those left over.
 
     ``batches``: the tokens of each. Every group ends with the batch that fills it.
     """
@@ -76,7 +76,7 @@ def gathered(batches: Sequence[Collection[int]], least: int) -> tuple[list[list[
     for place, tokens in enumerate(batches):
         group.append(place)
         held.update(tokens)
-        if len(held) >= least:
+        if len(held) >= min_tokens:
             whole.append(group)
             group, held = [], set()
     return whole, group
@@ -84,7 +84,7 @@ def gathered(batches: Sequence[Collection[int]], least: int) -> tuple[list[list[
 
 @dataclass
 class Accumulator:
-    """Holds a client's updates back until they were made of at least ``least`` different tokens, then gives their mean.
+    """Holds a client's updates back until they were made of at least ``min_tokens`` different tokens, then gives their mean.
 
     For a client that sends updates of its own making (weights after local training minus weights before, or gradients):
     ``sent = held.add(update, tokens, weight=texts)`` is None while the client keeps quiet. ``total``, ``tokens`` and
@@ -92,14 +92,14 @@ class Accumulator:
     count again.
     """
 
-    least: int
+    min_tokens: int
     tokens: set[int] = field(default_factory=set)
     weight: float = 0.0
     total: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.least < 1:
-            raise InputError(f"{NAME}: {self.least} tokens; expected at least 1")
+        if self.min_tokens < 1:
+            raise InputError(f"{NAME}: {self.min_tokens} tokens; expected at least 1")
 
     def add(self, update: Gradients, tokens: Collection[int], *, weight: float = 1.0) -> Gradients | None:
         """Take in an update made of texts with these ``tokens``, as ``tokens_in`` counts them; the mean of all held, by
@@ -112,7 +112,7 @@ class Accumulator:
             part = entries.detach() * weight
             self.total[name] = self.total[name] + part if name in self.total else part
         self.tokens, self.weight = self.tokens | set(tokens), self.weight + weight
-        if len(self.tokens) < self.least:
+        if len(self.tokens) < self.min_tokens:
             return None
         mean = {name: entries / self.weight for name, entries in self.total.items()}
         self.tokens, self.weight, self.total = set(), 0.0, {}

@@ -15,8 +15,8 @@ class Rule:
     """What a field may be: a number between bounds (``open`` ones left out), one of ``words``, a flag; or None."""
 
     kind: type[float] | type[int] | type[str] | type[bool]
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
     open: str = ""
     words: tuple[str, ...] = ()
     optional: bool = False
@@ -37,8 +37,8 @@ class Rule:
     def _within(self, value: float) -> bool:
         if not math.isfinite(value) and not (self.infinite and value == math.inf):
             return False
-        low = value > self.least if "low" in self.open else value >= self.least
-        high = value < self.most if "high" in self.open else value <= self.most
+        low = value > self.minimum if "low" in self.open else value >= self.minimum
+        high = value < self.maximum if "high" in self.open else value <= self.maximum
         return low and high and (self.kind is float or value == int(value))
 
     @property
@@ -48,10 +48,10 @@ class Rule:
         if self.kind is str:
             return " or ".join(self.words) or "text"
         ends = []
-        if self.least > -math.inf:
-            ends.append(f"{'above' if 'low' in self.open else 'at least'} {self.least:g}")
-        if self.most < math.inf:
-            ends.append(f"{'below' if 'high' in self.open else 'at most'} {self.most:g}")
+        if self.minimum > -math.inf:
+            ends.append(f"{'above' if 'low' in self.open else 'at least'} {self.minimum:g}")
+        if self.maximum < math.inf:
+            ends.append(f"{'below' if 'high' in self.open else 'at most'} {self.maximum:g}")
         what = "whole " if self.kind is int else "" if self.infinite else "finite "
         return f"a {what}number {' and '.join(ends)}".rstrip()
 

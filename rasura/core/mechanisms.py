@@ -61,10 +61,10 @@ class Mean(Protection, named="mean", at=Stage.AGGREGATE):
 class _Trained(Protection):
     """What a client's own training changed; with ``lora`` above 0, of adapters of that rank."""
 
-    steps: int = whole(1, least=1)
-    learning_rate: float = number(1.0, least=0, open="low")
-    weight_decay: float = number(0.0, least=0)
-    lora: int = whole(0, least=0)
+    steps: int = whole(1, minimum=1)
+    learning_rate: float = number(1.0, minimum=0, open="low")
+    weight_decay: float = number(0.0, minimum=0)
+    lora: int = whole(0, minimum=0)
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ class _Clipped(Protection):
 class Gaussian(_Clipped, named="gaussian", at=Stage.WIRE):
     """The whole update clipped to the norm ``clip``, then Gaussian noise of deviation ``sigma`` on every visible entry."""
 
-    sigma: float = number(least=0)
-    clip: float = number(1.0, least=0, open="low", infinite=True)
+    sigma: float = number(minimum=0)
+    clip: float = number(1.0, minimum=0, open="low", infinite=True)
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         return self.sigma
@@ -110,8 +110,8 @@ class Gaussian(_Clipped, named="gaussian", at=Stage.WIRE):
 class Laplace(_Clipped, named="laplace", at=Stage.WIRE):
     """The whole update clipped to the norm ``clip``, then Laplace noise of ``scale`` b on every visible entry."""
 
-    scale: float = number(least=0)
-    clip: float = number(1.0, least=0, open="low", infinite=True)
+    scale: float = number(minimum=0)
+    clip: float = number(1.0, minimum=0, open="low", infinite=True)
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         return math.sqrt(2) * self.scale
@@ -125,8 +125,8 @@ class DpSgd(_Clipped, named="dp-sgd", at=Stage.AGGREGATE):
     is that of absolute values, which the Euclidean one does not exceed.
     """
 
-    sigma: float = number(least=0, open="low")
-    clip: float = number(1.0, least=0, open="low")
+    sigma: float = number(minimum=0, open="low")
+    clip: float = number(1.0, minimum=0, open="low")
     noise: str = word("gaussian", words=("gaussian", "laplace"))
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
@@ -138,8 +138,8 @@ class DpSgd(_Clipped, named="dp-sgd", at=Stage.AGGREGATE):
 class Normalised(_Clipped, named="normalised", at=Stage.AGGREGATE):
     """Every text's gradient scaled to norm 1, Gaussian noise of ``sigma`` on their sum, all over the number of texts."""
 
-    sigma: float = number(least=0, open="low")
-    clip: float = number(1.0, least=1, most=1)
+    sigma: float = number(minimum=0, open="low")
+    clip: float = number(1.0, minimum=1, maximum=1)
     noise: str = word("gaussian", words=("gaussian",))
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
@@ -150,7 +150,7 @@ class Normalised(_Clipped, named="normalised", at=Stage.AGGREGATE):
 class Directional(Protection, named="directional", at=Stage.AGGREGATE):
     """The mean of one unit vector a text, drawn around its direction at concentration ``kappa`` (von Mises-Fisher)."""
 
-    kappa: float = number(least=0, open="low")
+    kappa: float = number(minimum=0, open="low")
     blocks: str = word("whole", words=("whole", "parameters"))
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
@@ -195,14 +195,14 @@ class FrozenEmbeddings(_Hiding, named="frozen-embeddings", at=Stage.MODEL):
 class FrozenBlocks(_Hiding, named="frozen-blocks", at=Stage.MODEL):
     """Nor are the first ``n`` blocks."""
 
-    n: int = whole(least=0)
+    n: int = whole(minimum=0)
 
 
 @dataclass(frozen=True)
 class Pruning(_Hiding, named="pruning", at=Stage.WIRE):
     """The smallest share ``ratio`` of the entries is left out."""
 
-    ratio: float = number(least=0, most=1, open="high")
+    ratio: float = number(minimum=0, maximum=1, open="high")
 
     @property
     def hides_entries(self) -> bool:
@@ -219,7 +219,7 @@ class Sealing(_Hiding, named="sealing", at=Stage.WIRE):
     """Entries are encrypted: the share ``ratio`` that matters most by ``metric``, or the tensors that ``metric`` names."""
 
     metric: str = word()
-    ratio: float | None = number(None, least=0, most=1, optional=True)
+    ratio: float | None = number(None, minimum=0, maximum=1, optional=True)
     scope: str = word("global", words=("global", "tensor"))
     embeddings: str = word("counted", words=("counted", "sealed", "clear"))
     scheme: str = word("none", words=("none", "bfv", "ckks"))
@@ -248,7 +248,7 @@ class Sign(Protection, named="sign", at=Stage.WIRE):
 class Dropout(Protection, named="dropout", at=Stage.MODEL):
     """Active dropout with probability ``p``."""
 
-    p: float = number(least=0, most=1, open="high")
+    p: float = number(minimum=0, maximum=1, open="high")
 
     @property
     def dropout_rate(self) -> float:
@@ -259,23 +259,23 @@ class Dropout(Protection, named="dropout", at=Stage.MODEL):
 class Ghost(Protection, named="ghost", at=Stage.DATA):
     """Tokens give way to others before training; the parameters are those of ``ShadowSettings`` and ``Selection``."""
 
-    k: int = whole(least=1)
-    overlap: float = number(least=0, most=1)
-    grow: int = whole(least=1)
-    most: int = whole(least=1)
+    k: int = whole(minimum=1)
+    overlap: float = number(minimum=0, maximum=1)
+    grow: int = whole(minimum=1)
+    max_k: int = whole(minimum=1)
     language: str | None = word(optional=True)
     direct: bool = flag()
     indirect: bool = flag()
     lemma: bool = flag()
-    group: int = whole(least=1)
-    choices: int = whole(least=1)
+    group: int = whole(minimum=1)
+    choices: int = whole(minimum=1)
     keep_punctuation: bool = flag()
     keep_numbers: bool = flag()
     round_trip: bool = flag()
-    beam: int = whole(least=1)
-    tried: int = whole(least=0)
-    sweeps: int = whole(least=0)
-    enough: float = number(least=0, most=1, open="high")
+    beam: int = whole(minimum=1)
+    tried: int = whole(minimum=0)
+    sweeps: int = whole(minimum=0)
+    enough: float = number(minimum=0, maximum=1, open="high")
     start: str = word(words=("nearest", "random"))
 
     @property
@@ -287,8 +287,8 @@ class Ghost(Protection, named="ghost", at=Stage.DATA):
 class Accumulate(Protection, named="accumulate", at=Stage.WIRE):
     """Nothing is sent below so many different ``tokens``, or ``widths`` times the hidden size: one of the two."""
 
-    tokens: int | None = whole(None, least=1, optional=True, absent=True)
-    widths: float | None = number(None, least=0, open="low", optional=True, absent=True)
+    tokens: int | None = whole(None, minimum=1, optional=True, absent=True)
+    widths: float | None = number(None, minimum=0, open="low", optional=True, absent=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -27,7 +27,7 @@ class Qsgd(Protection, named="qsgd", at=Stage.WIRE):
     names no attack that knows it for this reason.
     """
 
-    levels: int = whole(least=1)
+    levels: int = whole(minimum=1)
 
 
 def _rounded(gradient: Tensor, levels: int, rng: Randomness) -> Tensor:

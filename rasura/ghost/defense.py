@@ -59,8 +59,8 @@ def described(text: str = "") -> Transform[Batch, Batch, Selector]:
     those of ``ShadowSettings`` and ``Selection``. Raises ``InputError`` for unknown names and values that are none."""
     wanted = options("ghost", text, {**asdict(PAPER), **asdict(DEFAULT)})
     shadows = {n: v for n, v in wanted.items() if n in ShadowSettings.__dataclass_fields__}
-    if shadows.get("k", 0) > PAPER.most:
-        shadows.setdefault("most", shadows["k"])
+    if shadows.get("k", 0) > PAPER.max_k:
+        shadows.setdefault("max_k", shadows["k"])
     selection = {n: v for n, v in wanted.items() if n not in shadows}
     return ghost(shadows=ShadowSettings(**shadows), selection=Selection(**selection))
 

@@ -17,11 +17,11 @@ from rasura.core.values import Vocabulary
 from rasura.ghost.neighbours import common, neighbours
 
 RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", "kept by policy")
-"""What was given up for a token that no neighbour is left to by ``ShadowSettings.most``, by its code in the table."""
+"""What was given up for a token that no neighbour is left to by ``ShadowSettings.max_k``, by its code in the table."""
 
 NONE, POLICY = RELAXED.index("no substitute"), RELAXED.index("kept by policy")
 
-SCHEMA = 2
+SCHEMA = 3
 
 TENSORS = ("offsets", "ids", "k", "relaxed", "groups")
 """What a table's file holds."""
@@ -32,7 +32,7 @@ class ShadowSettings:
     """``k`` neighbours of a token are candidates, and out of these stay those that share at most the fraction ``overlap`` of
     their neighbours with it, that do not have it among their own, and that have another lemma (paper: 70 and 0.1, sec. 6.1).
 
-    Where none stays, ``k`` grows by ``grow`` up to ``most``; then first the overlap, then mutual neighbours are allowed,
+    Where none stays, ``k`` grows by ``grow`` up to ``max_k``; then first the overlap, then mutual neighbours are allowed,
     which the table tells for every token. The paper grows without end. ``language``: of the lemmas, None for none.
     ``direct``, ``indirect``, ``lemma``: the three criteria, for ablation.
 
@@ -44,7 +44,7 @@ class ShadowSettings:
     k: int = 70
     overlap: float = 0.1
     grow: int = 10
-    most: int = 170
+    max_k: int = 170
     language: str | None = "en"
     direct: bool = True
     indirect: bool = True
@@ -56,9 +56,9 @@ class ShadowSettings:
     round_trip: bool = False
 
     def __post_init__(self) -> None:
-        if not (0 < self.k <= self.most and self.grow > 0 and 0 <= self.overlap <= 1):
+        if not (0 < self.k <= self.max_k and self.grow > 0 and 0 <= self.overlap <= 1):
             raise InputError(
-                f"ghost: k is {self.k}, up to {self.most} by {self.grow}, overlap {self.overlap}; expected 0 < k <= most, "
+                f"ghost: k is {self.k}, up to {self.max_k} by {self.grow}, overlap {self.overlap}; expected 0 < k <= max_k, "
                 "a step above 0 and an overlap between 0 and 1"
             )
         if self.group < 1 or self.choices < 1:
@@ -220,7 +220,7 @@ def search(
     """
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     lemma = torch.tensor([number[name] for name in names])
-    most = min(settings.most, int(usable.sum()) - 1)
+    most = min(settings.max_k, int(usable.sum()) - 1)
     near = neighbours(table, most, usable)
     wide = near.long()
     count = len(near)

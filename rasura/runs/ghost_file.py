@@ -176,7 +176,7 @@ def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def _criteria(about: Mapping[str, Any]) -> str:
     shadows = about["shadows"]
     lemmas = f"lemmas of the language {shadows['language']!r}" if shadows["language"] else "no lemmas"
-    criteria = f"k {shadows['k']} up to {shadows['most']}, overlap {shadows['overlap']}, beam {about['beam']}, {lemmas}"
+    criteria = f"k {shadows['k']} up to {shadows['max_k']}, overlap {shadows['overlap']}, beam {about['beam']}, {lemmas}"
     criteria += f", balanced in groups of {shadows['group']}" if shadows["group"] > 1 else ""
     return criteria + "".join(f", {name.replace('_', ' ')}" for name in POLICIES if shadows[name])
 

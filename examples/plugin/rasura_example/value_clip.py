@@ -17,7 +17,7 @@ from rasura.defenses.compose import stateless
 class ValueClip(Protection, named="value-clip", at=Stage.WIRE):
     """What everybody may know of it: the largest absolute value of an entry."""
 
-    limit: float = number(least=0, open="low")
+    limit: float = number(minimum=0, open="low")
 
 
 def value_clip(limit: float) -> Transform[Message, Message, None]:
