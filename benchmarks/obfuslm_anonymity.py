@@ -4,7 +4,7 @@ python benchmarks/obfuslm_anonymity.py --keys 5
 
 The definition: a mixture is at most e^epsilon times as likely for one of the k rows of a cluster as for another. Who names
 the likeliest is then right in at most e^epsilon / (e^epsilon + k - 1) of all cases. Here the adversary has the public table,
-the cluster and a row's weights (public rows give them, ``attacks/embedding_inversion/mixture.py``), and computes the exact
+the cluster and a row's weights (public rows give them, ``attacks/services/mixture.py``), and computes the exact
 likelihood of every member.
 """
 

@@ -43,7 +43,7 @@ def audited(family: str, folder: Path, attacks: Sequence[str], limit: int) -> li
         str(model), texts=texts(limit), limit=limit, attacks=tuple(attacks), defenses=PROTECTIONS, budget="quick",
         metrics=("token_recall",),
     )  # fmt: skip
-    return [r.as_dict() for r in audit(plan, out=folder / "run")]
+    return [r.to_dict() for r in audit(plan, out=folder / "run")]
 
 
 def readers(records: Iterable[Mapping[str, Any]], defense: str) -> set[str]:

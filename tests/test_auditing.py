@@ -197,7 +197,7 @@ def test_an_attack_that_breaks_is_no_protection(model_folder: Path, tmp_path: Pa
     prepared = Audit(plan)
     prepared.attacks["span"] = Broken(error)
     store = RunStore(tmp_path, plan.canonical())
-    records = [r.as_dict() for r in prepared.run(store)]
+    records = [r.to_dict() for r in prepared.run(store)]
     store.close()
     broken = [r for r in records if r["attack"] == "span"]
     assert len(broken) == 2 * 3 and {r["status"] for r in broken} == {"crashed"}
@@ -223,7 +223,7 @@ def test_the_baseline_is_run_with_a_plan_that_lacks_it(model_folder: Path, tmp_p
     assert {(r.defense, r.attack) for r in records} == set(product(("none", "frozen-embeddings"), ("blind", "span")))
     named = Audit(plan_for(model_folder, attacks=("blind", "span"), defenses=("none",)))
     assert {c.key for c in named.cells} == {r.key for r in records if r.defense == "none"}, "as if it were named"
-    found = findings([r.as_dict() for r in records], plan.canonical())
+    found = findings([r.to_dict() for r in records], plan.canonical())
     assert found.columns == ("none", "frozen-embeddings") and found.judged == ("frozen-embeddings",)
     assert found.verdicts["none"].says == "reads (span: 3 of 3 notes nearly whole)"
     page = write_report(tmp_path).read_text()
@@ -262,7 +262,7 @@ def test_the_report_shows_what_sealing_costs_and_at_which_strengths_it_was_tried
     assert "Risk against the strength of sealing:grad" in page and "Risk against the bytes of an update" in page
     bytes_of = page[page.index("Risk against the bytes") :]
     assert bytes_of[: bytes_of.index("</svg>")].count("<circle") == len(defenses) - 1
-    assert findings([r.as_dict() for r in records]).verdicts[defenses[4]].risk is None, "nothing in the clear to attack"
+    assert findings([r.to_dict() for r in records]).verdicts[defenses[4]].risk is None, "nothing in the clear to attack"
 
 
 @pytest.mark.parametrize("width", [1280, 400])

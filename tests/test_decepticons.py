@@ -164,5 +164,5 @@ def test_an_audit_crafts_under_an_active_threat_alone(model_folder: Path, tmp_pa
     # Whoever crafts nothing meets the same step under both.
     assert by["honest-server", "embedding-rows"].scores == by["malicious-server", "embedding-rows"].scores
     assert not any(r.crafted for key, r in by.items() if key != ("malicious-server", "decepticons"))
-    assert ACTIVE not in not_tested([r.as_dict() for r in by.values()])
-    assert ACTIVE in not_tested([honest.as_dict()])
+    assert ACTIVE not in not_tested([r.to_dict() for r in by.values()])
+    assert ACTIVE in not_tested([honest.to_dict()])

@@ -60,7 +60,7 @@ class Record:
     versions: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
 

@@ -117,7 +117,7 @@ class RunStore:
 
     def add(self, record: Record) -> None:
         """Store a finished cell. Raises ``InputError`` when the disk does not take it."""
-        text = json.dumps(_finite(record.as_dict()), sort_keys=True, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(_finite(record.to_dict()), sort_keys=True, ensure_ascii=False, allow_nan=False)
         try:
             with self._db:
                 row = (record.key, text, _digest(record.key, text))
