@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from pathlib import Path
 
@@ -39,3 +41,12 @@ def minilm_path() -> Path:
     from rasura.victims.loading import embedded_model_path
 
     return embedded_model_path()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_kept_of_the_original() -> None:
+    """Mutants are forked from a process that ran the tests: figures that its caches kept must not answer for them."""
+    if "MUTANT_UNDER_TEST" in os.environ:
+        for one in gc.get_objects():
+            if isinstance(one, functools._lru_cache_wrapper) and str(one.__module__).startswith("rasura."):
+                one.cache_clear()
