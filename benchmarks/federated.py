@@ -158,9 +158,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=100)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--learning-rate", type=float, default=5e-4)
-    parser.add_argument("--update", default="fedavg-adamw")
+    parser.add_argument("--update", default="local:epochs=1/batch=16/optimizer=adamw/lr=5e-4")
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--kill", action="store_true", help="kill one of the SuperNodes in the middle of the first round")
     parser.add_argument("--json")
@@ -175,8 +173,8 @@ def main() -> None:
         common: dict[str, Any] = {
             "num-server-rounds": told.rounds, "min-clients": told.clients - told.kill, "allow-few-clients": True,
             "model": told.model, "limit": told.limit,
-            "data": str(Path(told.data).resolve()), "update": told.update, "local-steps": told.steps,
-            "learning-rate": told.learning_rate, "results": str(place / "results.json"), "timeout": told.timeout,
+            "data": str(Path(told.data).resolve()), "update": told.update, "results": str(place / "results.json"),
+            "timeout": told.timeout,
         }  # fmt: skip
         if told.test:
             rows = load_examples(told.test, limit=told.tested)

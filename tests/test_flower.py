@@ -225,7 +225,7 @@ def simulated(place: Path, folder: Path, **given: Any) -> dict[str, Any]:
     from flwr.app import Context, RecordDict
 
     config = tomllib.loads((place / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    config |= {"num-server-rounds": 2, "model": str(folder / "model"), "data": str(folder / "texts.jsonl"), "local-steps": 2}
+    config |= {"num-server-rounds": 2, "model": str(folder / "model"), "data": str(folder / "texts.jsonl")}
     config |= {"min-clients": 2, "allow-few-clients": True, "results": str(folder / "results.json"), **given}
     client, server = (importlib.import_module(f"federated.{n}_app") for n in ("client", "server"))
     contexts = {
@@ -242,7 +242,12 @@ def simulated(place: Path, folder: Path, **given: Any) -> dict[str, Any]:
 def test_the_app_trains_weights_and_adapters_behind_sealing(app_modules: Path, folder: Path) -> None:
     pytest.importorskip("peft")
     for lora in (0, 2):
-        rounds = simulated(app_modules, folder, lora=lora, save=str(folder / f"kept-{lora}" / "{client}-{round}"))
+        rounds = simulated(
+            app_modules,
+            folder,
+            update=f"local:batch=16/lr=5e-5/lora={lora}",
+            save=str(folder / f"kept-{lora}" / "{client}-{round}"),
+        )
         assert [r["server"]["counted"] for r in rounds.values()] == [2, 2]
         assert all(0 <= r["evaluate"]["accuracy"] <= 1 and r["train"]["rasura-beyond"] == 0 for r in rounds.values())
         # Everything is sealed: the server has nothing to send but the sum.
@@ -258,18 +263,17 @@ def test_what_the_server_records_is_read_without_protection_and_not_behind_it(ap
     from rasura.victims.loading import load
 
     texts = [json.loads(line)["text"] for line in (folder / "texts.jsonl").read_text().splitlines()]
-    for update, steps in (("fedsgd", 1), ("fedavg-sgd", 2)):
-        how = {"update": update, "local-steps": steps, "batch-size": 1, "learning-rate": 0.01, "limit": 1}
+    for number, update in enumerate(("local:batch=1/optimizer=sgd/lr=0.01", "fedavg-sgd:2:0.01")):
+        how: dict[str, Any] = {"update": update, "limit": 1}
         how["test"] = str(folder / "texts.jsonl")
-        seen = folder / f"seen-{update}"
+        seen = folder / f"seen-{number}"
         simulated(app_modules, folder, defense="none", record=str(seen), **how)
-        for number in (1, 2):
-            victim = load(seen / f"round-{number}" / "model", "classification")
+        for turn in (1, 2):
+            victim = load(seen / f"round-{turn}" / "model", "classification")
             for k in range(2):
-                file = seen / f"round-{number}" / f"client-{k}.safetensors"
-                said = "fedsgd" if update == "fedsgd" else f"fedavg-sgd:{steps}:0.01"
-                assert read_update(file, victim, ReadRequest(batch_size=1, update=said)).texts == (texts[k],)
-        hidden = folder / f"hidden-{update}"
+                file = seen / f"round-{turn}" / f"client-{k}.safetensors"
+                assert read_update(file, victim, ReadRequest(batch_size=1, update=update)).texts == (texts[k],)
+        hidden = folder / f"hidden-{number}"
         simulated(app_modules, folder, record=str(hidden), **how)
         victim = load(hidden / "round-1" / "model", "classification")
         file = hidden / "round-1" / "client-0.safetensors"

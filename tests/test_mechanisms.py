@@ -14,11 +14,11 @@ from scipy.special import ive
 from rasura import registry
 from rasura.attacks.shared.mechanism import announced_dropout, announced_noise
 from rasura.core.errors import InputError
+from rasura.core.local import Local
 from rasura.core.mechanisms import Directional, DpSgd, Gaussian, Laplace, Normalised, mechanism, typed
 from rasura.core.protection import KNOWN, Protection
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.updates import Local
 from rasura.core.values import Grant, Mechanism, Message, Observation, Stage, Transcript
 from rasura.defenses.accumulate import accumulate
 from rasura.defenses.noise import gaussian_noise, laplace_noise

@@ -16,7 +16,8 @@ from rounds_setting import DEFENSES, FIRST, RATE, averaged, keys, largest, model
 from torch import Tensor
 
 from rasura.core.interfaces import InputError
-from rasura.core.updates import Local, changed
+from rasura.core.local import Local
+from rasura.core.updates import changed
 from rasura.core.values import Message
 from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses.homomorphic_keys import Context as Keys

@@ -12,8 +12,9 @@ from update_setting import NOTE, sent_by
 from rasura import registry
 from rasura.attacks.updates.span import Span
 from rasura.core.interfaces import Budget, InputError, Transform
+from rasura.core.local import WEIGHT_DECAY, Local
 from rasura.core.rng import generator
-from rasura.core.updates import WEIGHT_DECAY, Local, announced_update, changed
+from rasura.core.updates import announced_update, changed
 from rasura.core.values import Grant, Mechanism, Stage, Transcript
 from rasura.defenses.compose import mean
 from rasura.registry import parse_update

@@ -27,9 +27,10 @@ from rasura.attacks.shared.verify import (
     verified,
 )
 from rasura.core.interfaces import AttackFailed
+from rasura.core.local import FEDSGD, Local
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, WITH_LABELS, observe
-from rasura.core.updates import FEDSGD, Local, announced_update, changed
+from rasura.core.updates import announced_update, changed
 from rasura.core.values import UNKNOWN, Grant, Message, Observation, Proof
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.victims.step import step

@@ -124,7 +124,11 @@ def ghost(
     out.print(f"data: {found.path}\ncard: {found.card}", markup=False, highlight=False, soft_wrap=True)
 
 
-Schedule = Annotated[str, typer.Option(help="schedule of the learning rate: constant, or linear, which falls to 0")]
+Schedule = Annotated[str, typer.Option(help="schedule of the learning rate: constant, or linear or cosine, which fall to 0")]
+Round = Annotated[
+    str | None,
+    typer.Option("--update", help="a client's round, as in rasura audit: it sets epochs, batch, optimizer and adapter"),
+]
 ForService = Annotated[
     bool, typer.Option("--service", help="the defenses are protections of a model service: none,obfuslm:k=10")
 ]
@@ -146,6 +150,7 @@ def train(
     schedule: Schedule = "constant",
     warmup: Annotated[float, typer.Option(help="fraction of the steps over which a linear schedule rises first")] = 0.0,
     optimizer: Optimizer = "adamw",
+    update: Round = None,
     lora: Annotated[int, typer.Option(help="rank of LoRA adapters to train instead of the weights; 0: none")] = 0,
     holdout: Annotated[float, typer.Option(help="fraction of the training texts held out for early stopping")] = 0.1,
     limit: Annotated[int | None, typer.Option(help="number of training texts to use")] = None,
@@ -186,7 +191,28 @@ def train(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
         delta, recipe, service, text_column, pair_column, label_column,
     )  # fmt: skip
+    plan = plan if update is None else following(plan, update)
     trained(prepared(plan, folder, device_named(device)), as_json)
+
+
+def following(plan: Any, update: str) -> Any:
+    """``plan``, a ``TrainPlan``, with the round of ``update``. Raises ``InputError`` for other kinds of update."""
+    from dataclasses import replace
+
+    from rasura.core.interfaces import InputError
+    from rasura.registry import parse_update
+    from rasura.victims.recipe import Recipe
+
+    local, wire = parse_update(update)
+    course = local.plan
+    if course is None or wire:
+        raise InputError(f"update is {update!r}; training takes a whole round, such as local:epochs=1/batch=8/lora=16")
+    old = plan.recipe
+    recipe = Recipe.following(course, patience=course.epochs, keep="last", seed=old.seed, noise=old.noise)
+    return replace(
+        plan, recipe=recipe, lora=course.lora, targets=course.targets, adapter_dropout=course.dropout,
+        limit=course.examples or plan.limit,
+    )  # fmt: skip
 
 
 def prepared(plan: Any, folder: Path, device: str = "cpu") -> Any:

@@ -5,107 +5,37 @@ Used by the step that sends, and by attacks that recompute what a guess would ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rasura.core.interfaces import InputError
-from rasura.core.mechanisms import FedAvgSgd, mechanism
-from rasura.core.protection import Protection
+from rasura.core.checked import rules
+from rasura.core.local import FEDSGD, RATES, Local, Order, Round, announced, run
+from rasura.core.options import options
 from rasura.core.specs import UpdateSpec
-from rasura.core.values import Gradients, Grant, Observation, Stage
-
-WEIGHT_DECAY = 0.01
-"""AdamW's default."""
-
-MOMENTUM = 0.9
-"""The usual momentum of SGD."""
-
-
-@dataclass(frozen=True)
-class FedAvgMomentum(FedAvgSgd, named="fedavg-momentum", at=Stage.AGGREGATE):
-    """Several steps of SGD with momentum, which starts anew with every message."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """A kind of local training: its usual learning ``rate``, the ``optimizer`` of parameters and a rate, what it decays."""
-
-    rate: float
-    optimizer: Callable[[Iterable[Tensor], float], torch.optim.Optimizer]
-    weight_decay: float = 0.0
-
-
-TRAININGS: Mapping[str, Training] = {
-    "fedavg-sgd": Training(0.01, lambda own, rate: torch.optim.SGD(own, lr=rate)),
-    "fedavg-momentum": Training(0.01, lambda own, rate: torch.optim.SGD(own, lr=rate, momentum=MOMENTUM)),
-    "fedavg-adamw": Training(
-        5e-5, lambda own, rate: torch.optim.AdamW(own, lr=rate, weight_decay=WEIGHT_DECAY), WEIGHT_DECAY
-    ),
-}
-"""Every kind of update that is more than one gradient."""
-
-RATES: Mapping[str, float] = {"fedsgd": 1.0, **{kind: one.rate for kind, one in TRAININGS.items()}}
-"""The usual learning rate of each kind, where none is given."""
-
-
-@dataclass(frozen=True)
-class Local:
-    """One client's work between two messages.
-
-    ``kind``: ``fedsgd``, the gradient; or one of ``TRAININGS``: ``steps`` of training on the whole batch at
-    ``learning_rate``; sent is what they changed. ``lora``: rank of the adapters that are trained instead of the weights, 0
-    for none. Raises ``InputError`` for what cannot be.
-    """
-
-    kind: str = "fedsgd"
-    steps: int = 1
-    learning_rate: float = 1.0
-    lora: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in RATES:
-            raise InputError(f"unknown update {self.kind!r}; known: {', '.join(RATES)}")
-        if self.steps < 1 or self.lora < 0 or not 0 < self.learning_rate < float("inf"):
-            raise InputError(
-                f"update {self.kind}: {self.steps} steps, rank {self.lora}, learning rate {self.learning_rate}; "
-                "expected at least 1 step, a rank of at least 0, and a learning rate above 0"
-            )
-        if self.kind == "fedsgd" and self.steps > 1:
-            raise InputError(f"update fedsgd sends one gradient, found {self.steps} steps; use fedavg-sgd or fedavg-adamw")
-
-    @property
-    def mechanism(self) -> Protection:
-        """What everybody knows of it."""
-        decay = TRAININGS[self.kind].weight_decay if self.kind in TRAININGS else 0.0
-        known = {"steps": self.steps, "learning_rate": self.learning_rate, "weight_decay": decay, "lora": self.lora}
-        return mechanism(self.kind, known)
-
-
-FEDSGD = Local()
-"""One gradient."""
+from rasura.core.values import Gradients, Grant, Observation
 
 
 def announced_update(seen: Observation) -> Local:
     """How the update came about, as the mechanism tells it; one gradient where it tells nothing."""
-    for m in seen.mechanism if Grant.MECHANISM in seen else ():
-        if m.name in RATES:
-            p = m.parameters
-            return Local(m.name, int(p["steps"] or 1), float(p["learning_rate"] or 1.0))
-    return FEDSGD
+    return announced(seen.mechanism) if Grant.MECHANISM in seen else FEDSGD
 
 
 def changed(
-    model: nn.Module, inputs: Mapping[str, Any], names: Sequence[str], local: Local = FEDSGD
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    names: Sequence[str],
+    local: Local = FEDSGD,
+    order: Order = torch.randperm,
 ) -> tuple[Gradients, float]:
     """What ``model`` would send for ``inputs``: one tensor for each of the parameters ``names`` that has one, and the loss.
 
-    For FedAvg: (weights before - weights after) / learning rate, which after one step of SGD is the gradient. ``model`` and
-    its ``.grad`` are left as they are; tensors are on the CPU.
+    For local training: (weights before - weights after) / learning rate, which after one step of SGD is the gradient; the
+    loss is the first mini-batch's. ``order`` draws the order of texts. ``model`` and its ``.grad`` are left as they are;
+    tensors are on the CPU.
     """
     start: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in set(names)}
     if local.kind == "fedsgd":
@@ -121,19 +51,30 @@ def changed(
                 p.requires_grad_(flag)
         return {n: g.detach().cpu() for n, g in zip(start, found) if g is not None}, float(loss.detach())
     own: dict[str, Tensor] = {n: p.detach().clone().requires_grad_(True) for n, p in start.items()}
-    optimizer = TRAININGS[local.kind].optimizer(own.values(), local.learning_rate)
-    losses = []
     used: set[str] = set()
-    for _ in range(local.steps):
+    size = len(next(iter(inputs.values())))
+
+    def gradient(rows: Tensor) -> tuple[Gradients, float]:
+        some = mini_batch(inputs, rows) if len(rows) < size else dict(inputs)
         with torch.enable_grad():
-            loss = torch.func.functional_call(model, own, (), dict(inputs)).loss
+            loss = torch.func.functional_call(model, own, (), some).loss
             found = torch.autograd.grad(loss, list(own.values()), allow_unused=True)
-        for (n, p), g in zip(own.items(), found):
-            p.grad = g
-            used |= {n} if g is not None else set()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+        there = {n: g for n, g in zip(own, found) if g is not None}
+        used.update(there)
+        return there, float(loss.detach())
+
+    losses = run(own, size, local.round, gradient, order)
     return {n: ((start[n] - p).detach() / local.learning_rate).cpu() for n, p in own.items() if n in used}, losses[0]
+
+
+def mini_batch(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
+    """The texts at the places ``rows`` of a step's ``inputs``, without padding that none of them needs."""
+    some = {name: value[rows.to(value.device)] for name, value in inputs.items()}
+    mask = some.get("attention_mask")
+    if mask is None:
+        return some
+    length = int(mask.any(0).nonzero().max()) + 1
+    return {name: value[:, :length] if value.shape == mask.shape else value for name, value in some.items()}
 
 
 def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) -> Tensor:
@@ -153,6 +94,14 @@ def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) ->
 
 def _fedavg(kind: str, steps: str = "1", rate: str = "") -> Local:
     return Local(kind, int(steps), float(rate) if rate else RATES[kind])
+
+
+def _local(text: str = "") -> Local:
+    usual = {name: one.default for name, one in rules(Round).items()}
+    given = options("local", text, usual)
+    if given.get("optimizer") == "sgd":
+        given.setdefault("decay", 0.0)  # as PyTorch's SGD
+    return Local("local", plan=Round(**given))
 
 
 SPEC = UpdateSpec(
@@ -188,6 +137,15 @@ FEDAVG_ADAMW = UpdateSpec(
     make=partial(_fedavg, "fedavg-adamw"),
     figures=2,
     example="fedavg-adamw:4:5e-5",
+)
+
+LOCAL = UpdateSpec(
+    name="local",
+    about="what a round of local training changed, over lr: epochs, batch, optimizer, lr, lora and more as options",
+    source="McMahan et al. 2017, Algorithm 1, with the settings of usual trainers",
+    make=_local,
+    figures=1,
+    example="local:epochs=1/batch=8/optimizer=adamw/lr=1e-4/lora=16",
 )
 
 LORA = UpdateSpec(

@@ -7,8 +7,8 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Defense
+from rasura.core.local import Local
 from rasura.core.specs import DefenseSpec
-from rasura.core.updates import Local
 from rasura.core.values import Stage
 from rasura.defenses.compose import chain
 from rasura.registry.collect import named

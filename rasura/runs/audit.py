@@ -75,7 +75,7 @@ class Audit:
         self.defenses = chosen.defenses
         self.victim = victim or load_victim(plan, data.num_labels, device)
         self.language_model = load_language_model(plan)
-        self.models = AuditModels(self.victim, (local.lora for local, _ in self.updates.values()), plan.seed)
+        self.models = AuditModels(self.victim, (local.adapter for local, _ in self.updates.values()), plan.seed)
         encoded = encoded_data(data, plan, self.victim, self.defenses)
         self.batches, self.examples_in = encoded.batches, encoded.examples
         self.cells = list(enumerated(plan, data, self.defenses, self.batches))
@@ -114,9 +114,9 @@ class Audit:
         v = self.victim
         local, wire = self.updates[cell.update]
         defense = (*self.defenses[cell.defense], *wire)
-        public = self.models.public(local.lora)
+        public = self.models.public(local.adapter)
         try:
-            model = self.models.trained(local.lora, self.attacks[cell.attack], cell)
+            model = self.models.trained(local.adapter, self.attacks[cell.attack], cell)
             return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public)
         except (NotSent, NotApplicable) as reason:
             return "not_applicable", str(reason)
@@ -149,7 +149,7 @@ class Audit:
             n_tokens=0 if self.data.images else sum(truth.text_batch.lengths),
             sent_bytes=_sent_bytes(truth.message),
             defense_seconds=truth.seconds,
-            crafted=truth.model is not self.models.public(self.updates[cell.update][0].lora),
+            crafted=truth.model is not self.models.public(self.updates[cell.update][0].adapter),
             wall_seconds=outcome.wall_seconds,
             cpu_seconds=outcome.cpu_seconds,
         )
@@ -184,7 +184,7 @@ class Audit:
     def _attempt(
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
     ) -> Outcome[Reconstruction]:
-        adversary = self.models.adversary(self.updates[cell.update][0].lora, truth.model)
+        adversary = self.models.adversary(self.updates[cell.update][0].adapter, truth.model)
         reference = self.data.reference
         seen = observe(
             truth, threat, adversary_model=adversary, reference_text=reference, language_model=self.language_model

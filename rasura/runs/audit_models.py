@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from rasura.core.interfaces import ActiveAttack, Attack
+from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import THREATS, adversary_copy
 from rasura.core.values import Reconstruction, Vocabulary
@@ -29,29 +30,29 @@ def load_language_model(plan: Plan) -> tuple[nn.Module, Vocabulary] | None:
 
 
 class AuditModels:
-    """One model for each of the adapter ``ranks``, 0 for none: the one that is trained, and the adversary's copy of it."""
+    """One model for each of the ``adapters``: the one that is trained, and the adversary's copy of it."""
 
-    def __init__(self, victim: Victim, ranks: Iterable[int], seed: int) -> None:
+    def __init__(self, victim: Victim, adapters: Iterable[Adapter], seed: int) -> None:
         self.task = victim.task
-        self._public = {rank: with_fresh_adapter(victim, rank, seed) for rank in sorted(set(ranks))}
-        self._copies = {rank: adversary_copy(model) for rank, model in self._public.items()}
-        self._crafted: dict[tuple[str, int, int], nn.Module] = {}
+        self._public = {adapter: with_fresh_adapter(victim, adapter, seed) for adapter in sorted(set(adapters))}
+        self._copies = {adapter: adversary_copy(model) for adapter, model in self._public.items()}
+        self._crafted: dict[tuple[str, Adapter, int], nn.Module] = {}
 
-    def public(self, rank: int) -> nn.Module:
+    def public(self, adapter: Adapter) -> nn.Module:
         """The model that an honest server sends."""
-        return self._public[rank]
+        return self._public[adapter]
 
-    def trained(self, rank: int, attack: Attack[Reconstruction], cell: Cell) -> nn.Module:
+    def trained(self, adapter: Adapter, attack: Attack[Reconstruction], cell: Cell) -> nn.Module:
         """The model that is trained on: the public one, or what the server sends instead under an active threat model."""
-        public = self.public(rank)
+        public = self.public(adapter)
         if not (THREATS[cell.threat].active and isinstance(attack, ActiveAttack)):
             return public
-        key = cell.attack, rank, cell.seed
+        key = cell.attack, adapter, cell.seed
         if key not in self._crafted:
             # One at a time: each is as large as the model.
             self._crafted = {key: attack.craft(public, self.task, rng=generator(cell.seed, "craft", cell.attack))}
         return self._crafted[key]
 
-    def adversary(self, rank: int, sent: nn.Module) -> nn.Module:
+    def adversary(self, adapter: Adapter, sent: nn.Module) -> nn.Module:
         """The adversary's copy of ``sent``, the model that was trained on."""
-        return self._copies[rank] if sent is self.public(rank) else adversary_copy(sent)
+        return self._copies[adapter] if sent is self.public(adapter) else adversary_copy(sent)

@@ -106,8 +106,8 @@ class Calibration:
         first = Audit(replace(self.plan, defenses=("none",)), device=device)
         self.label_names = first.plan.label_names
         self.victim, self.n_texts = first.victim, len(first.data.private)
-        self.lora = next(iter(first.updates.values()))[0].lora
-        self.model = first.models.public(self.lora)
+        self.adapter = next(iter(first.updates.values()))[0].adapter
+        self.model = first.models.public(self.adapter)
         entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.families = [family(text, entries) for text in self.plan.defenses]
         for one in self.families:
@@ -135,7 +135,8 @@ class Calibration:
         return Training(
             TrainPlan(
                 str(w.train or p.data), w.test, p.model, p.task, defenses, w.train_limit, num_labels=self.victim.num_labels
-                if p.task == "classification" else None, lora=self.lora, truncate=p.truncate, recipe=w.recipe,
+                if p.task == "classification" else None, lora=self.adapter.rank, truncate=p.truncate, recipe=w.recipe,
+                targets=self.adapter.targets, adapter_dropout=self.adapter.dropout,
                 **{name: getattr(p, name) for name in COLUMNS},
             ), self.folder / "utility", device=self.device,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rasura.core.interfaces import Attack, Defense, Metric
-from rasura.core.updates import Local
+from rasura.core.local import Local
 from rasura.core.values import Reconstruction
 from rasura.registry import Methods, parse_defense, parse_update
 from rasura.registry import metric as make_metric

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.interfaces import Attack, Budget, Defense, InputError, NotApplicable
+from rasura.core.local import Local
 from rasura.core.mechanisms import Dropout, FrozenEmbeddings
 from rasura.core.rng import generator
 from rasura.core.threat import observe_update
-from rasura.core.updates import Local
 from rasura.core.values import UNKNOWN, Mechanism, Message, Observation, Parameter, Reconstruction
 from rasura.data.text import load_examples
 from rasura.registry import attack as make_attack
@@ -59,7 +59,7 @@ class ReadRequest:
         for name, given in (("labels", self.labels), ("lengths", self.lengths)):
             if given and len(given) != self.size:
                 raise InputError(f"{len(given)} {name} for a batch of {self.size}; give one for each text")
-        if self.local.lora:
+        if self.local.kind == "fedsgd" and self.local.lora:
             raise InputError("update lora: pass the adapter's folder as --model instead; its gradient is fedsgd")
         _ = self.method
 

@@ -9,6 +9,7 @@ from typing import get_args
 
 from rasura.accounting import checked_delta
 from rasura.core.interfaces import Defense, InputError
+from rasura.core.local import TARGETS
 from rasura.core.options import known
 from rasura.core.values import Task
 from rasura.registry import parse_defense
@@ -23,7 +24,8 @@ class TrainPlan:
 
     ``holdout``: share of the training texts that early stopping looks at, unprotected; without ``test`` they are what the
     model is judged on. ``limit``: training texts used, drawn by the first seed; None for all. ``max_length``: tokens that a
-    text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights. ``delta``: probability with
+    text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights; ``targets`` and
+    ``adapter_dropout`` as in ``core.local.Adapter``. ``delta``: probability with
     which a formal guarantee may fail; None for a tenth of 1 / number of training texts. ``service``: ``defenses`` are
     protections of a model service (``rasura list service-protections``), which is sent all texts, those it is judged on too.
     ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text are
@@ -48,6 +50,8 @@ class TrainPlan:
     text_column: str | None = None
     pair_column: str | None = None
     label_column: str | None = None
+    targets: str = TARGETS[0]
+    adapter_dropout: float = 0.0
 
     @cached_property
     def parts(self) -> Mapping[str, Defense]:
@@ -72,6 +76,9 @@ class TrainPlan:
             checked_delta(self.delta)
         if self.lora < 0:
             raise InputError(f"lora is {self.lora}; expected a rank, or 0 to train all weights")
+        known("targets", self.targets, TARGETS)
+        if not 0 <= self.adapter_dropout < 1:
+            raise InputError(f"adapter_dropout is {self.adapter_dropout}; expected at least 0 and below 1")
         if self.service and self.lora:
             raise InputError(f"lora is {self.lora}; behind protections of a service all weights are trained")
         return self

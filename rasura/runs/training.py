@@ -19,6 +19,7 @@ from rasura.accounting import Ledger, Run, assumes_poisson, carries
 from rasura.core.batches import Batch
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
+from rasura.core.local import Adapter
 from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
@@ -140,7 +141,7 @@ class Training:
                 defense, victim,
                 None if progress is None else lambda done, total: progress(f"{defense}: protecting", done, total, {}),
             )  # fmt: skip
-            model = with_fresh_adapter(victim, plan.lora, seed)
+            model = with_fresh_adapter(victim, Adapter(plan.lora, plan.targets, plan.adapter_dropout), seed)
         protecting = time.process_time() - cpu
         watched = "accuracy" if plan.task == "classification" else "loss"
         before = self._figures(model, test)

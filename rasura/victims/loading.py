@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rasura.core.interfaces import InputError, MissingExtra
+from rasura.core.local import Adapter
 from rasura.core.values import NO_TEXT, Task, Vocabulary
 from rasura.victims.models import parts, positions
 from rasura.victims.structure import verify_parts
@@ -307,24 +308,28 @@ def _with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tup
     return made, tuple(n for n in fresh if f"base_model.model.{n}" not in held)
 
 
-def with_fresh_adapter(victim: Victim, rank: int, seed: int) -> nn.Module:
-    """The victim's model; with a ``rank`` above 0 a copy with LoRA adapters on its query and value layers.
+def with_fresh_adapter(victim: Victim, adapter: Adapter | int, seed: int) -> nn.Module:
+    """The victim's model; with a rank above 0 a copy with LoRA adapters, by default on its query and value layers.
 
-    They are as PEFT makes them (matrix A random, drawn from ``seed``, B zero); a classifier's head is trained too. Needs the
-    extra ``rasura[lora]``.
+    They are as PEFT makes them (matrix A random, drawn from ``seed``, B zero); a classifier's head is trained too. The copy
+    is in evaluation mode: ``victims.step`` alone lets adapters drop. Needs the extra ``rasura[lora]``.
     """
+    rank, targets, dropout = Adapter(adapter) if isinstance(adapter, int) else adapter
     if not rank:
         return victim.model
     try:
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError:
         raise MissingExtra("updates of adapters need PEFT; run: pip install 'rasura[lora]'") from None
-    names = {lin.module.split(".")[-1] for lin in parts(victim.model).blocks[0].qkv}
+    known = parts(victim.model)
+    names = {lin.module.split(".")[-1] for lin in known.blocks[0].qkv}
+    inside = [lin.module for lin in known.linears if any(lin.module.startswith(f"{b.module}.") for b in known.blocks)]
     config = LoraConfig(
         task_type=TaskType.CAUSAL_LM if victim.task == "causal" else TaskType.SEQ_CLS,
         r=rank,
         lora_alpha=2 * rank,
-        target_modules=sorted(n for n in names if not n.startswith("k")),
+        lora_dropout=dropout,
+        target_modules=inside if targets == "all" else sorted(n for n in names if not n.startswith("k")),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

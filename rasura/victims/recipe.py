@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rasura.core.interfaces import InputError
+from rasura.core.local import Round
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How a model is fine-tuned: AdamW at ``learning_rate``, ``batch_size`` texts a step, up to ``epochs``, ending when
     ``patience`` epochs brought nothing. ``precision`` bf16: the forward and backward pass in bfloat16 by autocast. ``keep``:
-    the model of the best epoch, or of the last one. ``schedule`` linear: the learning rate rises over the first ``warmup``
-    (a share of all steps) and then falls to 0 at the end of the last epoch.
+    the model of the best epoch, or of the last one. ``schedule`` linear or cosine: the learning rate rises over the first
+    ``warmup`` (a share of all steps) and then falls to 0 at the end of the last epoch.
 
     ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it. ``noise`` of a protection
     with a formal guarantee, and its choice of texts: ``secure`` draws them from the operating system, so that a run cannot
-    be repeated; ``seeded`` is for experiments and guarantees nothing.
+    be repeated; ``seeded`` is for experiments and guarantees nothing. The other settings are those of ``core.local.Round``.
     """
 
     epochs: int = 20
@@ -30,8 +31,12 @@ class Recipe:
     seed: int = 0
     noise: Literal["secure", "seeded"] = "secure"
     keep: Literal["best", "last"] = "best"
-    schedule: Literal["constant", "linear"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: float = 0.0
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    accumulate: int = 1
+    clip: float = 0.0
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch_size < 1 or self.patience < 1 or not 0 < self.learning_rate < float("inf"):
@@ -41,13 +46,28 @@ class Recipe:
             )
         if not 0 <= self.warmup < 1:
             raise InputError(f"warmup is {self.warmup}; expected a share of the steps, at least 0 and below 1")
-        if self.schedule not in ("constant", "linear"):
-            raise InputError(f"schedule is {self.schedule!r}; expected constant or linear")
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise InputError(f"schedule is {self.schedule!r}; expected constant, linear or cosine")
         if self.schedule == "constant" and self.warmup:
-            raise InputError("warmup is for the linear schedule; a constant learning rate has none")
+            raise InputError("warmup is for the linear and cosine schedules; a constant learning rate has none")
+        _ = self.course
 
-    def rate(self, done: float) -> float:
-        """The learning rate when a share ``done`` of all steps was taken."""
-        if self.schedule == "constant":
-            return self.learning_rate
-        return self.learning_rate * (done / self.warmup if done < self.warmup else (1 - done) / (1 - self.warmup))
+    @classmethod
+    def following(cls, course: Round, **others: Any) -> Recipe:
+        """The training that a client's ``course`` describes; ``others`` are fields that a round does not have."""
+        told: Any = {"optimizer": course.optimizer, "precision": course.precision, "schedule": course.schedule}
+        return cls(
+            epochs=course.epochs, batch_size=course.batch, learning_rate=course.lr, weight_decay=course.decay,
+            warmup=course.warmup, momentum=course.momentum, betas=(course.beta1, course.beta2),
+            accumulate=course.accumulate, clip=course.clip, **told, **others,
+        )  # fmt: skip
+
+    @property
+    def course(self) -> Round:
+        """The same as a client's round over all texts."""
+        return Round(
+            epochs=self.epochs, batch=self.batch_size, optimizer=self.optimizer, lr=self.learning_rate,
+            momentum=self.momentum, decay=self.weight_decay, beta1=self.betas[0], beta2=self.betas[1],
+            accumulate=self.accumulate, clip=self.clip, schedule=self.schedule, warmup=self.warmup,
+            precision=self.precision,
+        )  # fmt: skip

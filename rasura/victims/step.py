@@ -5,15 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rasura.core.batches import Batch, ImageBatch
 from rasura.core.interfaces import Defense, InputError
-from rasura.core.rng import Randomness, drawing, secret_generator
-from rasura.core.updates import FEDSGD, Local, changed
+from rasura.core.local import FEDSGD, Local
+from rasura.core.rng import Randomness, drawing, permutation, secret_generator
+from rasura.core.updates import changed
 from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Vocabulary
 from rasura.victims.per_example import per_example
 
@@ -36,16 +39,33 @@ def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
                 model = part.undo(model, state)
 
 
-def gradients(model: nn.Module, inputs: Mapping[str, Tensor], local: Local = FEDSGD) -> tuple[Gradients, float]:
+def gradients(
+    model: nn.Module, inputs: Mapping[str, Tensor], local: Local = FEDSGD, rng: Randomness | None = None
+) -> tuple[Gradients, float]:
     """The gradient of the model's loss on ``inputs`` by every trainable parameter, and the loss.
 
-    What ``local`` training sends instead of the gradient is told in ``updates.changed``. Returns fresh tensors and leaves
-    ``.grad`` alone. Raises ``InputError`` when nothing is trainable.
+    What ``local`` training sends instead of the gradient is told in ``updates.changed``; ``rng`` draws the order of its
+    mini-batches. Returns fresh tensors and leaves ``.grad`` alone. Raises ``InputError`` when nothing is trainable.
     """
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     if not names:
         raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
-    return changed(model, inputs, names, local)
+    order = torch.randperm if rng is None else partial(permutation, rng=rng)
+    with adapter_dropout(model):
+        return changed(model, inputs, names, local, order)
+
+
+@contextmanager
+def adapter_dropout(model: nn.Module) -> Iterator[None]:
+    """Inside, LoRA adapters drop what they are set to drop, whatever the mode of the model around them."""
+    off = [m for name, m in model.named_modules() if "lora_dropout" in name and isinstance(m, nn.Dropout) and not m.training]
+    try:
+        for module in off:
+            module.train()
+        yield
+    finally:
+        for module in off:
+            module.eval()
 
 
 def message_for(
@@ -65,7 +85,7 @@ def message_for(
     losses: list[float] = []
 
     def mean() -> Gradients:
-        found, loss = gradients(model, inputs, local)
+        found, loss = gradients(model, inputs, local, rng)
         losses.append(loss)
         return found
 
@@ -110,6 +130,8 @@ def step(
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
+    if local.plan is not None and local.plan.examples not in (0, len(batch)):
+        raise InputError(f"update local: a round of {local.plan.examples} examples was given {len(batch)} texts")
     original = batch
     start = time.perf_counter()
     for part in (p for p in defense if p.stage is Stage.DATA):

@@ -111,9 +111,7 @@ class FineTuning:
         self.task, self.vocabulary = task, vocabulary
         self.evaluate, self.watched, self.higher = evaluate, watched, higher
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        kind = torch.optim.AdamW if recipe.optimizer == "adamw" else torch.optim.SGD
-        # Fused: the same step in one pass over the weights, eight times faster on a laptop (MiniLM: 0.02 s for 0.16 s).
-        self.optimizer = kind(self.trained.values(), lr=recipe.learning_rate, weight_decay=recipe.weight_decay, fused=True)
+        self.optimizer = recipe.course.optimizing(self.trained.values(), fused=True)
         self.history = History(epochs=[])
         self.min_tokens = enough(defense, model, rows)
         folder.mkdir(parents=True, exist_ok=True)
@@ -151,6 +149,7 @@ class FineTuning:
             whole, rest = gathered([counted(self.rows[k] for k in part) for part in parts], self.min_tokens)
             whole[-1] += rest  # so that every text is learned from, and no update holds less than it must
             parts = [[k for place in group for k in parts[place]] for group in whole]
+        held: dict[str, list[Tensor]] = {}
         for number, part in enumerate(parts):
             batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0) if part else none_of(self.rows[0])
             rng = self._rng("train", epoch, number)
@@ -160,18 +159,30 @@ class FineTuning:
                     self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
                     expected=min(size, len(self.rows)) if self.poisson else None, record=record,
                 )  # fmt: skip
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.recipe.rate((epoch + number / len(parts)) / self.recipe.epochs)
-            for name, parameter in self.trained.items():
-                gradient = taken.message.gradients.get(name)
-                parameter.grad = None if gradient is None else gradient.to(device, parameter.dtype)
-            self.optimizer.step()
+            for name, gradient in taken.message.gradients.items():
+                held.setdefault(name, []).append(gradient)
+            if (number + 1) % self.recipe.accumulate == 0 or number + 1 == len(parts):
+                first = number - number % self.recipe.accumulate
+                self._stepped(held, number + 1 - first, (epoch + first / len(parts)) / self.recipe.epochs)
+                held = {}
             if taken.loss != taken.loss:
                 raise InputError(
                     f"the loss is not a number in epoch {epoch + 1}; lower the learning rate ({self.recipe.learning_rate})"
                 )
             losses += [taken.loss] if part else []
         return sum(losses) / max(1, len(losses))
+
+    def _stepped(self, held: Mapping[str, Sequence[Tensor]], count: int, done: float) -> None:
+        """One step by the mean of ``count`` gradients, ``held`` by parameter, when a share ``done`` of all was taken."""
+        course = self.recipe.course
+        for group in self.optimizer.param_groups:
+            group["lr"] = course.rate(done)
+        for name, parameter in self.trained.items():
+            some = held.get(name)
+            parameter.grad = None if some is None else (sum(some[1:], some[0]) / count).to(parameter.device, parameter.dtype)
+        if course.clip:
+            nn.utils.clip_grad_norm_(self.trained.values(), course.clip)
+        self.optimizer.step()
 
     def _recorded(self, draw: Draw, rng: Randomness) -> Callable[[Sequence[int]], None] | None:
         """Counts one release of a batch drawn as ``draw``, once it is made. Raises ``InputError`` beyond the plan."""

@@ -86,7 +86,7 @@ def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None
     batch = len(ids)
     if Grant.LABELS in seen and batch <= 4:
         return [torch.tensor(p) for p in sorted(set(itertools.permutations(seen.labels.tolist())))]
-    solved = None if announced_update(seen).kind == "fedavg-adamw" else _labels_from_head(seen, ids, mask, types)
+    solved = None if announced_update(seen).adaptive else _labels_from_head(seen, ids, mask, types)
     if solved is not None:
         return [solved]
     classes = int(getattr(seen.model.config, "num_labels", 2))
@@ -140,8 +140,9 @@ def _inputs(
 def _fitted(
     seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None
 ) -> tuple[float, Tensor | None]:
-    """The least relative error of ``tokens`` over the labels that can be tried, and the labels that reach it."""
-    if not tokens or any(not t or min(t) < 0 for t in tokens):
+    """The least relative error of ``tokens`` over the labels that can be tried, and the labels that reach it; infinite where
+    nobody can repeat the training, since its mini-batches came in a hidden order."""
+    if not tokens or any(not t or min(t) < 0 for t in tokens) or not announced_update(seen).repeatable(len(tokens)):
         return math.inf, None
     inputs, type_ids = _inputs(seen, tokens, types)
     best: tuple[float, Tensor | None] = (math.inf, None)

@@ -22,9 +22,10 @@ def shows_noise(seen: Observation) -> bool:
 
     Rows of the word embedding for more words than texts have; a classifier's head whose rows do not add up to zero, as those
     of softmax and one label do; attention gradients of a higher rank than the texts' lengths allow. Local training with
-    AdamW is none of these laws' business and shows nothing here.
+    AdamW or with weight decay is none of these laws' business and shows nothing here.
     """
-    if announced_update(seen).kind == "fedavg-adamw":
+    local = announced_update(seen)
+    if local.adaptive or local.round.decay:
         return False
     return _words(seen) or _head(seen) or _rank(seen)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rasura.core.interfaces import InputError
-from rasura.core.updates import Local
+from rasura.core.local import Local
 from rasura.core.values import Message
 
 

@@ -87,7 +87,7 @@ def _rows(seen: Observation) -> tuple[Tensor, Tensor | None]:
 
 def _are_signs(seen: Observation, rows: Tensor) -> bool:
     """Whether entries tell little but their sign: they say so, or nearly all have the same size."""
-    if announced_update(seen).kind == "fedavg-adamw":
+    if announced_update(seen).adaptive:
         return True
     sizes = rows[rows != 0].abs()
     return bool(len(sizes)) and float(sizes.std()) < 0.05 * float(sizes.mean())
@@ -96,9 +96,10 @@ def _are_signs(seen: Observation, rows: Tensor) -> bool:
 def _without_decay(seen: Observation, rows: Tensor) -> Tensor:
     """``rows`` without the weights' own decay, which AdamW adds to what it sends."""
     local = announced_update(seen)
-    if local.kind != "fedavg-adamw":
+    if not local.adaptive:
         return rows
-    decay = float(local.mechanism.parameters["weight_decay"] or 0.0) * local.steps
+    size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
+    decay = (1 - local.round.kept(size)) / local.learning_rate
     weights = {n: seen.model.get_parameter(n).detach() for n in seen.gradients}
     return rows - decay * _rows(replace(seen, message=replace(seen.message, gradients=weights)))[0]
 
