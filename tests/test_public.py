@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,34 @@ def test_every_public_name_is_documented(name: str) -> None:
     found = getattr(rasura, name).__doc__
     assert found and found.strip()
     assert not found.startswith(f"{name}(")  # the text that ``dataclass`` writes where there is none
+
+
+def documented() -> Iterator[tuple[str, object]]:
+    """Every public name, and the public methods and properties that a public class defines itself."""
+    for name in NAMES:
+        one = getattr(rasura, name)
+        yield name, one
+        for part, value in vars(one).items() if inspect.isclass(one) else ():
+            found = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if inspect.isfunction(found) and not part.startswith("_"):
+                yield f"{name}.{part}", found
+
+
+def test_methods_of_public_classes_are_documented() -> None:
+    assert [name for name, one in documented() if not (one.__doc__ or "").strip()] == []
+
+
+ARRAYS = re.compile(r"\b(?:Tensor|ndarray)\b|(?:Sequence|tuple|Iterable|list)\[(?:int|float|tuple\[int)")
+SHAPE_OR_UNIT = re.compile(r"``\([\w, ]+\)``|\bshapes?\b|\b(?:ids?|tokens|unit|rates|epsilon|entries|texts)\b")
+
+
+def test_where_arrays_are_taken_or_given_the_shape_or_the_unit_is_said() -> None:
+    """Arrays of tensors, and of numbers: what a reader of the signature alone cannot know."""
+    taken = {}
+    for name, one in documented():
+        if ARRAYS.search(" ".join(map(str, getattr(one, "__annotations__", {}).values()))):
+            taken[name] = bool(SHAPE_OR_UNIT.search(one.__doc__ or ""))
+    assert len(taken) > 9 and [name for name, said in taken.items() if not said] == []
 
 
 WRONG = ("protect_training", "train", "audit", "obfuscate_file")

@@ -69,7 +69,9 @@ class ActiveAttack(Attack[G_co], Protocol[G_co]):
     later it reads from the model that it is granted then. Raises ``NotApplicable`` for models that it cannot craft.
     """
 
-    def craft(self, model: nn.Module, task: Task, *, rng: Generator) -> nn.Module: ...
+    def craft(self, model: nn.Module, task: Task, *, rng: Generator) -> nn.Module:
+        """The model to send in place of ``model``, which is left as it is."""
+        ...
 
 
 @runtime_checkable
@@ -109,13 +111,25 @@ class Metric(Protocol[G_contra]):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name by which plans and Records know it."""
+        ...
+
     @property
-    def unit(self) -> str: ...
+    def unit(self) -> str:
+        """The unit of its values, as reports print it."""
+        ...
+
     @property
-    def higher_is(self) -> Literal["worse", "better"]: ...
+    def higher_is(self) -> Literal["worse", "better"]:
+        """What a higher value means for the person whose text it is."""
+        ...
+
     @property
-    def bounds(self) -> tuple[float, float] | None: ...
+    def bounds(self) -> tuple[float, float] | None:
+        """The smallest and the largest possible value, in its unit; None without such a range."""
+        ...
+
     def __call__(self, guess: G_contra, truth: Transcript) -> Sequence[float]: ...
 
 

@@ -195,7 +195,7 @@ class Observation(Granted):
 
     @property
     def visible(self) -> Mapping[str, Tensor]:
-        """Boolean masks of the entries that are visible; a missing name means all."""
+        """Boolean masks of the visible entries, each with its gradient's shape; a missing name means all."""
         return self.message.visible
 
     @property

@@ -175,7 +175,7 @@ def taken_off(model: nn.Module) -> None:
 def _eager(forward: Callable[..., Any]) -> Callable[..., Any]:
     """``forward``, which ``torch.compile`` leaves as it is: gradients of single texts are taken by hooks."""
     compiler: Any = torch.compiler
-    made: Any = compiler.disable(forward, reason="a protected model takes its gradients text by text")
+    made: Any = compiler.disable(forward)
     made.__signature__ = inspect.signature(forward)
     disabled: Callable[..., Any] = made
     return disabled

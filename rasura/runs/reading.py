@@ -26,7 +26,8 @@ from rasura.victims.loading import Victim, load
 class ReadRequest:
     """How to read an update, and what is known of it. The attacks estimate whatever is not given.
 
-    ``batch_size``, ``labels``, ``lengths`` (in tokens): of the texts behind the update. ``dropout``: its rate while the
+    ``batch_size``, ``labels`` and ``lengths`` describe the texts behind the update: their number, and for each text its
+    class id and its length in tokens. ``dropout``: its rate while the
     update was made. ``frozen_embeddings``: leave the embeddings' gradients unread. ``hidden``: a file that says which
     entries the adversary does not see (``load_hidden``). ``reference``: a file of texts of the same kind.
     ``language_model``: the folder or hub id of a causal model. ``update``: how the file came about, as in
@@ -98,7 +99,8 @@ class ReadResult:
 
     ``status``: ``ok``, or ``failed`` or ``not_applicable`` with the ``reason``; there are no texts then. ``confidence``:
     ``verified``, ``span``, ``matched`` or ``none``, as in ``Reconstruction``. ``attack``: the one that gave the answer.
-    ``tokens``: None where a position stayed open. ``ordered``: false for a bag of tokens. ``seconds``: what the attack took.
+    ``tokens``: the token ids of each text, None where a position stayed open. ``labels``: a class id for each
+    text. ``ordered``: false for a bag of tokens. ``seconds``: what the attack took.
     """
 
     status: Status

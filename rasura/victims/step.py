@@ -151,7 +151,8 @@ def step(
 def capture(model: nn.Module, inputs: Mapping[str, Tensor], path: str | Path = "update.safetensors") -> float:
     """Write the update that ``model`` would send for ``inputs`` to a safetensors file, one tensor per parameter name.
 
-    ``inputs`` are the keyword arguments of the model's forward, labels included; the model's mode (train or eval) is kept.
+    ``inputs`` are the keyword arguments of the model's forward, labels included, for example ``input_ids`` with shape
+    ``(batch, length)``. The model's mode (train or eval) is kept.
     Returns the loss. Read the file back with ``rasura read``.
     """
     from safetensors.torch import save_file
