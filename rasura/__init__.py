@@ -16,6 +16,7 @@ _NAMES = {
     "AttackFailed": "rasura.core.errors",
     "AttackSpec": "rasura.core.specs",
     "audit": "rasura.runs.audit",
+    "audit_service": "rasura.runs.services",
     "Budget": "rasura.core.interfaces",
     "calibrate": "rasura.runs.calibration",
     "CalibrationPlan": "rasura.runs.calibration",
@@ -53,6 +54,7 @@ _NAMES = {
     "ReadResult": "rasura.runs.reading",
     "Reconstruction": "rasura.core.values",
     "Record": "rasura.core.records",
+    "ServicePlan": "rasura.runs.service_plan",
     "step": "rasura.victims.step",
     "ThreatModel": "rasura.core.threat",
     "train": "rasura.runs.training",
@@ -103,6 +105,8 @@ if TYPE_CHECKING:
     from rasura.runs.reading import ReadRequest as ReadRequest
     from rasura.runs.reading import ReadResult as ReadResult
     from rasura.runs.reading import read_update as read_update
+    from rasura.runs.service_plan import ServicePlan as ServicePlan
+    from rasura.runs.services import audit_service as audit_service
     from rasura.runs.train_plan import TrainPlan as TrainPlan
     from rasura.runs.training import train as train
     from rasura.server.client import Client as Client

@@ -25,7 +25,7 @@ from rasura.data.text import Example, encode, load_examples
 from rasura.runs.audit import Audit
 from rasura.runs.fields import typed
 from rasura.runs.plans import Plan, from_toml
-from rasura.runs.services import ServicePlan
+from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.studies.files import load_study

@@ -17,9 +17,11 @@ from typer.testing import CliRunner
 from rasura import registry
 from rasura.cli import app
 from rasura.core.answers import ServiceObservation, TokenReading
-from rasura.core.errors import AttackFailed
 from rasura.core.interfaces import Budget, InputError
-from rasura.runs.services import ServiceAudit, ServicePlan, _whole
+from rasura.core.run_store import RunStore
+from rasura.runs.scoring import fractions_of
+from rasura.runs.service_plan import ServicePlan
+from rasura.runs.services import ServiceAudit, audit_service
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.studies.files import load_study, prepared
@@ -81,11 +83,14 @@ def test_curves_are_named_by_what_tells_them_apart(tmp_path: Path) -> None:
     plan = prepared(study, data=str(tmp_path))
     assert isinstance(plan, ServicePlan)
     heights = zip(plan.protections, (0.1, 0.9, 0.3))
-    rows = [{"protection": p, "attack": "knn", "weights": "uploaded", "scores": {"top1": [0.5, y]}} for p, y in heights]
+    rows = [
+        {"defense": p, "attack": "knn", "update": "uploaded", "scores": {"top1": {"per_record": [0.5, y]}}}
+        for p, y in heights
+    ]
     figure = of_service(study, plan, rows)
     assert figure is not None and [c.name for c in figure.curves] == ["knn"]
     assert [round(p[1], 6) for p in figure.curves[0].points] == [30.0, 70.0]
-    rows.append({**rows[2], "protection": "obfuslm:k=5/epsilon=3.0"})
+    rows.append({**rows[2], "defense": "obfuslm:k=5/epsilon=3.0"})
     figure = of_service(study, plan, rows)
     assert figure is not None
     assert [c.name for c in figure.curves] == ["knn, obfuslm:k=1/epsilon", "knn, obfuslm:k=5/epsilon"]
@@ -148,7 +153,8 @@ def test_a_study_trains_a_service_and_reads_it_before_and_after(
 
 def written(folder: Path) -> dict[Path, int]:
     """When each result in ``folder`` was written."""
-    return {p: p.stat().st_mtime_ns for p in folder.rglob("*.json") if p.name not in ("plan.json", "rows.json")}
+    kept = [p for p in folder.rglob("*.json") if p.name not in ("plan.json", "rows.json")]
+    return {p: p.stat().st_mtime_ns for p in (*kept, *folder.rglob("run.sqlite"))}
 
 
 def rows_of(rows: dict[tuple[str, ...], list[str]], protection: str) -> str:
@@ -178,22 +184,29 @@ def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path)
         **common, task="causal", protections=protections, attacks=("blind", "knn", "era"), limit=4,
         weights=("uploaded", "trained"),
     )  # fmt: skip
-    audit = ServiceAudit(plan, tmp_path / "run", training)
-    rows = {(r["protection"], r["attack"], r["weights"]): r for r in audit.run()}
-    assert len(rows) == len(audit)
+    audit, store = ServiceAudit(plan, training), RunStore(tmp_path / "run", ServiceAudit(plan, training).identity)
+    first = next(audit.run(store))
+    assert first.attack == "client"  # interrupted here, the others still find what it answered
+    rows = {(r.defense, r.attack, r.update): r for r in [first, *audit.run(store)]}
+    assert len(rows) == len(audit.cells) == len(store)
     plain, permuted = (rows[p, "client", "trained"] for p in ("none", "obfuslm:k=1"))
     # The client decodes what the plain model would have written, whatever ids the server saw.
-    assert plain["answers"] == permuted["answers"] and plain["scores"] == permuted["scores"]
-    for answer, ids in zip(plain["answers"], audit.ids):
+    assert plain.details["answers"] == permuted.details["answers"] and plain.scores == permuted.scores
+    for answer, ids in zip(plain.details["answers"], audit.ids):
         assert len(answer) == len(ids) - len(ids) // 2 or answer[-1] == SEP
-    assert max(map(len, plain["answers"])) > 1
-    exact = rows["obfuslm:k=1", "knn", "uploaded"]["scores"]
-    assert exact["top1"] == exact["answer_top1"] == [1.0] * 4
+    assert max(map(len, plain.details["answers"])) > 1
+    exact = rows["obfuslm:k=1", "knn", "uploaded"].scores
+    assert exact["top1"]["per_record"] == exact["answer_top1"]["per_record"] == [1.0] * 4
     # Whoever reads every token reads as near to the true continuation as the client.
-    assert exact["continuation_rouge1"] == permuted["scores"]["continuation_rouge1"]
-    assert set(rows["obfuslm:k=2", "era", "trained"]["scores"]) >= {"answer_rougeL", "continuation_rougeL"}
+    assert exact["continuation_rouge1"]["per_record"] == permuted.scores["continuation_rouge1"]["per_record"]
+    assert set(rows["obfuslm:k=2", "era", "trained"].scores) >= {"answer_rougeL", "continuation_rougeL"}
+    store.close()
     more = Training(replace(training.plan, defenses=(*protections, "sentinellms")), tmp_path / "training")
-    assert json.dumps([*rows.values()]) == json.dumps(list(ServiceAudit(plan, tmp_path / "run", more).run()))
+    assert list(audit_service(plan, out=tmp_path / "run", training=more)) == []  # all is done
+    unprotected = replace(plan, protections=("obfuslm:k=1",))
+    without = Training(replace(training.plan, defenses=("obfuslm:k=1",)), tmp_path / "training")
+    with pytest.raises(InputError, match="none: reading it as it was trained needs a training behind it"):
+        ServiceAudit(unprotected, without)
 
 
 class Broken:
@@ -210,7 +223,7 @@ class Broken:
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("index", "broke with IndexError in __call__ (test_service_audit.py"), ("few", "broke with ValueError")],
+    [("index", "IndexError in __call__ (test_service_audit.py"), ("few", "ValueError in ")],
 )
 def test_a_broken_attack_is_a_reason_and_no_figure(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch, fault: str, says: str
@@ -224,17 +237,17 @@ def test_a_broken_attack_is_a_reason_and_no_figure(
     monkeypatch.setitem(
         registry.SERVICE_ATTACKS.specs, "knn", replace(registry.SERVICE_ATTACKS["knn"], make=lambda: Broken(fault))
     )
-    broken, other = ServiceAudit(plan, tmp_path / "run").run()
-    assert (broken["status"], broken["scores"]) == ("failed", {})
-    assert says in broken["reason"] and "Ingrid" not in json.dumps(broken)
-    assert other["status"] == "ok" and len(other["scores"]["bag_f1"]) == 2
+    broken, other = audit_service(plan, out=tmp_path / "run")
+    assert (broken.status, broken.scores) == ("crashed", {})
+    assert says in broken.reason and "Ingrid" not in json.dumps(broken.to_dict())
+    assert other.status == "ok" and other.scores["bag_f1"] == broken.blind["bag_f1"] and other.scores["bag_f1"]["n"] == 2
 
 
 def test_a_figure_that_is_no_number_is_none() -> None:
-    assert _whole({"top1": [0.5, 1.0]}, 2) == {"top1": [0.5, 1.0]}
+    assert fractions_of("top1", [0.5, 1.0], 2)["mean"] == 0.75
     for values in ([0.5], [0.5, float("nan")], [0.5, float("inf")]):
-        with pytest.raises(AttackFailed, match="top1 is not a number for every text"):
-            _whole({"top1": values}, 2)
+        with pytest.raises(InputError, match="top1 is not a number for every text"):
+            fractions_of("top1", values, 2)
 
 
 def test_the_command_trains_behind_protections_of_a_service(tmp_path: Path, model_folder: Path) -> None:
@@ -268,7 +281,7 @@ def test_trained_weights_without_a_training_are_refused(tmp_path: Path, model_fo
     path = str(tmp_path / "notes.jsonl")
     for changed in ({"protections": ("cape",)}, {"weights": ("trained",)}):
         with pytest.raises(InputError, match="needs a training"):
-            ServiceAudit(ServicePlan(path, path, model=str(model_folder), limit=2, **changed), tmp_path)  # type: ignore[arg-type]
+            ServiceAudit(ServicePlan(path, path, model=str(model_folder), limit=2, **changed))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="unknown weights"):
         ServicePlan(path, path, weights=("stolen",)).checked()
 

@@ -15,7 +15,7 @@ from rasura.core.interfaces import InputError
 from rasura.core.options import known
 from rasura.registry import parse_defense
 from rasura.runs.plans import Plan
-from rasura.runs.services import ServicePlan
+from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.files import CELL, load_study, names, prepared

@@ -17,7 +17,7 @@ from typing import Any
 
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.runs.plans import Plan
-from rasura.runs.services import ServicePlan
+from rasura.runs.service_plan import ServicePlan
 from rasura.studies.deviations import COMPARED
 from rasura.studies.files import FOLDER, PRINTED, Study, load_study, names
 from rasura.studies.metric_values import NAMES, row_of

@@ -36,8 +36,8 @@ def list_names(
     kind: Annotated[
         str,
         typer.Argument(
-            help="what to list: attacks, defenses, metrics, membership, updates, threats, service-attacks, "
-            "service-protections or models"
+            help="what to list: attacks, defenses, metrics, membership-attacks, update-kinds, threats, "
+            "service-attacks, service-protections or models"
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from rasura.cli.outcome import conclude
+from rasura.cli.services import run_service_audit, service_planned
 from rasura.cli.shared import (
     AttackedModel,
     Entries,
@@ -40,21 +41,23 @@ Workers = Annotated[int | None, typer.Option(help="number of processes of the en
 FailAbove = Annotated[float | None, typer.Option(help="exit with 3 if a risk is above this fraction, with 4 if unknown")]
 BatchSizes = Annotated[str | None, typer.Option(help="texts per update, separated by commas: 1,2,4")]
 ShowText = Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")]
+Texts = Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")]
+Service = Annotated[bool, typer.Option("--service", help="audit what is sent to a model service, in place of updates")]
+Kinds = Annotated[str | None, typer.Option(help="kinds of update, separated by commas; see: rasura list update-kinds")]
 
 
 @app.command()
 def audit(
     file: Source = None,
-    text: Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")] = None,
+    service: Service = False,
+    text: Texts = None,
     reference: Reference = None,
     language_model: LanguageModel = None,
     model: AttackedModel = None,
     task: Annotated[str | None, typer.Option(help="classification, causal or vision")] = None,
     attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list attacks")] = None,
     defense: Annotated[str | None, typer.Option(help="defenses, separated by commas; join the parts of one with +")] = None,
-    update: Annotated[
-        str | None, typer.Option(help="kinds of update, separated by commas; see: rasura list updates")
-    ] = None,
+    update: Kinds = None,
     threat: Annotated[str | None, typer.Option(help="threat models, separated by commas; see: rasura list threats")] = None,
     batch_size: BatchSizes = None,
     limit: Limit = None,
@@ -85,20 +88,39 @@ def audit(
     attack read more than that fraction. 4: a protection could not be judged (not measured, or too few texts). 0: the upper
     bounds of all protections are at most that fraction.
 
+    With --service, clients send the texts to a model service, and its operator reads them: --defense and --attack are those
+    of rasura list service-protections and service-attacks, and --reference is needed.
+
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
-    plan = _planned(
-        config, suite, data=file, texts=tuple(text) if text else None, reference=reference, language_model=language_model,
+    _check_run(fail_above, engine, address, workers)
+    given = _given(
+        data=file, texts=tuple(text) if text else None, reference=reference, language_model=language_model,
         entries=entries, model=model, task=task, attacks=split(attack), defenses=split(defense), updates=split(update),
         threats=split(threat), batch_sizes=numbers(batch_size, "batch-size"), limit=limit, seeds=seeds, seed=seed,
         budget=budget, num_labels=num_labels, max_memory=max_memory, truncate=truncate or None, show_text=show_text or None,
         text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
-    _check_run(fail_above, engine, address, workers)
-    run_audit(plan.checked(), folder, device_named(device), fail_above, as_json, engine, address, workers)
+    if service:
+        return run_service_audit(
+            service_planned(config, given | _beside(suite, engine, device)), folder, fail_above, as_json
+        )
+    plan = _planned(config, suite, given).checked()
+    return run_audit(plan, folder, device_named(device), fail_above, as_json, engine, address, workers)
 
 
-def _planned(config: Path | None, suite: str | None, **given: Any) -> Any:
+def _beside(suite: str | None, engine: str, device: str) -> dict[str, str | None]:
+    """How the audit of updates was to be run, where that is not as usual."""
+    usual = {"suite": (suite, None), "engine": (engine, "local"), "device": (device, "auto")}
+    return {name: value for name, (value, default) in usual.items() if value != default}
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """The options that were given on the command line."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> Any:
     """The plan of a file, if any, with the methods of a suite, if any, and what was ``given`` on the command line."""
     from dataclasses import replace
 
@@ -109,11 +131,11 @@ def _planned(config: Path | None, suite: str | None, **given: Any) -> Any:
     if suite:
         attacks, defenses = SUITES[known("suite", suite, SUITES)]
         plan = replace(plan, attacks=attacks, defenses=defenses)
-    if given["data"] and given["texts"]:
+    if {"data", "texts"} <= given.keys():
         raise InputError("FILE and --text were both given; pass one of them")
-    if given["texts"] and given["limit"] is None:
-        given["limit"] = len(given["texts"])
-    return replace(plan, **{k: v for k, v in given.items() if v is not None})
+    if "texts" in given:
+        given.setdefault("limit", len(given["texts"]))
+    return replace(plan, **given)
 
 
 def _check_run(fail_above: float | None, engine: str, address: str | None, workers: int | None) -> None:
@@ -137,10 +159,6 @@ def run_audit(
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     from rasura.core.run_store import RunStore
-    from rasura.report.findings import findings, summarise
-    from rasura.report.gate import gate
-    from rasura.report.page import write_report
-    from rasura.report.terminal import summary
     from rasura.runs.audit import Audit
 
     with err.status("loading the model and the texts"):
@@ -170,22 +188,7 @@ def run_audit(
         everything = list(store)
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
-    path = write_report(folder, show_text=plan.show_text)
-    found = findings(everything, prepared.plan.canonical())
-    judged = None if fail_above is None else gate(found.verdicts, fail_above)
-    if as_json:
-        told = {} if judged is None else {"gate": asdict(judged)}
-        whole = {**summarise(everything, prepared.plan.canonical()), **told, "report": str(path)}
-        sys.stdout.write(json.dumps(whole, ensure_ascii=False) + "\n")
-    else:
-        out.print(summary(found))
-        out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
-    if judged is not None:
-        err.print(f"--fail-above judges: {', '.join(judged.judged)}", markup=False, highlight=False, soft_wrap=True)
-        for line in judged.says:
-            err.print(line, markup=False, highlight=False, soft_wrap=True)
-        if judged.exit:
-            raise typer.Exit(judged.exit)
+    conclude(everything, prepared.plan.canonical(), folder, fail_above, as_json)
 
 
 @app.command()
@@ -203,7 +206,7 @@ def read(
     ] = False,
     reference: Annotated[Path | None, typer.Option(help="a file of texts of the same kind")] = None,
     language_model: Annotated[str | None, typer.Option(help="a causal model that judges the order of words")] = None,
-    how: Annotated[str, typer.Option("--update", help="kind of update; see: rasura list updates")] = "fedsgd",
+    how: Annotated[str, typer.Option("--update", help="kind of update; see: rasura list update-kinds")] = "fedsgd",
     hidden: Annotated[
         Path | None, typer.Option(help="safetensors file of bool tensors, true where an entry is hidden")
     ] = None,
@@ -263,7 +266,7 @@ def report(
     show_text: Annotated[bool, typer.Option("--show-text", help="show what the run stored unmasked")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Write report.html from a finished or interrupted audit.
+    """Write report.html from a finished or interrupted audit, of updates, a model service or a trained model.
 
     Example: rasura report runs/audit
     """

@@ -70,7 +70,7 @@ def calibrate(
     language_model: LanguageModel = None,
     model: AttackedModel = None,
     task: Annotated[str, typer.Option(help="classification, causal or vision")] = "classification",
-    update: Annotated[str, typer.Option(help="kind of update; see: rasura list updates")] = "fedsgd",
+    update: Annotated[str, typer.Option(help="kind of update; see: rasura list update-kinds")] = "fedsgd",
     threat: Annotated[str, typer.Option(help="the threat model; see: rasura list threats")] = "honest-server",
     batch_size: Annotated[int, typer.Option(help="texts per update")] = 1,
     limit: Attacked = None,

@@ -41,7 +41,9 @@ def membership(
     base: Annotated[str, typer.Option(help="the public model that training started from")] = "minilm",
     reference: Annotated[str | None, typer.Option(help="more texts of the same kind, which the adversary has")] = None,
     task: TextTask = "classification",
-    attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list membership")] = None,
+    attack: Annotated[
+        str | None, typer.Option(help="attacks, separated by commas; see: rasura list membership-attacks")
+    ] = None,
     shadow_models: Annotated[int, typer.Option(help="number of shadow models that the adversary trains; must be even")] = 8,
     defense: Annotated[str, typer.Option(help="the protection under which the model was trained")] = "none",
     epochs: Annotated[int, typer.Option(help="epochs of the shadow models; use those of the model")] = 5,

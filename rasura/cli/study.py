@@ -11,6 +11,7 @@ import typer
 
 from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
+from rasura.cli.services import serve_and_read
 from rasura.cli.shared import Limit, app, err, numbers, split, watched
 from rasura.cli.train import prepared, trained
 from rasura.core.errors import MissingExtra
@@ -35,7 +36,7 @@ def study(
 
     Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
     """
-    from rasura.runs.services import ServicePlan
+    from rasura.runs.service_plan import ServicePlan
     from rasura.runs.train_plan import TrainPlan
     from rasura.studies import files, plots, tables
 
@@ -47,8 +48,8 @@ def study(
     place = folder or Path("runs/studies") / name.replace("/", "-")
     if isinstance(plan, ServicePlan):
         training = files.prepared_training(found, plan) if found.train else None
-        worth, rows = served(plan, place, training, as_json)
-        text, plot = tables.service_section(found, plan, rows, worth), plots.of_service(found, plan, rows)
+        worth, records = served(plan, place, training, as_json)
+        text, plot = tables.service_section(found, plan, records, worth), plots.of_service(found, plan, records)
     elif isinstance(plan, TrainPlan):
         text, plot = of_training(found, plan, place, as_json)
     else:
@@ -108,18 +109,9 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
 
 def served(plan: Any, folder: Path, training: Any, as_json: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What a service is worth under each protection, where it is trained, and what each attack reads there."""
-    from rasura.runs.services import ServiceAudit
-
     before = prepared(training, folder / "training") if training else None
     worth = trained(before, as_json) if before else []
-    with err.status("loading the model and the texts"):
-        audit = ServiceAudit(plan, folder, before)
-    rows = []
-    with watched() as bar:
-        line = bar.add_task("", total=len(audit))
-        for row in audit.run(lambda what: bar.update(line, description=what)):
-            rows.append(row)
-            bar.advance(line)
+    _, records = serve_and_read(plan, folder, before, baseline=False)
     if as_json:
-        sys.stdout.write(json.dumps(rows) + "\n")
-    return worth, rows
+        sys.stdout.write(json.dumps(records) + "\n")
+    return worth, records

@@ -45,8 +45,3 @@ def broken(error: Exception) -> str:
         code = trace.tb_frame.f_code
         place, trace = f" in {code.co_name} ({code.co_filename.rpartition('/')[2]}, line {trace.tb_lineno})", trace.tb_next
     return f"{type(error).__name__}{place}"
-
-
-def crash(error: Exception) -> str:
-    """Why an attack gave no figure: our own words, or which error broke it and where."""
-    return str(error) if isinstance(error, AttackFailed | InputError) else f"the attack broke with {broken(error)}"

@@ -17,10 +17,16 @@ Adversaries = Mapping[str, Any]
 """Who knows the protection: ``attacks``, ``unknown`` parts, ``protection_readers``; see ``rasura.registry.Adversaries``."""
 
 
+CLIENT = "client"
+"""In place of an attack: what the client of a model service itself reads of what the model generates."""
+
+
 @dataclass(frozen=True)
 class Record:
     """One cell: an attack on one batch behind one defense under one threat model.
 
+    ``update``: what the adversary has: a kind of update; ``model`` of an attack on a trained model; of a model service the
+    weights that it reads, ``uploaded`` or ``trained``. ``batch_size``: its texts or images.
     ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is, bounds. ``status``, with
     ``reason``: ok, failed (the attack looked and gave up), crashed (it broke) or not_applicable; scores are empty unless ok.
     ``examples``: a number for each text or image of the batch, the same for the same one. ``recovered`` is masked unless

@@ -115,6 +115,12 @@ class RunStore:
     def __contains__(self, key: str) -> bool:
         return bool(self._rows("SELECT 1 FROM records WHERE key = ?", key))
 
+    def __getitem__(self, key: str) -> dict[str, Any]:
+        """The record of a finished cell. Raises ``KeyError`` for one that is not there."""
+        for found in self._found("SELECT key, record, digest FROM records WHERE key = ?", key):
+            return found
+        raise KeyError(key)
+
     def add(self, record: Record) -> None:
         """Store a finished cell. Raises ``InputError`` when the disk does not take it."""
         text = json.dumps(_finite(record.to_dict()), sort_keys=True, ensure_ascii=False, allow_nan=False)
@@ -126,7 +132,10 @@ class RunStore:
             raise InputError(f"{self.folder}: a record could not be stored ({error}); free some space, resume") from None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for key, text, digest in self._rows("SELECT key, record, digest FROM records ORDER BY key"):
+        yield from self._found("SELECT key, record, digest FROM records ORDER BY key")
+
+    def _found(self, query: str, *values: str) -> Iterator[dict[str, Any]]:
+        for key, text, digest in self._rows(query, *values):
             found = _parsed(text) if digest == _digest(key, text) else None
             wrong = "it was changed" if found is None else wrong_in(found)
             if wrong or found is None:

@@ -7,7 +7,7 @@ texts, estimates, calibration, the rule for adversaries who know a protection, a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,21 +167,30 @@ class MembershipSpec(MethodSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceAttackSpec(MethodSpec):
-    """An attack by a service's operator. ``home``: a protection and a model family at which it must make a guess."""
+    """An attack by a service's operator.
+
+    ``home``: a protection and a model family at which it must make a guess. ``protection``: it reads the protection itself,
+    so that without one there is nothing to read.
+    """
 
     make: Callable[[], ServiceAttack]
     home: tuple[str, str] = ("obfuslm:k=4", "bert")
+    protection: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceProtectionSpec(MethodSpec):
     """A protection of a model service. ``make`` takes the model, its vocabulary, and options by name.
 
-    ``example``: as users write it, at a setting at which it acts.
+    ``example``: as users write it, at a setting at which it acts. ``known_by``: the attacks that know how it works; without
+    all of them in a run, nothing is said to be stopped. None means that no attack knows it. ``known_by_with``: by an option,
+    the attacks that take their place where that option is set.
     """
 
     make: Callable[..., Any]
     example: str
+    known_by: tuple[str, ...] | None = None
+    known_by_with: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,6 +69,14 @@ MODEL_USER = ThreatModel(
 )
 """Who infers membership: has the trained model, no update of its training."""
 
+SERVICE_OPERATOR = ThreatModel(
+    "service-operator",
+    frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.REFERENCE_TEXT, Grant.MECHANISM}),
+    "the operator of a model service, who follows the protocol but looks (honest-but-curious): sees the model that was "
+    "uploaded and all that clients send, and knows the public model, which protection is used, and texts of the same kind",
+)
+"""Who reads what a model service is sent."""
+
 
 def adversary_copy(model: nn.Module) -> nn.Module:
     """The adversary's copy of the model, on the CPU, in eval mode, without gradients: own modules, shared read-only weights.

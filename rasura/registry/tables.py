@@ -32,7 +32,7 @@ UPDATES = Registry("update", UpdateSpec, "rasura.core.updates", "rasura.update_k
 MODELS = Registry("model family", ModelSpec, "rasura.victims", "rasura.models")
 
 KINDS: Mapping[str, Registry[Any]] = {
-    "attacks": ATTACKS, "defenses": DEFENSES, "metrics": METRICS, "membership": MEMBERSHIP, "updates": UPDATES,
+    "attacks": ATTACKS, "defenses": DEFENSES, "metrics": METRICS, "membership-attacks": MEMBERSHIP, "update-kinds": UPDATES,
     "service-attacks": SERVICE_ATTACKS, "service-protections": SERVICE_PROTECTIONS, "models": MODELS,
 }  # fmt: skip
 """What ``rasura list`` can list, by the word that users write."""

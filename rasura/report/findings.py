@@ -37,9 +37,9 @@ def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], note
     )
 
 
-def _setting(update: str, defense: str) -> str:
-    """A protection with what is sent behind it, where that is not one gradient."""
-    if update == "fedsgd":
+def column_of(update: str, defense: str) -> str:
+    """A protection with what is read behind it, where that is neither one gradient nor a service as it was uploaded."""
+    if update in ("fedsgd", "uploaded"):
         return defense
     return update if defense == "none" else f"{defense}, {update}"
 
@@ -48,13 +48,13 @@ def findings(
     records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None, metric: str | None = None
 ) -> Findings:
     """What the records say. ``plan`` gives the order of attacks and defenses. ``metric``: the task's headline if None."""
-    every = [{**r, "column": _setting(r["update"], r["defense"])} for r in records]
+    every = [{**r, "column": column_of(r["update"], r["defense"])} for r in records]
     order = plan or {}
     defenses = order.get("defenses", [])
     # The baseline stands first where the plan did not name it and the audit added it.
     asked = defenses if "none" in defenses else ["none", *defenses]
     columns = _ordered(
-        (_setting(u, d) for u in order.get("updates", ["fedsgd"]) for d in asked), (r["column"] for r in every)
+        (column_of(u, d) for u in order.get("updates", ["fedsgd"]) for d in asked), (r["column"] for r in every)
     )
     attacks = _ordered(order.get("attacks", []), (r["attack"] for r in every))
     images = order.get("task") == "vision"
@@ -84,7 +84,7 @@ def findings(
         IMAGES if images else TEXTS, tuple(_figures(groups, attacks, columns)) if images else (),
         _prices(every, columns),
     )  # fmt: skip
-    return replace(found, sentence=tuple(_sentence(found, every)), recommendation=_recommendation(found))
+    return replace(found, sentence=tuple(_sentence(found, every)), recommendation=recommendation(found))
 
 
 def _ordered(first: Iterable[str], there: Iterable[str]) -> list[str]:
@@ -145,14 +145,7 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
-MORE = {
-    "accumulate": "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide",
-    "sealing:all": "sealing:all, which sends nothing in the clear",
-}
-"""Protections that a run may add, by what stands in the columns that have them; what they do, not what they are worth."""
-
-
-def _recommendation(f: Findings) -> str:
+def recommendation(f: Findings) -> str:
     """What follows for the columns that the run is judged by, in the words of their verdicts."""
     columns = {name: f.verdicts[name] for name in f.judged}
     if not columns:
@@ -179,9 +172,7 @@ def _recommendation(f: Findings) -> str:
         if v.word == NOT_MEASURED:
             reasons[v.says].append(name)
     said += [f"Nothing is known of {', '.join(names)}: {why}." for why, names in reasons.items()]
-    more = [told for part, told in MORE.items() if not any(part in name for name in f.columns)]
-    if f.words is IMAGES:
-        more = [told for told in more if "tokens" not in told]
+    more = [told for part, told in f.words.more.items() if not any(part in name for name in f.columns)]
     if more:
         said.append(f"Not in this run: --defense {'; '.join(more)}.")
     return " ".join(said)
@@ -201,8 +192,12 @@ def _evidence(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def summarise(records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """``summary.json``: the sentence, the recommendation and the matrix in plain values."""
-    f = findings(records, plan)
+    """``summary.json`` of an audit of updates: see ``summary_of``."""
+    return summary_of(findings(records, plan))
+
+
+def summary_of(f: Findings) -> dict[str, Any]:
+    """The sentence, the recommendation and the matrix in plain values."""
     return {
         "sentence": list(f.sentence),
         "recommendation": f.recommendation,

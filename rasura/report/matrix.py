@@ -9,21 +9,29 @@ from typing import Any
 from rasura.report.readings import Level
 from rasura.report.verdicts import Verdict
 
+ACCUMULATE = "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide"
+SEALING = "sealing:all, which sends nothing in the clear"
+
 
 @dataclass(frozen=True)
 class Wording:
-    """How one kind of data is spoken of: one record, several, and what the headline metric is a share of."""
+    """How one kind of data is spoken of: one record, several, and what the headline metric is a share of.
+
+    ``more``: protections that a run may add, by what stands in the columns that have them; what they do, not what they are
+    worth.
+    """
 
     one: str
     many: str
     share: str
     unit: str
+    more: Mapping[str, str] = field(default_factory=dict)
 
 
-TEXTS = Wording("note", "notes", "of the words", "Words read back, %")
+TEXTS = Wording("note", "notes", "of the words", "Words read back, %", {"accumulate": ACCUMULATE, "sealing:all": SEALING})
 
 
-IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure read back (SSIM), %")
+IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure read back (SSIM), %", {"sealing:all": SEALING})
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,22 @@ from typing import Any
 from rasura.core.files import write_whole
 from rasura.core.run_store import RunStore, refused_if_damaged
 from rasura.report.calibration import finished, render_calibration
-from rasura.report.findings import findings, summarise
+from rasura.report.findings import findings, summary_of
 from rasura.report.matrix import Findings
 from rasura.report.membership import membership_findings, render_membership
 from rasura.report.readings import Level
+from rasura.report.services import MEASURES, continued, measures, service_findings
 from rasura.report.template import filled
 
 ACTIVE = "a server that sends a crafted model (active attacks)"
+ACTIVE_SERVICE = "an operator who changes the model or its answers (active attacks)"
 REMEMBERED = "membership inference and what the trained model itself remembers (`rasura membership`)"
 
 
-def not_tested(records: list[dict[str, Any]]) -> list[str]:
+def not_tested(records: list[dict[str, Any]], *, service: bool = False) -> list[str]:
     """What the run behind ``records`` says nothing about."""
+    if service:
+        return [ACTIVE_SERVICE, REMEMBERED]
     return [REMEMBERED] if any(r.get("crafted") for r in records) else [ACTIVE, REMEMBERED]
 
 
@@ -41,21 +45,29 @@ def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
             store.export(asdict(membership_findings(records, plan)))
         else:
             page = render(records, plan, show_text=show_text)
-            store.export(summarise(records, plan))
+            store.export(summary_of(found_in(records, plan)))
     write_whole(path, page)
     return path
 
 
+def found_in(records: list[dict[str, Any]], plan: Mapping[str, Any]) -> Findings:
+    """What ``records`` say, of an audit of updates or of a model service."""
+    return service_findings(records, plan) if plan.get("kind") == "service" else findings(records, plan)
+
+
 def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text: bool = False) -> str:
-    """The page as a string."""
-    f = findings(records, plan)
+    """The page of an audit of updates or of a model service, as a string."""
+    f, service = found_in(records, plan), plan.get("kind") == "service"
     evidence = [_evidence(e, show_text) for e in f.evidence]
     return filled(
-        "page.html",
+        "services.html" if service else "page.html",
         f=f,
+        measured=tuple(MEASURES.values()),
+        measures=measures(records, f) if service else (),
+        continued=continued(records, f) if service else (),
         evidence=evidence,
         plan=plan,
-        not_tested=not_tested(records),
+        not_tested=not_tested(records, service=service),
         shown=show_text and bool(plan.get("show_text")),
         versions=records[0]["versions"] if records else {},
         data=records[0]["data"] if records else "",
@@ -63,7 +75,7 @@ def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text:
         schema=records[0]["schema"] if records else "",
         seconds=sum(r["wall_seconds"] for r in records),
         curves=_curves(f),
-        frontier=_frontier(f),
+        frontier=None if service else _frontier(f),
     )
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from rasura.core.errors import MissingExtra
 
 COLOURS = ("#542d87", "#b5482a", "#2f7d5b", "#2a6fb5", "#a17c1a", "#8c3b6e")
 """Of the curves in a plot, in their order."""
+
+
+def spaced(defense: str) -> str:
+    """The name of a protection with room for a break between its parts: ``a + b``, ``k=10 / epsilon=0.1``."""
+    return re.sub(r"(?<=[\w.])([+/])(?=[A-Za-z])", r" \1 ", defense)
 
 
 def filled(name: str, **values: Any) -> str:
@@ -21,4 +27,5 @@ def filled(name: str, **values: Any) -> str:
 
     loader = PackageLoader("rasura", "report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters["spaced"] = spaced
     return environment.get_template(name).render(values)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +16,7 @@ def summary(f: Findings) -> Group:
     table = Table(title=f.words.unit, title_justify="left", caption_justify="left", header_style="bold")
     table.add_column("attack", no_wrap=True)
     for column in f.columns:
-        table.add_column(column.replace("+", "\n+").replace("-", "-\n"), justify="right")
+        table.add_column(re.sub(r"\+(?=\w)", "\n+", column).replace("-", "-\n").replace("/", "/\n"), justify="right")
     for attack in f.attacks:
         row = []
         for column in f.columns:

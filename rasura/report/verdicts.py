@@ -139,10 +139,11 @@ def verdict(
     found = [_of_column(defense, some, unprotected[where], metric, images) for where, some in columns.items()]
     if not found:
         return Verdict(NOT_MEASURED, defense, 0, missing=("nothing was run",), many="images" if images else "notes")
-    return _worst(found)
+    return worst_of(found)
 
 
-def _worst(found: Sequence[Verdict]) -> Verdict:
+def worst_of(found: Sequence[Verdict]) -> Verdict:
+    """The worst of the verdicts on one protection, with the highest figures of all; what one is missing, it is missing."""
     worst = min(found, key=lambda v: (WORDS.index(v.word), -(v.risk or 0.0)))
     missing = tuple(dict.fromkeys(m for v in found for m in v.missing))
 

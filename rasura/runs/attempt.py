@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
-from rasura.core.errors import AttackFailed, NotApplicable, broken, crash
+from rasura.core.errors import AttackFailed, NotApplicable, broken
 from rasura.core.interfaces import Adversary
 from rasura.core.values import Granted, Parameter
 
@@ -40,13 +40,12 @@ class Outcome(Generic[G]):
 def attempt(
     call: Callable[[], G],
     *,
-    on_error: Literal["crashed", "failed"] = "crashed",
     raises: tuple[type[Exception], ...] = (),
 ) -> Outcome[G]:
     """Call ``call`` and say how it ended.
 
-    ``NotApplicable`` ends as ``not_applicable``, ``AttackFailed`` as ``failed``, any other exception as ``on_error``. An
-    attack that breaks is a finding about the attack: it does not end the run, and it is no sign of protection.
+    ``NotApplicable`` ends as ``not_applicable``, ``AttackFailed`` as ``failed``, any other exception as ``crashed``.
+    An attack that breaks is a finding about the attack: it does not end the run, and it is no sign of protection.
 
     ``raises``: exceptions that reach the caller instead, such as ``MACHINE``. ``NotApplicable`` and ``AttackFailed`` never
     do.
@@ -65,7 +64,7 @@ def attempt(
     except raises:
         raise
     except Exception as error:
-        status, reason = on_error, broken(error) if on_error == "crashed" else crash(error)
+        status, reason = "crashed", broken(error)
     return Outcome(
         status, reason, guess, details, time.perf_counter() - wall, time.process_time() - cpu, peak_mb()
     )  # fmt: skip

@@ -306,7 +306,7 @@ class MembershipAudit:
             guess = attack(seen, rng=generator(self.plan.recipe.seed, "membership", name))
             return Told(self.scores(guess), {**guess.details, "roc": self._curve(guess)})
 
-        return attempt(told, on_error="failed", raises=MACHINE)
+        return attempt(told, raises=MACHINE)
 
     def scores(self, guess: Membership) -> dict[str, Any]:
         """AUC, true positives at each asked rate of false ones, and privacy leakage, with their intervals.

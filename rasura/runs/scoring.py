@@ -2,30 +2,71 @@
 
 from __future__ import annotations
 
+import math
 import platform
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from rasura.core.answers import ServiceTranscript, TokenReading
+from rasura.core.errors import InputError
 from rasura.core.interfaces import Metric
-from rasura.core.values import Reconstruction, Transcript
+from rasura.core.values import Reconstruction, Transcript, Vocabulary
 from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
+from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
+
+SERVICE_METRICS = (TopTokens(1), TopTokens(3), RougeL(), BagF1())
+"""What is computed of every guess at the texts of a service, each a fraction of a text."""
 
 
 def score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
     """The values of ``metric`` for every example, their mean with its interval, and the worst of them."""
     values = [float(v) for v in metric(guess, truth)]
-    mean, low, high = mean_or_interval(values, metric.bounds)
+    return _score(values, metric.unit, metric.higher_is, metric.bounds)
+
+
+def _score(values: list[float], unit: str, higher_is: str, bounds: tuple[float, float] | None) -> dict[str, Any]:
+    mean, low, high = mean_or_interval(values, bounds)
     there = [v for v in values if v == v]
-    worst = (max if metric.higher_is == "worse" else min)(there, default=float("nan"))
+    worst = (max if higher_is == "worse" else min)(there, default=float("nan"))
     return {
         "per_record": values, "mean": mean, "low": low, "high": high, "worst": worst, "n": len(there),
-        "unit": metric.unit, "higher_is": metric.higher_is, "bounds": metric.bounds,
+        "unit": unit, "higher_is": higher_is, "bounds": bounds,
     }  # fmt: skip
+
+
+def service_scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, Any]:
+    """As ``score``, all metrics of a guess at the texts of a service that it can be measured by.
+
+    Raises ``InputError`` where a figure is not a number for every text.
+    """
+    found = {m.name: m(guess, truth) for m in SERVICE_METRICS}
+    return {n: fractions_of(n, values, len(truth.ids)) for n, values in found.items() if values is not None}
+
+
+def fractions_of(name: str, values: Sequence[float], texts: int, higher_is: str = "worse") -> dict[str, Any]:
+    """As ``score``, of a fraction of each text that was read. Raises ``InputError`` unless there is a number for each."""
+    if len(values) != texts or not all(map(math.isfinite, values)):
+        raise InputError(f"{name} is not a number for every text")
+    return _score(list(values), "share", higher_is, (0.0, 1.0))
+
+
+def likeness(
+    read: Sequence[Sequence[int]], true: Sequence[Sequence[int]], vocabulary: Vocabulary, higher_is: str = "worse"
+) -> dict[str, Any]:
+    """ROUGE of the continuations ``read`` with the ``true`` ones, each the ids of a text. ``higher_is``: ``worse`` where an
+    adversary reads them, ``better`` where the client does."""
+    out = {}
+    for kind in ("rouge1", "rougeL"):
+        metric = rouge(kind).score
+        values = [metric(vocabulary.text(a), vocabulary.text(b)) for a, b in zip(true, read, strict=True)]
+        out[f"continuation_{kind}"] = fractions_of(f"continuation_{kind}", values, len(true), higher_is)
+    return out
 
 
 def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
@@ -40,11 +81,22 @@ def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict
     out = []
     for text, (score, place) in zip(truth.text_batch.texts, paired(truth.text_batch.seen, texts, metric.score)):
         read = texts[place] if place >= 0 else ""
-        words = [[w if show else "█" * len(w), hit, hurts] for w, hit, hurts in marked_words(text, read)]
-        shown = read if show else " ".join("█" * len(w) for w in read.split())
-        sent = text if show else " ".join(str(w[0]) for w in words)
-        out.append({"sent": sent, "read": shown, "words": words, "score": score})
+        out.append(_recovered_text(text, read, score, show))
     return out
+
+
+def recovered_texts(guess: TokenReading, truth: ServiceTranscript, show: bool) -> list[dict[str, Any]]:
+    """The same of the texts that a service was sent: of each the first guesses."""
+    text, metric = truth.vocabulary.text, rouge("rouge1")
+    pairs = [(text(ids), text(ranked[:, 0].tolist())) for ids, ranked in zip(truth.ids, guess.ranked, strict=True)]
+    return [_recovered_text(sent, read, metric.score(sent, read), show) for sent, read in pairs]
+
+
+def _recovered_text(text: str, read: str, score: float, show: bool) -> dict[str, Any]:
+    words = [[w if show else "█" * len(w), hit, hurts] for w, hit, hurts in marked_words(text, read)]
+    shown = read if show else " ".join("█" * len(w) for w in read.split())
+    sent = text if show else " ".join(str(w[0]) for w in words)
+    return {"sent": sent, "read": shown, "words": words, "score": score}
 
 
 def _recovered_images(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:

@@ -1,100 +1,86 @@
-"""What the operator of a model service reads: protections x attacks on the same texts, resumable."""
+"""What the operator of a model service reads: protections x attacks on the same texts, as a stream of Records."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from rasura.core.answers import ServiceObservation, ServiceTranscript, TokenReading
-from rasura.core.errors import AttackFailed, InputError
-from rasura.core.files import write_whole
+from rasura.core.errors import InputError
 from rasura.core.interfaces import Budget
-from rasura.core.options import known
+from rasura.core.records import CLIENT, Record, cell_key
 from rasura.core.rng import generator
-from rasura.core.threat import observe_service, service_transcript
-from rasura.core.values import Task
-from rasura.data.text import load_examples
-from rasura.metrics.service import BagF1, RougeL, TopTokens
-from rasura.metrics.text import rouge
-from rasura.registry import SERVICE_ATTACKS, service_attack
-from rasura.registry.services import learned, parsed, protected
-from rasura.runs.attempt import MACHINE, attempt
-from rasura.runs.fields import typed
+from rasura.core.run_store import RunStore
+from rasura.core.threat import SERVICE_OPERATOR, observe_service, service_transcript
+from rasura.data.text import Example, columns_of, load_examples
+from rasura.registry import service_attack
+from rasura.runs.attempt import MACHINE, Outcome, attempt, peak_mb
+from rasura.runs.scoring import likeness, recovered_texts, service_scores, versions
+from rasura.runs.service_plan import ServicePlan
 from rasura.runs.training import Training
 from rasura.service_protections.service import Service
 from rasura.victims.loading import load
 
-METRICS = (TopTokens(1), TopTokens(3), RougeL(), BagF1())
 
-CLIENT = "client"
-"""In place of an attack: what the client itself reads, of a model that generates."""
+@dataclass(frozen=True)
+class ServiceCell:
+    """One cell: an attack on the service behind a protection, with the weights that were ``uploaded`` or ``trained``."""
+
+    protection: str
+    attack: str
+    weights: str
+    key: str
 
 
 @dataclass(frozen=True)
-class ServicePlan:
-    """``limit`` texts of ``data`` of at least four words, sent behind each of ``protections`` (``obfuslm:k=10/epsilon=0.1``;
-    see ``rasura list service-protections``) and read by each of ``attacks``. Their ``references`` texts come from
-    ``reference``.
+class Sent:
+    """The texts behind a protection: the truth, what the operator sees of it, what guessing scores, and the seconds that the
+    protection took."""
 
-    ``weights``: what is read is the service as it was ``uploaded``, before any training, or as it was ``trained`` since.
-    """
-
-    data: str
-    reference: str
-    model: str = "minilm"
-    task: str = "classification"
-    protections: tuple[str, ...] = ("obfuslm",)
-    attacks: tuple[str, ...] = tuple(SERVICE_ATTACKS)
-    limit: int = 64
-    references: int = 5000
-    seed: int = 0
-    budget: str = "quick"
-    weights: tuple[str, ...] = ("uploaded",)
-
-    def checked(self) -> ServicePlan:
-        """This plan, or ``InputError`` for what is wrong with it."""
-        known("task", self.task, [t for t in get_args(Task) if t != "vision"])
-        known("budget", self.budget, ("quick", "default", "paper"))
-        for text in self.protections:
-            parsed(text)
-        for name in self.weights:
-            known("weights", name, ("uploaded", "trained"))
-        for name in self.attacks:
-            known("attack on a service", name, SERVICE_ATTACKS)
-        for name in ("limit", "references"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
-        return self
+    truth: ServiceTranscript
+    seen: ServiceObservation
+    blind: Mapping[str, Any]
+    seconds: float
 
 
 class ServiceAudit:
-    """A prepared audit: files read, so that what is wrong is said now. Iterate ``run``.
+    """A prepared audit: files read, so that what is wrong is said now. Iterate ``run`` to do what is not done yet.
 
     ``training``: of the same model behind the same protections, which was run; needed where trained weights are read. What a
     model that generates was sent is then the first half of every text, and how it goes on, which its client reads too.
+    ``baseline``: without protection every attack is run as well, whether the plan has ``none`` or not. Only an attack that
+    is seen to read there can say anything of a protection; without the baseline every verdict is 'not measured'.
     """
 
-    def __init__(self, plan: ServicePlan, folder: str | Path, training: Training | None = None) -> None:
-        self.plan, self.folder, self.training = plan.checked(), Path(folder), training
-        for text in plan.protections:
-            if training is None and (learned(text) or "trained" in plan.weights):
+    def __init__(self, plan: ServicePlan, training: Training | None = None, *, baseline: bool = True) -> None:
+        self.plan, self.training = plan.checked(), training
+        added = () if "none" in plan.protections or not baseline else ("none",)
+        self.columns = (*added, *plan.protections)
+        for text in self.columns:
+            if "trained" not in self._weights(text):
+                continue
+            if training is None:
                 raise InputError(f"{text}: reading it as it was trained needs a training, and this audit has none")
-        texts = [t for e in load_examples(plan.data) if len((t := _text(e)).split()) > 3]
+            if text not in training.plan.defenses:
+                raise InputError(f"{text}: reading it as it was trained needs a training behind it; train behind it, too")
+        columns = columns_of(plan)
+        texts = [t for e in load_examples(plan.data, columns=columns) if len((t := _text(e)).split()) > 3]
         if len(texts) < plan.limit:
             raise InputError(f"{plan.data} has {len(texts)} texts of four words or more; expected at least {plan.limit}")
         self.chosen = random.Random(plan.seed).sample(texts, plan.limit)
         told = set(self.chosen)
-        self.reference = tuple(t for e in load_examples(plan.reference) if (t := _text(e)) not in told)[: plan.references]
+        others = (_text(e) for e in load_examples(plan.reference, columns=columns))
+        self.reference = tuple(t for t in others if t not in told)[: plan.references]
         task: Any = plan.task
         self.victim = load(plan.model, task) if training is None else training.victim(plan.seed)
         words, longest = self.victim.vocabulary, self.victim.max_length
@@ -103,66 +89,63 @@ class ServiceAudit:
         room = longest - len(words.prefix) - len(words.suffix)
         self.ids = [(*words.prefix, *words.encode(t)[:room], *words.suffix) for t in self.chosen]
         self.prompts = [ids[: max(1, len(ids) // 2)] for ids in self.ids]
-        known = hashlib.sha256(json.dumps([self.ids, self.reference]).encode()).hexdigest()[:16]
-        said = {"model": plan.model, "task": plan.task, "seed": plan.seed, "budget": plan.budget}
-        self.about = {**said, "texts": known} | ({"training": training.about} if training else {})
-
-    def __len__(self) -> int:
-        """How many rows ``run`` yields."""
-        return sum(self._generates + len(self._weights(p)) * len(self.plan.attacks) for p in self.plan.protections)
-
-    def run(self, progress: Callable[[str], None] | None = None) -> Iterator[dict[str, Any]]:
-        """Do the cells that the folder lacks, keeping and yielding each."""
-        for protection in self.plan.protections:
-            yield from self._behind(protection, progress or (lambda what: None))
-
-    def _behind(self, protection: str, tell: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-        uploaded = cache(partial(self._uploaded, protection))
-        services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
-        answers = None
-        if self._generates:
-            row = self._kept(protection, CLIENT, "trained", partial(self._continued, services["trained"]), tell)
-            yield row
-            answers = [tuple(ids) for ids in row["answers"]]
-        for weights in self._weights(protection):
-            both = cache(partial(self._sent, protection, services[weights], answers))
-            for attack in self.plan.attacks:
-                yield self._kept(protection, attack, weights, partial(self._cell, attack, both), tell)
+        numbers: dict[tuple[int, ...], int] = {}
+        self.examples = [numbers.setdefault(ids, len(numbers)) for ids in self.ids]
+        self.data = hashlib.sha256(json.dumps([self.ids, self.reference]).encode()).hexdigest()[:16]
+        self.identity = {**plan.canonical(), "texts": self.data} | ({"training": training.about} if training else {})
+        self.cells = list(self._cells())
 
     @property
     def _generates(self) -> bool:
         return self.training is not None and self.plan.task == "causal"
 
     def _weights(self, protection: str) -> tuple[str, ...]:
-        return ("trained",) if learned(protection) else self.plan.weights
+        return ("trained",) if self.plan.parsed[protection].learned else self.plan.weights
 
-    def _kept(
-        self, protection: str, attack: str, weights: str, make: Callable[[], dict[str, Any]], tell: Callable[[str], None]
-    ) -> dict[str, Any]:
-        """One row, made only where the folder lacks it."""
-        key = json.dumps([self.about, protection, attack, weights], sort_keys=True)
-        path = self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
-        if not path.exists():
-            tell(f"{attack} / {protection}")
-            row = {"protection": protection, "attack": attack, "weights": weights, **self.about, **make()}
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(row))
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+    def _cells(self) -> Iterator[ServiceCell]:
+        for protection in self.columns:
+            places = [(CLIENT, "trained")] if self._generates else []
+            places += [(attack, weights) for weights in self._weights(protection) for attack in self.plan.attacks]
+            for attack, weights in places:
+                where = {"protection": protection, "attack": attack, "weights": weights}
+                yield ServiceCell(protection, attack, weights, cell_key(plan=self.identity, **where))
+
+    def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
+        """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
+        for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
+            uploaded = cache(partial(self._uploaded, protection))
+            services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
+            sent = cache(lambda weights, p=protection, made=services: self._sent(p, made[weights], self._answers(store, p)))
+            for cell in cells:
+                if cell.key in store:
+                    continue
+                if progress is not None:
+                    progress(cell)
+                client = cell.attack == CLIENT
+                record = self._continued(cell, services["trained"]()) if client else self._read(cell, sent(cell.weights))
+                store.add(record)
+                yield record
 
     def _uploaded(self, protection: str) -> Service:
         if self.training is None:
-            return protected(protection, self.victim, self.plan.seed)
+            return self.plan.parsed[protection].of(self.victim, self.plan.seed)
         return self.training.service(protection, self.victim, self.plan.seed)
 
     def _trained(self, protection: str, uploaded: Callable[[], Service]) -> Service:
         assert self.training is not None, "which __init__ asked for"
         return self.training.trained_service(uploaded(), protection, self.plan.seed)
 
-    def _continued(self, trained: Callable[[], Service]) -> dict[str, Any]:
+    def _answers(self, store: RunStore, protection: str) -> list[tuple[int, ...]] | None:
+        """How the service went on, by the client's Record, which comes first; None where it generates nothing."""
+        if not self._generates:
+            return None
+        key = next(c.key for c in self.cells if (c.protection, c.attack) == (protection, CLIENT))
+        return [tuple(ids) for ids in store[key]["details"]["answers"]]
+
+    def _continued(self, cell: ServiceCell, service: Service) -> Record:
         """How the service goes on after the first half of every text, in the client's ids, and how near that is to the other
         half."""
-        service, start = trained(), time.process_time()
+        wall, start = time.perf_counter(), time.process_time()
         if not hasattr(service.served, "generate"):
             raise InputError(f"{service.mechanism.name}: a client that sends states cannot have text generated")
         back = service.tokens.argsort()
@@ -176,45 +159,69 @@ class ServiceAudit:
                     eos_token_id=self.victim.tokenizer.eos_token_id, pad_token_id=self.victim.vocabulary.pad_id or 0,
                 )  # fmt: skip
             answers.append(back[said[0, len(given) :]].tolist())
-        return {
-            "status": "ok", "reason": "", "scores": self._likeness(answers), "answers": answers,
-            "cpu_seconds": time.process_time() - start,
-        }  # fmt: skip
+        near = likeness(answers, self._endings(), self.victim.vocabulary, "better")
+        return self._record(
+            cell, "ok", "", scores=near, details={"answers": answers},
+            wall_seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - start,
+        )  # fmt: skip
 
-    def _likeness(self, answers: Sequence[Sequence[int]]) -> dict[str, list[float]]:
-        """ROUGE of ``answers`` with the second half of every text."""
-        text, out = self.victim.vocabulary.text, {}
-        true = [text(ids[len(p) :]) for ids, p in zip(self.ids, self.prompts)]
-        for kind in ("rouge1", "rougeL"):
-            score = rouge(kind).score
-            out[f"continuation_{kind}"] = [score(a, text(b)) for a, b in zip(true, answers, strict=True)]
-        return out
+    def _endings(self) -> list[tuple[int, ...]]:
+        """The second half of every text."""
+        return [ids[len(p) :] for ids, p in zip(self.ids, self.prompts)]
 
     def _sent(
         self, protection: str, service: Callable[[], Service], answers: Sequence[tuple[int, ...]] | None
-    ) -> tuple[ServiceTranscript, ServiceObservation]:
-        """The texts behind ``protection``, and what its operator sees of them: the same for every attack."""
-        ids = self.ids if answers is None else [p + a for p, a in zip(self.prompts, answers)]
-        truth = service_transcript(service(), ids, generator(self.plan.seed, "sent", protection))
-        return truth, observe_service(truth, reference_text=self.reference)
+    ) -> Outcome[Sent]:
+        """The texts behind ``protection``, the same for every attack; or why there is no such service to attack."""
 
-    def _cell(self, attack: str, both: Callable[[], tuple[ServiceTranscript, ServiceObservation]]) -> dict[str, Any]:
-        truth, seen = both()
+        def made() -> Sent:
+            start = time.perf_counter()
+            ids = self.ids if answers is None else [p + a for p, a in zip(self.prompts, answers)]
+            truth = service_transcript(service(), ids, generator(self.plan.seed, "sent", protection))
+            seconds = time.perf_counter() - start
+            seen = observe_service(truth, reference_text=self.reference)
+            return Sent(truth, seen, self.scores(self._guess("blind", seen), truth), seconds)
+
+        return attempt(made, raises=(*MACHINE, InputError))
+
+    def _guess(self, attack: str, seen: ServiceObservation) -> TokenReading:
         level: Any = self.plan.budget
+        return service_attack(attack)(seen, rng=generator(self.plan.seed, attack), budget=Budget(level))
 
-        def scores() -> dict[str, list[float]]:
-            guess = service_attack(attack)(seen, rng=generator(self.plan.seed, attack), budget=Budget(level))
-            found = self._scores_of_halves(guess, truth) if self._generates else _scores(guess, truth)
-            return _whole(found, len(truth.ids))
+    def _read(self, cell: ServiceCell, sent: Outcome[Sent]) -> Record:
+        if sent.guess is None:
+            return self._record(cell, sent.status, f"there is no such service to attack: {sent.reason}")
+        truth, seen = sent.guess.truth, sent.guess.seen
 
-        outcome = attempt(scores, on_error="failed", raises=MACHINE)
-        return {
-            "status": outcome.status, "reason": outcome.reason, "scores": outcome.guess or {},
-            "cpu_seconds": outcome.cpu_seconds,
-        }  # fmt: skip
+        def read() -> tuple[TokenReading, dict[str, Any]]:
+            guess = self._guess(cell.attack, seen)
+            return guess, self.scores(guess, truth)
 
-    def _scores_of_halves(self, guess: TokenReading, truth: ServiceTranscript) -> dict[str, list[float]]:
-        """What was read of the prompts; of the answers; and how near these, as read, are to how the texts go on."""
+        outcome = attempt(read, raises=MACHINE)
+        guess, scores = outcome.guess or (None, {})
+        return self._record(
+            cell, outcome.status, outcome.reason, scores=scores, blind=sent.guess.blind,
+            recovered=[] if guess is None else recovered_texts(guess, truth, self.plan.show_text),
+            details=dict(outcome.details if guess is None else guess.details),
+            sent_bytes=_sent_bytes(seen), defense_seconds=sent.guess.seconds, wall_seconds=outcome.wall_seconds,
+            cpu_seconds=outcome.cpu_seconds,
+        )  # fmt: skip
+
+    def _record(self, cell: ServiceCell, status: str, reason: str, **found: Any) -> Record:
+        plan = self.plan
+        return Record(
+            key=cell.key, attack=cell.attack, defense=cell.protection, update=cell.weights, threat=SERVICE_OPERATOR.name,
+            model=plan.model if plan.model == "minilm" else Path(plan.model).name, data=self.data,
+            batch_size=len(self.ids), seed=plan.seed, batch=0, status=status, examples=self.examples, reason=reason,
+            known_by=asdict(plan.parsed[cell.protection].adversaries), threat_plain=SERVICE_OPERATOR.plain,
+            n_tokens=sum(map(len, self.ids)), peak_mb=peak_mb(), versions=versions(), **found,
+        )  # fmt: skip
+
+    def scores(self, guess: TokenReading, truth: ServiceTranscript) -> dict[str, Any]:
+        """All metrics of one guess; of a model that generates, what was read of the prompts, of the answers, and how near
+        these, as read, are to how the texts go on."""
+        if not self._generates:
+            return service_scores(guess, truth)
         cuts = [len(p) for p in self.prompts]
         prompts, answers = (
             (
@@ -223,31 +230,32 @@ class ServiceAudit:
             )
             for parts in ([slice(n) for n in cuts], [slice(n, None) for n in cuts])
         )
-        out = _scores(*prompts) | {f"answer_{name}": values for name, values in _scores(*answers).items()}
-        return out | self._likeness([r[:, 0].tolist() for r in answers[0].ranked])
+        out = service_scores(*prompts) | {f"answer_{name}": found for name, found in service_scores(*answers).items()}
+        return out | likeness([r[:, 0].tolist() for r in answers[0].ranked], self._endings(), self.victim.vocabulary)
 
 
-def _scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, list[float]]:
-    found = {m.name: m(guess, truth) for m in METRICS}
-    return {name: list(values) for name, values in found.items() if values is not None}
+def _sent_bytes(seen: ServiceObservation) -> int:
+    """Of the states that were sent, or of the ids as 64-bit numbers."""
+    return sum(v.numel() * v.element_size() for v in seen.vectors) or 8 * sum(map(len, seen.ids))
 
 
-def _whole(scores: dict[str, list[float]], texts: int) -> dict[str, list[float]]:
-    """``scores``, or ``AttackFailed`` where a figure is no number or a text has none: then nothing can be averaged."""
-    for name, values in scores.items():
-        if len(values) != texts or not all(map(math.isfinite, values)):
-            raise AttackFailed(f"{name} is not a number for every text")
-    return scores
-
-
-def _text(example: Any) -> str:
+def _text(example: Example) -> str:
     return f"{example.text} {example.text_pair or ''}".strip()
 
 
-def service_plan_of(found: Mapping[str, Any], source: str) -> ServicePlan:
-    """A plan from plain values with the names of ``ServicePlan``'s fields."""
-    values = typed(ServicePlan, found, source)
-    for name in ("data", "reference"):
-        if name not in values:
-            raise InputError(f"{source}: no {name}; expected a data file")
-    return ServicePlan(**values)
+def audit_service(plan: ServicePlan, *, out: str | Path, training: Training | None = None) -> Iterator[Record]:
+    """Audit a model service into the folder ``out``, yielding each Record as it is done; what ``out`` holds is not redone.
+
+    ``audit_service(ServicePlan("notes.jsonl", "public.jsonl"), out="runs/service")``. The baseline without protection is run
+    where ``plan`` lacks it. ``training``: as of ``ServiceAudit``. ``rasura.write_report(out)`` makes the page. Raises
+    ``InputError`` for bad input, before anything runs.
+    """
+    return _recorded(ServiceAudit(plan, training), out)
+
+
+def _recorded(prepared: ServiceAudit, out: str | Path) -> Iterator[Record]:
+    store = RunStore(out, prepared.identity)
+    try:
+        yield from prepared.run(store)
+    finally:
+        store.close()

@@ -13,7 +13,7 @@ from rasura.core.local import TARGETS
 from rasura.core.options import known
 from rasura.core.values import Task
 from rasura.registry import parse_defense
-from rasura.registry.services import parsed
+from rasura.registry.services import ServiceProtection, parse_service_protection
 from rasura.victims.recipe import Recipe
 from rasura.victims.train import local
 
@@ -56,16 +56,17 @@ class TrainPlan:
     @cached_property
     def parts(self) -> Mapping[str, Defense]:
         """What each of ``defenses`` does in a training, parsed once; nothing where it protects a service."""
-        if not self.service:
-            return {text: local(parse_defense(text)) for text in self.defenses}
-        for text in self.defenses:
-            parsed(text)
-        return dict.fromkeys(self.defenses, ())
+        return {text: () if self.service else local(parse_defense(text)) for text in self.defenses}
+
+    @cached_property
+    def protections(self) -> Mapping[str, ServiceProtection]:
+        """Each of ``defenses``, parsed once, where they protect a service; else none."""
+        return {text: parse_service_protection(text) for text in self.defenses} if self.service else {}
 
     def checked(self) -> TrainPlan:
         """This plan, or ``InputError`` for what is wrong with it."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
-        _ = self.parts
+        _ = self.parts, self.protections
         if not 0 < self.holdout < 1:
             raise InputError(f"holdout is {self.holdout}; expected a share of the training texts between 0 and 1")
         for name in ("limit", "seeds", "max_length"):

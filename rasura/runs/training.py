@@ -24,7 +24,6 @@ from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
-from rasura.registry.services import protected as protected_service
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan
 from rasura.service_protections.service import Service
@@ -196,7 +195,7 @@ class Training:
 
     def service(self, protection: str, victim: Victim, seed: int) -> Service:
         """The service of ``victim`` behind ``protection`` before training; it shares no weight with the public model."""
-        made = protected_service(protection, victim, seed, [row.ids(0) for row in self.rows])
+        made = self.plan.protections[protection].of(victim, seed, [row.ids(0) for row in self.rows])
         return replace(made, served=copy.deepcopy(made.served)) if made.served is made.public else made
 
     def trained_service(self, made: Service, protection: str, seed: int) -> Service:

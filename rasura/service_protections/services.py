@@ -127,6 +127,7 @@ NONE = ServiceProtectionSpec(
     source="Rasura: the baseline",
     make=plain,
     example="none",
+    known_by=(),
 )
 
 OBFUSLM = ServiceProtectionSpec(
@@ -135,6 +136,8 @@ OBFUSLM = ServiceProtectionSpec(
     source="ObfusLM, sec. 4",
     make=obfuslm,
     example="obfuslm:k=4",
+    known_by=("decipherment", "invbert"),
+    known_by_with={"plus": ("realigned-decipherment", "realigned-invbert")},
 )
 
 SANTEXT = ServiceProtectionSpec(
@@ -143,6 +146,7 @@ SANTEXT = ServiceProtectionSpec(
     source="Yue et al. 2021 (SANTEXT+), sec. 4",
     make=santext,
     example="santext+:epsilon=0.5",
+    known_by=("preimage", "invbert"),
 )
 
 CUSTEXT = ServiceProtectionSpec(
@@ -151,6 +155,7 @@ CUSTEXT = ServiceProtectionSpec(
     source="Chen et al. 2023 (CUSTEXT+), sec. 4",
     make=custext,
     example="custext+:epsilon=0.5",
+    known_by=("preimage", "invbert"),
 )
 
 DP_FORWARD = ServiceProtectionSpec(
@@ -159,6 +164,8 @@ DP_FORWARD = ServiceProtectionSpec(
     source="Du et al. 2023 (DP-Forward), sec. 4",
     make=dp_forward,
     example="dp-forward:epsilon=1.0",
+    known_by=("preimage", "invbert"),
+    known_by_with={"depth": ("invbert",)},
 )
 
 SENTINEL = ServiceProtectionSpec(
@@ -167,6 +174,7 @@ SENTINEL = ServiceProtectionSpec(
     source="Mishra et al. 2024 (SentinelLMs), sec. 3",
     make=sentinel,
     example="sentinellms",
+    known_by=("isometry", "invbert"),
 )
 
 CAPE = ServiceProtectionSpec(
@@ -175,6 +183,7 @@ CAPE = ServiceProtectionSpec(
     source="Plant et al. 2021 (CAPE), sec. 3",
     make=cape,
     example="cape",
+    known_by=("invbert",),
 )
 
 TEXTOBFUSCATOR = ServiceProtectionSpec(
@@ -183,4 +192,5 @@ TEXTOBFUSCATOR = ServiceProtectionSpec(
     source="Zhou et al. 2023 (TextObfuscator), sec. 3",
     make=text_obfuscator,
     example="textobfuscator",
+    known_by=("invbert",),
 )

@@ -13,7 +13,7 @@ from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.runs.fields import text, texts, toml, typed, whole
 from rasura.runs.membership import MembershipPlan
 from rasura.runs.plans import Plan, plan_of
-from rasura.runs.services import ServicePlan, service_plan_of
+from rasura.runs.service_plan import ServicePlan, service_plan_of
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import folder_of
 from rasura.studies.papers import LISTS, Paper, load_paper

@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.interfaces import MissingExtra
+from rasura.core.records import CLIENT
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.report.page import strength
 from rasura.runs.plans import Plan
-from rasura.runs.services import CLIENT, ServicePlan
+from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import Study
 from rasura.studies.metric_values import NAMES, SCALES, SHARE, level_of, values_of
+from rasura.studies.tables import service_place
 
 GUESSING = "guessing"
 """The curve of the blind attack."""
@@ -75,15 +77,15 @@ def of_audit(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> 
     return _over(curves, guesses[varied], _strength_of(strengths) if varied else "texts in a batch", metric)
 
 
-def of_service(study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]]) -> Plot | None:
+def of_service(study: Study, plan: ServicePlan, records: Iterable[Mapping[str, Any]]) -> Plot | None:
     """As ``of_audit``, over the last number of each protection."""
     found: Cells = {}
     guesses: dict[float, list[float]] = {}
     metric = next(m for m in study.metrics if m not in HIGHER_IS_BETTER)
-    for r in rows:
-        if (known := strength(r["protection"])) is not None:
-            cell = guesses if r["attack"] == "blind" else found.setdefault((r["attack"], known[0], r["weights"]), {})
-            cell.setdefault(known[1], []).extend(r["scores"].get(metric, []))
+    for r in sorted(records, key=service_place(plan)):
+        if (known := strength(r["defense"])) is not None:
+            cell = guesses if r["attack"] == "blind" else found.setdefault((r["attack"], known[0], r["update"]), {})
+            cell.setdefault(known[1], []).extend(r["scores"].get(metric, {}).get("per_record", []))
     curves = _curves(found, (*plan.attacks, CLIENT), metric)
     return _over(curves, guesses, _strength_of(found), metric) if curves else None
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.files import write_whole
+from rasura.core.records import CLIENT
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.runs.plans import Plan
-from rasura.runs.services import ServicePlan
+from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import CELL, FOLDER, Study
 from rasura.studies.metric_values import NAMES, level_text, row_of, spread_text, values_of
@@ -154,7 +155,7 @@ def _rate(score: Mapping[str, Any] | None) -> str:
 
 
 def service_section(
-    study: Study, plan: ServicePlan, rows: Iterable[Mapping[str, Any]], worth: Sequence[Mapping[str, Any]] = ()
+    study: Study, plan: ServicePlan, records: Iterable[Mapping[str, Any]], worth: Sequence[Mapping[str, Any]] = ()
 ) -> str:
     """As ``section``, of a model service: what it is worth behind each protection, of the trainings ``worth`` if any, and
     what each attack reads there."""
@@ -172,14 +173,15 @@ def service_section(
     if worth:
         lines = [*lines[:-2], *_worth_of_services(study, useful, worth), "", *lines[-2:]]
     reasons = set()
-    for r in rows:
+    for r in sorted(records, key=service_place(plan)):
         if r["reason"]:
             reasons.add(f"- {r['attack']}: {r['reason']}")
         if r["status"] == "not_applicable":
             continue
-        ours = [level_text(r["scores"].get(m, []), m) for m in risky]
-        first = [r["protection"], r["attack"], *([r["weights"]] * told)]
-        lines.append(row_of([*first, *ours, f"{r['cpu_seconds']:.0f}", study.figure(r, risky)]))
+        ours = [level_text(r["scores"].get(m, {}).get("per_record", []), m) for m in risky]
+        where = {"protection": r["defense"], "attack": r["attack"], "weights": r["update"]}
+        first = [v for k, v in where.items() if told or k != "weights"]
+        lines.append(row_of([*first, *ours, f"{r['cpu_seconds']:.0f}", study.figure(where, risky)]))
     return "\n".join([*lines, "", *sorted(reasons), ""])
 
 
@@ -228,6 +230,17 @@ _USUAL = ("fedsgd", "with-labels-and-lengths")
 def _place(plan: Plan) -> Any:
     order = {"attack": plan.attacks, "update": plan.updates, "defense": plan.defenses, "threat": plan.threats}
     return lambda r: (r["batch_size"], *(order[k].index(r[k]) for k in ("defense", "update", "threat", "attack")))
+
+
+def service_place(plan: ServicePlan) -> Callable[[Mapping[str, Any]], tuple[int, ...]]:
+    """Where a record of the audit of a service stands in its table: as in the plan, what the client reads first."""
+    order = {"defense": plan.protections, "update": plan.weights, "attack": plan.attacks}
+
+    def place(r: Mapping[str, Any]) -> tuple[int, ...]:
+        defense, *rest = (some.index(r[k]) if r[k] in some else len(some) for k, some in order.items())
+        return defense, int(r["attack"] != CLIENT), *rest
+
+    return place
 
 
 def _given(study: Study, plan: Plan | TrainPlan | ServicePlan) -> str:

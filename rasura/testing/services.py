@@ -9,7 +9,7 @@ from rasura.core.interfaces import Budget
 from rasura.core.rng import generator
 from rasura.core.specs import ServiceAttackSpec, ServiceProtectionSpec
 from rasura.core.threat import observe_service, service_transcript
-from rasura.registry.services import service
+from rasura.registry.services import parse_service_protection
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, tiny
 
 TEXTS = tuple(" ".join(f"w{20 + (7 * n + 3 * k) % 60}" if k % 3 else "the" for k in range(4 + n % 4)) for n in range(30))
@@ -40,5 +40,5 @@ def check_service_protection(spec: ServiceProtectionSpec) -> None:
 def sent(protection: str, family: str = "bert") -> ServiceTranscript:
     """What clients send to a tiny model's service behind ``protection``: the whole truth."""
     model = tiny(family, "causal" if family == "llama" else "classification", blocks=4)
-    made = service(protection, model, VOCABULARY, 5, IDS, VOCABULARY.special_ids)
+    made = parse_service_protection(protection).service(model, VOCABULARY, 5, IDS, VOCABULARY.special_ids)
     return service_transcript(made, IDS, generator(2))

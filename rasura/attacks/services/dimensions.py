@@ -124,6 +124,7 @@ REALIGNED_KNN = ServiceAttackSpec(
     source="Rasura",
     make=lambda: realigned("knn"),
     home=("obfuslm:k=4/plus=true", "bert"),
+    protection=True,
 )
 
 REALIGNED_INVBERT = ServiceAttackSpec(
@@ -132,6 +133,7 @@ REALIGNED_INVBERT = ServiceAttackSpec(
     source="Rasura",
     make=lambda: realigned("invbert"),
     home=("obfuslm:k=4/plus=true", "bert"),
+    protection=True,
 )
 
 REALIGNED_ERA = ServiceAttackSpec(
@@ -140,6 +142,7 @@ REALIGNED_ERA = ServiceAttackSpec(
     source="Rasura",
     make=lambda: realigned("era"),
     home=("obfuslm:k=4/plus=true", "llama"),
+    protection=True,
 )
 
 REALIGNED_ROW_MIXTURE = ServiceAttackSpec(
@@ -148,6 +151,7 @@ REALIGNED_ROW_MIXTURE = ServiceAttackSpec(
     source="Rasura",
     make=lambda: realigned("row-mixture"),
     home=("obfuslm:k=4/plus=true", "bert"),
+    protection=True,
 )
 
 REALIGNED_DECIPHERMENT = ServiceAttackSpec(
@@ -156,4 +160,5 @@ REALIGNED_DECIPHERMENT = ServiceAttackSpec(
     source="Rasura",
     make=lambda: realigned("decipherment"),
     home=("obfuslm:k=4/plus=true", "bert"),
+    protection=True,
 )

@@ -73,4 +73,5 @@ SPEC = ServiceAttackSpec(
     source="Rasura",
     make=Isometry,
     home=("sentinellms", "bert"),
+    protection=True,
 )

@@ -198,6 +198,7 @@ ROW_MIXTURE = ServiceAttackSpec(
     about="which public rows a row was mixed of",
     source="Rasura",
     make=RowMixture,
+    protection=True,
 )
 
 DECIPHERMENT = ServiceAttackSpec(
@@ -205,4 +206,5 @@ DECIPHERMENT = ServiceAttackSpec(
     about="rows and the order of ids together",
     source="Rasura",
     make=Decipherment,
+    protection=True,
 )

@@ -113,4 +113,5 @@ SPEC = ServiceAttackSpec(
     source="Rasura",
     make=Preimage,
     home=("santext+:epsilon=0.5", "bert"),
+    protection=True,
 )

@@ -1,0 +1,83 @@
+"""From the Records of an audit of a model service to what a person needs to know. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rasura.core.records import CLIENT
+from rasura.report.findings import column_of, findings, recommendation
+from rasura.report.matrix import Findings, Wording
+from rasura.report.readings import Level, pooled
+from rasura.report.verdicts import worst_of
+
+RISK = "bag_f1"
+"""The headline: of the tokens, wherever they stand. Every attack has it, and it is never below the share in their places."""
+
+ANSWERS = "answer_bag_f1"
+"""The same of what a model that generates answered."""
+
+WORDS = Wording("note", "notes", "of the tokens (F1)", "Tokens read back (F1), %")
+
+MEASURES = {"top1": "top-1", "top3": "top-3", "rougeL": "ROUGE-L", RISK: "tokens (F1)"}
+"""Metrics of the table beside the matrix, with their names there."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One attack behind one protection: of each of ``MEASURES`` what was read and what guessing scores; None where the
+    attack has no such figure."""
+
+    attack: str
+    defense: str
+    figures: tuple[tuple[Level | None, Level | None], ...]
+
+
+def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Findings:
+    """What the records of a service say, as ``findings`` of an audit of updates. ``plan``: the identity of the run.
+
+    A verdict is the worst of those on what was asked and, of a model that generates, on what it answered.
+    """
+    attacked = [r for r in records if r["attack"] != CLIENT]
+    order = {"defenses": plan["protections"], "updates": plan["weights"], "attacks": plan["attacks"]}
+    found = replace(findings(attacked, order, RISK), words=WORDS)
+    if any(ANSWERS in r["scores"] or ANSWERS in r["blind"] for r in attacked):
+        answers = findings(attacked, order, ANSWERS).verdicts
+        found = replace(found, verdicts={c: worst_of([v, answers[c]]) for c, v in found.verdicts.items()})
+    return replace(found, sentence=tuple(_sentence(found)), recommendation=recommendation(found))
+
+
+def _sentence(f: Findings) -> Iterator[str]:
+    name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
+    if name is None or f.blind is None:
+        yield "No attack on the service gave a result that can be scored; the reasons stand in the table."
+        return
+    entry = f.best[name]
+    assert entry.level is not None
+    where = "with no protection" if name == "none" else f"behind {name}"
+    yield f"Of {entry.notes} notes sent {where}, the operator of the service read back {entry.level.text} {f.words.share}."
+    if entry.coverage:
+        yield f"That is of {entry.coverage[0]} of {entry.coverage[1]} notes; the others have no figure."
+    yield f"Guessing without looking at what is sent: {f.blind.text}."
+
+
+def measures(records: Sequence[Mapping[str, Any]], f: Findings) -> list[Measure]:
+    """Every figure of every attack, in the order of the matrix."""
+    out = []
+    for r in records:
+        if r["status"] == "ok" and r["attack"] != CLIENT:
+            figures = tuple((_level(r["scores"], m), _level(r["blind"], m)) for m in MEASURES)
+            out.append(Measure(r["attack"], column_of(r["update"], r["defense"]), figures))
+    return sorted(out, key=lambda m: (f.columns.index(m.defense), f.attacks.index(m.attack)))
+
+
+def continued(records: Sequence[Mapping[str, Any]], f: Findings) -> list[tuple[str, Level]]:
+    """Of a model that generates, by protection: how near the client's continuations are to the true ones (ROUGE-1)."""
+    found = {r["defense"]: _level(r["scores"], "continuation_rouge1") for r in records if r["attack"] == CLIENT}
+    names = dict.fromkeys(v.defense for v in f.verdicts.values())
+    return [(name, level) for name in names if (level := found.get(name)) is not None]
+
+
+def _level(scores: Mapping[str, Any], metric: str) -> Level | None:
+    return pooled(scores.get(metric, {}).get("per_record", []))

@@ -1,0 +1,82 @@
+"""What an audit of a model service is to do, checked once, before anything runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, get_args
+
+from rasura.core.errors import InputError
+from rasura.core.options import known
+from rasura.core.values import Task
+from rasura.registry import SERVICE_ATTACKS
+from rasura.registry.services import ServiceProtection, parse_service_protection
+from rasura.runs.fields import typed
+
+WEIGHTS = ("uploaded", "trained")
+"""What the operator reads: the service as it was uploaded, before any training, or as it was trained since."""
+
+
+@dataclass(frozen=True)
+class ServicePlan:
+    """``limit`` texts of ``data`` of at least four words, sent behind each of ``protections`` (``obfuslm:k=10/epsilon=0.1``;
+    see ``rasura list service-protections``) and read by each of ``attacks``. Their ``references`` texts come from
+    ``reference``.
+
+    ``weights``: what is read is the service as it was ``uploaded``, before any training, or as it was ``trained`` since.
+    ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. ``show_text``: what was
+    read is kept unmasked.
+    """
+
+    data: str
+    reference: str
+    model: str = "minilm"
+    task: str = "classification"
+    protections: tuple[str, ...] = ("obfuslm",)
+    attacks: tuple[str, ...] = tuple(SERVICE_ATTACKS)
+    limit: int = 64
+    references: int = 5000
+    seed: int = 0
+    budget: str = "quick"
+    weights: tuple[str, ...] = ("uploaded",)
+    show_text: bool = False
+    text_column: str | None = None
+    pair_column: str | None = None
+    label_column: str | None = None
+
+    @cached_property
+    def parsed(self) -> Mapping[str, ServiceProtection]:
+        """Each of ``protections`` as a value, parsed once; and the baseline ``none``."""
+        return {text: parse_service_protection(text) for text in ("none", *self.protections)}
+
+    def checked(self) -> ServicePlan:
+        """This plan, or ``InputError`` for what is wrong with it."""
+        known("task", self.task, [t for t in get_args(Task) if t != "vision"])
+        known("budget", self.budget, ("quick", "default", "paper"))
+        _ = self.parsed
+        for name in self.weights:
+            known("weights", name, WEIGHTS)
+        for name in self.attacks:
+            known("attack on a service", name, SERVICE_ATTACKS)
+        for kind in ("protections", "attacks", "weights"):
+            if not getattr(self, kind) or len(set(getattr(self, kind))) < len(getattr(self, kind)):
+                raise InputError(f"no {kind} were given, or one twice; expected each one once")
+        for name in ("limit", "references"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
+        return self
+
+    def canonical(self) -> dict[str, Any]:
+        """The plan as plain JSON values: with the texts, the identity of a run's folder."""
+        return {"kind": "service", **json.loads(json.dumps(asdict(self)))}
+
+
+def service_plan_of(found: Mapping[str, Any], source: str) -> ServicePlan:
+    """A plan from plain values with the names of ``ServicePlan``'s fields."""
+    values = typed(ServicePlan, found, source)
+    for name in ("data", "reference"):
+        if name not in values:
+            raise InputError(f"{source}: no {name}; expected a data file")
+    return ServicePlan(**values)

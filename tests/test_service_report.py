@@ -1,0 +1,204 @@
+"""What is said of a model service: verdicts, page and exit codes from its Records, and the command that makes them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from audit_setting import TEXTS, model_folder
+from study_setting import notes
+from typer.testing import CliRunner
+
+from rasura import registry
+from rasura.cli import app
+from rasura.core.answers import TokenReading
+from rasura.core.interfaces import Budget, InputError, NotApplicable
+from rasura.core.rng import generator
+from rasura.core.run_store import RunStore
+from rasura.core.threat import observe_service
+from rasura.registry.services import parse_service_protection
+from rasura.report.gate import gate
+from rasura.report.page import render
+from rasura.report.services import ANSWERS, RISK, service_findings
+from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, texts_needed
+from rasura.testing.services import sent
+
+__all__ = ["model_folder"]
+
+MANY = 60
+GUESS = 0.1
+HIDDEN = "obfuslm:k=4"
+
+
+def record(attack: str, defense: str, value: float | None, *, status: str = "ok", **more: Any) -> dict[str, Any]:
+    """All notes of a service, of each of which the attack read the share ``value``."""
+    known_by = asdict(parse_service_protection(defense).adversaries)
+    scores = {} if value is None else {RISK: {"per_record": [value] * MANY}}
+    fields: dict[str, Any] = {
+        "attack": attack, "defense": defense, "update": "uploaded", "threat": "service-operator", "batch_size": MANY,
+        "seed": 0, "batch": 0, "examples": list(range(MANY)), "status": status, "confidence": "none",
+        "reason": "" if status == "ok" else f"it {status}", "scores": scores,
+        "blind": {RISK: {"per_record": [GUESS] * MANY}}, "details": {}, "recovered": [],
+        "wall_seconds": 0.0, "threat_plain": "", "sent_bytes": 0, "defense_seconds": 0.0,
+        "known_by": known_by, "versions": {}, "data": "", "device": "cpu", "schema": 3,
+    }  # fmt: skip
+    return {**fields, **more}
+
+
+PLAN = {
+    "kind": "service", "protections": [HIDDEN], "weights": ["uploaded"], "task": "classification",
+    "attacks": ["blind", "knn", "decipherment", "invbert"],
+    "data": "notes.jsonl", "model": "minilm", "limit": MANY, "references": 9, "seed": 0,
+    "reference": "public.jsonl", "budget": "quick",
+}  # fmt: skip
+
+SEEN = [
+    record("knn", "none", 1.0),
+    record("invbert", "none", 0.8),
+    record("decipherment", "none", None, status="not_applicable"),
+]
+"""What makes ``knn`` and ``invbert`` yardsticks; ``decipherment`` reads the protection itself."""
+
+STOPPED = [*SEEN, *(record(a, HIDDEN, GUESS) for a in ("knn", "decipherment", "invbert"))]
+
+
+def word(rows: list[dict[str, Any]]) -> str:
+    return service_findings(rows, PLAN).verdicts[HIDDEN].word
+
+
+def test_a_protection_is_not_told_from_guessing_only_if_all_who_know_it_ran() -> None:
+    assert word(STOPPED) == NOT_TOLD
+    for absent in ("decipherment", "invbert"):
+        rows = [r for r in STOPPED if (r["attack"], r["defense"]) != (absent, HIDDEN)]
+        assert word(rows) == NOT_MEASURED and f"add --attack {absent}" in service_findings(rows, PLAN).verdicts[HIDDEN].says
+        for status in ("crashed", "not_applicable"):
+            assert word([*rows, record(absent, HIDDEN, None, status=status)]) == NOT_MEASURED
+    assert word([r for r in STOPPED if r["defense"] != "none"]) == NOT_MEASURED, "no attack was seen to work"
+    assert word([*STOPPED[:-1], record("invbert", HIDDEN, math.nan)]) == NOT_MEASURED
+
+
+def test_what_is_read_is_said_whatever_else_is_missing() -> None:
+    assert word([record("knn", HIDDEN, 1.0)]) == READS
+    assert word([*STOPPED[:-1], record("invbert", HIDDEN, 0.4)]) == ABOVE
+    unknown = service_findings([*SEEN, record("knn", "madlib:epsilon=1", GUESS)], PLAN).verdicts["madlib:epsilon=1"]
+    assert unknown.word == NOT_MEASURED and "no attack knows madlib" in unknown.says
+
+
+def test_of_a_model_that_generates_the_worse_of_prompts_and_answers_counts() -> None:
+    def both(rows: list[dict[str, Any]], answer: float) -> list[dict[str, Any]]:
+        read = {ANSWERS: {"per_record": [answer] * MANY}}
+        guess = {ANSWERS: {"per_record": [GUESS] * MANY}}
+        return [{**r, "scores": r["scores"] and {**r["scores"], **read}, "blind": {**r["blind"], **guess}} for r in rows]
+
+    quiet = both(STOPPED, GUESS)
+    unprotected = [r for r in both(STOPPED, 1.0) if r["defense"] == "none"]
+    hidden = [r for r in quiet if r["defense"] == HIDDEN]
+    assert word([*unprotected, *hidden]) == NOT_TOLD
+    assert word(quiet) == NOT_MEASURED, "no attack was seen to read answers"
+    assert word([*unprotected, *(r for r in both(STOPPED, 1.0) if r["defense"] == HIDDEN)]) == READS
+
+
+def test_the_gate_judges_a_service() -> None:
+    assert texts_needed(0.2) <= MANY
+    assert gate(service_findings(STOPPED, PLAN).verdicts, 0.4).exit == 0
+    assert gate(service_findings([*STOPPED, record("ednn", HIDDEN, 0.5)], PLAN).verdicts, 0.4).exit == 3
+    assert gate(service_findings(STOPPED[:-1], PLAN).verdicts, 0.4).exit == 4
+
+
+def test_the_page_has_guessing_beside_each_figure_and_names_its_limits() -> None:
+    page = " ".join(render([*STOPPED, record("mlc", HIDDEN, None, status="crashed")], PLAN).split())
+    assert "Of 60 notes sent with no protection, the operator of the service read back 100 % " in page
+    assert page.count("guessing 10.0") == 5 and "Guessing without looking at what is sent (blind): 10 %" in page
+    assert "<strong>mlc</strong> behind obfuslm:k=4: it crashed" in page
+    assert "intervals do not cover how figures vary between keys" in page and "honest" not in page
+    assert "Not in this run: --defense" not in page and "update" not in page.partition("<main>")[2]
+    trained = [record("knn", HIDDEN, 1.0, update="trained")]
+    assert "obfuslm:k=4, trained" in render([*STOPPED, *trained], PLAN)
+
+
+@pytest.mark.parametrize("name", registry.SERVICE_PROTECTIONS)
+def test_attacks_that_know_a_protection_read_behind_it(name: str) -> None:
+    written = registry.SERVICE_PROTECTIONS[name].example
+    for text in (
+        written,
+        *(f"{written}/{o}=1".replace("plus=1", "plus=true") for o in registry.SERVICE_PROTECTIONS[name].known_by_with),
+    ):
+        known = parse_service_protection(text).adversaries
+        assert bool(known.attacks) != bool(known.unknown) or name == "none"
+        seen = observe_service(sent(text), reference_text=tuple("the w20 w27 w34 w41" for _ in range(30)))
+        for attack in known.attacks:
+            guess = registry.service_attack(attack)(seen, rng=generator(0), budget=Budget("quick"))
+            assert isinstance(guess, TokenReading)
+
+
+def test_attacks_that_read_the_protection_itself_read_nothing_without_one() -> None:
+    for name, spec in registry.SERVICE_ATTACKS.items():
+        seen = observe_service(sent("none", spec.home[1]), reference_text=tuple("the w20 w27 w34 w41" for _ in range(30)))
+        try:
+            spec.make()(seen, rng=generator(0), budget=Budget("quick"))
+        except NotApplicable:
+            assert spec.protection, name
+        else:
+            assert not spec.protection, name
+
+
+def test_the_command_audits_reports_and_resumes(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    notes(tmp_path / "notes.jsonl", list(TEXTS))
+    notes(tmp_path / "more.jsonl", [f"{t} w9 w8" for t in TEXTS])
+    command = [
+        "audit",
+        "notes.jsonl",
+        "--service",
+        "--reference",
+        "more.jsonl",
+        "--model",
+        str(model_folder),
+        "--limit",
+        "2",
+    ]
+    command += ["--defense", "obfuslm:k=1,dp-forward:epsilon=1", "--attack", "blind,knn,mlc", "--out", "run", "--json"]
+    done = CliRunner().invoke(app, [*command, "--fail-above", "0.5"], catch_exceptions=False)
+    assert done.exit_code == 3, done.output
+    told = json.loads(done.stdout)
+    assert told["gate"]["judged"] == ["obfuslm:k=1", "dp-forward:epsilon=1"] == told["judged"]
+    assert told["verdicts"]["obfuslm:k=1"]["verdict"] == READS == told["verdicts"]["none"]["verdict"]
+    assert told["verdicts"]["dp-forward:epsilon=1"]["verdict"] == NOT_MEASURED
+    assert "2 of 2 notes nearly whole" in (tmp_path / "run" / "report.html").read_text()
+    store = RunStore("run")
+    records = list(store)
+    assert len(records) == 9 and {r["threat"] for r in records} == {"service-operator"}
+    assert all("alpha" not in json.dumps(r).lower() for r in records), "masked unless asked for"
+    store.close()
+    before = (tmp_path / "run" / "records.jsonl").read_text()
+    assert CliRunner().invoke(app, command, catch_exceptions=False).exit_code == 0
+    assert CliRunner().invoke(app, ["report", "run"], catch_exceptions=False).exit_code == 0
+    assert (tmp_path / "run" / "records.jsonl").read_text() == before
+
+
+def test_settings_that_a_service_has_not_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "notes.jsonl")
+    notes(Path(path), list(TEXTS))
+
+    def why(*arguments: str) -> str:
+        refused = CliRunner().invoke(app, ["audit", *arguments, "--service", "--out", str(tmp_path / "run")]).exception
+        assert isinstance(refused, InputError)
+        return str(refused)
+
+    for more in (("--update", "fedsgd"), ("--engine", "ray"), ("--suite", "quick"), ("--text", "a b c d"), ("--truncate",)):
+        assert why(path, "--reference", path, *more).startswith(f"{more[0]} is not for --service")
+    assert "given no --reference" in why(path)
+    assert "given no FILE" in why()
+    assert "unknown protection of a service" in why(path, "--reference", path, "--defense", "gaussian:1")
+    assert "unknown attack on a service" in why(path, "--reference", path, "--attack", "span")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", registry.KINDS)
+def test_every_kind_of_method_is_listed(kind: str) -> None:
+    done = CliRunner().invoke(app, ["list", kind, "--json"], catch_exceptions=False)
+    assert set(json.loads(done.stdout)) == {n if f"{n}:X" not in done.stdout else f"{n}:X" for n in registry.KINDS[kind]}
