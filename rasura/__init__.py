@@ -19,7 +19,7 @@ _NAMES = {
     "audit_service": "rasura.runs.services",
     "Budget": "rasura.core.interfaces",
     "calibrate": "rasura.runs.calibration",
-    "CalibrationPlan": "rasura.runs.calibration",
+    "CalibrationPlan": "rasura.runs.calibration_plan",
     "capture": "rasura.victims.step",
     "chain": "rasura.defenses.compose",
     "Client": "rasura.server.client",
@@ -32,7 +32,7 @@ _NAMES = {
     "Ledger": "rasura.accounting.ledger",
     "load": "rasura.victims.loading",
     "Mechanism": "rasura.core.values",
-    "MembershipPlan": "rasura.runs.membership",
+    "MembershipPlan": "rasura.runs.membership_plan",
     "Metric": "rasura.core.interfaces",
     "MetricSpec": "rasura.core.specs",
     "MissingExtra": "rasura.core.errors",
@@ -93,12 +93,12 @@ if TYPE_CHECKING:
     from rasura.registry import parse_defense as parse_defense
     from rasura.report.page import write_report as write_report
     from rasura.runs.audit import audit as audit
-    from rasura.runs.calibration import CalibrationPlan as CalibrationPlan
     from rasura.runs.calibration import calibrate as calibrate
+    from rasura.runs.calibration_plan import CalibrationPlan as CalibrationPlan
     from rasura.runs.ghost_file import obfuscate_file as obfuscate_file
     from rasura.runs.ghost_obfuscator import GhostObfuscator as GhostObfuscator
-    from rasura.runs.membership import MembershipPlan as MembershipPlan
     from rasura.runs.membership import infer_membership as infer_membership
+    from rasura.runs.membership_plan import MembershipPlan as MembershipPlan
     from rasura.runs.plans import Plan as Plan
     from rasura.runs.private import ProtectedTraining as ProtectedTraining
     from rasura.runs.private import protect_training as protect_training

@@ -18,7 +18,8 @@ from rasura.core.run_store import RunStore
 from rasura.registry import family, parse_defense, strengths
 from rasura.report.page import write_report
 from rasura.runs.audit import Audit
-from rasura.runs.calibration import Calibration, CalibrationPlan, calibrate
+from rasura.runs.calibration import Calibration, calibrate
+from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.plans import Plan
 
 __all__ = ["model_folder"]

@@ -360,6 +360,29 @@ def test_each_optional_library_is_imported_in_one_file_inside_functions() -> Non
             assert library not in names, f"{m} imports {library} at its top"
 
 
+DOORS = {
+    "rasura.registry.parsing": 1,  # of an update, what stands behind its name
+    "rasura.runs.chosen_methods": 1,
+    "rasura.runs.train_plan": 1,
+    "rasura.runs.membership_plan": 1,
+    "rasura.runs.calibration": 1,  # the settings that it makes of a protection whose figure is open
+    "rasura.runs.private": 1,
+    "rasura.integrations.flower.agreement": 3,  # the app's part, the clients' with what was agreed, and the check
+    "rasura.testing.settings": 2,
+    "rasura.testing.defenses": 1,
+}
+"""Who makes a protection of its text, and in how many places; everybody else is handed the value."""
+
+SERVICE_DOORS = {"rasura.runs.service_plan": 1, "rasura.runs.train_plan": 1, "rasura.testing.services": 1}
+"""The same of protections of a model service."""
+
+
+@pytest.mark.parametrize(("parser", "doors"), [("parse_defense", DOORS), ("parse_service_protection", SERVICE_DOORS)])
+def test_a_protection_is_parsed_at_the_door(parser: str, doors: dict[str, int]) -> None:
+    found = {m: sum(getattr(n, "id", "") == parser for n in ast.walk(ast.parse(text(m)))) for m in MODULES}
+    assert {m: count for m, count in found.items() if count} == doors
+
+
 LONGEST = 60
 LONG = {
     "rasura.cli.audit.read": "many options, each with its help",

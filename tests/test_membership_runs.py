@@ -22,7 +22,8 @@ from rasura.core.specs import MembershipSpec
 from rasura.core.values import Grant
 from rasura.metrics.membership import auc, coin_level
 from rasura.report.page import write_report
-from rasura.runs.membership import MembershipAudit, MembershipPlan, infer_membership
+from rasura.runs.membership import MembershipAudit, infer_membership
+from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
 from rasura.victims.recipe import Recipe

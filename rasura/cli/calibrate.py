@@ -94,7 +94,7 @@ def calibrate(
 
     Example: rasura calibrate notes.jsonl --defense gaussian,pruning --attack span --risk rougeL --at-most 0.1
     """
-    from rasura.runs.calibration import CalibrationPlan
+    from rasura.runs.calibration_plan import CalibrationPlan
     from rasura.runs.plans import Plan
     from rasura.victims.recipe import Recipe
 

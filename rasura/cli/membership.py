@@ -73,7 +73,7 @@ def membership(
     """
     from rasura.core.options import known
     from rasura.registry import MEMBERSHIP
-    from rasura.runs.membership import MembershipPlan
+    from rasura.runs.membership_plan import MembershipPlan
     from rasura.victims.recipe import Recipe
 
     kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))

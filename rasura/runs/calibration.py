@@ -10,91 +10,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rasura.accounting import Run, assumes_poisson, guarantee
 from rasura.core.errors import MissingExtra
-from rasura.core.interfaces import InputError
-from rasura.core.options import known
+from rasura.core.interfaces import Defense, InputError
 from rasura.core.run_store import RunStore
 from rasura.data.text import columns_of, load_examples
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.registry import METRICS, Family, family, for_task, parse_defense, usual_metrics
+from rasura.registry import Family, family, parse_defense
 from rasura.report.calibration import recommendation
 from rasura.report.levels import point, yardstick
 from rasura.report.search import UNPROTECTED, Measured, holds, least, not_found, why_not
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
 from rasura.runs.audit import Audit
+from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.cells import Cell
 from rasura.runs.plans import COLUMNS, Plan
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
-from rasura.victims.recipe import Recipe
 from rasura.victims.step import defended
 
 Progress = Callable[[Cell], None]
-
-
-@dataclass(frozen=True)
-class CalibrationPlan:
-    """What is to be found: for each of ``plan.defenses``, which have one open figure each (``gaussian``,
-    ``frozen-embeddings+pruning``), the least that keeps ``risk`` at or below ``at_most`` under the attacks of ``plan``.
-
-    ``risk``: a metric of texts, or ``ssim`` of images. ``steps``: settings tried between the last that fails and the first
-    that holds. ``utility``: a figure of ``rasura train``, measured behind what was found, on ``train`` (None: the data of
-    ``plan``) and ``test``, with at most ``train_limit`` texts; ``recipe`` is also what a formal guarantee is counted for.
-    """
-
-    plan: Plan
-    risk: str = "rougeL"
-    at_most: float = 0.1
-    steps: int = 3
-    utility: str | None = None
-    train: str | None = None
-    test: str | None = None
-    train_limit: int | None = None
-    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=3))
-
-    def checked(self) -> CalibrationPlan:
-        """This plan with the metrics it needs, or ``InputError`` for what is wrong with it."""
-        images = self.plan.task == "vision"
-        bare = known("risk", self.risk, ("ssim",) if images else for_task(METRICS, "classification"))
-        if not 0 < self.at_most < 1:
-            raise InputError(f"at-most is {self.at_most}; expected a share above 0 and below 1")
-        if self.steps < 0:
-            raise InputError(f"steps is {self.steps}; expected 0 or more")
-        for name, found in (
-            ("threat", self.plan.threats), ("batch size", self.plan.batch_sizes), ("update", self.plan.updates)
-        ):  # fmt: skip
-            if len(found) != 1:
-                raise InputError(f"calibrate takes one {name}, found {len(found)}; give each its own --out")
-        if self.utility is not None:
-            figures = {"classification": ("accuracy", "f1", "mcc", "loss"), "causal": ("loss", "perplexity")}
-            if self.plan.task not in figures:
-                raise InputError(f"--utility is for language models; the task is {self.plan.task}")
-            known(f"utility for the task {self.plan.task}", self.utility, figures[self.plan.task])
-            if (self.train or self.plan.data) is None:
-                raise InputError("--utility needs texts to train on; pass FILE or --train")
-        metrics = self.plan.metrics if images or bare in usual_metrics() else (*usual_metrics(), bare)
-        for text in self.plan.defenses:
-            family(text)
-        if len(set(self.plan.defenses)) < len(self.plan.defenses) or not self.plan.defenses:
-            raise InputError("no protection was given, or one twice; expected each one once")
-        attacks = tuple(a for a in self.plan.attacks if a != "blind")
-        if not attacks:
-            raise InputError("only the attack blind was given, which is always counted; expected one that reads the update")
-        plan = replace(self.plan, metrics=metrics, attacks=attacks)
-        unprotected = replace(plan, defenses=("none",)).checked()
-        return replace(self, plan=replace(unprotected, defenses=plan.defenses))
-
-    def identity(self) -> dict[str, Any]:
-        """What names the folder: the model and the texts. Targets, protections, attacks and seeds may change in it."""
-        found = self.plan.canonical()
-        for name in ("attacks", "defenses", "seeds", "seed", "show_text"):
-            del found[name]
-        return {**found, "kind": "calibration", "attacks": [], "defenses": []}
 
 
 class Calibration:
@@ -110,9 +49,8 @@ class Calibration:
         self.model = first.models.public(self.adapter)
         entries = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         self.families = [family(text, entries) for text in self.plan.defenses]
-        for one in self.families:
-            for position in one.strength.positions():
-                parse_defense(one.setting(position))
+        settings = [one.setting(position) for one in self.families for position in one.strength.positions()]
+        self.defenses: dict[str, Defense] = {text: parse_defense(text) for text in settings}
         self.fresh, self.which = self._fresh()
         self.training: Training | None = None
         if wanted.utility is not None:
@@ -171,6 +109,7 @@ class Calibration:
 
     def _measure(self, settings: Sequence[str], plan: Plan, progress: Progress | None) -> list[dict[str, Any]]:
         audit = Audit(replace(plan, defenses=tuple(settings)), device=self.device, victim=self.victim)
+        self.defenses |= audit.defenses
         for _ in audit.run(self.store, progress):
             pass
         keys = {c.key for c in audit.cells}
@@ -227,7 +166,7 @@ class Calibration:
 
     def _guarantee(self, setting: str) -> dict[str, Any]:
         """What the setting guarantees to the texts of a training run with the plan's recipe and secure noise."""
-        parts = parse_defense(setting)
+        parts = self.defenses[setting]
         mechanisms, recipe = [p.mechanism for p in parts], self.wanted.recipe
         source = self.wanted.train or self.plan.data
         if self.training is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,21 +15,20 @@ import torch
 from rasura.core.answers import Answers, Membership, ShadowModel
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError
-from rasura.core.options import known
 from rasura.core.records import Record, cell_key
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import MODEL_USER, adversary_copy, observe_model
-from rasura.core.values import Grant, Task
+from rasura.core.values import Grant
 from rasura.data.text import Example, columns_of, data_hash, load_examples
-from rasura.metrics.membership import auc, auc_bound, largest_leakage, leakage, needed, roc, split_check, tpr_at
-from rasura.registry import MEMBERSHIP, membership_attack, parse_defense
+from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
+from rasura.registry import membership_attack
 from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
+from rasura.runs.membership_plan import MembershipPlan, classes_of
 from rasura.runs.scoring import versions
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim, load
 from rasura.victims.outputs import answers
-from rasura.victims.recipe import Recipe
 from rasura.victims.train import FineTuning, protected
 
 FPRS = (0.01, 0.001)
@@ -39,67 +38,6 @@ NO_THRESHOLD = "the attack has no threshold of its own"
 
 POINTS = 120
 """Points of a ROC curve that are kept for the plot."""
-
-
-@dataclass(frozen=True)
-class MembershipPlan:
-    """Which attacks tell ``members`` from ``non_members`` (files of texts with labels) of the trained ``model``.
-
-    ``rows``: the ``rows.json`` that a training left, which names the rows of ``members`` that it trained on; those that it
-    held out are the others then, where ``non_members`` is None.
-    ``base``: the public model that training began with. ``defense``, ``recipe``: how the model was trained, which the
-    adversary imitates in ``shadow_models`` models, each on a random half of the candidates and of ``reference``, a file of
-    other texts. ``fprs``: false positive rates; empty for those of 1 % and .1 % that the number of texts allows.
-    ``epsilon``, ``delta``: a guarantee that the figures are held against. ``limit``: texts of each side.
-    ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text
-    stand for the model's classes of the same names.
-    """
-
-    model: str
-    members: str
-    non_members: str | None = None
-    rows: str | None = None
-    base: str = "minilm"
-    task: str = "classification"
-    attacks: tuple[str, ...] = tuple(MEMBERSHIP)
-    reference: str | None = None
-    defense: str = "none"
-    shadow_models: int = 8
-    fprs: tuple[float, ...] = ()
-    epsilon: float | None = None
-    delta: float = 0.0
-    limit: int | None = None
-    num_labels: int | None = None
-    truncate: bool = False
-    max_length: int | None = None
-    text_column: str | None = None
-    pair_column: str | None = None
-    label_column: str | None = None
-    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=5))
-
-    def checked(self) -> MembershipPlan:
-        """This plan, or ``InputError`` for what is wrong with it."""
-        known("task", self.task, [t for t in get_args(Task) if t != "vision"])
-        parse_defense(self.defense)
-        if self.non_members is None and self.rows is None:
-            raise InputError("no texts that the model was not trained on; pass --non-members, or --rows of a training")
-        if not self.attacks:
-            raise InputError(f"no attack given; expected at least one of {', '.join(MEMBERSHIP)}")
-        for name in self.attacks:
-            known("membership attack", name, MEMBERSHIP)
-        if self.shadow_models < 2 or self.shadow_models % 2:
-            raise InputError(
-                f"shadow models: {self.shadow_models}; expected an even number of at least 2: each text is in half of them"
-            )
-        if self.limit is not None and self.limit < 2:
-            raise InputError(f"limit is {self.limit}; expected at least 2 texts of each side")
-        for fpr in self.fprs:
-            needed(fpr)
-        if self.epsilon is not None:
-            auc_bound(self.epsilon, self.delta)
-        elif self.delta:
-            raise InputError(f"delta is {self.delta} without an epsilon; pass --epsilon, too")
-        return self
 
 
 @dataclass(frozen=True)
@@ -132,7 +70,7 @@ class MembershipAudit:
         self.members = torch.tensor([k < len(sides[0]) for k in order])
         task: Any = plan.task
         labels = [e.label or 0 for e in [*everything, *other]]
-        count = plan.num_labels or _classes(plan.model) or max(2, 1 + max(labels))
+        count = plan.num_labels or classes_of(plan.model) or max(2, 1 + max(labels))
         self.victim = load(plan.model, task, num_labels=count, seed=plan.recipe.seed, device=device, attacked=False)
         self.base = self._fresh(plan.recipe.seed)
         if self.base.vocabulary.size != self.victim.vocabulary.size:
@@ -237,7 +175,7 @@ class MembershipAudit:
         path = place / "answers.safetensors"
         if not path.exists():
             seed = self.plan.recipe.seed + 1 + number
-            victim, defense = self._fresh(seed), parse_defense(self.plan.defense)
+            victim, defense = self._fresh(seed), self.plan.parts
             behind = protected(rows, defense, victim.model, victim.vocabulary, place / "protected", seed)
             # No text is held out: an shadow model ends where its recipe ends, or where nothing more is learned.
             run = FineTuning(
@@ -295,7 +233,7 @@ class MembershipAudit:
         seen = observe_model(
             MODEL_USER, v.task, ask=self.ask, candidates=self.rows, reference=self.reference,
             base=(adversary_copy(self.base.model), v.vocabulary), shadow_models=lambda: self.shadow_models(progress),
-            mechanism=tuple(p.mechanism for p in parse_defense(self.plan.defense)),
+            mechanism=tuple(p.mechanism for p in self.plan.parts),
         )  # fmt: skip
         if (missing := lacking(attack, seen, MODEL_USER.name)) is not None:
             return missing
@@ -332,18 +270,6 @@ class MembershipAudit:
         last = np.flatnonzero(np.append(np.diff(false) > 0, True))  # the highest point over each false positive rate
         some = np.unique(np.geomspace(1, len(last), POINTS).round().astype(int)) - 1
         return [(round(float(false[k]), 6), round(float(true[k]), 6)) for k in last[some]]
-
-
-def _classes(model: str) -> int | None:
-    """How many classes a folder's classifier has; None where the folder does not say."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        labels = json.loads(path.read_text(encoding="utf-8")).get("id2label")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        raise InputError(f"{path} is no JSON object; expected the config.json of a model") from None
-    return len(labels) if isinstance(labels, dict) and labels else None
 
 
 def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from rasura.core.interfaces import InputError
 from rasura.core.options import known
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.runs.fields import text, texts, toml, typed, whole
-from rasura.runs.membership import MembershipPlan
+from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.plans import Plan, plan_of
 from rasura.runs.service_plan import ServicePlan, service_plan_of
 from rasura.runs.train_plan import TrainPlan

@@ -1,0 +1,72 @@
+"""What a calibration is to find, checked before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rasura.core.interfaces import InputError
+from rasura.core.options import known
+from rasura.registry import METRICS, family, for_task, usual_metrics
+from rasura.runs.plans import Plan
+from rasura.victims.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class CalibrationPlan:
+    """What is to be found: for each of ``plan.defenses``, which have one open figure each (``gaussian``,
+    ``frozen-embeddings+pruning``), the least that keeps ``risk`` at or below ``at_most`` under the attacks of ``plan``.
+
+    ``risk``: a metric of texts, or ``ssim`` of images. ``steps``: settings tried between the last that fails and the first
+    that holds. ``utility``: a figure of ``rasura train``, measured behind what was found, on ``train`` (None: the data of
+    ``plan``) and ``test``, with at most ``train_limit`` texts; ``recipe`` is also what a formal guarantee is counted for.
+    """
+
+    plan: Plan
+    risk: str = "rougeL"
+    at_most: float = 0.1
+    steps: int = 3
+    utility: str | None = None
+    train: str | None = None
+    test: str | None = None
+    train_limit: int | None = None
+    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=3))
+
+    def checked(self) -> CalibrationPlan:
+        """This plan with the metrics it needs, or ``InputError`` for what is wrong with it."""
+        images = self.plan.task == "vision"
+        bare = known("risk", self.risk, ("ssim",) if images else for_task(METRICS, "classification"))
+        if not 0 < self.at_most < 1:
+            raise InputError(f"at-most is {self.at_most}; expected a share above 0 and below 1")
+        if self.steps < 0:
+            raise InputError(f"steps is {self.steps}; expected 0 or more")
+        for name, found in (
+            ("threat", self.plan.threats), ("batch size", self.plan.batch_sizes), ("update", self.plan.updates)
+        ):  # fmt: skip
+            if len(found) != 1:
+                raise InputError(f"calibrate takes one {name}, found {len(found)}; give each its own --out")
+        if self.utility is not None:
+            figures = {"classification": ("accuracy", "f1", "mcc", "loss"), "causal": ("loss", "perplexity")}
+            if self.plan.task not in figures:
+                raise InputError(f"--utility is for language models; the task is {self.plan.task}")
+            known(f"utility for the task {self.plan.task}", self.utility, figures[self.plan.task])
+            if (self.train or self.plan.data) is None:
+                raise InputError("--utility needs texts to train on; pass FILE or --train")
+        metrics = self.plan.metrics if images or bare in usual_metrics() else (*usual_metrics(), bare)
+        for text in self.plan.defenses:
+            family(text)
+        if len(set(self.plan.defenses)) < len(self.plan.defenses) or not self.plan.defenses:
+            raise InputError("no protection was given, or one twice; expected each one once")
+        attacks = tuple(a for a in self.plan.attacks if a != "blind")
+        if not attacks:
+            raise InputError("only the attack blind was given, which is always counted; expected one that reads the update")
+        plan = replace(self.plan, metrics=metrics, attacks=attacks)
+        unprotected = replace(plan, defenses=("none",)).checked()
+        return replace(self, plan=replace(unprotected, defenses=plan.defenses))
+
+    def identity(self) -> dict[str, Any]:
+        """What names the folder: the model and the texts. Targets, protections, attacks and seeds may change in it."""
+        found = self.plan.canonical()
+        for name in ("attacks", "defenses", "seeds", "seed", "show_text"):
+            del found[name]
+        return {**found, "kind": "calibration", "attacks": [], "defenses": []}
