@@ -12,6 +12,7 @@ from torch import nn
 from rasura.core.accumulation import gathered, least_tokens, tokens_in
 from rasura.core.interfaces import Defense, InputError
 from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
+from rasura.data.overlap import refuse_shared
 from rasura.data.text import E, Example, columns_of, data_hash, demo_examples, encode, groups, load_examples, load_reference
 from rasura.runs.plans import Plan
 from rasura.victims.batching import joined
@@ -92,11 +93,8 @@ def _reference(plan: Plan, examples: Sequence[Example]) -> tuple[str, ...] | Non
     if plan.reference is None:
         return None
     found = load_reference(plan.reference, columns_of(plan))
-    private = {e.text.strip() for e in examples}
-    both = sum(e.text.strip() in private for e in found)
-    if both:
-        raise InputError(f"{plan.reference} holds {both} of the audited texts; expected other texts of their kind")
-    return tuple(e.text for e in found)
+    refuse_shared(examples, found, plan.reference)
+    return tuple(e.text for e in found)[: plan.references]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import MODEL_USER, adversary_copy, observe_model
 from rasura.core.values import Grant
+from rasura.data.overlap import wording_of
 from rasura.data.text import Example, columns_of, data_hash, load_examples
 from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import membership_attack
@@ -110,8 +111,8 @@ class MembershipAudit:
                 f"{plan.rows} does not name rows of {plan.members}; expected rows.json of its training"
             ) from None
         if others is None:  # a text that occurs twice may stand on both sides: it was trained on
-            seen = {(e.text.strip(), e.text_pair) for e in trained}
-            others = [e for e in held if (e.text.strip(), e.text_pair) not in seen]
+            seen = set(map(wording_of, trained))
+            others = [e for e in held if wording_of(e) not in seen]
         return [trained[: plan.limit], others[: plan.limit]]
 
     def _read(self, source: str, limit: int | None = None) -> list[Example]:
@@ -124,7 +125,7 @@ class MembershipAudit:
 
     def _apart(self, sides: Sequence[Sequence[Example]], other: Sequence[Example]) -> None:
         plan = self.plan
-        inside, outside, beside = ({(e.text.strip(), e.text_pair) for e in some} for some in (*sides, other))
+        inside, outside, beside = (set(map(wording_of, some)) for some in (*sides, other))
         for name, what, both in (
             (plan.non_members, "members", outside & inside),
             (plan.reference, "candidates", beside & (inside | outside)),

@@ -35,7 +35,8 @@ class Plan:
     """One audit: every attack x update x defense x threat x batch size x seed, over the texts of ``data``.
 
     ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, ``language_model``: folder or
-    hub id of a causal model; both are granted to the adversary. ``limit``: texts used, after the first ``skip``.
+    hub id of a causal model; both are granted to the adversary. ``references``: so many of the reference texts, the first;
+    None for all. ``limit``: texts used, after the first ``skip``.
     ``num_labels``: size of a fresh head; None takes what the labels need. ``max_memory``: MiB that an attack may hold at
     once. ``entries``: share of the entries that matching attacks form where they need them one by one. ``text_column``,
     ``pair_column``, ``label_column``: where ``data`` and ``reference`` have unusual names for them. ``label_names``: what
@@ -72,6 +73,7 @@ class Plan:
     pair_column: str | None = None
     label_column: str | None = None
     label_names: tuple[str, ...] = ()
+    references: int | None = None
 
     def checked(self, methods: Methods = REGISTERED) -> Plan:
         """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it.
@@ -105,6 +107,8 @@ class Plan:
         for name, value in (*sizes, *(("batch size", b) for b in self.batch_sizes)):
             if value < 1:
                 raise InputError(f"{name} is {value}; expected at least 1")
+        if self.references is not None and self.references < 1:
+            raise InputError(f"references is {self.references}; expected at least 1, or none for all")
         if self.skip < 0:
             raise InputError(f"skip is {self.skip}; expected a number of texts, 0 for none")
         if self.entries is not None and not 0 < self.entries <= 1:
@@ -145,7 +149,7 @@ class Plan:
         """What the results depend on, as plain JSON values: the identity of a run's folder."""
         found = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         del found["max_memory"]
-        for name in ("updates", "language_model", "entries", "skip", *COLUMNS, "label_names"):
+        for name in ("updates", "language_model", "entries", "skip", *COLUMNS, "label_names", "references"):
             if getattr(self, name) == getattr(Plan, name):
                 del found[name]
         return found

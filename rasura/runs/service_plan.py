@@ -23,7 +23,7 @@ WEIGHTS = ("uploaded", "trained")
 class ServicePlan:
     """``limit`` texts of ``data`` of at least four words, sent behind each of ``protections`` (``obfuslm:k=10/epsilon=0.1``;
     see ``rasura list service-protections``) and read by each of ``attacks``. Their ``references`` texts come from
-    ``reference``.
+    ``reference``, which may hold none of the audited ones; with ``drop_shared`` those are left out.
 
     ``weights``: what is read is the service as it was ``uploaded``, before any training, or as it was ``trained`` since.
     ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. ``show_text``: what was
@@ -45,6 +45,7 @@ class ServicePlan:
     text_column: str | None = None
     pair_column: str | None = None
     label_column: str | None = None
+    drop_shared: bool = False
 
     @cached_property
     def parsed(self) -> Mapping[str, ServiceProtection]:

@@ -22,6 +22,7 @@ from rasura.core.records import CLIENT, Record, cell_key
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import SERVICE_OPERATOR, observe_service, service_transcript
+from rasura.data.overlap import refuse_shared, shared
 from rasura.data.text import Example, columns_of, load_examples
 from rasura.registry import service_attack
 from rasura.runs.attempt import MACHINE, Outcome, attempt, peak_mb
@@ -74,13 +75,12 @@ class ServiceAudit:
             if text not in training.plan.defenses:
                 raise InputError(f"{text}: reading it as it was trained needs a training behind it; train behind it, too")
         columns = columns_of(plan)
-        texts = [t for e in load_examples(plan.data, columns=columns) if len((t := _text(e)).split()) > 3]
+        texts = [e for e in load_examples(plan.data, columns=columns) if len(_text(e).split()) > 3]
         if len(texts) < plan.limit:
             raise InputError(f"{plan.data} has {len(texts)} texts of four words or more; expected at least {plan.limit}")
-        self.chosen = random.Random(plan.seed).sample(texts, plan.limit)
-        told = set(self.chosen)
-        others = (_text(e) for e in load_examples(plan.reference, columns=columns))
-        self.reference = tuple(t for t in others if t not in told)[: plan.references]
+        picked = random.Random(plan.seed).sample(texts, plan.limit)
+        self.chosen = [_text(e) for e in picked]
+        self.reference = _reference(plan, picked)
         task: Any = plan.task
         self.victim = load(plan.model, task) if training is None else training.victim(plan.seed)
         words, longest = self.victim.vocabulary, self.victim.max_length
@@ -237,6 +237,15 @@ class ServiceAudit:
 def _sent_bytes(seen: ServiceObservation) -> int:
     """Of the states that were sent, or of the ids as 64-bit numbers."""
     return sum(v.numel() * v.element_size() for v in seen.vectors) or 8 * sum(map(len, seen.ids))
+
+
+def _reference(plan: ServicePlan, picked: Sequence[Example]) -> tuple[str, ...]:
+    """The adversary's texts; those that hold one of the ``picked`` are refused, or left out where the plan says so."""
+    other = load_examples(plan.reference, columns=columns_of(plan))
+    if not plan.drop_shared:
+        refuse_shared(picked, other, plan.reference, ", or drop_shared = true, which leaves them out")
+    left_out = set(shared(picked, other))
+    return tuple(_text(e) for k, e in enumerate(other) if k not in left_out)[: plan.references]
 
 
 def _text(example: Example) -> str:
