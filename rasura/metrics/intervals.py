@@ -107,6 +107,69 @@ def mean_or_interval(
     return (math.fsum(kept) / len(kept) if kept else math.nan), math.nan, math.nan
 
 
+PAIRINGS = 64
+"""Ways to deal the texts out to the keys that ``crossed_interval`` bets on."""
+
+
+def crossed_interval(
+    values: Sequence[Sequence[float]], *, low: float = 0.0, high: float = 1.0, level: float = 0.95
+) -> tuple[float, float, float]:
+    """The mean of ``values``, a row for each key and a column for each text, and an interval of their expectation over both.
+
+    Keys and texts are independent draws; every text was sent behind every key, so that values of one row share the key and
+    those of one column the text. Each value is in ``[low, high]``. Texts with a NaN are left out; ``(nan, nan, nan)`` where
+    none is left. Raises ``ValueError`` for rows of unequal length and for a value outside.
+
+    Dealt out to the keys so that no two keys have a text in common, the means of the keys are independent and have one
+    expectation. So betting on them as ``mean_interval`` does is fair, and so is the average of such bets over ways to deal,
+    which are fixed by the number of keys and texts alone. The interval covers at every number of keys, for every law: five
+    keys that all read nothing do not say that every key holds. A bootstrap over keys and texts would: where one key in ten
+    is read whole, five keys show none in 59 % of all cases, and their bootstrap is a point.
+
+    >>> [round(x, 2) for x in crossed_interval([[0.0] * 20] * 5)]
+    [0.0, 0.0, 0.56]
+    """
+    if not values or len({len(row) for row in values}) != 1:
+        raise ValueError("expected a row of values for each key, all of one length")
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"the range is {low} to {high}; expected two finite numbers, the lower one first")
+    table = np.array(values, dtype=np.float64)
+    table = table[:, ~np.isnan(table).any(0)]
+    if not table.size:
+        return math.nan, math.nan, math.nan
+    scaled = (table - low) / (high - low)
+    if scaled.min() < -ROUNDING or scaled.max() > 1 + ROUNDING:
+        raise ValueError(f"a value lies outside [{low:g}, {high:g}]: the values go from {table.min():g} to {table.max():g}")
+    scaled = scaled.clip(0, 1)
+    mean, threshold = math.fsum(scaled.flat) / scaled.size, math.log(2 / (1 - _checked(level)))
+    dealt = _dealt(scaled)
+    first, last = (min(_lower_end(rows, threshold), at) for rows, at in ((dealt, mean), (1 - dealt, 1 - mean)))
+    width = high - low
+    return low + width * mean, low + width * first, high - width * last
+
+
+def _dealt(table: Array) -> Array:
+    """Means of keys over texts of their own ``(ways, n)``, n the smaller of the numbers of keys and texts."""
+    rng = np.random.default_rng(0)  # of the shape alone, never of the values
+    keys, texts = table.shape
+    rows = []
+    for _ in range(PAIRINGS):
+        hands = np.array_split(rng.permutation(texts), min(keys, texts))
+        rows.append([table[key, hand].mean() for key, hand in zip(rng.permutation(keys), hands)])
+    return np.array(rows)
+
+
+def _lower_end(rows: Array, threshold: float) -> float:
+    """The largest m found at which betting on more than m makes rich, averaged over ``rows``; 0 where there is none."""
+    outside, inside = 0.0, 1.0
+    for _ in range(STEPS):
+        middle = max((outside + inside) / 2, float(np.finfo(np.float64).tiny))
+        made = _capital(rows, np.full(len(rows), middle), threshold)
+        rich = float(np.logaddexp.reduce(made)) - math.log(len(rows)) >= threshold
+        outside, inside = (middle, inside) if rich else (outside, middle)
+    return outside
+
+
 def mean_intervals(rows: Array, level: float = 0.95) -> tuple[Array, Array]:
     """The ends of ``mean_interval`` for many samples at once: ``rows`` ``(samples, n)`` with values in [0, 1]."""
     threshold = math.log(2 / (1 - _checked(level)))

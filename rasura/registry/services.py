@@ -49,7 +49,7 @@ class ServiceProtection:
         return Adversaries(known_by, (), readers)
 
     def of(self, victim: Victim, seed: int, texts: Sequence[Sequence[int]] = ()) -> Service:
-        """The service of ``victim`` behind this protection; its key is drawn from ``seed``, since this is an experiment.
+        """The service of ``victim`` behind this protection; its key is drawn from ``seed`` alone, since this is an experiment.
 
         ``texts``: the client's training texts in its own ids, which a protection that is ``learned`` needs.
         """
@@ -73,7 +73,8 @@ class ServiceProtection:
         if self.spec.name == "obfuslm":
             wanted = {"settings": ObfuscationSettings(**wanted), "fixed": frozenset(fixed)}
         if "rng" in given:
-            wanted["rng"] = generator(seed, "key", self.text)
+            # Of the seed alone: one setting has one key however it is written, and settings are compared behind one key.
+            wanted["rng"] = generator(seed, "key")
         if "texts" in given:
             if not texts:
                 raise InputError(f"{self.spec.name} is trained with its task; expected training texts")

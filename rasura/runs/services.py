@@ -177,7 +177,7 @@ class ServiceAudit:
         def made() -> Sent:
             start = time.perf_counter()
             ids = self.ids if answers is None else [p + a for p, a in zip(self.prompts, answers)]
-            truth = service_transcript(service(), ids, generator(self.plan.seed, "sent", protection))
+            truth = service_transcript(service(), ids, generator(self.plan.seed, "sent"))
             seconds = time.perf_counter() - start
             seen = observe_service(truth, reference_text=self.reference)
             return Sent(truth, seen, self.scores(self._guess("blind", seen), truth), seconds)

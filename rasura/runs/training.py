@@ -133,7 +133,7 @@ class Training:
         service = self.service(defense, victim, seed) if plan.service else None
         held, test = self.held, self.test
         if service is not None:
-            rng, model = generator(seed, "sent", defense), service.served
+            rng, model = generator(seed, "sent"), service.served
             rows, held, test = (sent(service, some, rng) for some in (self.rows, held, test))
         else:
             rows = self.protected_rows(
