@@ -13,8 +13,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from rasura.data.columns import Columns
 from rasura.data.overlap import parts, shared
-from rasura.data.text import Columns, load_examples
+from rasura.data.text import load_examples
 from rasura.runs.plans import Plan
 from rasura.runs.services import ServicePlan
 from rasura.studies.files import FOLDER, load_study, names

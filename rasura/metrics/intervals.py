@@ -127,7 +127,7 @@ def crossed_interval(
     is read whole, five keys show none in 59 % of all cases, and their bootstrap is a point.
 
     >>> [round(x, 2) for x in crossed_interval([[0.0] * 20] * 5)]
-    [0.0, 0.0, 0.56]
+    [0.0, 0.0, 0.52]
     """
     if not values or len({len(row) for row in values}) != 1:
         raise ValueError("expected a row of values for each key, all of one length")
