@@ -13,9 +13,11 @@ from rasura.core.interfaces import InputError
 from rasura.data.overlap import refuse_shared, shared, wording
 from rasura.data.text import Example
 from rasura.runs.audit_data import load_data
-from rasura.runs.membership import MembershipAudit, MembershipPlan
+from rasura.runs.membership import MembershipAudit
+from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.plans import Plan
-from rasura.runs.services import ServiceAudit, ServicePlan
+from rasura.runs.service_plan import ServicePlan
+from rasura.runs.services import ServiceAudit
 from tools import overlap
 
 __all__ = ["model_folder"]
@@ -57,8 +59,8 @@ def test_a_service_refuses_reference_text_or_leaves_it_out(tmp_path: Path, model
     other = rows(tmp_path / "other.jsonl", "w1 w2 w3 w4 w5", TEXTS[0].upper() + " !", "w6 w7 w8")
     plan = ServicePlan(data, other, model=str(model_folder), limit=len(TEXTS))
     with pytest.raises(InputError, match=r"other\.jsonl holds 1 of the audited texts.*drop_shared"):
-        ServiceAudit(plan, tmp_path / "run")
-    assert ServiceAudit(replace(plan, drop_shared=True), tmp_path / "run").reference == ("w1 w2 w3 w4 w5", "w6 w7 w8")
+        ServiceAudit(plan)
+    assert ServiceAudit(replace(plan, drop_shared=True)).reference == ("w1 w2 w3 w4 w5", "w6 w7 w8")
 
 
 def test_membership_refuses_candidates_among_reference_text(tmp_path: Path, model_folder: Path) -> None:

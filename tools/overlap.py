@@ -17,7 +17,7 @@ from rasura.data.columns import Columns
 from rasura.data.overlap import parts, shared
 from rasura.data.text import load_examples
 from rasura.runs.plans import Plan
-from rasura.runs.services import ServicePlan
+from rasura.runs.service_plan import ServicePlan
 from rasura.studies.files import FOLDER, load_study, names
 from rasura.studies.metric_values import row_of
 

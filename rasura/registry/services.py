@@ -49,7 +49,7 @@ class ServiceProtection:
         return Adversaries(known_by, (), readers)
 
     def of(self, victim: Victim, seed: int, texts: Sequence[Sequence[int]] = ()) -> Service:
-        """The service of ``victim`` behind this protection; its key is drawn from ``seed`` alone, since this is an experiment.
+        """The service of ``victim`` behind this protection; its key is drawn from ``seed`` alone: an experiment.
 
         ``texts``: the client's training texts in its own ids, which a protection that is ``learned`` needs.
         """

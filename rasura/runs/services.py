@@ -115,7 +115,7 @@ class ServiceAudit:
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
-            sent = cache(lambda weights, p=protection, made=services: self._sent(p, made[weights], self._answers(store, p)))
+            sent = cache(lambda weights, p=protection, made=services: self._sent(made[weights], self._answers(store, p)))
             for cell in cells:
                 if cell.key in store:
                     continue
@@ -169,10 +169,8 @@ class ServiceAudit:
         """The second half of every text."""
         return [ids[len(p) :] for ids, p in zip(self.ids, self.prompts)]
 
-    def _sent(
-        self, protection: str, service: Callable[[], Service], answers: Sequence[tuple[int, ...]] | None
-    ) -> Outcome[Sent]:
-        """The texts behind ``protection``, the same for every attack; or why there is no such service to attack."""
+    def _sent(self, service: Callable[[], Service], answers: Sequence[tuple[int, ...]] | None) -> Outcome[Sent]:
+        """The texts behind a protection, the same for every attack; or why there is no such service to attack."""
 
         def made() -> Sent:
             start = time.perf_counter()
