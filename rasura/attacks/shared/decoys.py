@@ -41,6 +41,7 @@ def decoys(
     places, ordinary = free_places(tokens, vocabulary), words(vocabulary)
     name = parts(model).word_embedding
     table = model.get_parameter(name).detach().cpu()
+    sizes = table.square().sum(1)
     influence = changed(model, inputs, [name])[0][name].norm(dim=1)
 
     def other(token: int) -> int:
@@ -53,7 +54,7 @@ def decoys(
             continue
         least = min(places[row], key=lambda n: float(influence[text[n]]))
         rest = ordinary[ordinary != text[least]]
-        nearest = rest[int((table[rest] - table[text[least]]).norm(dim=1).argmin())]
+        nearest = rest[int((sizes[rest] - 2 * (table @ table[text[least]])[rest]).argmin())]
         yield _with(tokens, {(row, least): int(nearest)})
         place = places[row][int(torch.randint(len(places[row]), (), generator=rng))]
         yield _with(tokens, {(row, place): other(text[place])})

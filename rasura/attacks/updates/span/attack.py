@@ -16,7 +16,7 @@ from rasura.attacks.updates.span.completion import uncovered
 from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.grouping import affinity, cluster
 from rasura.attacks.updates.span.null import prefixes_believed, rows_believed, tokens_believed
-from rasura.attacks.updates.span.prefixes import Prefix, choose, grow
+from rasura.attacks.updates.span.prefixes import Prefix, grow
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
 from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.updates.span.tokens import Row, Search, candidates, plain
@@ -95,17 +95,19 @@ class Span:
             spaces = {k: space for k, space in spaces.items() if 2 * space.rank >= first.rank}
             if len(spaces) == 1:
                 return None
-        longest = max(seen.lengths) if Grant.LENGTHS in seen else max(s.rank for s in spaces.values()) + 1
-        found = grow(seen, spaces, inputs, candidates(seen.vocabulary), longest=longest)
-        if not found and first is None:
-            raise AttackFailed("no token's state lies in the visible row spaces")
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
-        chosen = choose(found, size, seen.lengths if Grant.LENGTHS in seen else None)
+        # The last token of a causal text has no gradient.
+        lengths = tuple(n - (seen.task == "causal") for n in seen.lengths) if Grant.LENGTHS in seen else None
+        longest = max(lengths) if lengths else max(s.rank for s in spaces.values()) + 1
+        ids = candidates(seen.vocabulary)
+        chosen = grow(seen, spaces, inputs, ids, longest=longest, batch_size=size, lengths=lengths)
+        if not chosen and first is None:
+            raise AttackFailed("no token's state lies in the visible row spaces")
         if first is not None and not _hold(chosen, first, inputs, seen):
             return None
         prefixes = [p.tokens for p in chosen]
-        believed = prefixes_believed(spaces, inputs, candidates(seen.vocabulary), prefixes)
-        texts = finish(observed, chosen, inputs, search=believed)
+        believed = prefixes_believed(spaces, inputs, ids, prefixes)
+        texts = finish(observed, seen, chosen, inputs, search=believed)
         plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
         return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, lambda: believed)
 

@@ -116,8 +116,18 @@ def others_of(inputs: Inputs, ids: Tensor, found: set[int]) -> Tensor:
     if len(rest) <= OTHERS:
         return rest
     spread = rest[torch.linspace(0, len(rest) - 1, OTHERS).long()]
-    near = [rest[(table[rest] - table[t]).norm(dim=1).topk(NEIGHBOURS, largest=False).indices] for t in sorted(found)]
-    return torch.tensor(sorted({int(t) for t in torch.cat([spread, *near])}))
+    own = torch.tensor(sorted(found))
+    far = table.square().sum(1) - 2 * table[own] @ table.T  # the squared distance, but for what all share
+    far[:, torch.cat([own, _without(ids, len(table))])] = torch.inf
+    near = far.topk(min(NEIGHBOURS, len(rest)), largest=False).indices
+    return torch.tensor(sorted({*spread.tolist(), *near.flatten().tolist()}))
+
+
+def _without(ids: Tensor, size: int) -> Tensor:
+    """All indices below ``size`` but ``ids``."""
+    there = torch.zeros(size, dtype=torch.bool)
+    there[ids] = True
+    return (~there).nonzero().flatten()
 
 
 def tokens_believed(

@@ -1,10 +1,15 @@
 """Decoders: grow prefixes token by token. Any one visible block is enough, since the input of block k at a position depends
-only on the tokens up to it (DAGER extends with block 1 over the tokens of block 0; here from whichever block is visible)."""
+only on the tokens up to it (DAGER extends with block 1 over the tokens of block 0; here from whichever block is visible).
+
+A token is evidence of a longer text only if its input is a new direction. In a model that turns queries and keys by their
+places (rotary), a text that begins with a word said several times gives each of them the same input, since attention over
+equal values returns that value. So a run of the first token lies in every row space that holds it once. Such tokens are
+put aside, and looked at again only where the texts without them leave a part of the row space unexplained."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,13 +23,28 @@ TOLERANCE = 1e-3
 ROWS = 4096
 """Most token positions that run through the model at once."""
 
+LONGEST_RUN = 16
+"""Most tokens in a row that may explain nothing new."""
+
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens whose every position lies in the visible row spaces, and the largest residual over its tolerance among them."""
+    """Tokens whose every position lies in the visible row spaces, and the largest residual over its tolerance among them.
+
+    ``states``: inputs of the first deep block, ``(evidence, inputs)``: those of the tokens that explain something new.
+    ``basis`` ``(inputs, evidence)``: an orthonormal basis of them. ``run``: how many of the last tokens explain nothing new.
+    """
 
     tokens: tuple[int, ...]
     residual: float
+    states: Tensor = field(compare=False, repr=False)
+    basis: Tensor = field(compare=False, repr=False)
+    run: int = 0
+
+    @property
+    def shown(self) -> Prefix:
+        """The prefix without the last tokens that explain nothing new."""
+        return replace(self, tokens=self.tokens[: len(self.tokens) - self.run], run=0)
 
 
 class Grower:
@@ -38,6 +58,11 @@ class Grower:
         self.vocabulary = seen.vocabulary
         self._bag: dict[int, Tensor] = {}
 
+    @property
+    def space(self) -> RowSpace:
+        """The row space of the first deep block, of which prefixes explain directions."""
+        return self.spaces[self.deep[0].index]
+
     def allowed(self, position: int) -> Tensor:
         """Ids that block 0 accepts at ``position`` (all ids where block 0 is hidden)."""
         if 0 not in self.spaces:
@@ -48,74 +73,133 @@ class Grower:
         return self._bag[key]
 
     @torch.no_grad()
-    def residuals(self, sequences: Tensor) -> Tensor:
-        """Largest residual over its tolerance, over the deep visible blocks, of the last position of ``(k, length)``."""
-        out = []
+    def states(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the last position of ``(k, length)``: the largest residual over its tolerance among the deep visible blocks,
+        and the input of the first of these, ``(k, inputs)``."""
+        out, first = [], []
         for chunk in torch.split(sequences, max(1, ROWS // sequences.shape[1])):
-            states = self.inputs.deep(chunk, torch.ones_like(chunk), self.deep)
+            found = self.inputs.deep(chunk, torch.ones_like(chunk), self.deep)
             each = []
             for block in self.deep:
-                space, x = self.spaces[block.index], states[block.index][:, -1].double()
+                space, x = self.spaces[block.index], found[block.index][:, -1].double()
                 each.append(space.residual(x) / space.tolerance(x, TOLERANCE))
             out.append(torch.stack(each).amax(0))
-        return torch.cat(out)
+            first.append(self.space.shown(found[self.deep[0].index][:, -1].double()))
+        return torch.cat(out), torch.cat(first)
 
     def extensions(self, prefix: Prefix) -> list[Prefix]:
         """All prefixes one token longer that every visible block accepts, best first."""
         position = len(prefix.tokens)
         allowed = self.allowed(position)
-        if position > 0 and self.vocabulary.prefix:
-            # A run of start tokens repeats its own state in rotary models; text holds the start token once.
-            start = self.vocabulary.prefix[0]
-            allowed = allowed[allowed != start]
+        if position > 0 and self.vocabulary.prefix:  # text holds the start token once
+            allowed = allowed[allowed != self.vocabulary.prefix[0]]
         elif position < len(self.vocabulary.prefix):
             allowed = allowed[allowed == self.vocabulary.prefix[position]]
         if not len(allowed):
             return []
         head = torch.tensor(prefix.tokens, dtype=torch.long).expand(len(allowed), -1)
-        residual = self.residuals(torch.cat([head, allowed[:, None]], 1))
-        order = residual.argsort()
+        residual, states = self.states(torch.cat([head, allowed[:, None]], 1))
         return [
-            Prefix((*prefix.tokens, int(allowed[i])), max(prefix.residual, float(residual[i])))
-            for i in order.tolist()
+            self._longer(prefix, int(allowed[i]), float(residual[i]), states[i])
+            for i in residual.argsort().tolist()
             if float(residual[i]) < 1
         ]
 
+    def _longer(self, prefix: Prefix, token: int, residual: float, x: Tensor) -> Prefix:
+        tokens, worst = (*prefix.tokens, token), max(prefix.residual, residual)
+        basis = _widened(self.space, prefix.basis, x[None])
+        if basis.shape[1] == prefix.basis.shape[1]:
+            return Prefix(tokens, worst, prefix.states, basis, prefix.run + 1)
+        return Prefix(tokens, worst, torch.cat([prefix.states, x[None]]), basis)
 
-def grow(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, *, longest: int) -> list[Prefix]:
-    """All maximal prefixes that the visible blocks accept: the texts of the batch, up to a last token without gradient.
 
-    Needs a visible block above the first. ``longest`` bounds the length in tokens.
+def _widened(space: RowSpace, basis: Tensor, states: Tensor) -> Tensor:
+    """``basis`` and the directions of ``states`` outside it that exceed the tolerance with which these are known."""
+    for x, tolerance in zip(states, space.tolerance(states, TOLERANCE)):
+        new = x
+        for _ in range(2):  # a second time for what rounding left
+            new = new - basis @ (basis.T @ new)
+        if float(new.norm()) > float(tolerance * x.norm()):
+            basis = torch.cat([basis, (new / new.norm())[:, None]], 1)
+    return basis
+
+
+def grow(
+    seen: Observation,
+    spaces: Mapping[int, RowSpace],
+    inputs: Inputs,
+    ids: Tensor,
+    *,
+    longest: int,
+    batch_size: int | None = None,
+    lengths: tuple[int, ...] | None = None,
+) -> list[Prefix]:
+    """The texts of the batch, up to a last token without gradient: prefixes that the visible blocks accept and that explain
+    their row space together, at most ``batch_size`` of them, as ``choose`` chooses.
+
+    Needs a visible block above the first. ``longest`` bounds the tokens of a text that explain something new; ``lengths``
+    are those of the texts without a last token that has no gradient.
     """
     grower = Grower(seen, spaces, inputs, ids)
-    rank = max(space.rank for space in spaces.values())
-    alive = [Prefix((), 0.0)]
+    nothing = grower.space.basis[:, :0]
+    alive = [Prefix((), 0.0, nothing.T, nothing)]
     done: list[Prefix] = []
-    for _ in range(longest):
+    chosen: list[Prefix] = []
+    while alive:
+        ended, runs = _grown(grower, alive, longest)
+        done += ended
+        chosen = choose([p.shown for p in done], grower.space, batch_size)
+        if _joined(grower.space, chosen).shape[1] >= grower.space.rank:
+            break
+        alive = runs
+    return chosen if lengths is None else _with_beginnings(chosen, lengths)
+
+
+def _grown(grower: Grower, alive: list[Prefix], longest: int) -> tuple[list[Prefix], list[Prefix]]:
+    """What grows from ``alive`` by tokens that explain something new: the prefixes that end, and those that can go on only
+    by a token that explains nothing new."""
+    done: list[Prefix] = []
+    runs: list[Prefix] = []
+    while alive:
         following: list[Prefix] = []
         for prefix in alive:
-            extended = grower.extensions(prefix)
-            if extended:
-                following += extended
-            elif prefix.tokens:
+            longer = grower.extensions(prefix) if prefix.basis.shape[1] < longest else []
+            runs += [p for p in longer if 0 < p.run <= LONGEST_RUN]
+            longer = [p for p in longer if not p.run]
+            following += longer
+            if not longer and prefix.tokens:
                 done.append(prefix)
         # A true batch has no more live prefixes than tokens; beyond that the test does not tell tokens apart.
-        alive = sorted(following, key=lambda p: p.residual)[: max(rank, 1)]
-        if not alive:
+        alive = sorted(following, key=lambda p: p.residual)[: max(grower.space.rank, 1)]
+    return done, sorted(runs, key=lambda p: p.residual)[: max(grower.space.rank, 1)]
+
+
+def _joined(space: RowSpace, prefixes: Sequence[Prefix]) -> Tensor:
+    """An orthonormal basis of all that ``prefixes`` explain."""
+    return _widened(space, space.basis[:, :0], torch.cat([space.basis[:, :0].T, *(p.states for p in prefixes)]))
+
+
+def choose(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> list[Prefix]:
+    """The texts among ``prefixes``: one after the other that which explains most of what the others do not, until nothing is
+    left to explain or there are ``batch_size``. A text that begins another one explains nothing of its own."""
+    rest = list({p.tokens: p for p in sorted(prefixes, key=lambda p: -p.residual)}.values())
+    chosen: list[Prefix] = []
+    while rest and (batch_size is None or len(chosen) < batch_size):
+        known = _joined(space, chosen)
+        gains = [_widened(space, known, p.states).shape[1] - known.shape[1] for p in rest]
+        best = max(range(len(rest)), key=lambda k: (gains[k], -rest[k].residual))
+        if not gains[best]:
             break
-    return done + [p for p in alive if p.tokens]
+        chosen.append(rest.pop(best))
+    return chosen
 
 
-def choose(prefixes: list[Prefix], batch_size: int | None, lengths: tuple[int, ...] | None) -> list[Prefix]:
-    """The texts among the maximal prefixes: the longest and best fitting ``batch_size`` ones (all when it is not known)."""
-    ranked = sorted(prefixes, key=lambda p: (-len(p.tokens), p.residual))
-    if batch_size is None or len(ranked) <= batch_size:
-        return ranked
-    if lengths is not None:
-        wanted = sorted(lengths, reverse=True)
-        chosen: list[Prefix] = []
-        for n in wanted:
-            near = min((p for p in ranked if p not in chosen), key=lambda p: (abs(len(p.tokens) - n), p.residual))
-            chosen.append(near)
-        return chosen
-    return ranked[:batch_size]
+def _with_beginnings(texts: list[Prefix], lengths: tuple[int, ...]) -> list[Prefix]:
+    """``texts`` and, for the ``lengths`` that none of them has, the beginning of one: a text that begins another one."""
+    owed = sorted(lengths, reverse=True)
+    for p in texts[: len(owed)]:
+        owed.remove(min(owed, key=lambda n: abs(n - len(p.tokens))))
+    found = list(texts)
+    for n in owed:
+        found += [replace(p, tokens=p.tokens[:n]) for p in texts if len(p.tokens) >= n][:1]
+    return found
