@@ -1,4 +1,4 @@
-"""Sixteen model families: each is read as it should be, or refused when it is loaded."""
+"""The model families: each is read as it should be, or refused when it is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from rasura.victims.structure import verify_parts
 
 TEXT = "the w40 w41 and w42 . w60"
 READ = [f for f in ALL if f not in UNSUPPORTED]
-TASKS = [(f, "classification") for f in READ] + [(f, "causal") for f in DECODERS]
+LOADED = [f for f in READ if f != "qwen2"]  # whose tokenizer transformers takes for its own, whatever the folder holds
+TASKS = [(f, "classification") for f in LOADED] + [(f, "causal") for f in DECODERS if f in LOADED]
 
 
 def observed(victim: Victim) -> tuple[tuple[int, ...], Observation]:
@@ -42,7 +43,7 @@ def test_a_family_that_loads_is_read_exactly(family: str, task: str, tmp_path: P
     victim = load(tokenizer_folder(tiny(family, task, num_labels=2), tmp_path), task)  # type: ignore[arg-type]
     text, seen = observed(victim)
     guess = Span()(seen, rng=generator(0), budget=Budget("quick"))
-    if family in UNORDERED:
+    if family in UNORDERED and guess.confidence != "verified":  # random attention hardly tells places apart
         assert not guess.ordered and [sorted(t) for t in guess.tokens] == [sorted(text)]
     else:
         assert guess.tokens == (text,)
@@ -64,7 +65,7 @@ def test_a_model_that_is_only_trained_or_asked_needs_no_parts(family: str, tmp_p
 
 
 def test_every_family_has_its_place_in_one_list() -> None:
-    assert len(ALL) == len(set(ALL)) == 16
+    assert len(ALL) == len(set(ALL)) == 27
     assert set(UNSUPPORTED) | set(UNORDERED) | set(DECODERS) <= set(ALL)
 
 

@@ -23,7 +23,7 @@ from rasura.victims.step import step
 BARE = Vocabulary(VOCABULARY.size, VOCABULARY.decode, VOCABULARY.encode, (), (), PAD, frozenset({PAD}))
 """A vocabulary without start and end tokens, as SmolLM2's and Qwen's."""
 
-ROTARY = ["llama", "qwen3", "gemma", "gpt-neox"]
+ROTARY = ["llama", "qwen2", "gemma", "gpt-neox"]
 
 
 def seen_of(model: nn.Module, batch: Batch, task: str) -> Observation:
@@ -57,6 +57,13 @@ def test_a_text_that_begins_with_a_repeated_word_comes_back(task: str) -> None:
 def test_texts_that_share_their_beginning_come_back(task: str) -> None:
     rows = [[40, 3, 41, 9, 60, 61], [40, 3, 41, 62, 4], [3, 40, 41, 9, 60, 61, 63], [70, 70, 9, 5]]
     guess = read("llama", task, rows)
+    assert sorted(guess.tokens) == sorted(map(tuple, rows)) and guess.confidence == "verified"
+
+
+def test_texts_that_fit_well_go_before_longer_ones_that_hardly_fit() -> None:
+    """One direction of this row space is so weak that a quarter of it is noise: by the tolerance too many texts fit."""
+    rows = [[1, 40, 3, 41, 9, 3, 42, 2], [1, 50, 51, 4, 52, 2], [1, 3, 60, 61, 62, 4, 60, 9, 2], [1, 70, 9, 2]]
+    guess = read("bloom", "classification", rows)
     assert sorted(guess.tokens) == sorted(map(tuple, rows)) and guess.confidence == "verified"
 
 

@@ -17,16 +17,20 @@ WORDS = 300
 PAD, CLS, SEP = 0, 1, 2
 FAMILIES = ("bert", "roberta", "distilbert", "gpt2", "llama")
 ENCODERS = FAMILIES[:3]
-MORE = ("electra", "mpnet", "albert", "modernbert", "opt", "qwen3", "gemma", "gpt-neox", "deberta-v2", "xlnet", "t5")
+LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi", "phi3", "mixtral", "smollm3")
+MORE = (
+    "electra", "mpnet", "albert", "modernbert", "opt", "gpt-neox", "bloom", "falcon", "mpt", *LIKE_LLAMA,
+    "deberta-v2", "xlnet", "t5",
+)  # fmt: skip
 ALL = FAMILIES + MORE
-"""Sixteen families. ELECTRA and ALBERT have embeddings narrower than the model, with a projection."""
+"""All families. ELECTRA and ALBERT have embeddings narrower than the model, with a projection."""
 
-DECODERS = ("gpt2", "llama", "opt", "qwen3", "gemma", "gpt-neox")
-UNSUPPORTED = ("deberta-v2", "xlnet", "t5")
-"""Families whose attention the attacks do not know: ``load`` refuses them."""
+DECODERS = ("gpt2", "llama", "opt", "gpt-neox", "bloom", "falcon", "mpt", *LIKE_LLAMA)
+UNSUPPORTED = ("xlnet",)
+"""Families whose attention has no linear layers (its weights are bare parameters): ``load`` refuses them."""
 
-UNORDERED = ("modernbert",)
-"""Encoders without a position embedding: block 0 tells the words of a text, not their order."""
+UNORDERED = ("modernbert", "deberta-v2", "t5")
+"""Encoders without a position embedding: block 0 tells the words of a text; their order has to be searched for."""
 
 _NAMES = ["the", "of", "and", "to", "a", "in", ".", ","]
 
@@ -63,10 +67,11 @@ def tiny(
     blocks: int = 2,
     tied: bool | None = None,
     seed: int = 0,
+    words: int = WORDS,
 ) -> nn.Module:
     """A random model in eval mode, eager attention, with the given number of blocks. ``tied`` as the family does if None."""
     torch.manual_seed(seed)
-    common = {"vocab_size": WORDS, "pad_token_id": PAD, "num_labels": num_labels, "attn_implementation": "eager"}
+    common = {"vocab_size": words, "pad_token_id": PAD, "num_labels": num_labels, "attn_implementation": "eager"}
     names = {
         "hidden_size": hidden, "num_hidden_layers": blocks, "num_attention_heads": 4, "intermediate_size": 2 * hidden,
         "max_position_embeddings": 64,
@@ -113,9 +118,27 @@ def _of_another_family(family: str, task: str, common: dict[str, object], names:
             **common, **frame, hidden_size=hidden, num_hidden_layers=blocks, num_attention_heads=4, ffn_dim=2 * hidden,
             max_position_embeddings=64, word_embed_proj_dim=hidden,
         ),
+        "mistral": lambda: transformers.MistralConfig(**common, **names, **groups, **frame),
+        "qwen2": lambda: transformers.Qwen2Config(**common, **names, **frame, num_key_value_heads=2),
         "qwen3": lambda: transformers.Qwen3Config(**common, **names, **groups, **frame),
         "gemma": lambda: transformers.GemmaConfig(**common, **names, **groups, **frame),
+        "gemma2": lambda: transformers.Gemma2Config(**common, **names, **groups, **frame),
+        "gemma3": lambda: transformers.Gemma3TextConfig(**common, **names, **groups, **frame),
+        "phi": lambda: transformers.PhiConfig(**common, **names, **frame),
+        "phi3": lambda: transformers.Phi3Config(**common, **names, **frame),
+        "mixtral": lambda: transformers.MixtralConfig(
+            **common, **names, **frame, num_key_value_heads=2, num_local_experts=4
+        ),
+        "smollm3": lambda: transformers.SmolLM3Config(**common, **names, **frame, num_key_value_heads=2),
         "gpt-neox": lambda: transformers.GPTNeoXConfig(**common, **names, **frame),
+        "bloom": lambda: transformers.BloomConfig(**common, **frame, hidden_size=hidden, n_layer=blocks, n_head=4),
+        "falcon": lambda: transformers.FalconConfig(
+            **common, **frame, hidden_size=hidden, num_hidden_layers=blocks, num_attention_heads=4,
+            ffn_hidden_size=2 * hidden,
+        ),
+        "mpt": lambda: transformers.MptConfig(
+            **common, **frame, d_model=hidden, n_layers=blocks, n_heads=4, expansion_ratio=2, max_seq_len=64
+        ),
         "deberta-v2": lambda: transformers.DebertaV2Config(
             **common, **names, relative_attention=True, pos_att_type=["p2c", "c2p"], position_biased_input=False
         ),

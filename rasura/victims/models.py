@@ -20,10 +20,26 @@ from torch import Tensor, nn
 from rasura.core.interfaces import InputError
 
 QKV_NAMES = frozenset(
-    {"query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "q", "k", "v"}
+    {
+        "query",
+        "key",
+        "value",
+        "query_proj",
+        "key_proj",
+        "value_proj",
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "q_lin",
+        "k_lin",
+        "v_lin",
+        "q",
+        "k",
+        "v",
+    }
     | {"c_attn", "query_key_value", "qkv_proj", "Wqkv", "in_proj"}
 )
-"""What BERT, Llama, DistilBERT, MPNet, GPT-2, GPT-NeoX, Phi, ModernBERT and MPT call their attention's input layers."""
+"""What BERT, DeBERTa, Llama, DistilBERT, MPNet, GPT-2, GPT-NeoX, Phi, ModernBERT and MPT call attention's input layers."""
 
 
 @dataclass(frozen=True)
@@ -101,9 +117,10 @@ def _block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList)
         and len(module) > 0
-        and any(part.split(".")[-1] in QKV_NAMES for part, _ in module[0].named_modules())
+        and all(any(p.split(".")[-1] in QKV_NAMES for p, _ in member.named_modules()) for member in module)
     ]
-    # An outer list may hold groups of blocks (ALBERT): the innermost list that holds attention is the list of blocks.
+    # An outer list may hold groups of blocks (ALBERT), an inner one a block's parts (T5): the innermost list whose every
+    # member holds attention is the list of blocks. Of an encoder and a decoder it is the encoder's, which comes first.
     return max(found, key=lambda item: (item[0].count("."), len(item[1])), default=None)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,31 +10,18 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.mechanism import announced_dropout
-from rasura.attacks.shared.verify import check, in_span, prove, verified
+from rasura.attacks.shared.verify import in_span, prove, verified
+from rasura.attacks.updates.span.assembling import MOST_COPIES, Sentences, arranged, assembled, completed
 from rasura.attacks.updates.span.completion import uncovered
 from rasura.attacks.updates.span.endings import finish
-from rasura.attacks.updates.span.grouping import affinity, cluster
 from rasura.attacks.updates.span.null import prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
-from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.updates.span.tokens import Row, Search, candidates, plain
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
-from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction, Vocabulary
+from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import parts
-
-Sentences = list[list[tuple[int, int]]]
-"""Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
-
-MOST_COPIES = 16
-"""Texts that may share a token at one place where the batch size is unknown, and ways to fill a batch with copies."""
-
-
-def _attention_heads(model: torch.nn.Module) -> int:
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", lambda: config)()
-    return int(getattr(text, "num_attention_heads", 1))
 
 
 @dataclass(frozen=True)
@@ -143,15 +129,20 @@ class Span:
         if not rows:
             raise AttackFailed("no token's input lies in the row space of block 0")
         if not positional:
+            ordered = arranged(seen, spaces, inputs, rows, size, rng, self.work[budget.level][2])
+            if ordered:  # only a proof tells whether it is the one order that fits
+                guess = self._judged(seen, ordered, max(row.residual for row in rows), spaces, lambda: False)
+                if guess.confidence == "verified":
+                    return guess
             bag = tuple(row.token for row in rows)
             return in_span(
                 (bag,) * max(1, size), seen.vocabulary, residual=max(r.residual for r in rows), ordered=False,
                 believed=tokens_believed(space, inputs, ids, [[(t, 0) for t in bag]], positional=False),
             )  # fmt: skip
         size = size or max(Counter(row.position for row in rows).values())
-        texts = self._texts(seen, spaces, inputs, rows, size, active, rng, budget)
+        texts = assembled(seen, spaces, inputs, rows, size, active, rng, self.work[budget.level][2])
         if active:
-            texts = [_completed(text, likely, seen.vocabulary) for text in texts]
+            texts = [completed(text, likely, seen.vocabulary) for text in texts]
 
         if seen.task == "causal":  # the last token has no gradient
             texts = [[*text, (UNKNOWN, 0)] for text in texts]
@@ -179,44 +170,6 @@ class Span:
             if not here and not known_length:
                 break
         return rows
-
-    def _texts(
-        self,
-        seen: Observation,
-        spaces: Mapping[int, RowSpace],
-        inputs: Inputs,
-        rows: list[Row],
-        size: int,
-        active: bool,
-        rng: torch.Generator,
-        budget: Budget,
-    ) -> Sentences:
-        score = None if active else checker(seen, spaces, inputs)
-        if size == 1 and (score is None or len({r.position for r in rows}) == len(rows)):
-            best: dict[int, Row] = {}
-            for row in rows:
-                if row.position not in best or row.residual < best[row.position].residual:
-                    best[row.position] = row
-            return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
-        groups: list[list[int]] = []
-        likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
-        if len(rows) <= spaces[0].rank or score is None:  # more rows than dimensions have no coefficients of their own
-            x = torch.stack([r.input for r in rows])
-            found = affinity(seen, inputs.parts.blocks[0], x, spaces[0], _attention_heads(seen.model))
-            likeness = likeness if found is None else found
-            labels = cluster(likeness, size)
-            groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
-        if score is None:
-            return [_strongest(rows, group, likeness) for group in groups if group]
-        ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
-        lengths = seen.lengths if Grant.LENGTHS in seen else None
-        finder = Finder(choices(rows), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
-        if not finder.lengths:  # no token was found for some place of every text: they come back with holes
-            groups = groups or [sorted(range(len(rows)), key=lambda i: rows[i].residual)]
-            return [_strongest(rows, group, likeness) for group in groups if group]
-        starts = [[rows[i] for i in group] for group in groups if group]
-        known, rest = finder(starts, size, self.work[budget.level][2] * size)
-        return [list(text) for text in _filled_up(seen, known, rest, size)]
 
     def _judged(
         self,
@@ -257,53 +210,6 @@ def _hold(texts: Sequence[Prefix], first: RowSpace, inputs: Inputs, seen: Observ
         return bool(texts)
     named = {row.token for row in plain(first, inputs, candidates(seen.vocabulary), 0)}
     return len(named & {t for text in texts for t in text.tokens}) > len(named) / 2
-
-
-def _filled_up(seen: Observation, found: list[Text], rest: list[Text], size: int) -> list[Text]:
-    """``size`` texts: those ``found``, and copies of them or some of the ``rest``, whatever repeats the gradient best."""
-    missing = size - len(found)
-    if not missing or not found:
-        return [*found, *rest][:size]
-    fills = itertools.combinations_with_replacement([*rest[:2], *found], missing)
-    tried = [[*found, *rest[:missing]], *([*found, *more] for more in itertools.islice(fills, MOST_COPIES))]
-
-    def error(texts: list[Text]) -> float:
-        return check(seen, [[t for t, _ in text] for text in texts], [[s for _, s in text] for text in texts])[0]
-
-    return min(tried, key=error)
-
-
-def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
-    return [known.get(n, (UNKNOWN, 0)) for n in range(max(known) + 1)]
-
-
-def _completed(text: list[tuple[int, int]], likely: list[list[int]], vocabulary: Vocabulary) -> list[tuple[int, int]]:
-    """``text`` with what the robust search may have missed: the tokenizer's frame, and in a hole the ``likely`` token.
-
-    What is missing hides behind copies of itself, hence stands near the row space without any dropout.
-    """
-    out = list(text)
-    for n, token in enumerate(vocabulary.prefix[: len(out)]):
-        if out[n][0] == UNKNOWN:
-            out[n] = (token, 0)
-    for n, (token, segment) in enumerate(out):
-        if token == UNKNOWN and n < len(likely) and likely[n]:
-            out[n] = (likely[n][0], segment)
-    end = vocabulary.suffix
-    if end and out[-1][0] != end[-1]:
-        have = next(k for k in range(len(end), -1, -1) if [t for t, _ in out[len(out) - k :]] == list(end[:k]))
-        out += [(token, out[-1][1]) for token in end[have:]]
-    return out
-
-
-def _strongest(rows: list[Row], group: list[int], likeness: Tensor) -> list[tuple[int, int]]:
-    """One text from a group of rows: at each position the row that the rest of the group attends to most."""
-    best: dict[int, tuple[float, int]] = {}
-    for i in group:
-        weight = float(likeness[i, group].sum() - likeness[i, i])
-        if rows[i].position not in best or weight > best[rows[i].position][0]:
-            best[rows[i].position] = (weight, i)
-    return _with_holes({n: (rows[i].token, rows[i].segment) for n, (_, i) in best.items()})
 
 
 SPEC = AttackSpec(

@@ -9,7 +9,7 @@ put aside, and looked at again only where the texts without them leave a part of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,28 +23,49 @@ TOLERANCE = 1e-3
 ROWS = 4096
 """Most token positions that run through the model at once."""
 
+LEVELS = (0.1, 0.3, 1.0)
+"""Shares of the tolerance that texts are chosen by: true tokens stay below the first where nothing was rounded."""
+
 LONGEST_RUN = 16
 """Most tokens in a row that may explain nothing new."""
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Tokens whose every position lies in the visible row spaces, and the largest residual over its tolerance among them.
+    """Tokens whose every position lies in the visible row spaces.
 
-    ``states``: inputs of the first deep block, ``(evidence, inputs)``: those of the tokens that explain something new.
-    ``basis`` ``(inputs, evidence)``: an orthonormal basis of them. ``run``: how many of the last tokens explain nothing new.
+    ``fits``: of every token, its largest residual over its tolerance. ``new``: whether it explains something new. ``states``
+    ``(evidence, inputs)``: inputs of the first deep block of those that do; ``basis`` ``(inputs, evidence)``: an orthonormal
+    basis of these.
     """
 
     tokens: tuple[int, ...]
-    residual: float
+    fits: tuple[float, ...]
+    new: tuple[bool, ...]
     states: Tensor = field(compare=False, repr=False)
     basis: Tensor = field(compare=False, repr=False)
-    run: int = 0
 
     @property
-    def shown(self) -> Prefix:
-        """The prefix without the last tokens that explain nothing new."""
-        return replace(self, tokens=self.tokens[: len(self.tokens) - self.run], run=0)
+    def residual(self) -> float:
+        """The worst of ``fits``."""
+        return max(self.fits, default=0.0)
+
+    @property
+    def run(self) -> int:
+        """How many of the last tokens explain nothing new."""
+        return next((n for n, new in enumerate(reversed(self.new)) if new), len(self.new))
+
+    def cut(self, length: int) -> Prefix:
+        """The first ``length`` tokens."""
+        kept = sum(self.new[:length])
+        return Prefix(
+            self.tokens[:length], self.fits[:length], self.new[:length], self.states[:kept], self.basis[:, :kept]
+        )  # fmt: skip
+
+    def within(self, level: float) -> Prefix:
+        """What comes before the first token that fits worse than ``level``, without last tokens that explain nothing new."""
+        found = self.cut(next((n for n, fit in enumerate(self.fits) if fit > level), len(self.tokens)))
+        return found.cut(len(found.tokens) - found.run)
 
 
 class Grower:
@@ -106,11 +127,10 @@ class Grower:
         ]
 
     def _longer(self, prefix: Prefix, token: int, residual: float, x: Tensor) -> Prefix:
-        tokens, worst = (*prefix.tokens, token), max(prefix.residual, residual)
         basis = _widened(self.space, prefix.basis, x[None])
-        if basis.shape[1] == prefix.basis.shape[1]:
-            return Prefix(tokens, worst, prefix.states, basis, prefix.run + 1)
-        return Prefix(tokens, worst, torch.cat([prefix.states, x[None]]), basis)
+        new = basis.shape[1] > prefix.basis.shape[1]
+        states = torch.cat([prefix.states, x[None]]) if new else prefix.states
+        return Prefix((*prefix.tokens, token), (*prefix.fits, residual), (*prefix.new, new), states, basis)
 
 
 def _widened(space: RowSpace, basis: Tensor, states: Tensor) -> Tensor:
@@ -142,13 +162,13 @@ def grow(
     """
     grower = Grower(seen, spaces, inputs, ids)
     nothing = grower.space.basis[:, :0]
-    alive = [Prefix((), 0.0, nothing.T, nothing)]
+    alive = [Prefix((), (), (), nothing.T, nothing)]
     done: list[Prefix] = []
     chosen: list[Prefix] = []
     while alive:
         ended, runs = _grown(grower, alive, longest)
         done += ended
-        chosen = choose([p.shown for p in done], grower.space, batch_size)
+        chosen = choose(done, grower.space, batch_size)
         if _joined(grower.space, chosen).shape[1] >= grower.space.rank:
             break
         alive = runs
@@ -180,9 +200,15 @@ def _joined(space: RowSpace, prefixes: Sequence[Prefix]) -> Tensor:
 
 
 def choose(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> list[Prefix]:
-    """The texts among ``prefixes``: one after the other that which explains most of what the others do not, until nothing is
-    left to explain or there are ``batch_size``. A text that begins another one explains nothing of its own."""
-    rest = list({p.tokens: p for p in sorted(prefixes, key=lambda p: -p.residual)}.values())
+    """The texts among ``prefixes``: those that explain the row space, with the strictest of ``LEVELS`` that is enough."""
+    tried = [_chosen([p.within(level) for p in prefixes], space, batch_size) for level in LEVELS]
+    return max(tried, key=lambda texts: min(_joined(space, texts).shape[1], space.rank))
+
+
+def _chosen(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> list[Prefix]:
+    """One after the other the prefix that explains most of what the others do not, until nothing is left to explain or there
+    are ``batch_size``. A text that begins another one explains nothing of its own."""
+    rest = list({p.tokens: p for p in prefixes}.values())
     chosen: list[Prefix] = []
     while rest and (batch_size is None or len(chosen) < batch_size):
         known = _joined(space, chosen)
@@ -201,5 +227,5 @@ def _with_beginnings(texts: list[Prefix], lengths: tuple[int, ...]) -> list[Pref
         owed.remove(min(owed, key=lambda n: abs(n - len(p.tokens))))
     found = list(texts)
     for n in owed:
-        found += [replace(p, tokens=p.tokens[:n]) for p in texts if len(p.tokens) >= n][:1]
+        found += [p.cut(n) for p in texts if len(p.tokens) >= n][:1]
     return found

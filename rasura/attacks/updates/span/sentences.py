@@ -92,6 +92,7 @@ def checker(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -
     known, pad_id = inputs.parts, seen.vocabulary.pad_id or 0
     first = known.blocks[0]
     behind = [lin for lin in known.linears if lin.module.startswith(f"{first.module}.") and lin not in first.qkv]
+    behind = [lin for lin in behind if _reads_tokens(inputs, lin.module)]
     for lin in behind[1:]:  # the first one ends the attention, and its inputs are mixtures that say little of one token
         gradients = visible_gradients(seen, [lin])
         space = row_space(gradients) if gradients and gradients[0].shape[1] == known.hidden else None
@@ -101,6 +102,14 @@ def checker(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -
         if block.index in spaces:
             return Checker(block.qkv[0].module, spaces[block.index], inputs, pad_id)
     return None
+
+
+@torch.no_grad()
+def _reads_tokens(inputs: Inputs, layer: str) -> bool:
+    """Whether ``layer`` reads one vector a token; DeBERTa has some that read its table of distances."""
+    ids = torch.ones(1, 3, dtype=torch.long)
+    found = layer_inputs(inputs.model, [layer], input_ids=ids, attention_mask=torch.ones_like(ids))
+    return layer in found and found[layer].shape[:2] == ids.shape
 
 
 def rearranged(text: Sequence[T], begin: int, end: int, longest: int = 1) -> list[tuple[T, ...]]:

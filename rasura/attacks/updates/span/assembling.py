@@ -1,0 +1,152 @@
+"""Texts from tokens: those with known positions are dealt to the texts of the batch, those without are put in order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.shared.verify import check
+from rasura.attacks.updates.span.grouping import affinity, cluster
+from rasura.attacks.updates.span.rows import Inputs, RowSpace
+from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
+from rasura.attacks.updates.span.tokens import Row
+from rasura.core.values import UNKNOWN, Grant, Observation, Vocabulary
+
+Sentences = list[list[tuple[int, int]]]
+"""Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
+
+MOST_ARRANGED = 32
+"""Most tokens whose order is searched for where no position is in sight."""
+
+MOST_ALIKE = 2
+"""Tokens by which such a text may be longer than the layer behind the attention tells."""
+
+MOST_COPIES = 16
+"""Texts that may share a token at one place where the batch size is unknown, and ways to fill a batch with copies."""
+
+
+def _attention_heads(model: torch.nn.Module) -> int:
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    return int(getattr(text, "num_attention_heads", 1))
+
+
+def assembled(
+    seen: Observation,
+    spaces: Mapping[int, RowSpace],
+    inputs: Inputs,
+    rows: list[Row],
+    size: int,
+    active: bool,
+    rng: torch.Generator,
+    restarts: int,
+) -> Sentences:
+    """The ``size`` texts of the batch from ``rows`` at known positions; with ``active`` dropout by what attends to what.
+
+    ``restarts``: random texts tried for each text of the batch.
+    """
+    score = None if active else checker(seen, spaces, inputs)
+    if size == 1 and (score is None or len({r.position for r in rows}) == len(rows)):
+        best: dict[int, Row] = {}
+        for row in rows:
+            if row.position not in best or row.residual < best[row.position].residual:
+                best[row.position] = row
+        return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
+    groups: list[list[int]] = []
+    likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
+    if len(rows) <= spaces[0].rank or score is None:  # more rows than dimensions have no coefficients of their own
+        x = torch.stack([r.input for r in rows])
+        found = affinity(seen, inputs.parts.blocks[0], x, spaces[0], _attention_heads(seen.model))
+        likeness = likeness if found is None else found
+        labels = cluster(likeness, size)
+        groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
+    if score is None:
+        return [_strongest(rows, group, likeness) for group in groups if group]
+    ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
+    lengths = seen.lengths if Grant.LENGTHS in seen else None
+    finder = Finder(choices(rows), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
+    if not finder.lengths:  # no token was found for some place of every text: they come back with holes
+        groups = groups or [sorted(range(len(rows)), key=lambda i: rows[i].residual)]
+        return [_strongest(rows, group, likeness) for group in groups if group]
+    starts = [[rows[i] for i in group] for group in groups if group]
+    known, rest = finder(starts, size, restarts * size)
+    return [list(text) for text in _filled_up(seen, known, rest, size)]
+
+
+def arranged(
+    seen: Observation,
+    spaces: Mapping[int, RowSpace],
+    inputs: Inputs,
+    rows: list[Row],
+    size: int,
+    rng: torch.Generator,
+    restarts: int,
+) -> Sentences:
+    """One text in its order, where block 0 tells no places; empty where none explains the layer behind the attention.
+
+    That layer's row space has as many dimensions as the text has tokens, or fewer where copies of a word are alike.
+    """
+    score = checker(seen, spaces, inputs)
+    if size != 1 or score is None or score.space.rank > MOST_ARRANGED:
+        return []
+    frame, least = seen.vocabulary, score.space.rank
+    lengths = seen.lengths if Grant.LENGTHS in seen else tuple(range(least, least + MOST_ALIKE + 1))
+    pairs = [(row.token, row.segment) for row in rows]
+    begins, ends = frame.prefix, frozenset(frame.suffix[-1:])
+    inner = [p for p in pairs if p[0] not in {*begins, *frame.suffix}] or pairs
+    last = [p for p in pairs if p[0] in ends] or inner
+    anything = list(dict.fromkeys([*inner, *last]))
+    allowed = {n: [(begins[n], 0)] if n < len(begins) else anything for n in range(max(lengths))}
+    finder = Finder(allowed, score, prefix=begins, ends=ends or frozenset(t for t, _ in last), lengths=lengths, rng=rng)
+    found, _ = finder([], 1, restarts)
+    return [list(text) for text in found]
+
+
+def _filled_up(seen: Observation, found: list[Text], rest: list[Text], size: int) -> list[Text]:
+    """``size`` texts: those ``found``, and copies of them or some of the ``rest``, whatever repeats the gradient best."""
+    missing = size - len(found)
+    if not missing or not found:
+        return [*found, *rest][:size]
+    fills = itertools.combinations_with_replacement([*rest[:2], *found], missing)
+    tried = [[*found, *rest[:missing]], *([*found, *more] for more in itertools.islice(fills, MOST_COPIES))]
+
+    def error(texts: list[Text]) -> float:
+        return check(seen, [[t for t, _ in text] for text in texts], [[s for _, s in text] for text in texts])[0]
+
+    return min(tried, key=error)
+
+
+def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
+    return [known.get(n, (UNKNOWN, 0)) for n in range(max(known) + 1)]
+
+
+def completed(text: list[tuple[int, int]], likely: list[list[int]], vocabulary: Vocabulary) -> list[tuple[int, int]]:
+    """``text`` with what the robust search may have missed: the tokenizer's frame, and in a hole the ``likely`` token.
+
+    What is missing hides behind copies of itself, hence stands near the row space without any dropout.
+    """
+    out = list(text)
+    for n, token in enumerate(vocabulary.prefix[: len(out)]):
+        if out[n][0] == UNKNOWN:
+            out[n] = (token, 0)
+    for n, (token, segment) in enumerate(out):
+        if token == UNKNOWN and n < len(likely) and likely[n]:
+            out[n] = (likely[n][0], segment)
+    end = vocabulary.suffix
+    if end and out[-1][0] != end[-1]:
+        have = next(k for k in range(len(end), -1, -1) if [t for t, _ in out[len(out) - k :]] == list(end[:k]))
+        out += [(token, out[-1][1]) for token in end[have:]]
+    return out
+
+
+def _strongest(rows: list[Row], group: list[int], likeness: Tensor) -> list[tuple[int, int]]:
+    """One text from a group of rows: at each position the row that the rest of the group attends to most."""
+    best: dict[int, tuple[float, int]] = {}
+    for i in group:
+        weight = float(likeness[i, group].sum() - likeness[i, i])
+        if rows[i].position not in best or weight > best[rows[i].position][0]:
+            best[rows[i].position] = (weight, i)
+    return _with_holes({n: (rows[i].token, rows[i].segment) for n, (_, i) in best.items()})
