@@ -12,6 +12,7 @@ from rasura.attacks.shared.verify import check
 from rasura.attacks.updates.embedding_rows import EmbeddingRows
 from rasura.attacks.updates.gradient_matching.engine import GradientMatching
 from rasura.attacks.updates.gradient_matching.presets import dlg, grab
+from rasura.attacks.updates.joint_pursuit import JointPursuit
 from rasura.attacks.updates.mask_positions import MaskPositions
 from rasura.attacks.updates.noise_in_sight import shows_noise
 from rasura.attacks.updates.pursuit import Pursuit
@@ -51,9 +52,9 @@ def matching(seen: Observation, budget: Budget) -> Callable[[], GradientMatching
 
 @dataclass(frozen=True)
 class Best:
-    """Runs embedding rows, span, mask positions, pursuit, span matching and gradient matching (GRAB where noise was
-    announced or shows itself and the budget is not quick, else DLG), in this order, until a text is certain: verified, or
-    a span of whole texts in order, of the granted lengths.
+    """Runs embedding rows, span, joint pursuit, mask positions, pursuit, span matching and gradient matching (GRAB where
+    noise was announced or shows itself and the budget is not quick, else DLG), in this order, until a text is certain:
+    verified, or a span of whole texts in order, of the granted lengths.
 
     Returns the guess with the highest confidence, ordered before bags, complete before holes, and of equals the one whose
     gradient is nearest to the observed one. A guess without a word is the last choice. ``details`` says what was tried and
@@ -64,7 +65,9 @@ class Best:
     name: str = "best"
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
-    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (EmbeddingRows, Span, MaskPositions, Pursuit, SpanMatching)
+    attacks: tuple[Callable[[], Attack[Reconstruction]], ...] = (
+        EmbeddingRows, Span, JointPursuit, MaskPositions, Pursuit, SpanMatching,
+    )  # fmt: skip
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         best: Reconstruction | None = None
