@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from audit_setting import TEXTS, model_folder
 from scipy.stats import binom
+from study_setting import notes, study_folder
 
+from rasura.core.errors import InputError
+from rasura.core.run_store import RunStore
 from rasura.metrics.intervals import crossed_interval, mean_interval
 from rasura.registry.services import parse_service_protection
+from rasura.runs.service_plan import ServicePlan
+from rasura.runs.services import ServiceAudit
+from rasura.studies.files import load_study
+from rasura.studies.metric_values import keyed_text
 from rasura.testing.tiny import VOCABULARY, tiny
+
+__all__ = ["model_folder"]
 
 SHARES = [0.003, 0.02, 0.1, 0.3, 0.5, 0.77, 0.96, 0.999]
 
@@ -108,3 +120,36 @@ def test_a_key_does_not_hang_on_how_a_setting_is_spelled() -> None:
     for text, seed, one_key in (("obfuslm:k=4/epsilon=0.1", 3, True), (same[0], 4, False)):
         other = parse_service_protection(text).service(model, VOCABULARY, seed)
         assert bool((other.tokens == made[0].tokens).all()) == one_key
+
+
+def test_the_same_texts_are_read_behind_each_key(tmp_path: Path, model_folder: Path) -> None:
+    data, other = tmp_path / "data.jsonl", tmp_path / "other.jsonl"
+    notes(data, TEXTS)
+    notes(other, [f"{t} w{k}" for k, t in enumerate(TEXTS)])
+    plan = ServicePlan(
+        str(data), str(other), model=str(model_folder), protections=("obfuslm:k=4",), attacks=("knn",), limit=len(TEXTS)
+    )
+    audits = [ServiceAudit(replace(plan, key=key), baseline=False) for key in (0, 1)]
+    assert audits[0].ids == audits[1].ids and audits[0].identity != audits[1].identity
+    records = []
+    for number, audit in enumerate(audits):
+        store = RunStore(tmp_path / f"key-{number}", audit.identity)
+        records += list(audit.run(store))
+        store.close()
+    assert [r.seed for r in records] == [0, 1]
+    rows = [r.scores["top1"]["per_record"] for r in records]
+    mean, low, high = crossed_interval(rows)
+    assert keyed_text(rows, "top1") == f"{100 * mean:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+    assert keyed_text([rows[0], []], "top1") == "–"  # read behind one key only
+    with pytest.raises(InputError, match="key is -1"):
+        replace(plan, key=-1).checked()
+
+
+def test_keys_of_a_study_are_those_of_a_service_alone(tmp_path: Path) -> None:
+    body = 'title = "x"\nsource = "x"\ndiffers = ["x"]\nkeys = 5\n'
+    service = '[service]\ndata = "a.jsonl"\nreference = "b.jsonl"\n'
+    assert load_study("one", study_folder(tmp_path, body + service)).keys == 5
+    for number, wrong in enumerate((body + "[plan]\n", body + service + "[train]\n", body.replace("5", "0") + service)):
+        (tmp_path / str(number)).mkdir()
+        with pytest.raises(InputError, match="keys are those of a service"):
+            load_study("one", study_folder(tmp_path / str(number), wrong))

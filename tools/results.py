@@ -59,6 +59,7 @@ class Section:
     model: str
     cells: Sequence[Cell]
     sizes: frozenset[int]
+    keys: int
 
 
 def sections(text: str, folder: Path = ROOT) -> list[Section]:
@@ -70,6 +71,7 @@ def sections(text: str, folder: Path = ROOT) -> list[Section]:
 def _section(text: str, study: Study) -> Section:
     lines = text.rstrip().split("\n")
     about = next(line for line in lines if line.startswith("After "))
+    keys = re.search(r", (\d+) keys", about)
     told = re.search(r"\. Model (.*?), ", about)
     assert told is not None, f"{study.name}: the head names no model"
     first = next(k for k, line in enumerate(lines) if line.startswith("| "))
@@ -98,7 +100,7 @@ def _section(text: str, study: Study) -> Section:
         if heads and set(line) - {"|", "-"} and row[0] != heads[0]:
             sizes.add(_size(about, {**dict(zip(heads, row)), "ours": row[-1 if not heads[-1].startswith("paper") else -2]}))
         body.append(line)
-    return Section(study, "\n".join([*head, *body]) + "\n", told[1], cells, frozenset(sizes))
+    return Section(study, "\n".join([*head, *body]) + "\n", told[1], cells, frozenset(sizes), int(keys[1]) if keys else 1)
 
 
 def _where(study: Study, heads: Sequence[str], row: Sequence[str]) -> dict[str, Any]:
@@ -208,7 +210,7 @@ def _row(paper: Paper, table: Printed, found: Sequence[Section]) -> list[str]:
     known = [v for v in judged if v is not None]
     sizes = [c.n for c in cells.values()] or sorted({n for s in used for n in s.sizes if n})
     seeds = [c.seeds for c in cells.values()] or [1] * bool(used)
-    keys = "1" if any(isinstance(s.study.plan, ServicePlan) for s in used) else "–"
+    keys = _range([s.keys for s in used if isinstance(s.study.plan, ServicePlan)])
     inside = f"{sum(known)} of {len(known)}" if known else "–"
     where = ", ".join(s.study.name.partition("/")[2] for s in used)
     models = ", ".join(dict.fromkeys(s.model for s in used))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,8 +49,9 @@ def study(
     place = folder or Path("runs/studies") / name.replace("/", "-")
     if isinstance(plan, ServicePlan):
         training = files.prepared_training(found, plan) if found.train else None
-        worth, records = served(plan, place, training, as_json)
-        text, plot = tables.service_section(found, plan, records, worth), plots.of_service(found, plan, records)
+        worth, records = served(plan, place, training, as_json, found.keys)
+        text = tables.service_section(found, plan, records, worth)
+        plot = plots.of_service(found, plan, records) if found.keys == 1 else None
     elif isinstance(plan, TrainPlan):
         text, plot = of_training(found, plan, place, as_json)
     else:
@@ -107,11 +109,17 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
     return text, deviations.deviations_plot(compared)
 
 
-def served(plan: Any, folder: Path, training: Any, as_json: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What a service is worth under each protection, where it is trained, and what each attack reads there."""
+def served(
+    plan: Any, folder: Path, training: Any, as_json: bool, keys: int = 1
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What a service is worth under each protection, where it is trained, and what each attack reads there, behind every
+    key."""
     before = prepared(training, folder / "training") if training else None
     worth = trained(before, as_json) if before else []
-    _, records = serve_and_read(plan, folder, before, baseline=False)
+    records = []
+    for key in range(keys):
+        place = folder if keys == 1 else folder / f"key-{key}"
+        records += serve_and_read(replace(plan, key=key), place, before, baseline=False)[1]
     if as_json:
         sys.stdout.write(json.dumps(records) + "\n")
     return worth, records

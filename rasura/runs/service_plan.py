@@ -25,6 +25,7 @@ class ServicePlan:
     see ``rasura list service-protections``) and read by each of ``attacks``. Their ``references`` texts come from
     ``reference``, which may hold none of the audited ones; with ``drop_shared`` those are left out.
 
+    ``key``: which of the keys, of independent draws, the service has; the texts are those of ``seed``.
     ``weights``: what is read is the service as it was ``uploaded``, before any training, or as it was ``trained`` since.
     ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. ``show_text``: what was
     read is kept unmasked.
@@ -46,6 +47,7 @@ class ServicePlan:
     pair_column: str | None = None
     label_column: str | None = None
     drop_shared: bool = False
+    key: int = 0
 
     @cached_property
     def parsed(self) -> Mapping[str, ServiceProtection]:
@@ -61,6 +63,8 @@ class ServicePlan:
             known("weights", name, WEIGHTS)
         for name in self.attacks:
             known("attack on a service", name, SERVICE_ATTACKS)
+        if self.key < 0:
+            raise InputError(f"key is {self.key}; expected a number from 0")
         for kind in ("protections", "attacks", "weights"):
             if not getattr(self, kind) or len(set(getattr(self, kind))) < len(getattr(self, kind)):
                 raise InputError(f"no {kind} were given, or one twice; expected each one once")

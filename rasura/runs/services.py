@@ -67,6 +67,9 @@ class ServiceAudit:
         self.plan, self.training = plan.checked(), training
         added = () if "none" in plan.protections or not baseline else ("none",)
         self.columns = (*added, *plan.protections)
+        if training is not None and plan.key:
+            raise InputError("a training has the key of its seed; expected key 0 beside it")
+        self.drawn = plan.seed + plan.key
         for text in self.columns:
             if "trained" not in self._weights(text):
                 continue
@@ -128,7 +131,7 @@ class ServiceAudit:
 
     def _uploaded(self, protection: str) -> Service:
         if self.training is None:
-            return self.plan.parsed[protection].of(self.victim, self.plan.seed)
+            return self.plan.parsed[protection].of(self.victim, self.drawn)
         return self.training.service(protection, self.victim, self.plan.seed)
 
     def _trained(self, protection: str, uploaded: Callable[[], Service]) -> Service:
@@ -175,7 +178,7 @@ class ServiceAudit:
         def made() -> Sent:
             start = time.perf_counter()
             ids = self.ids if answers is None else [p + a for p, a in zip(self.prompts, answers)]
-            truth = service_transcript(service(), ids, generator(self.plan.seed, "sent"))
+            truth = service_transcript(service(), ids, generator(self.drawn, "sent"))
             seconds = time.perf_counter() - start
             seen = observe_service(truth, reference_text=self.reference)
             return Sent(truth, seen, self.scores(self._guess("blind", seen), truth), seconds)
@@ -210,7 +213,7 @@ class ServiceAudit:
         return Record(
             key=cell.key, attack=cell.attack, defense=cell.protection, update=cell.weights, threat=SERVICE_OPERATOR.name,
             model=plan.model if plan.model == "minilm" else Path(plan.model).name, data=self.data,
-            batch_size=len(self.ids), seed=plan.seed, batch=0, status=status, examples=self.examples, reason=reason,
+            batch_size=len(self.ids), seed=self.drawn, batch=0, status=status, examples=self.examples, reason=reason,
             known_by=asdict(plan.parsed[cell.protection].adversaries), threat_plain=SERVICE_OPERATOR.plain,
             n_tokens=sum(map(len, self.ids)), peak_mb=peak_mb(), versions=versions(), **found,
         )  # fmt: skip

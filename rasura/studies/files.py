@@ -42,6 +42,7 @@ class Study:
     With both an audit and a training the study sets utility against risk: ``train`` is then the training, whose defenses
     stand in the order of the audit's, each for the same protection; a service is trained on its ``reference``, judged on its
     ``data``. ``membership``: the attacks on every model of a training.
+    ``keys``: behind how many keys a service without training is read, the same texts behind each.
     ``deviations``: how many texts of a training are compared with their substitutes, before every model.
     """
 
@@ -57,6 +58,7 @@ class Study:
     deviations: int = 0
     paper: Paper | None = None
     covers: tuple[str, ...] = ()
+    keys: int = 1
 
     def figure(self, row: Mapping[str, Any], metrics: Sequence[str]) -> str:
         """What the paper has for a row, in the order of ``metrics``, or a dash."""
@@ -85,7 +87,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     path = folder / f"{name}.toml"
     found = toml(path, "a study")
     for key in found:
-        known(f"key in {path}", key, ("title", "source", "covers", "differs", "metrics", *PLANS, "figures"))
+        known(f"key in {path}", key, ("title", "source", "covers", "differs", "metrics", "keys", *PLANS, "figures"))
     for name_of_table in PLANS:
         if not isinstance(found.get(name_of_table, {}), dict):
             raise InputError(f"{path}: {name_of_table} is no table; write [{name_of_table}]")
@@ -126,7 +128,15 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         whole(compared.get("texts", 0), f"{path}: texts"),
         paper,
         covers,
+        _keys(found, str(path)),
     )
+
+
+def _keys(found: Mapping[str, Any], path: str) -> int:
+    keys = whole(found.get("keys", 1), f"{path}: keys")
+    if keys < 1 or ("keys" in found and ("service" not in found or "train" in found)):
+        raise InputError(f"{path}: keys are those of a service without training; expected at least 1 beside its table")
+    return keys
 
 
 def _printed(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isnan, nan
 from typing import Any
 
+from rasura.metrics.intervals import crossed_interval
 from rasura.report.readings import pooled
 
 
@@ -70,6 +71,19 @@ def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]
     """
     level, (scale, _) = pooled(values, BOUNDS.get(metric, (0.0, 1.0))), SCALES.get(metric, SHARE)
     return (nan, nan, nan) if level is None else (scale * level.mean, scale * level.low, scale * level.high)
+
+
+def keyed_text(rows: Sequence[Sequence[float | None]], metric: str) -> str:
+    """As ``level_text``, of values behind several keys, a row for each: the interval is over keys and texts."""
+    if len(rows) == 1:
+        return level_text([v for v in rows[0] if v is not None], metric)
+    bounds, (scale, digits) = BOUNDS.get(metric, (0.0, 1.0)), SCALES.get(metric, SHARE)
+    if bounds is None or not all(rows) or len({len(row) for row in rows}) > 1:
+        return "–"  # an attack that read behind some keys only has no level
+    every = [[nan if v is None else v for v in row] for row in rows]
+    mean, low, high = (scale * v for v in crossed_interval(every, low=bounds[0], high=bounds[1]))
+    ends = max(0, digits - 1)
+    return "–" if isnan(mean) else f"{mean:.{digits}f} [{low:.{ends}f}, {high:.{ends}f}]"
 
 
 def level_text(values: Sequence[float], metric: str) -> str:

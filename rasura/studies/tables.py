@@ -16,7 +16,7 @@ from rasura.runs.plans import Plan
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import CELL, FOLDER, Study
-from rasura.studies.metric_values import NAMES, level_text, row_of, spread_text, values_of
+from rasura.studies.metric_values import NAMES, keyed_text, level_text, row_of, spread_text, values_of
 
 RESULTS = FOLDER / "RESULTS.md"
 
@@ -169,20 +169,27 @@ def service_section(
     if worth:
         about += f"; trained on {worth[0]['n_train']} of these, judged on {worth[0]['n_test']} of {Path(plan.data).name}"
         about += _chance(useful, worth)
-    lines = head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}", columns)
+    behind = f", {study.keys} keys" if study.keys > 1 else ""
+    lines = head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}{behind}", columns)
     if worth:
         lines = [*lines[:-2], *_worth_of_services(study, useful, worth), "", *lines[-2:]]
     reasons = set()
-    for r in sorted(records, key=service_place(plan)):
-        if r["reason"]:
-            reasons.add(f"- {r['attack']}: {r['reason']}")
-        if r["status"] == "not_applicable":
+    for (defense, attack, weights), group in groupby(sorted(records, key=service_place(plan)), key=_service_cell):
+        behind_keys = list(group)
+        reasons |= {f"- {attack}: {r['reason']}" for r in behind_keys if r["reason"]}
+        some = [r for r in behind_keys if r["status"] != "not_applicable"]
+        if not some:
             continue
-        ours = [level_text(r["scores"].get(m, {}).get("per_record", []), m) for m in risky]
-        where = {"protection": r["defense"], "attack": r["attack"], "weights": r["update"]}
+        ours = [keyed_text([r["scores"].get(m, {}).get("per_record", []) for r in some], m) for m in risky]
+        where = {"protection": defense, "attack": attack, "weights": weights}
         first = [v for k, v in where.items() if told or k != "weights"]
-        lines.append(row_of([*first, *ours, f"{r['cpu_seconds']:.0f}", study.figure(where, risky)]))
+        seconds = sum(r["cpu_seconds"] for r in some) / len(some)
+        lines.append(row_of([*first, *ours, f"{seconds:.0f}", study.figure(where, risky)]))
     return "\n".join([*lines, "", *sorted(reasons), ""])
+
+
+def _service_cell(record: Mapping[str, Any]) -> tuple[str, str, str]:
+    return record["defense"], record["attack"], record["update"]
 
 
 def _worth_of_services(study: Study, useful: Sequence[str], worth: Sequence[Mapping[str, Any]]) -> list[str]:
