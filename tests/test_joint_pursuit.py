@@ -17,7 +17,8 @@ from rasura.core.threat import THREATS, observe
 from rasura.core.values import Observation, Reconstruction
 from rasura.data.text import Example, encode
 from rasura.registry import parse_update
-from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.victims.adapters import with_fresh_adapter
+from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
 
 TEXT = "the patient owes 4250 euros to dr brandt of the clinic in basel, who treated her"
@@ -32,7 +33,7 @@ def seen_of(
     victim: Victim, adapter: Adapter, texts: Sequence[str] = (TEXT,), update: str = "fedsgd", b: float = 0.02
 ) -> Observation:
     """What a client sends in a later round: B was trained before, here drawn at random."""
-    model = with_fresh_adapter(victim, adapter, 0)
+    model = with_fresh_adapter(victim.model, victim.task, adapter, 0)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:

@@ -22,7 +22,8 @@ from rasura.core.threat import THREATS, observe
 from rasura.core.updates import changed
 from rasura.registry import parse_update
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
-from rasura.victims.loading import Victim, with_fresh_adapter
+from rasura.victims.adapters import with_fresh_adapter
+from rasura.victims.loading import Victim
 from rasura.victims.recipe import Recipe
 from rasura.victims.step import step
 from rasura.victims.train import FineTuning
@@ -97,7 +98,7 @@ def plain_loop(model: torch.nn.Module, plan: Round, order: Callable[[int], torch
 def test_a_round_sends_what_a_plain_trainer_changes(text: str) -> None:
     local, _ = parse_update(f"local:{text}")
     assert local.plan is not None
-    model = with_fresh_adapter(victim_of(tiny("bert", "classification").double()), local.adapter, 0).double()
+    model = with_fresh_adapter(tiny("bert", "classification").double(), "classification", local.adapter, 0).double()
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     if local.lora:  # another round than the first: B is no longer zero
         with torch.no_grad():
@@ -116,7 +117,7 @@ def test_a_round_sends_what_a_plain_trainer_changes(text: str) -> None:
 def test_targets_are_the_layers_that_peft_adapts() -> None:
     def adapted(targets: str) -> set[str]:
         local, _ = parse_update(f"local:lora=2/targets={targets}")
-        model = with_fresh_adapter(victim_of(tiny("llama", "causal")), local.adapter, 0)
+        model = with_fresh_adapter(tiny("llama", "causal"), "causal", local.adapter, 0)
         return {n.split(".")[-4] for n, _ in model.named_parameters() if "lora_A" in n}
 
     assert adapted("attention") == {"q_proj", "v_proj"}
@@ -125,7 +126,7 @@ def test_targets_are_the_layers_that_peft_adapts() -> None:
 
 def sent(update: str, seed: int = 0, rows: int = 7) -> Any:
     local, _ = parse_update(update)
-    model = with_fresh_adapter(victim_of(tiny("bert", "classification")), local.adapter, 0)
+    model = with_fresh_adapter(tiny("bert", "classification"), "classification", local.adapter, 0)
     batch = batch_of(TEXTS[:rows], "classification", LABELS[:rows])
     return step(model, batch, (), task="classification", vocabulary=VOCABULARY, rng=generator(seed), local=local)
 

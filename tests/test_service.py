@@ -42,7 +42,7 @@ from rasura.server.container import Outgoing
 from rasura.server.inference import Decoding, Prompt
 from rasura.server.limits import Refused
 from rasura.testing.tiny import SEP, batch_for, tiny
-from rasura.victims.loading import with_partial_adapter
+from rasura.victims.adapters import with_partial_adapter
 
 __all__ = ["setting"]
 

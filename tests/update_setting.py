@@ -10,7 +10,8 @@ from rasura.core.threat import THREATS, observe
 from rasura.core.values import Observation
 from rasura.data.text import Example, encode
 from rasura.registry import parse_update
-from rasura.victims.loading import Victim, with_fresh_adapter
+from rasura.victims.adapters import with_fresh_adapter
+from rasura.victims.loading import Victim
 from rasura.victims.step import step
 
 NOTE = "the patient owes 4250 euros to dr brandt"
@@ -21,6 +22,6 @@ def sent_by(victim: Victim, update: str, defense: str = "frozen-embeddings", tex
     examples = [Example(t, None, k % 2) for k, t in enumerate(texts)]
     batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
     whole = (*registry.parse_defense(defense), *wire)
-    model = with_fresh_adapter(victim, local.lora, 0)
+    model = with_fresh_adapter(victim.model, victim.task, local.lora, 0)
     truth = step(model, batch, whole, task="classification", vocabulary=victim.vocabulary, rng=generator(0), local=local)
     return observe(truth, THREATS["honest-server"])

@@ -98,7 +98,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print the resul
     """
     from rasura.metrics.text import wordnet
     from rasura.runs.scoring import versions
-    from rasura.victims.loading import embedded_model_path
+    from rasura.victims.embedded import embedded_model_path
 
     rows = dict(versions())
     for extra, missing in _extras().items():

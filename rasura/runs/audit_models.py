@@ -14,7 +14,8 @@ from rasura.core.threat import THREATS, adversary_copy
 from rasura.core.values import Reconstruction, Vocabulary
 from rasura.runs.cells import Cell
 from rasura.runs.plans import Plan
-from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.victims.adapters import with_fresh_adapter
+from rasura.victims.loading import Victim, load
 
 
 def load_victim(plan: Plan, num_labels: int, device: str) -> Victim:
@@ -34,7 +35,9 @@ class AuditModels:
 
     def __init__(self, victim: Victim, adapters: Iterable[Adapter], seed: int) -> None:
         self.task = victim.task
-        self._public = {adapter: with_fresh_adapter(victim, adapter, seed) for adapter in sorted(set(adapters))}
+        self._public = {
+            adapter: with_fresh_adapter(victim.model, victim.task, adapter, seed) for adapter in sorted(set(adapters))
+        }
         self._copies = {adapter: adversary_copy(model) for adapter, model in self._public.items()}
         self._crafted: dict[tuple[str, Adapter, int], nn.Module] = {}
 

@@ -27,8 +27,9 @@ from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan
 from rasura.service_protections.service import Service
+from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import renamed, split
-from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.victims.loading import Victim, load
 from rasura.victims.outputs import nats, predictions
 from rasura.victims.step import defended
 from rasura.victims.train import FineTuning, enough, protected
@@ -140,7 +141,9 @@ class Training:
                 defense, victim,
                 None if progress is None else lambda done, total: progress(f"{defense}: protecting", done, total, {}),
             )  # fmt: skip
-            model = with_fresh_adapter(victim, Adapter(plan.lora, plan.targets, plan.adapter_dropout), seed)
+            model = with_fresh_adapter(
+                victim.model, victim.task, Adapter(plan.lora, plan.targets, plan.adapter_dropout), seed
+            )
         protecting = time.process_time() - cpu
         watched = "accuracy" if plan.task == "classification" else "loss"
         before = self._figures(model, test)

@@ -21,7 +21,7 @@ from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.server import data, models
 from rasura.server.container import CONFIG, WEIGHTS
 from rasura.server.store import Job, Store, exclusive
-from rasura.victims.loading import with_partial_adapter
+from rasura.victims.adapters import with_partial_adapter
 from rasura.victims.outputs import nats, predictions
 from rasura.victims.recipe import Recipe
 from rasura.victims.train import FineTuning

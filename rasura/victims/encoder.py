@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rasura.victims.loading import EMBEDDED, load
+from rasura.victims.embedded import EMBEDDED
+from rasura.victims.loading import load
 
 
 @lru_cache(maxsize=2)

