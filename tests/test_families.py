@@ -17,6 +17,7 @@ from rasura.core.rng import generator
 from rasura.core.threat import adversary_copy
 from rasura.core.values import Grant, Observation
 from rasura.testing.tiny import ALL, CLS, DECODERS, PAD, SEP, UNORDERED, UNSUPPORTED, VOCABULARY, tiny, tokenizer_folder
+from rasura.victims import plugins
 from rasura.victims.loading import Victim, load
 from rasura.victims.models import QKV_NAMES, first_inputs, layer_inputs, parts, position_ids, position_rows
 from rasura.victims.step import step
@@ -178,3 +179,27 @@ def test_positions_that_a_padding_id_moves_are_refused() -> None:
 def test_a_one_block_decoder_is_known_to_see_only_the_past() -> None:
     assert parts(tiny("opt", "classification", blocks=1)).causal
     assert not parts(tiny("bert", "classification", blocks=1)).causal
+
+
+def test_an_installed_package_may_bring_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "brought.py").write_text(
+        "from dataclasses import replace\n"
+        "from rasura.core.specs import ModelSpec\n"
+        "from rasura.testing.tiny import tiny\n"
+        "from rasura.victims.models import parts\n"
+        "make = lambda model: replace(parts(tiny('bert', 'classification')), hidden=7)\n"
+        "SPEC = ModelSpec(name='brought', about='a test', source='none', make=make)\n",
+        encoding="utf-8",
+    )
+    about = tmp_path / "brought-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text("[rasura.models]\nbrought = brought:SPEC\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugins._specs.cache_clear()
+    try:
+        model = tiny("bert", "classification")
+        model.config.model_type = "brought"
+        assert parts(model).hidden == 7
+    finally:
+        plugins._specs.cache_clear()

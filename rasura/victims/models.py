@@ -2,7 +2,7 @@
 
 Nothing here depends on a model family's class: word and position embeddings, blocks, Q/K/V and heads are recognised by
 where they stand and by a short list of the names that the families use. A model built otherwise gets an adapter through
-``register``.
+``register``, or from a package with the entry point ``rasura.models``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
+from rasura.victims.plugins import plugged
 
 QKV_NAMES = frozenset(
     {
@@ -136,17 +137,19 @@ def parts(model: nn.Module) -> Parts:
 
 def _find(model: nn.Module) -> Parts:
     config = getattr(model, "config", None)
-    finder = _ADAPTERS.get(getattr(config, "model_type", ""))
+    kind = getattr(config, "model_type", "")
+    finder = _ADAPTERS.get(kind) or plugged(kind)
     if finder is not None:
-        return finder(model)
+        found: Parts = finder(model)
+        return found
     word, embedding = _word_embedding(model)
-    found = _block_list(model)
-    if found is None:
+    listed = _block_list(model)
+    if listed is None:
         raise InputError(
             f"{type(model).__name__}: no transformer blocks found (looked for a ModuleList whose members hold one of "
             f"{', '.join(sorted(QKV_NAMES))}); register an adapter with rasura.victims.models.register"
         )
-    list_name, modules = found
+    list_name, modules = listed
     position = _position_embedding(model, word)
     linears = _linears(model)
     blocks = tuple(_block(model, index, f"{list_name}.{index}", linears) for index in range(len(modules)))
