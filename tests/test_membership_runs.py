@@ -17,6 +17,7 @@ from rasura import registry
 from rasura.cli import app
 from rasura.core.answers import Membership, ModelObservation
 from rasura.core.interfaces import InputError
+from rasura.core.records import Record
 from rasura.core.run_store import RunStore
 from rasura.core.specs import MembershipSpec
 from rasura.core.values import Grant
@@ -53,14 +54,14 @@ def plan_for(folder: Path, data: Path, **more: Any) -> MembershipPlan:
     return MembershipPlan(**{**fields, **more})
 
 
-def plain(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.items() if k not in ("wall_seconds", "cpu_seconds", "peak_mb")} for r in records]
+def plain(records: list[Record]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in r.to_dict().items() if k not in ("wall_seconds", "cpu_seconds", "peak_mb")} for r in records]
 
 
 def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path) -> None:
     plan = plan_for(model_folder, tmp_path, reference=str(write(tmp_path / "reference.jsonl", 48, 10)))
     whole = infer_membership(plan, out=tmp_path / "whole")
-    assert {r["attack"] for r in whole} == set(registry.MEMBERSHIP) and {r["status"] for r in whole} == {"ok"}
+    assert {r.attack for r in whole} == set(registry.MEMBERSHIP) and {r.status for r in whole} == {"ok"}
     # Interrupted while the second shadow model trains: the first one's answers are kept, the rest is done anew.
     prepared = MembershipAudit(plan, tmp_path / "parts")
     store = RunStore(tmp_path / "parts", prepared.identity)
@@ -169,11 +170,11 @@ def test_a_broken_attack_is_a_reason_and_no_figure(
 ) -> None:
     plan = plan_for(model_folder, tmp_path, attacks=("loss", "mia-n"))
     monkeypatch.setitem(registry.MEMBERSHIP.specs, "loss", brought("loss", Broken(fault)))
-    found = {r["attack"]: r for r in infer_membership(plan, out=tmp_path / "run")}  # which come in the order of their keys
+    found = {r.attack: r for r in infer_membership(plan, out=tmp_path / "run")}  # which come in the order of their keys
     broken, other = found["loss"], found["mia-n"]
-    assert (broken["status"], broken["scores"], broken["details"]) == ("crashed", {}, {})
-    assert says in broken["reason"] and "Ingrid" not in json.dumps(broken)
-    assert other["status"] == "ok" and other["scores"]["auc"]["n"] == 48
+    assert (broken.status, broken.scores, broken.details) == ("crashed", {}, {})
+    assert says in broken.reason and "Ingrid" not in json.dumps(broken.to_dict())
+    assert other.status == "ok" and other.scores["auc"]["n"] == 48
     page = write_report(tmp_path / "run").read_text()
     assert "<li>loss: " in page and page.count("<polyline") == 2, "guessing and the attack that gave figures"
 
@@ -183,7 +184,7 @@ def test_a_broken_blind_attack_is_said_to_be_unmeasured(
 ) -> None:
     monkeypatch.setitem(registry.MEMBERSHIP.specs, "blind", brought("blind", Broken("key")))
     (record,) = infer_membership(plan_for(model_folder, tmp_path, attacks=("loss",)), out=tmp_path / "run")
-    assert set(record["blind"]) == {"words"} and record["status"] == "ok"
+    assert set(record.blind) == {"words"} and record.status == "ok"
     assert "by length with AUC (not measured)" in " ".join(write_report(tmp_path / "run").read_text().split())
 
 
@@ -195,18 +196,18 @@ def test_what_the_machine_lacks_ends_the_run_and_is_not_kept(
         patch.setitem(registry.MEMBERSHIP.specs, "loss", brought("loss", Broken("machine")))
         with pytest.raises(OSError, match="no space"):
             infer_membership(plan, out=tmp_path / "run")
-    assert [r["status"] for r in infer_membership(plan, out=tmp_path / "run")] == ["ok"]
+    assert [r.status for r in infer_membership(plan, out=tmp_path / "run")] == ["ok"]
 
 
 def test_leakage_needs_a_threshold_of_the_attacks_own(tmp_path: Path, model_folder: Path) -> None:
     records = infer_membership(plan_for(model_folder, tmp_path), out=tmp_path / "run")
-    own = {r["attack"]: r["scores"]["leakage"] for r in records}
+    own = {r.attack: r.scores["leakage"] for r in records}
     assert {name for name, score in own.items() if score["mean"] is not None} == {"mia", "lira"}
     assert own["loss"]["low"] is None and own["loss"]["reason"] == "the attack has no threshold of its own"
     assert own["mia"]["threshold"] == 0.0 and -1 <= own["mia"]["low"] <= own["mia"]["mean"] <= own["mia"]["high"] <= 1
     for r in records:
-        largest = r["scores"]["largest_leakage"]
-        assert largest["chance"] == coin_level(24, 24) and largest["mean"] >= (own[r["attack"]]["mean"] or 0)
+        largest = r.scores["largest_leakage"]
+        assert largest["chance"] == coin_level(24, 24) and largest["mean"] >= (own[r.attack]["mean"] or 0)
 
 
 def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, model_folder: Path) -> None:

@@ -70,6 +70,11 @@ class Record:
         """Plain JSON values."""
         return asdict(self)
 
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Record:
+        """The Record of the plain values ``found``, as a run store gives them."""
+        return cls(**{one.name: found[one.name] for one in fields(cls)})
+
 
 def canonical(value: Any) -> str:
     """Canonical JSON: the same text for the same value, in every process. Refuses what JSON does not have."""

@@ -273,8 +273,8 @@ class MembershipAudit:
         return [(round(float(false[k]), 6), round(float(true[k]), 6)) for k in last[some]]
 
 
-def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[dict[str, Any]]:
-    """Attack a trained model as ``plan`` says into the folder ``out``; returns the records.
+def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[Record]:
+    """Attack a trained model as ``plan`` says into the folder ``out``; returns the Records, in the order of their keys.
 
     ``infer_membership(MembershipPlan("my-model", "train.jsonl", "other.jsonl"), out="runs/membership")``. What ``out`` holds
     is not redone. ``rasura.write_report(out)`` makes the page.
@@ -283,6 +283,6 @@ def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cp
     store = RunStore(out, prepared.identity)
     try:
         list(prepared.run(store))
-        return list(store)
+        return [Record.from_dict(found) for found in store]
     finally:
         store.close()
