@@ -151,7 +151,7 @@ def _printed(
             more = ("model",) * ("deviations" in found) + ("protection", "weights") * ("service" in found)
             known(f"key of a figure in {path}", key, (*CELL, *more, *PRINTED))
         if len(figure.keys() & set(PRINTED)) != 1:
-            raise InputError(f"{path}: a figure has no key row or paper; expected row (a row of studies/papers) or paper (a text)")
+            raise InputError(f"{path}: a figure needs either row (a row of studies/papers) or paper (a text)")
     covers = texts(found.get("covers", ()), f"{path}: covers")
     rows = [text(figure["row"], f"{path}: row") for figure in told if "row" in figure]
     if not rows and not covers and "{" not in text(found.get("source", ""), f"{path}: source"):
