@@ -12,7 +12,7 @@ from torch import nn
 
 from rasura.attacks.shared.verify import VERIFIED, check, relative_error
 from rasura.attacks.updates.span import Span
-from rasura.attacks.updates.span.grouping import cluster
+from rasura.attacks.updates.span.grouping import cluster, projections
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
 from rasura.attacks.updates.span.tokens import robust_fit
@@ -291,6 +291,13 @@ def test_rearranged_moves_and_swaps_between_its_bounds() -> None:
     assert ("c", "d", "a", "b") in runs and ("d", "b", "c", "a") in runs and tuple("abcd") not in runs
     assert all(sorted(order) == list("abcd") for order in runs)
     assert rearranged("ab", 1, 1) == []
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet", "deberta-v2", "gpt2"])
+def test_query_and_key_are_found_whatever_a_family_calls_them(family: str) -> None:
+    model = tiny(family, "classification")
+    seen = seen_by_server(model, batch_of(TEXTS[:1], "classification"), "classification")
+    assert projections(seen, parts(model).blocks[0]) is not None
 
 
 def test_cluster_finds_blocks_and_is_deterministic() -> None:

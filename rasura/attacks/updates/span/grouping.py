@@ -37,6 +37,10 @@ class Projection:
         return out
 
 
+PAIRS = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"), ("query_proj", "key_proj"), ("q", "k"))
+"""What the families call a query layer and the key layer beside it."""
+
+
 def projections(seen: Observation, block: Block) -> tuple[Projection, Projection] | None:
     """The query and the key layer of ``block``, split where they are one layer (GPT-2's ``c_attn``).
 
@@ -64,7 +68,7 @@ def projections(seen: Observation, block: Block) -> tuple[Projection, Projection
         cuts = [slice(0, n), slice(n, 2 * n)]
         first, second = (Projection(whole.weight[c], whole.bias[c], whole.gradient[c]) for c in cuts)
         return first, second
-    found = [tensors(by_name[n]) for n in ("query", "key", "q_proj", "k_proj", "q_lin", "k_lin") if n in by_name]
+    found = [tensors(by_name[n]) for pair in PAIRS for n in pair if n in by_name]
     if len(found) != 2 or found[0] is None or found[1] is None or found[0].weight.shape != found[1].weight.shape:
         return None
     return found[0], found[1]
