@@ -124,7 +124,7 @@ def test_the_rate_is_told_from_the_first_rows_on(monkeypatch: pytest.MonkeyPatch
     clock = iter([100.0, 110.0])
     monkeypatch.setattr("rasura.cli.train.time.monotonic", lambda: next(clock))
     rate = Rate()
-    assert rate(32, 100) == "the first rows"
+    assert rate(32, 100) == "starting"
     assert rate(52, 100) == "2.00 rows/s, 0.4 minutes left"
 
 

@@ -78,7 +78,7 @@ def test_a_plan_of_images_takes_images_defaults_and_refuses_texts() -> None:
 
 def test_the_command_refuses_bad_folders_in_one_line(tmp_path: Path) -> None:
     assert "holds no image" in refused("audit", tmp_path, "--task", "vision", "--out", tmp_path / "x")
-    assert "for images use rasura audit" in refused("read", tmp_path / "u", "--model", "lenet", "--task", "vision")
+    assert "for images, use rasura audit" in refused("read", tmp_path / "u", "--model", "lenet", "--task", "vision")
 
 
 def test_real_images_are_read(shared: Path) -> None:

@@ -381,7 +381,7 @@ def test_the_command_tells_what_a_training_spent(tmp_path: Path) -> None:
     made.save(tmp_path / "ledger.json")
     done = rasura_command("account", "--ledger", str(tmp_path / "ledger.json"), "--json")
     assert json.loads(done.stdout)["epsilon"] == made.epsilon
-    with pytest.raises(InputError, match="only --delta"):
+    with pytest.raises(InputError, match="--ledger can be combined with --delta only"):
         account(ledger=tmp_path / "ledger.json", sigma="1")
 
 

@@ -21,7 +21,7 @@ app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.call
 
 
 class Told(logging.Handler):
-    """Prints what the readers of data files log, each line once: encoding, separator, columns and labels that they found."""
+    """Prints each line that the data readers log once: the encoding, separator, columns and labels that they found."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -35,7 +35,7 @@ class Told(logging.Handler):
 
 
 def main() -> None:
-    """Entry point: one line and exit code 2 for what the user can mend, never a traceback."""
+    """Entry point: an error that the user can fix prints one line and exits with code 2, without a traceback."""
     log, told = logging.getLogger("rasura.data"), Told()
     log.addHandler(told)
     log.setLevel(logging.INFO)

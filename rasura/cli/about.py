@@ -1,4 +1,4 @@
-"""``rasura list`` and ``doctor``: what there is."""
+"""``rasura list`` and ``doctor``: available methods and installed parts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _version(wanted: bool) -> None:
 def main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
 ) -> None:
-    """Measure what can be read back from what the training of a language model sends out."""
+    """Measure what an adversary can recover from the data that language-model training sends out."""
 
 
 @app.command("list")
@@ -42,7 +42,7 @@ def list_names(
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """List what can be named on the command line, with its source. Installed plug-ins are listed, too.
+    """List the names that the command line accepts, each with its source. Installed plug-ins are included.
 
     Example: rasura list defenses
     """
@@ -69,12 +69,12 @@ def list_names(
 
 
 def _written(spec: Any) -> str:
-    """The name, with a place for the figure that must follow it."""
+    """The name, followed by a placeholder if it needs a number."""
     return f"{spec.name}:X" if getattr(spec, "parameter", None) in (int, float) else str(spec.name)
 
 
 def _extras() -> dict[str, list[str]]:
-    """Every extra but that of developers, with its packages that are not installed."""
+    """Every extra except ``dev``, with its packages that are not installed."""
     from importlib.metadata import PackageNotFoundError, distribution, metadata
 
     about = metadata("rasura")

@@ -1,4 +1,6 @@
-"""``rasura account``: what noise would guarantee, how much of it a guarantee needs, and what a training spent."""
+"""``rasura account``: the guarantee that noise gives, the noise that a guarantee needs, and what a training run has
+spent.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def _figures(text: str | None, name: str) -> list[float]:
     try:
         return [float(part) for part in split(text) or ()]
     except ValueError:
-        raise InputError(f"--{name} is {text!r}; expected numbers with commas between them") from None
+        raise InputError(f"--{name} is {text!r}; expected numbers separated by commas") from None
 
 
 @app.command()
@@ -28,21 +30,24 @@ def account(
         str | None, typer.Option(help="target epsilons, separated by commas: finds the noise for each")
     ] = None,
     kappa: Annotated[str | None, typer.Option(help="concentrations of DirDP-SGD, separated by commas")] = None,
-    dimension: Annotated[int | None, typer.Option(help="number of trained entries, for --kappa")] = None,
-    examples: Annotated[int | None, typer.Option(help="number of training texts")] = None,
-    batch_size: Annotated[int, typer.Option(help="texts per step, on average")] = 32,
-    rate: Annotated[float | None, typer.Option(help="probability that a text is in a step, instead of --batch-size")] = None,
-    epochs: Annotated[int, typer.Option(help="number of times that each text is used, on average")] = 1,
-    delta: Annotated[float | None, typer.Option(help="delta of the guarantee; default a tenth of 1 / texts")] = None,
+    dimension: Annotated[int | None, typer.Option(help="number of trained parameters, for --kappa")] = None,
+    examples: Annotated[int | None, typer.Option(help="number of training examples")] = None,
+    batch_size: Annotated[int, typer.Option(help="average number of examples per step")] = 32,
+    rate: Annotated[
+        float | None, typer.Option(help="probability that an example is in a step, instead of --batch-size")
+    ] = None,
+    epochs: Annotated[int, typer.Option(help="average number of times that each example is used")] = 1,
+    delta: Annotated[float | None, typer.Option(help="delta of the guarantee; default 0.1 / examples")] = None,
     noise: Annotated[str, typer.Option(help="kind of noise: gaussian or laplace")] = "gaussian",
     ledger: Annotated[
-        Path | None, typer.Option(help="ledger or result.json of a training run: prints what was spent")
+        Path | None, typer.Option(help="ledger or result.json of a training run; prints the privacy budget it spent")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the figures as JSON")] = False,
 ) -> None:
-    """Plan a guarantee: epsilon for each noise multiplier, or the least noise for each epsilon, by three accountants.
+    """Plan a guarantee: compute epsilon for each noise multiplier, or the smallest noise for each epsilon, with three
+    accountants.
 
-    With --ledger it prints what the releases of a training run have spent. --delta then asks for another delta.
+    With --ledger, the command prints the privacy budget that a training run has spent. Add --delta to use another delta.
 
     Example: rasura account --sigma 0.5,1,2 --examples 5056 --batch-size 128 --epochs 10
     """
@@ -51,7 +56,7 @@ def account(
 
     if ledger is not None:
         if any(value is not None for value in (sigma, target_epsilon, kappa, dimension, examples, rate)):
-            raise InputError("--ledger takes no figures of a plan beside it, only --delta")
+            raise InputError("--ledger can be combined with --delta only; remove the other options")
         _spent(ledger, delta, as_json)
         return
     known("noise", noise, ("gaussian", "laplace"))
@@ -66,7 +71,7 @@ def account(
     if not (sigmas or targets or kappas):
         raise InputError("account needs --sigma, --target-epsilon or --kappa")
     if kappas and not dimension:
-        raise InputError("--kappa needs --dimension, the number of trained entries")
+        raise InputError("--kappa needs --dimension, the number of trained parameters")
     run = Run(examples, batch_size, epochs, delta)
     # A rate that was given is kept to the last digit; its steps are those until each text came up once.
     share = run.rate if rate is None else rate
@@ -104,20 +109,20 @@ def _directional(run: Any, kappas: list[float], dimension: int) -> list[dict[str
 
 
 def _planned(about: dict[str, Any], rows: list[dict[str, Any]], accountants: tuple[str, ...], as_json: bool) -> None:
-    """Print the ``rows`` of a plan and what they are true of."""
+    """Print the ``rows`` of a plan and the assumptions under which they hold."""
     fails, examples, warnings = about["delta"], about["examples"], []
     if fails >= 1 / examples:
-        warnings.append(f"delta {fails:.3g} is not below 1 / {examples}: publishing one text in full would meet it")
+        warnings.append(f"delta {fails:.3g} is not below 1 / {examples}: publishing one example in full would satisfy it")
     if as_json:
         sys.stdout.write(json.dumps({**about, "rows": rows, "warnings": warnings}) + "\n")
         return
     _print(rows, accountants)
     out.print(
-        f"planned, delta {fails:.3g}; DP-SGD: {about['steps']} steps, each text in each with probability "
-        f"{about['rate']:.4g} (Poisson sampling: a loader that shuffles has no such guarantee)", soft_wrap=True,
+        f"planned, delta {fails:.3g}; DP-SGD: {about['steps']} steps, each example is in a step with probability "
+        f"{about['rate']:.4g} (Poisson sampling; a loader that shuffles does not have this guarantee)", soft_wrap=True,
     )  # fmt: skip
     if any("kappa" in row for row in rows):
-        out.print("DirDP-SGD: a text replaced by another, disjoint batches within an epoch", soft_wrap=True)
+        out.print("DirDP-SGD: one example is replaced by another; the batches of an epoch are disjoint", soft_wrap=True)
     for warning in warnings:
         err.print(warning, style="bold", soft_wrap=True)
 
@@ -134,7 +139,7 @@ def _spent(path: Path, delta: float | None, as_json: bool) -> None:
 
 
 def _print(rows: list[dict[str, Any]], accountants: tuple[str, ...]) -> None:
-    names = {"pld": "epsilon (PLD)", "rdp": "RDP", "paper": "RDP as in papers"}
+    names = {"pld": "epsilon (PLD)", "rdp": "RDP", "paper": "RDP (as in papers)"}
     by_sigma, by_kappa = [r for r in rows if "sigma" in r], [r for r in rows if "kappa" in r]
     if by_sigma:
         table = Table("sigma", "target", *(names[a] for a in accountants))
@@ -144,7 +149,7 @@ def _print(rows: list[dict[str, Any]], accountants: tuple[str, ...]) -> None:
             )
         out.print(table)
     if by_kappa:
-        table = Table("kappa", "epsilon", "pure epsilon", "metric: epsilon x distance")
+        table = Table("kappa", "epsilon", "pure epsilon", "metric DP: epsilon x distance")
         for r in by_kappa:
             table.add_row(*(f"{r[k]:.4g}" for k in ("kappa", "epsilon", "pure", "metric")))
         out.print(table)

@@ -1,4 +1,4 @@
-"""``rasura audit``, ``read``, ``report``: what can be read back."""
+"""``rasura audit``, ``read`` and ``report``: what an adversary can recover."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ from rasura.cli.shared import (
 )
 from rasura.core.errors import InputError
 
-Engine = Annotated[str, typer.Option(help="local, or ray to spread the cells over a Ray cluster")]
-Address = Annotated[str | None, typer.Option(help="address of a running Ray cluster; without it, one is started here")]
-Workers = Annotated[int | None, typer.Option(help="number of processes of the engine ray; default: all cores")]
-FailAbove = Annotated[float | None, typer.Option(help="exit with 3 if a risk is above this fraction, with 4 if unknown")]
-BatchSizes = Annotated[str | None, typer.Option(help="texts per update, separated by commas: 1,2,4")]
+Engine = Annotated[str, typer.Option(help="local, or ray to distribute the cells over a Ray cluster")]
+Address = Annotated[str | None, typer.Option(help="address of a running Ray cluster; default: start one on this machine")]
+Workers = Annotated[int | None, typer.Option(help="number of processes of the ray engine; default: all cores")]
+FailAbove = Annotated[
+    float | None, typer.Option(help="exit with code 3 if a risk is above this fraction, or 4 if a risk is unknown")
+]
+BatchSizes = Annotated[str | None, typer.Option(help="examples per update, separated by commas: 1,2,4")]
 ShowText = Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")]
 Texts = Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")]
-Service = Annotated[bool, typer.Option("--service", help="audit what is sent to a model service, in place of updates")]
+Service = Annotated[bool, typer.Option("--service", help="audit the data sent to a model service instead of updates")]
 Kinds = Annotated[str | None, typer.Option(help="kinds of update, separated by commas; see: rasura list update-kinds")]
 
 
@@ -56,17 +58,17 @@ def audit(
     model: AttackedModel = None,
     task: Annotated[str | None, typer.Option(help="classification, causal or vision")] = None,
     attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list attacks")] = None,
-    defense: Annotated[str | None, typer.Option(help="defenses, separated by commas; join the parts of one with +")] = None,
+    defense: Annotated[str | None, typer.Option(help="defenses, separated by commas; combine defenses with +")] = None,
     update: Kinds = None,
     threat: Annotated[str | None, typer.Option(help="threat models, separated by commas; see: rasura list threats")] = None,
     batch_size: BatchSizes = None,
     limit: Limit = None,
     seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
-    budget: Annotated[str | None, typer.Option(help="work per attack: quick, default or paper")] = None,
+    budget: Annotated[str | None, typer.Option(help="effort per attack: quick, default or paper")] = None,
     max_memory: Annotated[int | None, typer.Option(help="memory limit of an attack in MiB; default 4096")] = None,
     entries: Entries = None,
-    suite: Annotated[str | None, typer.Option(help="take attacks and defenses from a suite: quick or full")] = None,
+    suite: Annotated[str | None, typer.Option(help="use the attacks and defenses of a suite: quick or full")] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file with the same settings")] = None,
     num_labels: FreshLabels = None,
     truncate: TruncateAll = False,
@@ -82,14 +84,14 @@ def audit(
     label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Measure what attacks read back from the updates that your texts would cause, under each protection.
+    """Measure what attacks recover from the updates of your examples, under each protection.
 
-    --fail-above judges every protection; it judges the baseline none only if there is no other. Exit code 3: the strongest
-    attack read more than that fraction. 4: a protection could not be judged (not measured, or too few texts). 0: the upper
-    bounds of all protections are at most that fraction.
+    --fail-above judges every protection. It judges the baseline none only if no protection was tested. Exit code 3: the
+    strongest attack recovered more than that fraction. 4: a protection could not be judged (not measured, or too few
+    examples). 0: the upper bounds of all protections are at most that fraction.
 
-    With --service, clients send the texts to a model service, and its operator reads them: --defense and --attack are those
-    of rasura list service-protections and service-attacks, and --reference is needed.
+    With --service, clients send the texts to a model service, and its operator is the adversary. --defense and --attack
+    then take the names of rasura list service-protections and rasura list service-attacks, and --reference is required.
 
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
@@ -110,7 +112,7 @@ def audit(
 
 
 def _beside(suite: str | None, engine: str, device: str) -> dict[str, str | None]:
-    """How the audit of updates was to be run, where that is not as usual."""
+    """The options that differ from the defaults of an audit of updates."""
     usual = {"suite": (suite, None), "engine": (engine, "local"), "device": (device, "auto")}
     return {name: value for name, (value, default) in usual.items() if value != default}
 
@@ -121,7 +123,7 @@ def _given(**options: Any) -> dict[str, Any]:
 
 
 def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> Any:
-    """The plan of a file, if any, with the methods of a suite, if any, and what was ``given`` on the command line."""
+    """The plan from a file and a suite, where named, with the options ``given`` on the command line."""
     from dataclasses import replace
 
     from rasura.core.options import known
@@ -145,7 +147,7 @@ def _check_run(fail_above: float | None, engine: str, address: str | None, worke
     if fail_above is not None:
         checked_limit(fail_above)
     if known("engine", engine, ENGINES) == "local" and (address or workers):
-        raise InputError("--address and --workers are for --engine ray")
+        raise InputError("--address and --workers need --engine ray")
 
 
 ENGINES = ("local", "ray")
@@ -155,13 +157,13 @@ def run_audit(
     plan: Any, folder: Path, device: str, fail_above: float | None, as_json: bool, engine: str = "local",
     address: str | None = None, workers: int | None = None, *, baseline: bool = True,
 ) -> None:  # fmt: skip
-    """Run ``plan`` into ``folder`` and print what was found. ``baseline``: as of ``Audit``."""
+    """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
     from rasura.core.run_store import RunStore
     from rasura.runs.audit import Audit
 
-    with err.status("loading the model and the texts"):
+    with err.status("loading the model and the data"):
         prepared = Audit(plan, device=device, baseline=baseline)
         store = RunStore(folder, prepared.plan.canonical())
     done = sum(cell.key in store for cell in prepared.cells)
@@ -193,37 +195,41 @@ def run_audit(
 
 @app.command()
 def read(
-    update: Annotated[Path, typer.Argument(help="safetensors file, one tensor per parameter name, any subset")],
-    model: Annotated[str, typer.Option(help="the model that sent it: folder or hub id")],
+    update: Annotated[
+        Path, typer.Argument(help="safetensors file with one tensor per parameter name; parameters may be missing")
+    ],
+    model: Annotated[str, typer.Option(help="the model that produced the update: folder or hub id")],
     task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
-    attack: Annotated[str, typer.Option(help="the attack; best tries several in turn")] = "best",
+    attack: Annotated[str, typer.Option(help="attack to run; best tries several in turn")] = "best",
     batch_size: Annotated[int | None, typer.Option(help="number of texts in the update, if known")] = None,
     labels: Annotated[str | None, typer.Option(help="their labels, if known: 0,1")] = None,
     lengths: Annotated[str | None, typer.Option(help="their lengths in tokens, if known: 12,9")] = None,
-    dropout: Annotated[float, typer.Option(help="dropout probability while the update was made")] = 0.0,
+    dropout: Annotated[float, typer.Option(help="dropout probability when the update was computed")] = 0.0,
     frozen_embeddings: Annotated[
         bool, typer.Option("--frozen-embeddings", help="do not use the gradients of the embeddings")
     ] = False,
-    reference: Annotated[Path | None, typer.Option(help="a file of texts of the same kind")] = None,
-    language_model: Annotated[str | None, typer.Option(help="a causal model that judges the order of words")] = None,
+    reference: Annotated[Path | None, typer.Option(help="file with texts of the same kind")] = None,
+    language_model: Annotated[str | None, typer.Option(help="causal model that scores the order of words")] = None,
     how: Annotated[str, typer.Option("--update", help="kind of update; see: rasura list update-kinds")] = "fedsgd",
     hidden: Annotated[
-        Path | None, typer.Option(help="safetensors file of bool tensors, true where an entry is hidden")
+        Path | None, typer.Option(help="safetensors file of bool tensors, true where an entry of the update is hidden")
     ] = None,
-    budget: Annotated[str, typer.Option(help="work per attack: quick, default or paper")] = "default",
+    budget: Annotated[str, typer.Option(help="effort per attack: quick, default or paper")] = "default",
     max_memory: Annotated[int, typer.Option(help="memory limit of an attack in MiB")] = 4096,
     entries: Annotated[
-        float | None, typer.Option(help="fraction of the entries that matching attacks form for L1 and masks")
+        float | None, typer.Option(help="fraction of the entries that matching attacks compute for L1 and masks")
     ] = None,
-    num_labels: Annotated[int, typer.Option(help="number of classes of a fresh head, if the folder has none")] = 2,
-    seed: Annotated[int, typer.Option(help="seed of the attack (and of a fresh head)")] = 0,
+    num_labels: Annotated[int, typer.Option(help="number of classes of a new head, if the folder has no head")] = 2,
+    seed: Annotated[int, typer.Option(help="seed of the attack (and of a new head)")] = 0,
     device: Annotated[
         str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")
     ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
-    allow_pickle: Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights, which can run code")] = False,
+    allow_pickle: Annotated[
+        bool, typer.Option("--allow-pickle", help="load pickled weights, which can execute code")
+    ] = False,
 ) -> None:
-    """Read the text back from an update that was captured elsewhere.
+    """Recover text from an update that was captured elsewhere.
 
     Example: rasura read update.safetensors --model ./my-model --batch-size 2 --dropout 0.1
     """
@@ -237,7 +243,7 @@ def read(
 
     kind: Any = known("task", task, get_args(Task))
     if kind == "vision":
-        raise InputError("read gives texts back; for images use rasura audit FOLDER --task vision")
+        raise InputError("read recovers text only; for images, use rasura audit FOLDER --task vision")
     level: Any = known("budget", budget, ("quick", "default", "paper"))
     if not update.is_file():
         raise InputError(f"{update} does not exist; expected a safetensors file with one tensor per parameter name")
@@ -255,7 +261,7 @@ def read(
     for line in found.texts:
         out.print(line, markup=False, highlight=False)
     if not found.texts:
-        out.print(f"nothing was read: {found.reason or 'the attack named no text'}", markup=False)
+        out.print(f"nothing was recovered: {found.reason or 'the attack returned no text'}", markup=False)
         return
     out.print(f"\n{found.confidence} by {found.attack} in {found.seconds:.1f} s", markup=False)
 
@@ -263,10 +269,12 @@ def read(
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="the --out folder of a run")],
-    show_text: Annotated[bool, typer.Option("--show-text", help="show what the run stored unmasked")] = False,
+    show_text: Annotated[
+        bool, typer.Option("--show-text", help="show the unmasked texts or images that the run stored")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Write report.html from a finished or interrupted audit, of updates, a model service or a trained model.
+    """Write report.html for a finished or interrupted audit of updates, of a model service or of a trained model.
 
     Example: rasura report runs/audit
     """

@@ -1,4 +1,4 @@
-"""``rasura calibrate``: how much protection is enough."""
+"""``rasura calibrate``: find how much protection is enough."""
 
 from __future__ import annotations
 
@@ -36,18 +36,21 @@ from rasura.cli.shared import (
 )
 from rasura.core.errors import InputError
 
-Families = Annotated[str, typer.Option(help="protections without their parameter, separated by commas: gaussian,pruning")]
+Families = Annotated[str, typer.Option(help="protections without their parameters, separated by commas: gaussian,pruning")]
 Attacks = Annotated[
-    str | None, typer.Option(help="attacks, separated by commas; default: a few, and those that know the protections")
+    str | None,
+    typer.Option(help="attacks, separated by commas; default: a few standard attacks and those that know the protections"),
 ]
-Risk = Annotated[str | None, typer.Option(help="metric of what is read back (default rougeL; for images ssim)")]
-AtMost = Annotated[float, typer.Option(help="the fraction that the upper 95 % bound of the risk may reach")]
-Steps = Annotated[int, typer.Option(help="halvings between the last setting that fails and the first that holds")]
+Risk = Annotated[str | None, typer.Option(help="risk metric (default rougeL; for images ssim)")]
+AtMost = Annotated[float, typer.Option(help="largest fraction that the upper 95 % bound of the risk may reach")]
+Steps = Annotated[int, typer.Option(help="bisection steps between the last setting that fails and the first that holds")]
 Utility = Annotated[
-    str | None, typer.Option(help="also measure accuracy, f1, mcc, loss or perplexity under the setting found")
+    str | None, typer.Option(help="also measure this utility at the setting found: accuracy, f1, mcc, loss or perplexity")
 ]
-TrainBatch = Annotated[int, typer.Option(help="texts per step, for the training and the formal guarantee")]
-Attacked = Annotated[int | None, typer.Option(help="number of texts to attack, and as many others to verify (default 8)")]
+TrainBatch = Annotated[int, typer.Option(help="examples per step, for training and for the formal guarantee")]
+Attacked = Annotated[
+    int | None, typer.Option(help="number of examples to attack; as many others are used to verify (default 8)")
+]
 
 
 @app.command()
@@ -61,18 +64,18 @@ def calibrate(
     steps: Steps = 3,
     utility: Utility = None,
     train: Annotated[str | None, typer.Option(help="texts to train on for --utility; default FILE")] = None,
-    test: Annotated[str | None, typer.Option(help="texts to judge the trained model on")] = None,
+    test: Annotated[str | None, typer.Option(help="texts to evaluate the trained model on")] = None,
     train_limit: Annotated[int | None, typer.Option(help="number of texts to train on")] = None,
-    epochs: Annotated[int, typer.Option(help="epochs of the training and of the formal guarantee")] = 3,
+    epochs: Annotated[int, typer.Option(help="epochs of training and of the formal guarantee")] = 3,
     train_batch_size: TrainBatch = 32,
-    learning_rate: Annotated[float, typer.Option(help="learning rate of the training")] = 1e-4,
+    learning_rate: Annotated[float, typer.Option(help="learning rate for training")] = 1e-4,
     reference: Reference = None,
     language_model: LanguageModel = None,
     model: AttackedModel = None,
     task: Annotated[str, typer.Option(help="classification, causal or vision")] = "classification",
     update: Annotated[str, typer.Option(help="kind of update; see: rasura list update-kinds")] = "fedsgd",
     threat: Annotated[str, typer.Option(help="the threat model; see: rasura list threats")] = "honest-server",
-    batch_size: Annotated[int, typer.Option(help="texts per update")] = 1,
+    batch_size: Annotated[int, typer.Option(help="examples per update")] = 1,
     limit: Attacked = None,
     seeds: Seeds = 1,
     seed: FirstSeed = 0,
@@ -88,9 +91,10 @@ def calibrate(
     label_column: LabelColumn = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the least protection that keeps what attacks read below a fraction, and what it costs.
+    """Find the weakest protection that keeps the attacks below a target fraction, and measure its cost.
 
-    Exit code 2: no protection reaches the target. 4: it could not be judged, because texts or an attack are missing.
+    Exit code 2: no protection reaches the target. 4: the target could not be judged, because there are too few examples or
+    an attack is missing.
 
     Example: rasura calibrate notes.jsonl --defense gaussian,pruning --attack span --risk rougeL --at-most 0.1
     """
@@ -113,7 +117,7 @@ def calibrate(
 
 
 def _attacks(named: str | None, defense: str, task: str) -> tuple[str, ...]:
-    """The attacks of ``--attack``, or those that are usual for the task and know the protections."""
+    """The attacks of ``--attack``, or the usual ones for the task and those that know the protections."""
     from rasura.registry import ATTACKS, adversaries, for_task
 
     knowing = adversaries(defense.replace(",", "+")).attacks
@@ -123,17 +127,17 @@ def _attacks(named: str | None, defense: str, task: str) -> tuple[str, ...]:
 
 
 def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> None:
-    """Run ``wanted``, a ``CalibrationPlan``, into ``folder``; print what it found and write the report."""
+    """Run ``wanted``, a ``CalibrationPlan``, into ``folder``; print the result and write the report."""
     from rasura.report.calibration import REACHED
     from rasura.report.page import write_report
     from rasura.runs.calibration import Calibration
 
-    with err.status("loading the model and the texts"):
+    with err.status("loading the model and the data"):
         prepared = Calibration(wanted, folder, device=device)
     minutes = prepared.estimate() / 60
     err.print(
-        f"{prepared.n_texts} texts or images, verified on {prepared.which}; roughly {max(0.1, minutes):.1f} CPU minutes "
-        "for a small model if nothing is done yet", markup=False, highlight=False, soft_wrap=True,
+        f"{prepared.n_texts} examples, verified on {prepared.which}; roughly {max(0.1, minutes):.1f} CPU minutes "
+        "for a small model if the run starts from the beginning", markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     for said in prepared.too_few():
         err.print(said, markup=False, highlight=False, soft_wrap=True)
@@ -160,7 +164,7 @@ def _print(result: dict[str, Any], path: Path) -> None:
         out.print(result["recommendation"], markup=False, highlight=False, style="bold")
     table = Table("protection")
     table.add_column("setting", no_wrap=True)
-    for name in ("risk (95 %), n", "afresh (95 %), n", "MB sent", "s", "cost"):
+    for name in ("risk (95 %), n", "verified (95 %), n", "MB sent", "s", "cost"):
         table.add_column(name)
     for row, part in zip(rows(result), result["families"]):
         table.add_row(

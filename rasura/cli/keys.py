@@ -15,11 +15,11 @@ from rasura.cli.shared import app, out
 @app.command()
 def keys(
     folder: Annotated[Path, typer.Argument(help="folder for the two files")],
-    clients: Annotated[int, typer.Option(help="largest number of clients whose updates are summed")] = 4,
+    clients: Annotated[int, typer.Option(help="largest number of clients in a sum")] = 4,
     scheme: Annotated[str, typer.Option(help="scheme: bfv (exact, small) or ckks (for comparison)")] = "bfv",
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Make the keys for sealed updates: a secret file for the clients and a public one for the server.
+    """Create keys for encrypted updates: a secret file for the clients and a public file for the server.
 
     Example: rasura keys keys --clients 4
     """
@@ -37,5 +37,10 @@ def keys(
         sys.stdout.write(json.dumps(about) + "\n")
         return
     out.print(f"key {made.key}, for up to {made.parameters.max_clients} clients")
-    out.print(f"clients only: {secret} (whoever holds it opens every update)", markup=False, highlight=False, soft_wrap=True)
+    out.print(
+        f"clients only: {secret} (anyone with this file can decrypt every update)",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
     out.print(f"server:       {public}", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``rasura membership``: who was a trained model trained on?"""
+"""``rasura membership``: which texts was a model trained on?"""
 
 from __future__ import annotations
 
@@ -36,27 +36,28 @@ def membership(
     members: Annotated[str, typer.Option(help="texts that it was trained on: JSONL, CSV or Parquet file, or data set id")],
     non_members: Annotated[str | None, typer.Option(help="texts of the same kind that it was not trained on")] = None,
     rows: Annotated[
-        str | None, typer.Option(help="rows.json of the training run: which rows were used and which held out")
+        str | None, typer.Option(help="rows.json of the training run, which names the rows used and held out")
     ] = None,
-    base: Annotated[str, typer.Option(help="the public model that training started from")] = "minilm",
-    reference: Annotated[str | None, typer.Option(help="more texts of the same kind, which the adversary has")] = None,
+    base: Annotated[str, typer.Option(help="public model that training started from")] = "minilm",
+    reference: Annotated[str | None, typer.Option(help="more texts of the same kind, known to the adversary")] = None,
     task: TextTask = "classification",
     attack: Annotated[
         str | None, typer.Option(help="attacks, separated by commas; see: rasura list membership-attacks")
     ] = None,
     shadow_models: Annotated[int, typer.Option(help="number of shadow models that the adversary trains; must be even")] = 8,
     defense: Annotated[str, typer.Option(help="the protection under which the model was trained")] = "none",
-    epochs: Annotated[int, typer.Option(help="epochs of the shadow models; use those of the model")] = 5,
+    epochs: Annotated[int, typer.Option(help="epochs of the shadow models; use the same number as for the model")] = 5,
     batch_size: Annotated[int, typer.Option(help="texts per step of the shadow models")] = 32,
     learning_rate: Annotated[float, typer.Option(help="learning rate of the shadow models")] = 1e-4,
     optimizer: Optimizer = "adamw",
     fpr: Annotated[
-        str | None, typer.Option(help="false positive rates, separated by commas; default 0.01,0.001 as far as n allows")
+        str | None,
+        typer.Option(help="false positive rates, separated by commas; default 0.01 and 0.001 where n is large enough"),
     ] = None,
-    epsilon: Annotated[float | None, typer.Option(help="epsilon of a guarantee to compare the figures with")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="epsilon of a guarantee to compare the results with")] = None,
     delta: Annotated[float, typer.Option(help="delta of that guarantee")] = 0.0,
-    limit: Annotated[int | None, typer.Option(help="number of texts to use from each side")] = None,
-    num_labels: Annotated[int | None, typer.Option(help="number of classes, if the folder does not say")] = None,
+    limit: Annotated[int | None, typer.Option(help="number of members and of non-members to use")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="number of classes, if the model folder does not state it")] = None,
     truncate: Truncate = False,
     max_length: MaxLength = None,
     seed: Annotated[int, typer.Option(help="random seed")] = 0,
@@ -67,7 +68,7 @@ def membership(
     label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the records as JSON")] = False,
 ) -> None:
-    """Measure how well someone who may ask a trained model can tell which texts it was trained on.
+    """Measure how well an adversary with query access to a trained model can tell which texts it was trained on.
 
     Example: rasura membership runs/train/none-0/model --members train.jsonl --rows runs/train/rows.json
     """
@@ -90,7 +91,7 @@ def membership(
 
 
 def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
-    """The run's identity, and a record of every attack."""
+    """The identity of the run and a record of each attack."""
     from rasura.core.run_store import RunStore
     from rasura.runs.membership import MembershipAudit
 
@@ -107,7 +108,7 @@ def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
 
 
 def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
-    """Run ``plan``, a ``MembershipPlan``, into ``folder``; print what it found and write the report."""
+    """Run ``plan``, a ``MembershipPlan``, into ``folder``; print the results and write the report."""
     from rasura.report.membership import membership_findings
     from rasura.report.page import write_report
 

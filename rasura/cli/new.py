@@ -1,4 +1,4 @@
-"""``rasura new``: projects to start from."""
+"""``rasura new``: project templates."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rasura.cli.shared import app, out
 
 @app.command()
 def new(
-    kind: Annotated[str, typer.Argument(help="kind of project; federated: a Flower app whose updates are sealed")],
+    kind: Annotated[str, typer.Argument(help="kind of project; federated: a Flower app with encrypted updates")],
     folder: Annotated[Path, typer.Argument(help="folder for the project")],
-    clients: Annotated[int, typer.Option(help="largest number of clients whose updates are summed")] = 4,
+    clients: Annotated[int, typer.Option(help="largest number of clients in a sum")] = 4,
 ) -> None:
-    """Write a project to start from, with protection switched on.
+    """Create a project from a template, with protection switched on.
 
     Example: rasura new federated my-app --clients 4
     """
@@ -26,4 +26,6 @@ def new(
     known("project", kind, ("federated",))
     place = new_app(folder, clients)
     out.print(f"app: {place}; its README.md says how to run it", markup=False, highlight=False, soft_wrap=True)
-    out.print("keys/clients.secret opens every update: for the clients' machines alone", markup=False, highlight=False)
+    out.print(
+        "keys/clients.secret decrypts every update: copy it to the clients' machines only", markup=False, highlight=False
+    )

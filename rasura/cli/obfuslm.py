@@ -1,4 +1,4 @@
-"""``rasura protect obfuslm``: a model for a service that is not to see text."""
+"""``rasura protect obfuslm``: a model for a service that must not see text."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from rasura.cli.shared import err, out, protect
 @protect.command()
 def obfuslm(
     model: Annotated[str, typer.Argument(help="the public model: folder or hub id")],
-    folder: Annotated[Path, typer.Argument(metavar="OUT", help="folder to write for the server")],
-    key: Annotated[Path, typer.Option(help="key file to write, for the owner alone")],
-    k: Annotated[int, typer.Option(help="tokens per cluster; 1 only permutes the vocabulary")] = 10,
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="output folder, for the server")],
+    key: Annotated[Path, typer.Option(help="output key file, for the owner only")],
+    k: Annotated[int, typer.Option(help="tokens per cluster; with 1 the vocabulary is only permuted")] = 10,
     epsilon: Annotated[
-        float, typer.Option(help="parameter of the mixing; smaller values hide more, without a guarantee")
+        float, typer.Option(help="mixing parameter; smaller values hide more, without a formal guarantee")
     ] = 1.0,
     beta: Annotated[
-        float, typer.Option(help="quantile of a token's similarities that those of its cluster must reach")
+        float, typer.Option(help="smallest quantile of a token's similarities that is accepted within its cluster")
     ] = 0.99,
     plus: Annotated[
         bool, typer.Option("--plus", help="ObfusLM+: also obfuscate the hidden dimension of all weights")
     ] = False,
     hidden_k: Annotated[int, typer.Option(help="dimensions per cluster, with --plus")] = 10,
-    hidden_epsilon: Annotated[float, typer.Option(help="parameter of the mixing of dimensions, with --plus")] = 3.0,
-    task: Annotated[str, typer.Option(help="classification, causal, or auto to follow the model")] = "auto",
+    hidden_epsilon: Annotated[float, typer.Option(help="mixing parameter of the dimensions, with --plus")] = 3.0,
+    task: Annotated[str, typer.Option(help="classification, causal, or auto to detect it from the model")] = "auto",
     num_labels: Annotated[int, typer.Option(help="number of classes, if the model has no head")] = 2,
     passphrase: Annotated[
         bool, typer.Option("--passphrase", help="ask for a passphrase for the key, unless RASURA_PASSPHRASE is set")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
-    """Obfuscate a model: a folder that any server can train and run on token ids, and a key that names the tokens.
+    """Obfuscate a model. Write a folder that any server can train and run on token ids, and a key that maps ids to tokens.
 
     Example: rasura protect obfuslm minilm served --key my.key
     """
@@ -59,6 +59,11 @@ def obfuslm(
         told = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(made).items()}
         sys.stdout.write(json.dumps(told) + "\n")
         return
-    out.print(f"{made.tokens} tokens in {made.clusters} clusters; {made.merged} stood in ones too small, which were merged")
+    out.print(
+        f"{made.tokens} tokens in {made.clusters} clusters; {made.merged} were in clusters that were too small and "
+        f"were merged"
+    )
     out.print(f"server: {made.folder}", markup=False, highlight=False, soft_wrap=True)
-    out.print(f"owner:  {made.key} (whoever holds it reads every text)", markup=False, highlight=False, soft_wrap=True)
+    out.print(
+        f"owner:  {made.key} (anyone with this file can read every text)", markup=False, highlight=False, soft_wrap=True
+    )

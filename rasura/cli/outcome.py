@@ -1,4 +1,4 @@
-"""How an audit ends on the command line: its summary, the report, and the exit code."""
+"""The end of an audit on the command line: summary, report and exit code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rasura.cli.shared import err, out
 def conclude(
     records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, fail_above: float | None, as_json: bool
 ) -> None:
-    """Write the report of the run in ``folder``, print what its ``records`` say, and exit as ``fail_above`` asks.
+    """Write the report of the run in ``folder``, print a summary of its ``records``, and exit according to ``fail_above``.
 
     ``plan``: the identity of the run. Exit codes: those of ``rasura.report.gate``.
     """

@@ -1,4 +1,4 @@
-"""``rasura serve`` and ``rasura client``: a model service that sees token ids alone."""
+"""``rasura serve`` and ``rasura client``: a model service that sees only token ids."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import typer
 from rasura.cli.shared import app, device_named, err, out
 from rasura.core.errors import InputError
 
-client = typer.Typer(no_args_is_help=True, help="Use a model service: texts and the key stay here, only token ids are sent.")
+client = typer.Typer(
+    no_args_is_help=True, help="Use a model service: texts and the key stay on this machine, and only token ids are sent."
+)
 app.add_typer(client, name="client")
 
 Url = Annotated[str, typer.Option(help="address of the server", envvar="RASURA_URL")]
 TokenFile = Annotated[
-    Path | None, typer.Option(help="file with the token, or with name:token; mode 0600; default: RASURA_TOKEN")
+    Path | None, typer.Option(help="file with the token or with name:token, mode 0600; default: the variable RASURA_TOKEN")
 ]
-KeyFile = Annotated[Path, typer.Option(help="key file of the model; if it has a passphrase, set RASURA_PASSPHRASE")]
+KeyFile = Annotated[Path, typer.Option(help="key file of the model; set RASURA_PASSPHRASE if it has a passphrase")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
 LOCAL = "http://127.0.0.1:8000"
 
@@ -28,18 +30,18 @@ LOCAL = "http://127.0.0.1:8000"
 @app.command()
 def serve(
     store: Annotated[Path, typer.Option(help="folder for models and jobs")],
-    token_file: Annotated[Path, typer.Option(help="file with one line name:token per tenant; mode 0600")],
+    token_file: Annotated[Path, typer.Option(help="file with one line name:token per tenant, mode 0600")],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
     max_model: Annotated[int, typer.Option(help="largest model in MiB")] = 2048,
     max_data: Annotated[int, typer.Option(help="largest data set in MiB")] = 256,
     quota: Annotated[int, typer.Option(help="largest total size of a tenant's models in MiB")] = 20480,
-    max_memory: Annotated[int, typer.Option(help="memory limit for answering in MiB, beside the weights")] = 1024,
+    max_memory: Annotated[int, typer.Option(help="memory limit for inference in MiB, in addition to the weights")] = 1024,
     max_training: Annotated[int, typer.Option(help="memory limit of a training job in MiB")] = 8192,
-    rate: Annotated[float, typer.Option(help="requests per second and tenant; twice as many at once")] = 50.0,
+    rate: Annotated[float, typer.Option(help="requests per second and tenant; bursts may be twice as large")] = 50.0,
     device: Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")] = "auto",
 ) -> None:
-    """Train and run obfuscated models for others, on token ids. Ctrl-C stops the server; jobs continue at the next start.
+    """Train and run obfuscated models for clients, on token ids. Ctrl-C stops the server; jobs continue at the next start.
 
     Example: rasura serve --store served --token-file tokens
     """
@@ -51,8 +53,10 @@ def serve(
         training_memory=max_training * MIB,
     )  # fmt: skip
     if host not in ("127.0.0.1", "localhost", "::1"):
-        err.print(f"{host} is open to others, and tokens are sent as they are: put a TLS proxy in front")
-    told = f"serving on http://{host}:{port}, described at http://{host}:{port}/docs"
+        err.print(
+            f"{host} accepts connections from other machines, and tokens are sent unencrypted: put a TLS proxy in front"
+        )
+    told = f"serving on http://{host}:{port}, API documentation at http://{host}:{port}/docs"
     run(
         store, token_file, host=host, port=port, limits=limits, device=device_named(device),
         ready=lambda: err.print(told, markup=False, highlight=False, soft_wrap=True),
@@ -67,7 +71,7 @@ def _client(url: str, token_file: Path | None, key: Path | None = None) -> Any:
     # A line of the server's own file does, too.
     token = token.rpartition(":")[2].strip()
     if not token or len(token.split()) != 1:
-        raise InputError("no token: set RASURA_TOKEN, or pass --token-file, a file that holds one token")
+        raise InputError("no token was given; set RASURA_TOKEN, or pass --token-file with a file that holds one token")
     return Client(url, token, key=key, passphrase=os.environ.get("RASURA_PASSPHRASE"))
 
 
@@ -98,11 +102,11 @@ def upload(
 @client.command()
 def download(
     model: Annotated[str, typer.Argument(help="name of the model on the server")],
-    folder: Annotated[Path, typer.Argument(help="new folder for the config and weights")],
+    folder: Annotated[Path, typer.Argument(help="new folder for the configuration and the weights")],
     url: Url = LOCAL,
     token_file: TokenFile = None,
 ) -> None:
-    """Download a model from the server, trained or not. With its key it runs anywhere.
+    """Download a model from the server. Anyone with its key can run it.
 
     Example: rasura client download reviews-1 mine --token-file token
     """
@@ -118,7 +122,8 @@ def train_remotely(
     output: Annotated[str, typer.Argument(help="name of the trained model")],
     key: KeyFile,
     method: Annotated[
-        str, typer.Option(help="full, or lora: the first two blocks and the last in full, the rest by adapters")
+        str,
+        typer.Option(help="full, or lora: train the first two blocks and the last one in full, the others with adapters"),
     ] = "full",
     epochs: Annotated[int, typer.Option(help="largest number of epochs")] = 10,
     batch_size: Annotated[int | None, typer.Option(help="texts per step; default 32, for causal models 8")] = None,
@@ -129,7 +134,7 @@ def train_remotely(
         int | None, typer.Option(help="rank of the adapters; default 256, or the model's width if smaller")
     ] = None,
     patience: Annotated[int, typer.Option(help="epochs without improvement before training stops")] = 5,
-    seed: Annotated[int, typer.Option(help="seed of the order of texts")] = 0,
+    seed: Annotated[int, typer.Option(help="seed for the order of texts")] = 0,
     truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="wait until the job has ended")] = False,
     url: Url = LOCAL,
@@ -175,7 +180,7 @@ def status(
             return _print(found, as_json, _told(found))
         models, jobs = known.models(), known.jobs()
     lines = [f"model {m['name']}: {m['kind']}, {m['bytes']} bytes" for m in models] + [_told(j) for j in jobs]
-    return _print({"models": models, "jobs": jobs}, as_json, "\n".join(lines) or "no models and no jobs")
+    return _print({"models": models, "jobs": jobs}, as_json, "\n".join(lines) or "there are no models and no jobs")
 
 
 @client.command()
@@ -210,17 +215,17 @@ def classify(
 @client.command()
 def generate(
     model: Annotated[str, typer.Argument(help="name of the model on the server")],
-    prompt: Annotated[str, typer.Argument(help="the text to continue")],
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
     key: KeyFile,
     new_tokens: Annotated[int, typer.Option(help="largest number of new tokens")] = 64,
-    temperature: Annotated[float, typer.Option(help="sampling temperature; 0 always takes the likeliest token")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="number of likeliest tokens to draw from; 0: all")] = 0,
-    seed: Annotated[int | None, typer.Option(help="seed of the draws")] = None,
+    temperature: Annotated[float, typer.Option(help="sampling temperature; 0 always takes the most probable token")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="number of most probable tokens to sample from; 0: all")] = 0,
+    seed: Annotated[int | None, typer.Option(help="sampling seed")] = None,
     url: Url = LOCAL,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text.
+    """Generate a continuation of a text.
 
     Example: rasura client generate stories-1 "Once upon a time" --key my.key --token-file token
     """

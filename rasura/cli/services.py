@@ -1,4 +1,4 @@
-"""``rasura audit --service``: what the operator of a model service reads of what clients send."""
+"""``rasura audit --service``: what the operator of a model service can recover from the clients' data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rasura.cli.shared import err, watched
 from rasura.core.errors import InputError
 
 FIELDS = {"defenses": "protections"}
-"""Options whose field in a ``ServicePlan`` has another name."""
+"""Options that are called differently in a ``ServicePlan``."""
 
 OPTIONS = {"texts": "text", "updates": "update", "threats": "threat", "batch_sizes": "batch-size"}
-"""Options that are written otherwise than their fields in a ``Plan``."""
+"""Options that are called differently in a ``Plan``."""
 
 if TYPE_CHECKING:
     from rasura.runs.service_plan import ServicePlan
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def serve_and_read(
     plan: ServicePlan, folder: Path, training: Training | None = None, *, baseline: bool = True
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Run ``plan`` into ``folder``: the identity of the run, and all its records. ``baseline``: as of ``ServiceAudit``."""
+    """Run ``plan`` into ``folder``: the identity of the run, and all its records. ``baseline``: as in ``ServiceAudit``."""
     from rasura.core.run_store import RunStore
     from rasura.runs.services import ServiceAudit
 
@@ -40,7 +40,9 @@ def serve_and_read(
 
 
 def service_planned(config: Path | None, given: Mapping[str, Any]) -> ServicePlan:
-    """The plan of a TOML file, if any, with what was ``given`` on the command line. Refuses what a service has not."""
+    """The plan of a TOML file, if any, with the options ``given`` on the command line. Refuses options that a service does
+    not have.
+    """
     from dataclasses import fields
 
     from rasura.runs.fields import toml
@@ -50,18 +52,16 @@ def service_planned(config: Path | None, given: Mapping[str, Any]) -> ServicePla
     names = {f.name for f in fields(ServicePlan)}
     for name, value in given.items():
         if FIELDS.get(name, name) not in names:
-            raise InputError(
-                f"--{OPTIONS.get(name, name).replace('_', '-')} is not for --service, which has no such setting"
-            )
+            raise InputError(f"--{OPTIONS.get(name, name).replace('_', '-')} cannot be used with --service; remove it")
         found[FIELDS.get(name, name)] = value
     if "data" not in found:
-        raise InputError("--service was given no FILE; expected the texts that clients send")
+        raise InputError("--service needs FILE, the texts that clients send")
     if "reference" not in found:
-        raise InputError("--service was given no --reference; expected a file with other texts of the same kind")
+        raise InputError("--service needs --reference, a file with other texts of the same kind")
     return service_plan_of(found, str(config or "--service")).checked()
 
 
 def run_service_audit(plan: ServicePlan, folder: Path, fail_above: float | None, as_json: bool) -> None:
-    """Run ``plan`` into ``folder``, print what was found, and exit as ``fail_above`` asks."""
+    """Run ``plan`` into ``folder``, print the results, and exit according to ``fail_above``."""
     identity, records = serve_and_read(plan, folder)
     conclude(records, identity, folder, fail_above, as_json)

@@ -1,4 +1,4 @@
-"""What the commands share. Heavy modules are imported inside the commands, so that ``--help`` is instant."""
+"""Code that the commands share. Commands import heavy modules when they run, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-protect = typer.Typer(no_args_is_help=True, help="Apply a protection: ghost to texts, obfuslm to a model.")
+protect = typer.Typer(no_args_is_help=True, help="Apply a protection: ghost to texts, or obfuslm to a model.")
 app.add_typer(protect, name="protect")
 out = Console()
 err = Console(stderr=True)
 
-TextColumn = Annotated[str | None, typer.Option(help="column of the text, if its name is not a usual one")]
-PairColumn = Annotated[str | None, typer.Option(help="column of the second text of a pair; none leaves it unread")]
-LabelColumn = Annotated[str | None, typer.Option(help="column of the label, a number or a name; none leaves it unread")]
+TextColumn = Annotated[str | None, typer.Option(help="column of the text, if its name is not recognised")]
+PairColumn = Annotated[str | None, typer.Option(help="column of the second text of a pair; none ignores it")]
+LabelColumn = Annotated[str | None, typer.Option(help="column of the label, a number or a name; none ignores it")]
 Source = Annotated[str | None, typer.Argument(help="JSONL, CSV or Parquet file, data set id, or a folder of images")]
-Reference = Annotated[str | None, typer.Option(help="a file with other texts of the same kind, which the adversary has")]
-LanguageModel = Annotated[str | None, typer.Option(help="a causal model that the adversary uses as language model")]
+Reference = Annotated[str | None, typer.Option(help="file with other texts of the same kind, known to the adversary")]
+LanguageModel = Annotated[str | None, typer.Option(help="causal model that the adversary uses as a language model")]
 AttackedModel = Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); for images lenet or cnn")]
-Budget = Annotated[str, typer.Option(help="work per attack: quick, default or paper")]
-Entries = Annotated[float | None, typer.Option(help="fraction of the entries that matching attacks form for L1 and masks")]
-Limit = Annotated[int | None, typer.Option(help="number of texts to use")]
+Budget = Annotated[str, typer.Option(help="effort per attack: quick, default or paper")]
+Entries = Annotated[
+    float | None, typer.Option(help="fraction of the entries that matching attacks compute for L1 and masks")
+]
+Limit = Annotated[int | None, typer.Option(help="number of examples to use")]
 Seeds = Annotated[int, typer.Option(help="number of repetitions, each with its own seed")]
 FirstSeed = Annotated[int, typer.Option(help="first seed")]
-FreshLabels = Annotated[int | None, typer.Option(help="number of classes of a fresh head")]
-TruncateAll = Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long, crop and scale images")]
+FreshLabels = Annotated[int | None, typer.Option(help="number of classes of a new head")]
+TruncateAll = Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long; crop and scale images")]
 Truncate = Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")]
-MaxLength = Annotated[int | None, typer.Option(help="longest text in tokens")]
+MaxLength = Annotated[int | None, typer.Option(help="maximum text length in tokens")]
 Optimizer = Annotated[str, typer.Option(help="optimizer: adamw or sgd")]
 TextTask = Annotated[str, typer.Option(help="classification or causal")]
 Out = Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")]
@@ -51,7 +53,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")
 
 
 def split(text: str | None) -> tuple[str, ...] | None:
-    """The names of an option, which stand with commas between them; None for None.
+    """The names of an option, which are separated by commas; None for None.
 
     >>> split("blind, span")
     ('blind', 'span')
@@ -71,11 +73,11 @@ def numbers(text: str | None, name: str) -> tuple[int, ...] | None:
     try:
         return tuple(int(p) for p in parts)
     except ValueError:
-        raise InputError(f"--{name} is {text!r}; expected whole numbers with commas between them") from None
+        raise InputError(f"--{name} is {text!r}; expected whole numbers separated by commas") from None
 
 
 def device_named(name: str) -> str:
-    """The device that ``--device`` names. Raises ``InputError`` where this machine has none of that kind."""
+    """The device that ``--device`` names. Raises ``InputError`` if this machine does not have it."""
     import torch
 
     if name not in ("auto", "cpu", "cuda", "mps"):
@@ -91,14 +93,14 @@ def device_named(name: str) -> str:
 
 @contextmanager
 def watched(*columns: ProgressColumn, close: Callable[[], None] = lambda: None) -> Iterator[Progress]:
-    """A progress bar around work that keeps what is finished: Ctrl-C says so and exits with 130; ``close`` is called."""
+    """A progress bar for resumable work. Ctrl-C prints a notice and exits with code 130; ``close`` is always called."""
     from rich.progress import Progress
 
     try:
         with Progress(*(columns or Progress.get_default_columns()), console=err, transient=True) as bar:
             yield bar
     except KeyboardInterrupt:
-        err.print("interrupted; what is finished is kept, the same command resumes")
+        err.print("interrupted; finished work is kept, and the same command resumes the run")
         raise typer.Exit(130) from None
     finally:
         close()

@@ -1,4 +1,4 @@
-"""``rasura study``: a table of a paper, scaled to the model at hand."""
+"""``rasura study``: reproduce a table of a paper with the given model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rasura.core.errors import MissingExtra
 
 @app.command()
 def study(
-    name: Annotated[str, typer.Argument(help="a study in the folder studies/, for example grab/table7")],
-    data: Annotated[str | None, typer.Option(help="the texts, or the folder that holds the study's own files")] = None,
-    model: Annotated[str | None, typer.Option(help="the model, if the study's own is not available")] = None,
+    name: Annotated[str, typer.Argument(help="study in the folder studies/, for example grab/table7")],
+    data: Annotated[str | None, typer.Option(help="data file, or the folder with the files of the study")] = None,
+    model: Annotated[str | None, typer.Option(help="model to use instead of the study's model")] = None,
     limit: Limit = None,
-    budget: Annotated[str | None, typer.Option(help="work per attack: quick, default or paper")] = None,
+    budget: Annotated[str | None, typer.Option(help="effort per attack: quick, default or paper")] = None,
     attack: Annotated[str | None, typer.Option(help="run only these attacks, separated by commas")] = None,
     batch_size: Annotated[str | None, typer.Option(help="run only these batch sizes, separated by commas")] = None,
     defense: Annotated[str | None, typer.Option(help="run only these defenses, separated by commas")] = None,
@@ -33,7 +33,7 @@ def study(
     results: Annotated[Path, typer.Option(help="Markdown file for the table")] = Path("studies/RESULTS.md"),
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Run a table of a paper, scaled to the model at hand, and write it beside the paper's figures.
+    """Reproduce a table of a paper with the given model, and write the results beside the paper's figures.
 
     Example: rasura study grab/table7 --data cola.validation.parquet --limit 4
     """
@@ -67,7 +67,7 @@ def study(
 
 
 def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: bool) -> tuple[str, Any]:
-    """Section and plot of an audit, alone or beside a training."""
+    """Section and plot of an audit, alone or together with training."""
     from rasura.core.run_store import RunStore
     from rasura.studies import files, plots, tables
 
@@ -87,7 +87,7 @@ def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: boo
 
 
 def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str, Any]:
-    """Section and plot of a training, and of what is then done to its models."""
+    """Section and plot of a training run and of what is measured on its models."""
     from rasura.studies import deviations, files, tables
 
     worth = trained(prepared(plan, folder), as_json)
@@ -112,8 +112,7 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
 def served(
     plan: Any, folder: Path, training: Any, as_json: bool, keys: int = 1
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What a service is worth under each protection, where it is trained, and what each attack reads there, behind every
-    key."""
+    """The utility of a service under each protection, if it is trained, and what each attack recovers for each key."""
     before = prepared(training, folder / "training") if training else None
     worth = trained(before, as_json) if before else []
     records = []

@@ -1,4 +1,4 @@
-"""``rasura protect ghost`` and ``train``: protections put on, and what they cost."""
+"""``rasura protect ghost`` and ``train``: apply protections and measure their cost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rasura.cli.shared import (
 
 
 class Rate:
-    """Rows a second since the first call, and how long the rest takes."""
+    """Rows per second since the first call, and the remaining time."""
 
     def __init__(self) -> None:
         self.first: tuple[int, float] | None = None
@@ -46,19 +46,22 @@ class Rate:
             self.first = (done, now)
         rows, seconds = done - self.first[0], now - self.first[1]
         if not rows or seconds <= 0:
-            return "the first rows"
+            return "starting"
         left = (total - done) * seconds / rows
         return f"{rows / seconds:.2f} rows/s, {left / 60:.1f} minutes left"
 
 
 Overlap = Annotated[
-    float | None, typer.Option(help="largest fraction of neighbours that a token and its substitute may share (0.1)")
+    float | None, typer.Option(help="largest fraction of neighbours that a token and its substitute may share (default 0.1)")
 ]
 RoundTrip = Annotated[
-    bool, typer.Option("--round-trip", help="take only whole words that are tokenized as before when written as text")
+    bool,
+    typer.Option(
+        "--round-trip", help="use only whole-word substitutes that survive a round trip through text and tokenizer"
+    ),
 ]
 Language = Annotated[
-    str | None, typer.Option(help="language of the lemmas, as named by simplemma: en, de ...; none works without lemmas")
+    str | None, typer.Option(help="language of the lemmas, as in simplemma: en, de ...; none turns lemmas off")
 ]
 
 
@@ -67,22 +70,24 @@ def ghost(
     source: Annotated[str, typer.Argument(help="JSONL, CSV or Parquet file, or data set id")],
     target: Annotated[Path, typer.Argument(help="file to write: .jsonl, .csv or .parquet")],
     model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
-    k: Annotated[int | None, typer.Option(help="number of nearest tokens to search for a substitute (70)")] = None,
+    k: Annotated[int | None, typer.Option(help="number of nearest tokens to search for a substitute (default 70)")] = None,
     overlap: Overlap = None,
-    group: Annotated[int | None, typer.Option(help="tokens that share substitutes; 1: as published, 8: balanced")] = None,
-    beam: Annotated[int, typer.Option(help="beam width of the selection of substitutes")] = 1,
+    group: Annotated[
+        int | None, typer.Option(help="number of tokens that share substitutes; 1: as published, 8: balanced")
+    ] = None,
+    beam: Annotated[int, typer.Option(help="beam width of the substitute search")] = 1,
     keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="leave punctuation unchanged")] = False,
     keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="leave numbers unchanged")] = False,
     round_trip: RoundTrip = False,
     language: Language = None,
-    table: Annotated[Path | None, typer.Option(help="file that keeps the search; written if it does not exist")] = None,
-    seed: Annotated[int, typer.Option(help="seed of the first substitutes")] = 0,
+    table: Annotated[Path | None, typer.Option(help="file that caches the search; written if it does not exist")] = None,
+    seed: Annotated[int, typer.Option(help="seed for the initial substitutes")] = 0,
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
     as_json: AsJson = False,
 ) -> None:
-    """Obfuscate a data set before training: replace tokens by near ones of other meaning.
+    """Obfuscate a data set before training: replace tokens by nearby tokens with a different meaning.
 
     The same command resumes an interrupted run.
 
@@ -106,7 +111,7 @@ def ghost(
     asked |= {name: True for name, value in flags.items() if value}
     there = table is not None and table.exists()
     with watched(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()) as bar:
-        task = bar.add_task("loading the model, looking for substitutes", total=None)
+        task = bar.add_task("loading the model and searching for substitutes", total=None)
         rate = Rate()
         found = obfuscate_file(
             source, target, model=model, table=table, shadows=asked, beam=beam, seed=seed,
@@ -118,19 +123,23 @@ def ghost(
     if as_json:
         sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
         return
-    out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.kept} with none")
+    out.print(
+        f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.kept} without a substitute"
+    )
     if found.kept:
-        out.print(f"the {found.kept} with none stand in the data as they were; the report beside it says where")
+        out.print(f"the {found.kept} tokens without a substitute are unchanged in the data; the report beside it says where")
     out.print(f"data: {found.path}\ncard: {found.card}", markup=False, highlight=False, soft_wrap=True)
 
 
-Schedule = Annotated[str, typer.Option(help="schedule of the learning rate: constant, or linear or cosine, which fall to 0")]
+Schedule = Annotated[str, typer.Option(help="learning rate schedule: constant, linear or cosine; the last two decay to 0")]
 Round = Annotated[
     str | None,
-    typer.Option("--update", help="a client's round, as in rasura audit: it sets epochs, batch, optimizer and adapter"),
+    typer.Option(
+        "--update", help="local training of a client, as in rasura audit; sets epochs, batch size, optimizer and adapter"
+    ),
 ]
 ForService = Annotated[
-    bool, typer.Option("--service", help="the defenses are protections of a model service: none,obfuslm:k=10")
+    bool, typer.Option("--service", help="treat --defense as protections of a model service: none,obfuslm:k=10")
 ]
 Models = Annotated[Path, typer.Option("--out", help="folder for the models; the same command resumes the run")]
 
@@ -138,20 +147,20 @@ Models = Annotated[Path, typer.Option("--out", help="folder for the models; the 
 @app.command()
 def train(
     data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV or Parquet file, or data set id")],
-    test: Annotated[str | None, typer.Option(help="original texts to judge the trained model on")] = None,
+    test: Annotated[str | None, typer.Option(help="original texts to evaluate the trained model on")] = None,
     model: Annotated[str, typer.Option(help="model folder or hub id")] = "minilm",
     task: TextTask = "classification",
-    defense: Annotated[str, typer.Option(help="defenses, separated by commas; join the parts of one with +")] = "none",
-    epochs: Annotated[int, typer.Option(help="largest number of epochs")] = 20,
+    defense: Annotated[str, typer.Option(help="defenses, separated by commas; combine defenses with +")] = "none",
+    epochs: Annotated[int, typer.Option(help="maximum number of epochs")] = 20,
     patience: Annotated[int, typer.Option(help="epochs without improvement before training stops")] = 5,
-    keep: Annotated[str, typer.Option(help="weights to keep: those of the best epoch, or of the last")] = "best",
+    keep: Annotated[str, typer.Option(help="weights to keep: best (of the best epoch) or last")] = "best",
     batch_size: Annotated[int, typer.Option(help="texts per step")] = 32,
     learning_rate: Annotated[float, typer.Option(help="learning rate of AdamW or SGD")] = 1e-4,
     schedule: Schedule = "constant",
-    warmup: Annotated[float, typer.Option(help="fraction of the steps over which a linear schedule rises first")] = 0.0,
+    warmup: Annotated[float, typer.Option(help="fraction of the steps used for linear warm-up")] = 0.0,
     optimizer: Optimizer = "adamw",
     update: Round = None,
-    lora: Annotated[int, typer.Option(help="rank of LoRA adapters to train instead of the weights; 0: none")] = 0,
+    lora: Annotated[int, typer.Option(help="rank of the LoRA adapters to train instead of the weights; 0: no adapters")] = 0,
     holdout: Annotated[float, typer.Option(help="fraction of the training texts held out for early stopping")] = 0.1,
     limit: Annotated[int | None, typer.Option(help="number of training texts to use")] = None,
     seeds: Seeds = 1,
@@ -161,8 +170,10 @@ def train(
     max_length: MaxLength = None,
     service: ForService = False,
     precision: Annotated[str, typer.Option(help="precision: float32 or bf16")] = "float32",
-    delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee; default a tenth of 1 / texts")] = None,
-    seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="repeatable noise, without any guarantee")] = False,
+    delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee; default 0.1 / examples")] = None,
+    seeded_noise: Annotated[
+        bool, typer.Option("--seeded-noise", help="reproducible noise, without a formal guarantee")
+    ] = False,
     device: Device = "auto",
     folder: Models = Path("runs/train"),
     text_column: TextColumn = None,
@@ -170,7 +181,7 @@ def train(
     label_column: LabelColumn = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the results as JSON")] = False,
 ) -> None:
-    """Fine-tune under each protection, and compare the models on original text.
+    """Fine-tune a model under each protection, and compare the models on original text.
 
     Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
     """
@@ -196,7 +207,7 @@ def train(
 
 
 def following(plan: Any, update: str) -> Any:
-    """``plan``, a ``TrainPlan``, with the round of ``update``. Raises ``InputError`` for other kinds of update."""
+    """``plan``, a ``TrainPlan``, with the local training of ``update``. Raises ``InputError`` for other kinds of update."""
     from dataclasses import replace
 
     from rasura.core.interfaces import InputError
@@ -206,7 +217,7 @@ def following(plan: Any, update: str) -> Any:
     local, wire = parse_update(update)
     course = local.plan
     if course is None or wire:
-        raise InputError(f"update is {update!r}; training takes a whole round, such as local:epochs=1/batch=8/lora=16")
+        raise InputError(f"update is {update!r}; expected a full local training, such as local:epochs=1/batch=8/lora=16")
     old = plan.recipe
     recipe = Recipe.following(course, patience=course.epochs, keep="last", seed=old.seed, noise=old.noise)
     return replace(
@@ -224,7 +235,7 @@ def prepared(plan: Any, folder: Path, device: str = "cpu") -> Any:
 
 
 def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
-    """Run what ``prepared`` made, print a row for each defense and seed, and return the rows."""
+    """Run a training from ``prepared``, print a row for each defense and seed, and return the rows."""
     with watched() as bar:
         line = bar.add_task("training", total=None)
 
@@ -246,7 +257,7 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
         for line in (promised["statement"], *promised.get("warnings", ())) if len(promised) > 1 else ():
             out.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
     out.print(
-        f"judged on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {training.folder}",
+        f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {training.folder}",
         markup=False,
         soft_wrap=True,
     )
