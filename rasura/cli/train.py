@@ -70,11 +70,9 @@ def ghost(
     source: Annotated[str, typer.Argument(help="JSONL, CSV or Parquet file, or data set id")],
     target: Annotated[Path, typer.Argument(help="file to write: .jsonl, .csv or .parquet")],
     model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
-    k: Annotated[int | None, typer.Option(help="number of nearest tokens to search for a substitute (default 70)")] = None,
+    k: Annotated[int | None, typer.Option(help="nearest tokens to search for a substitute (default 70)")] = None,
     overlap: Overlap = None,
-    group: Annotated[
-        int | None, typer.Option(help="number of tokens that share substitutes; 1: as published, 8: balanced")
-    ] = None,
+    group: Annotated[int | None, typer.Option(help="tokens that share substitutes; 1: as published, 8: balanced")] = None,
     beam: Annotated[int, typer.Option(help="beam width of the substitute search")] = 1,
     keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="leave punctuation unchanged")] = False,
     keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="leave numbers unchanged")] = False,
@@ -123,9 +121,7 @@ def ghost(
     if as_json:
         sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
         return
-    out.print(
-        f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.kept} without a substitute"
-    )
+    out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.kept} with none")
     if found.kept:
         out.print(f"the {found.kept} tokens without a substitute are unchanged in the data; the report beside it says where")
     out.print(f"data: {found.path}\ncard: {found.card}", markup=False, highlight=False, soft_wrap=True)
