@@ -104,7 +104,7 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(
     ("defense", "at_most", "why"),
     [
         ("gaussian", TARGET, "gaussian: not measured against an adversary who knows it: add --attack pursuit,grab."),
-        (WAITING, 0.5, f"{WAITING}: 4 notes; it takes at least 6 to keep the upper bound at or below 50 %."),
+        (WAITING, 0.5, f"{WAITING}: 4 notes; at least 6 are needed to keep the upper bound at or below 50 %."),
     ],
 )
 def test_nothing_is_recommended_that_the_verdict_does_not_say(
@@ -114,7 +114,7 @@ def test_nothing_is_recommended_that_the_verdict_does_not_say(
     result = calibrate(replace(plan, plan=replace(plan.plan, defenses=(defense,))), out=tmp_path)
     (part,) = result["families"]
     assert (part["status"], part["setting"]) == ("not measured", None)
-    assert result["recommendation"] == f"Nothing can be recommended. {why}"
+    assert result["recommendation"] == f"No protection can be recommended. {why}"
     assert any(p["risk"] and p["bound"] is None for p in part["points"]), "it was tried, and could not be judged"
     assert why in write_report(tmp_path).read_text().replace("&#39;", "'")
 
@@ -158,7 +158,7 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
     out_of_reach = calibrate(wanted(model_folder, notes, at_most=0.1), out=folder)
     assert keys() == before, "what the first target measured is enough to refuse the second"
     assert {f["status"] for f in out_of_reach["families"]} == {"not measured"}
-    assert "it takes at least 39" in out_of_reach["recommendation"]
+    assert "at least 39 are needed" in out_of_reach["recommendation"]
     with pytest.raises(InputError, match="another plan"):
         calibrate(replace(plan, plan=replace(plan.plan, limit=2)), out=folder)
 
@@ -179,7 +179,7 @@ def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_pat
     ("change", "message"),
     [
         ({"risk": "rougeK"}, "unknown risk 'rougeK'; did you mean rouge"),
-        ({"at_most": 1.0}, "at-most is 1.0; expected a share above 0 and below 1"),
+        ({"at_most": 1.0}, "at-most is 1.0; expected a fraction above 0 and below 1"),
         ({"at_most": 0.0}, "at-most is 0.0"),
         ({"steps": -1}, "steps is -1"),
         ({"defenses": ("frozen-embeddings",)}, "frozen-embeddings has no figure to calibrate; expected one of .*gaussian"),
@@ -211,10 +211,10 @@ def test_the_command_tells_a_missed_target_from_one_that_nobody_can_judge(
     common += ["--risk", "token_recall", "--steps", "0", "--budget", "quick", "--out", str(tmp_path / "run")]
     unknown = CliRunner().invoke(app, [*common, "--at-most", "0.5", "--defense", WAITING])
     assert unknown.exit_code == 4, unknown.output
-    assert (tmp_path / "run" / "report.html").is_file() and "it takes at least 6" in " ".join(unknown.output.split())
+    assert (tmp_path / "run" / "report.html").is_file() and "at least 6 are needed" in " ".join(unknown.output.split())
     found = CliRunner().invoke(app, [*common, "--at-most", str(TARGET), "--defense", WAITING])
     assert found.exit_code == 0, found.output
-    assert "the least that holds" in " ".join(found.output.split())
+    assert "the weakest setting that holds" in " ".join(found.output.split())
     common[common.index("span")] = "embedding-rows"
     refused = CliRunner().invoke(app, [*common, "--at-most", str(TARGET), "--defense", "accumulate"])
     assert isinstance(refused.exception, InputError), "which main turns into one line and exit code 2"

@@ -133,9 +133,9 @@ def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
     assert level is not None and guess is not None
     assert findings(rows).sentence == (
         f"From one update of 1 to 4 notes with no protection, the server read back {level.text} of the words.",
-        "That is of 3 of 4 notes; the others have no figure.",
+        "This figure covers 3 of 4 notes; the others have no figure.",
         f"Guessing without the update: {guess.text}.",
-        "Every name, number and date came back in 1 of the 2 notes that hold any.",
+        "Every name, number and date was recovered in 1 of the 2 notes that contain any.",
     )
     one = pooled([0.5])
     assert one is not None
@@ -145,9 +145,7 @@ def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
     both = findings([record("span", "bf16", 0.5), record("span", "pruning:0.9", 0.9), record("span", "none", 0.3)])
     assert both.sentence[0].startswith("From one update of a single note with no protection") and len(both.sentence) == 2
     crashed = findings([record("span", "bf16", status="crashed")])
-    assert crashed.sentence == (
-        "No attack on the updates gave a result that can be scored; the reasons stand in the table.",
-    )
+    assert crashed.sentence == ("No attack on the updates gave a result that can be scored; the table gives the reasons.",)
 
 
 def test_prices_and_threats_are_those_of_the_records() -> None:
@@ -216,7 +214,7 @@ def test_what_holds_is_recommended_with_what_it_rests_on() -> None:
     found = findings([*READ, *column("span", "dropout:0.1", [GUESS] * MANY), *column("span", "bf16", [1.0] * MANY)])
     assert found.recommendation == (
         f"Of the settings tested, dropout:0.1 holds against the attacks of this run: {found.verdicts['dropout:0.1'].says}. "
-        "Empirical only: no formal guarantee, and a stronger attack may come."
+        "This result is empirical. It is not a formal guarantee, and a stronger attack may exist."
     )
 
 
@@ -226,7 +224,7 @@ def test_a_run_without_protections_says_what_each_baseline_shows() -> None:
         "No protection was tested. Without one: reads (span: 60 of 60 notes nearly whole); reads (span: 60 of 60 notes "
         "nearly whole)."
     )
-    assert findings([]).recommendation == "Nothing can be recommended: the run holds no records."
+    assert findings([]).recommendation == "No protection can be recommended: the run contains no records."
 
 
 def test_where_all_is_read_the_least_is_named() -> None:

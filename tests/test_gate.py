@@ -50,8 +50,8 @@ def test_the_gate_says_how_many_texts_it_takes() -> None:
     assert found.exit == 4
     (line,) = found.says
     assert line == (
-        "dropout:0.1: not judged against --fail-above 50 %: 4 notes leave up to 70 % possible; it takes at least "
-        f"{texts_needed(0.5)}, for scores like these roughly 12"
+        "dropout:0.1: not judged against --fail-above 50 %: 4 notes do not rule out a risk of up to 70 %; at least "
+        f"{texts_needed(0.5)} are needed, and roughly 12 for scores like these"
     )
     assert of_gate([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], 0.5).exit == 0
     below = of_gate([*READ, *column("span", "dropout:0.1", [0.0] * MANY)], 0.1)
@@ -59,12 +59,12 @@ def test_the_gate_says_how_many_texts_it_takes() -> None:
     silent = of_gate([*READ, *column("span", "dropout:0.1", [None] * MANY, "failed")], 0.1)
     assert silent.exit == 4 and "guessing alone scores 20 %" in silent.says[0], "who gave up read nothing"
     above = of_gate([*READ, *column("span", "dropout:0.1", [GUESS + 0.05] * MANY)], 0.1)
-    assert above.exit == 3 and above.says[0].endswith("(guessing alone scores 20 %: no protection can pass)")
+    assert above.exit == 3 and above.says[0].endswith("(guessing alone scores 20 %, so no protection can pass)")
 
 
 @pytest.mark.parametrize("limit", [math.nan, -0.1, 0.0, 1.0, 20.0, math.inf])
 def test_a_limit_that_nothing_is_above_is_refused(limit: float) -> None:
-    with pytest.raises(InputError, match="expected a share above 0 and below 1"):
+    with pytest.raises(InputError, match="expected a fraction above 0 and below 1"):
         gate({}, limit)
 
 
@@ -99,27 +99,27 @@ def judgement(v: Verdict, limit: float = 0.4) -> tuple[int, str]:
      "x: span read 50 %, above --fail-above 40 %"),
     (Verdict(ABOVE, "bf16", 60, 0.5, 0.6, attack="span", guess=level(0.4)), "x: span read 50 %, above --fail-above 40 %"),
     (Verdict(ABOVE, "bf16", 60, 0.9, 0.95, attack="span", guess=level(0.8)),
-     "x: span read 90 %, above --fail-above 40 % (guessing alone scores 80 %: no protection can pass)"),
+     "x: span read 90 %, above --fail-above 40 % (guessing alone scores 80 %, so no protection can pass)"),
 ])  # fmt: skip
 def test_what_was_read_above_the_limit_and_above_guessing_fails(v: Verdict, said: str) -> None:
     assert judgement(v) == (ABOVE_LIMIT, said)
 
 
 @pytest.mark.parametrize(("v", "why"), [
-    (Verdict(NOT_TOLD, "bf16", 60), "not measured: no attack has a figure"),
-    (Verdict(NOT_TOLD, "bf16", 60, risk=0.1), "not measured: no attack has a figure"),
+    (Verdict(NOT_TOLD, "bf16", 60), "not measured: no attack gave a result"),
+    (Verdict(NOT_TOLD, "bf16", 60, risk=0.1), "not measured: no attack gave a result"),
     (Verdict(NOT_MEASURED, "bf16", 60, 0.1, 0.2, missing=("this", "that")), "not measured: this; that"),
     (Verdict(NOT_MEASURED, "bf16", 60, None, None, missing=("this",)), "not measured: this"),
     (Verdict(NOT_TOLD, "bf16", 60, 0.8, 0.9, guess=level(0.8)), "guessing alone scores 80 %, so no protection can pass"),
     (Verdict(NOT_TOLD, "bf16", 60, 0.4, 0.5, guess=level(0.4)), "guessing alone scores 40 %, so no protection can pass"),
     (Verdict(NOT_TOLD, "bf16", 60, 0.8 + ROUNDING, 0.9, guess=level(0.8)),
      "guessing alone scores 80 %, so no protection can pass"),
-    (Verdict(NOT_TOLD, "bf16", 60, 0.4, 0.5), "60 notes leave up to 50 % possible; it takes at least 8, for scores like "
-     "these roughly 8"),
-    (Verdict(NOT_TOLD, "bf16", 60, 0.2, 0.5, many="images"), "60 images leave up to 50 % possible; it takes at least 8, for "
-     "scores like these roughly 135"),
-    (Verdict(NOT_TOLD, "bf16", 2, 0.1, 0.41), "2 notes leave up to 41 % possible; it takes at least 8, for scores like "
-     "these roughly 8"),
+    (Verdict(NOT_TOLD, "bf16", 60, 0.4, 0.5), "60 notes do not rule out a risk of up to 50 %; at least 8 are needed, and "
+     "roughly 8 for scores like these"),
+    (Verdict(NOT_TOLD, "bf16", 60, 0.2, 0.5, many="images"), "60 images do not rule out a risk of up to 50 %; at least 8 "
+     "are needed, and roughly 135 for scores like these"),
+    (Verdict(NOT_TOLD, "bf16", 2, 0.1, 0.41), "2 notes do not rule out a risk of up to 41 %; at least 8 are needed, and "
+     "roughly 8 for scores like these"),
 ])  # fmt: skip
 def test_what_could_not_be_judged_says_why(v: Verdict, why: str) -> None:
     assert judgement(v) == (NOT_JUDGED, f"x: not judged against --fail-above 40 %: {why}")
@@ -130,10 +130,10 @@ def test_the_bound_at_the_limit_passes() -> None:
     assert judgement(Verdict(ABOVE, "bf16", 60, 0.3, 0.4, guess=level(0.1))) == (PASSED, "")
     empty = gate({}, 0.4)
     assert (empty.exit, empty.judged) == (NOT_JUDGED, ())
-    assert empty.says == ("nothing to judge against --fail-above 40 %: the run holds no protection and no baseline",)
+    assert empty.says == ("nothing to judge against --fail-above 40 %: the run contains no protection and no baseline",)
 
 
 def test_the_limit_is_said_as_it_was_given() -> None:
     said = gate({"x": Verdict(NOT_TOLD, "bf16", 60)}, 0.125).says
-    assert said == ("x: not judged against --fail-above 12.5 %: not measured: no attack has a figure",)
+    assert said == ("x: not judged against --fail-above 12.5 %: not measured: no attack gave a result",)
     assert texts_needed(0.4) == 8

@@ -149,7 +149,7 @@ def test_yardsticks() -> None:
     assert yardstick("span", at([0.9, 0.3, 0.7, 0.1]))["violations"] == 1
     flat = yardstick("span", at([0.1, 0.1, 0.1]))
     assert not flat["well_behaved"] and flat["why"] == "never above guessing" and flat["spearman"] is None
-    assert "no lower at the strongest" in yardstick("span", at([0.9, 0.92, 0.9]))["why"]
+    assert "not lower at the strongest setting" in yardstick("span", at([0.9, 0.92, 0.9]))["why"]
     assert yardstick("span", at([0.9, 0.0, 0.1]))["well_behaved"], "from below guessing to guessing is no rise"
     assert yardstick("span", at([0.9, 0.9, 0.3]))["spearman"] == pytest.approx(-math.sqrt(3) / 2), "two of three are equal"
 
@@ -158,7 +158,7 @@ def test_an_attack_that_gave_a_figure_once_measures_no_strength() -> None:
     for attack, points in (("pursuit", at([0.9, 0.1])), ("span", at([0.9]))):
         assert yardstick(attack, points) == {
             "attack": attack, "settings": int(attack == "span"), "spearman": None, "well_behaved": False, "violations": 0,
-            "above_blind": False, "bottom": False, "why": "it gave a figure at fewer than two",
+            "above_blind": False, "bottom": False, "why": "it gave a result at fewer than two",
         }  # fmt: skip
     two = yardstick("span", at([0.9, 0.3]))
     assert two == {
@@ -170,7 +170,8 @@ def test_an_attack_that_gave_a_figure_once_measures_no_strength() -> None:
 @pytest.mark.parametrize(("levels", "expected"), [
     ([(0.75, 0.5, 1.0), (0.25, 0.125, 0.5)], {"above_blind": True, "bottom": True, "why": ""}),
     ([(0.75, 0.125, 1.0), (0.1, 0.0, 0.5)], {"above_blind": False, "why": "never above guessing"}),
-    ([(0.75, 0.5, 1.0), (0.5, 0.25, 0.75)], {"bottom": False, "why": "no lower at the strongest than at the weakest"}),
+    ([(0.75, 0.5, 1.0), (0.5, 0.25, 0.75)], {"bottom": False, "why": "not lower at the strongest setting than at the "
+    "weakest"}),
     ([(0.75, 0.5, 1.0), (0.625, 0.5, 0.75), (0.375, 0.25, 0.5)], {"violations": 0, "why": ""}),
     ([(0.75, 0.5, 1.0), (0.25, 0.2, 0.375), (0.375, 0.25, 0.5)], {"violations": 0, "why": ""}),
     ([(0.75, 0.5, 1.0), (0.25, 0.2, 0.375), (0.4, 0.25, 0.5)],
@@ -194,7 +195,8 @@ def test_a_search_goes_by_the_verdict() -> None:
     assert found["bound"] == high == found["risk"]["high"] and found["unjudged"] == [] and found["seconds"] == 0.5
     assert [level["attack"] for level in found["levels"]] == ["blind", "span"] and found["verdict"]["verdict"] == NOT_TOLD
     few = point("dropout:0.1", quiet[:4], READ[:4], ["span"], METRIC, 0.4)
-    assert few["bound"] is None and few["unjudged"] == [f"4 notes; it takes at least {texts_needed(0.4)} to keep the upper "
+    assert few["bound"] is None and few["unjudged"] == [f"4 notes; at least {texts_needed(0.4)} are needed to keep the "
+    f"upper "
                                                         "bound at or below 40 %"]  # fmt: skip
     noise = {"defense": "gaussian:1", "known_by": asdict(adversaries("gaussian:1"))}
     noisy = point("gaussian:1", [r | noise for r in quiet], READ, ["span"], METRIC, 0.4)
@@ -222,14 +224,14 @@ def test_a_point_tells_its_levels_its_price_and_why_an_attack_has_no_figure() ->
     known_by = asdict(adversaries("gaussian:1", images=True))
     images = point("gaussian:1", [r | {"known_by": known_by} for r in rows], READ[:1], ["span"], METRIC, 0.4, images=True)
     assert images["unjudged"][0] == "not measured against an adversary who knows it: no attack on images knows gaussian"
-    assert images["unjudged"][1].startswith("1 images; it takes at least")
+    assert images["unjudged"][1].startswith("1 images; at least")
 
 
 def test_a_bound_says_why_it_is_none() -> None:
     need = texts_needed(0.2)
     at_need = bound(Verdict(NOT_MEASURED, "x", need, 0.1, 0.15, missing=("no",)), 0.2)
     assert at_need == {"bound": None, "unjudged": ["not measured: no"]}, "there are enough"
-    few = f"{need - 1} notes; it takes at least {need} to keep the upper bound at or below 20 %"
+    few = f"{need - 1} notes; at least {need} are needed to keep the upper bound at or below 20 %"
     assert bound(Verdict(NOT_MEASURED, "x", need - 1, missing=("no",)), 0.2)["unjudged"] == ["not measured: no", few]
 
 

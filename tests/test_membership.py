@@ -437,16 +437,16 @@ def test_the_verdict_is_beyond_an_interval_or_not_told() -> None:
     def rate(low: float) -> dict[str, Any]:
         return {"tpr@0.01": {"mean": 0.2, "low": low, "high": 0.5, "n": 200}}
 
-    assert "gives away who it was trained on" in page_of({**area(0.45, 0.62), **rate(0.02)})[0]
+    assert "reveals which texts it was trained on" in page_of({**area(0.45, 0.62), **rate(0.02)})[0]
     assert "Not told from guessing" in page_of({**area(0.45, 0.62), **rate(0.01)})[0]
-    assert "so many texts do not settle" in page_of({**area(0.51, 0.62), **rate(0.01)})[0]
+    assert "too few texts to tell how many members" in page_of({**area(0.51, 0.62), **rate(0.01)})[0]
 
 
 def test_leakage_is_shown_twice_with_the_level_of_a_coin() -> None:
     said, rows = page_of(area(0.45, 0.55), {**area(0.45, 0.55), **of_leakage(0.1, 0.1, own=-0.02)})
-    assert rows[0][-2:] == ("no threshold of its own", "0.300 (above a coin's 0.100)")
-    assert rows[1][-2:] == ("-0.020 (-0.120 to 0.080)", "0.100 (not above a coin's 0.100)")
-    assert "a coin stays at or below 0.100 in 19 of 20 draws" in said
+    assert rows[0][-2:] == ("does not set a threshold", "0.300 (above chance, 0.100)")
+    assert rows[1][-2:] == ("-0.020 (-0.120 to 0.080)", "0.100 (not above chance, 0.100)")
+    assert "random guessing stays at or below 0.100 in 19 of 20 draws" in said
 
 
 def found_with(low: float, high: float, **plan: Any) -> str:

@@ -112,9 +112,9 @@ def test_the_gate_judges_a_service() -> None:
 def test_the_page_has_guessing_beside_each_figure_and_names_its_limits() -> None:
     page = " ".join(render([*STOPPED, record("mlc", HIDDEN, None, status="crashed")], PLAN).split())
     assert "Of 60 notes sent with no protection, the operator of the service read back 100 % " in page
-    assert page.count("guessing 10.0") == 5 and "Guessing without looking at what is sent (blind): 10 %" in page
+    assert page.count("guessing 10.0") == 5 and "Guessing without looking at the data sent (blind): 10 %" in page
     assert "<strong>mlc</strong> behind obfuslm:k=4: it crashed" in page
-    assert "intervals do not cover how figures vary between keys" in page and "honest" not in page
+    assert "the intervals do not cover variation between keys" in page and "honest" not in page
     assert "Not in this run: --defense" not in page and "update" not in page.partition("<main>")[2]
     trained = [record("knn", HIDDEN, 1.0, update="trained")]
     assert "obfuslm:k=4, trained" in render([*STOPPED, *trained], PLAN)
@@ -190,9 +190,9 @@ def test_settings_that_a_service_has_not_are_refused(tmp_path: Path) -> None:
         return str(refused)
 
     for more in (("--update", "fedsgd"), ("--engine", "ray"), ("--suite", "quick"), ("--text", "a b c d"), ("--truncate",)):
-        assert why(path, "--reference", path, *more).startswith(f"{more[0]} is not for --service")
-    assert "given no --reference" in why(path)
-    assert "given no FILE" in why()
+        assert why(path, "--reference", path, *more).startswith(f"{more[0]} cannot be used with --service")
+    assert "--service needs --reference" in why(path)
+    assert "--service needs FILE" in why()
     assert "unknown protection of a service" in why(path, "--reference", path, "--defense", "gaussian:1")
     assert "unknown attack on a service" in why(path, "--reference", path, "--attack", "span")
     assert not (tmp_path / "run").exists()

@@ -93,7 +93,7 @@ def test_few_texts_are_never_enough_to_say_that_it_holds() -> None:
     spread = [0.0, 0.4] * 20
     rows = [*column("span", "none", [1.0] * 40), *column("span", "dropout:0.1", spread)]
     assert not of(rows, "dropout:0.1").holds
-    assert of(rows, "dropout:0.1").says.endswith("too few, or too uncertain, to say that it holds)")
+    assert of(rows, "dropout:0.1").says.endswith("too few or too uncertain to conclude that it holds)")
 
 
 @pytest.mark.parametrize("limit", [0.01, 0.05, 0.1, 0.2, 0.5, 0.9])
@@ -114,7 +114,7 @@ def test_a_column_of_crashes_is_not_measured() -> None:
     found = of(rows, "frozen-embeddings")
     assert found.word == NOT_MEASURED and found.upper is None and found.risk is None
     assert found.says == (
-        "not measured: of the attacks that read it without protection, span crashed on 4 of 4; against an adversary who "
+        "not measured: of the attacks that work without protection, span crashed on 4 of 4; against an adversary who "
         "knows it: span crashed on 4 of 4"
     )
     unknown = [{**r, "scores": {}, "status": "crashed"} if r["attack"] == "span" else r for r in rows]
@@ -127,13 +127,13 @@ def test_all_that_is_missing_is_told() -> None:
     names = ("span", "tag")
     rows = [r for a in names for r in (*column(a, "none", [1.0] * 2), *column(a, "cloak:3+gaussian", [None] * 2, "crashed"))]
     assert of(rows, "cloak:3+gaussian").missing == (
-        "of the attacks that read it without protection, span crashed on 2 of 2, tag crashed on 2 of 2",
+        "of the attacks that work without protection, span crashed on 2 of 2, tag crashed on 2 of 2",
         "against an adversary who knows it: no attack knows cloak; add --attack pursuit,grab",
     )
     rows = [*portfolio("none", [1.0], "tag", "tag"), *portfolio("accumulate:9", [None], "span,embedding-rows,tag")]
     assert of(rows, "accumulate:9").missing == (
-        "against an adversary who knows it: add --attack embedding-rows,span, to see whether it reads anything without "
-        "protection",
+        "against an adversary who knows it: add --attack embedding-rows,span, to test whether it recovers anything "
+        "without protection",
     )
 
 
@@ -160,20 +160,20 @@ def test_blind_alone_says_nothing() -> None:
     for defense in ("none", "dropout:0.1"):
         found = of(rows, defense)
         assert found.word == NOT_MEASURED and found.risk is None
-        assert found.missing[0] == "no attack was run that looks at what is sent"
+        assert found.missing[0] == "no attack was run that uses the data sent"
     assert findings(rows).best == {} and summarise(rows)["highest_risk"] is None
 
 
 def test_without_the_baseline_nobody_was_seen_to_work() -> None:
     assert of(column("span", "dropout:0.1", [GUESS] * MANY), "dropout:0.1").missing == (
-        "it was not run without protection, so no attack was seen to work",
-        "against an adversary who knows it: span was not seen to read anything without protection either",
+        "the run has no column without protection, so no attack was shown to work",
+        "against an adversary who knows it: span did not recover anything without protection either",
     )
 
 
 def test_an_attack_that_reads_nothing_anywhere_is_no_yardstick() -> None:
     rows = [*column("span", "none", [GUESS] * MANY), *column("span", "bf16", [0.0] * MANY)]
-    assert of(rows, "bf16").says == "not measured: no attack of this run was seen to read anything without protection"
+    assert of(rows, "bf16").says == "not measured: no attack of this run recovered anything without protection"
     assert of(rows, "none").word == NOT_MEASURED
 
 
@@ -395,7 +395,7 @@ def test_who_knows_it_must_be_seen_to_work_or_be_made_for_it() -> None:
     deaf = [{**r, "scores": {METRIC: {"per_record": [GUESS]}}} if (r["attack"], r["defense"]) == ("grab", "none") else r
             for r in noise]  # fmt: skip
     assert of(deaf, "gaussian:1").says == (
-        "not measured against an adversary who knows it: grab was not seen to read anything without protection either"
+        "not measured against an adversary who knows it: grab did not recover anything without protection either"
     )
     pruned = [*READ, *column("span", "pruning:0.9", [GUESS] * MANY)]
     masks = column("mask-positions", "pruning:0.9", [None] * MANY, "failed")
@@ -443,7 +443,7 @@ def test_the_portfolio_is_no_yardstick_by_a_member_that_cannot_try_here() -> Non
     for ran, word in (("span", NOT_MEASURED), ("embedding-rows", NOT_TOLD)):
         assert of([*without, *portfolio("bf16", [None] * 4, ran)], "bf16").word == word
     found = of([*without, *portfolio("frozen-embeddings", [None] * 4, "embedding-rows,span")], "frozen-embeddings")
-    assert found.says.endswith("add --attack span, to see whether it reads anything without protection")
+    assert found.says.endswith("add --attack span, to test whether it recovers anything without protection")
     by_turns = [*without[:2], *portfolio("none", [1.0] * 4, "embedding-rows,span", "span")[2:]]
     found = of([*by_turns, *portfolio("frozen-embeddings", [None] * 4, "span")], "frozen-embeddings")
     assert found.word == NOT_MEASURED, "span was seen on half of the notes only"

@@ -64,18 +64,19 @@ THREATS: Mapping[str, ThreatModel] = {
 MODEL_USER = ThreatModel(
     "model-user",
     frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.CANDIDATES, Grant.REFERENCE_TEXT, Grant.MECHANISM, Grant.TRAINING}),
-    "somebody who may ask the trained model and see its probabilities, holds candidate texts with their labels, and knows "
-    "how it was trained: the public model, the recipe, the protection",
+    "an adversary with query access to the trained model and its probabilities, who holds candidate texts with their "
+    "labels and knows how the model was trained: the public model, the recipe and the protection",
 )
-"""Who infers membership: has the trained model, no update of its training."""
+"""The adversary of membership inference: has the trained model but no update of its training."""
 
 SERVICE_OPERATOR = ThreatModel(
     "service-operator",
     frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.REFERENCE_TEXT, Grant.MECHANISM}),
-    "the operator of a model service, who follows the protocol but looks (honest-but-curious): sees the model that was "
-    "uploaded and all that clients send, and knows the public model, which protection is used, and texts of the same kind",
+    "the operator of a model service, who follows the protocol but inspects the data (honest-but-curious): sees the "
+    "uploaded model and everything that clients send, and knows the public model, the protection in use and texts of the "
+    "same kind",
 )
-"""Who reads what a model service is sent."""
+"""The adversary of a model service: reads the data that clients send."""
 
 
 def adversary_copy(model: nn.Module) -> nn.Module:

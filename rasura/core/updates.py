@@ -114,7 +114,7 @@ SPEC = UpdateSpec(
 
 FEDAVG_SGD = UpdateSpec(
     name="fedavg-sgd",
-    about="what STEPS of SGD at RATE changed, over the rate: fedavg-sgd:4 or fedavg-sgd:4:0.01",
+    about="weight change after STEPS of SGD, divided by the learning rate RATE: fedavg-sgd:4 or fedavg-sgd:4:0.01",
     source="McMahan et al. 2017, Algorithm 1 (FedAvg)",
     make=partial(_fedavg, "fedavg-sgd"),
     figures=2,
@@ -123,7 +123,7 @@ FEDAVG_SGD = UpdateSpec(
 
 FEDAVG_MOMENTUM = UpdateSpec(
     name="fedavg-momentum",
-    about="what STEPS of SGD with momentum .9 at RATE changed, over the rate",
+    about="weight change after STEPS of SGD with momentum 0.9, divided by the learning rate RATE",
     source="McMahan et al. 2017, Algorithm 1, with momentum (Sutskever et al. 2013, sec. 2) as local optimizer",
     make=partial(_fedavg, "fedavg-momentum"),
     figures=2,
@@ -132,7 +132,7 @@ FEDAVG_MOMENTUM = UpdateSpec(
 
 FEDAVG_ADAMW = UpdateSpec(
     name="fedavg-adamw",
-    about="what STEPS of AdamW at RATE changed, over the rate",
+    about="weight change after STEPS of AdamW, divided by the learning rate RATE",
     source="McMahan et al. 2017, Algorithm 1, with AdamW (Loshchilov and Hutter 2019, Algorithm 2) as local optimizer",
     make=partial(_fedavg, "fedavg-adamw"),
     figures=2,
@@ -141,7 +141,8 @@ FEDAVG_ADAMW = UpdateSpec(
 
 LOCAL = UpdateSpec(
     name="local",
-    about="what a round of local training changed, over lr: epochs, batch, optimizer, lr, lora and more as options",
+    about="weight change after one client's local training, divided by lr; options: epochs, batch, optimizer, lr, lora "
+    "and others",
     source="McMahan et al. 2017, Algorithm 1, with the settings of usual trainers",
     make=_local,
     figures=1,
@@ -150,7 +151,7 @@ LOCAL = UpdateSpec(
 
 LORA = UpdateSpec(
     name="lora",
-    about="the gradient of fresh adapters of rank RANK: lora:8",
+    about="gradient of new LoRA adapters of rank RANK: lora:8",
     source="Hu et al. 2022 (LoRA), sec. 4.1",
     make=lambda rank: Local(lora=int(rank)),
     figures=1,

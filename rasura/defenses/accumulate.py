@@ -60,7 +60,7 @@ def described(text: str) -> Transform[Message, Message, Held]:
 
 SPEC = DefenseSpec(
     name="accumulate",
-    about="sent only with N different tokens in it, or N times the hidden size: accumulate:768, accumulate:1.0d",
+    about="waits until the update covers N different tokens, or N times the hidden size: accumulate:768, accumulate:1.0d",
     source="Rasura",
     make=described,
     example="accumulate:8",

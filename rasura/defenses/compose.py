@@ -73,7 +73,7 @@ def with_aggregation(defense: Defense) -> Defense:
 
 SPEC = DefenseSpec(
     name="none",
-    about="nothing: the plain gradient, dropout off",
+    about="baseline: the plain gradient, without dropout",
     source="Rasura: the baseline of every audit",
     make=none,
     example="none",

@@ -42,7 +42,7 @@ def sign() -> Transform[Message, Message, None]:
 
 FP16 = DefenseSpec(
     name="fp16",
-    about="entries sent in half precision",
+    about="sends entries in half precision (float16)",
     source="Zhu et al. 2019 (DLG), sec. 5: low precision",
     make=fp16,
     example="fp16",
@@ -52,7 +52,7 @@ FP16 = DefenseSpec(
 
 BF16 = DefenseSpec(
     name="bf16",
-    about="entries sent in bfloat16",
+    about="sends entries in bfloat16",
     source="Zhu et al. 2019 (DLG), sec. 5: low precision",
     make=bf16,
     example="bf16",
@@ -62,7 +62,7 @@ BF16 = DefenseSpec(
 
 SIGN = DefenseSpec(
     name="sign",
-    about="only the signs are sent",
+    about="sends only the signs",
     source="Bernstein et al. 2018 (signSGD), Algorithm 1",
     make=sign,
     example="sign",

@@ -90,12 +90,13 @@ def described(text: str) -> Transform[PerExample, Gradients, None]:
 
 SPEC = DefenseSpec(
     name="directional",
-    about="every text's direction drawn anew around it: directional:KAPPA, directional:KAPPA/blocks=parameters",
+    about="replaces the gradient direction of each example by a random one near it: directional:KAPPA, "
+    "directional:KAPPA/blocks=parameters",
     source="Empirical calibration with metric DP, sec. IV (von Mises-Fisher mechanism)",
     make=described,
     example="directional:1e5/blocks=parameters",
     parameter=str,
-    guarantee="metric differential privacy of directions, and the (epsilon, delta) that follows from it",
+    guarantee="metric differential privacy of gradient directions, and the (epsilon, delta) that follows from it",
     known_by=("pursuit", "grab"),
     strength=Strength(name="kappa", weakest=10.0, strongest=1e-4, points=6, entries=True),
     draws=True,

@@ -97,7 +97,8 @@ def described(text: str) -> Transform[PerExample, Gradients, None]:
 
 DP_SGD = DefenseSpec(
     name="dp-sgd",
-    about="every text clipped to norm 1, noise SIGMA on the sum: dp-sgd:1.0, dp-sgd:1.0/clip=0.5/noise=laplace",
+    about="clips the gradient of each example to norm 1 and adds noise SIGMA to the sum: dp-sgd:1.0, "
+    "dp-sgd:1.0/clip=0.5/noise=laplace",
     source="Abadi et al. 2016, Algorithm 1",
     make=described,
     example="dp-sgd:1.0/clip=0.5",
@@ -110,7 +111,7 @@ DP_SGD = DefenseSpec(
 
 NORMALISED = DefenseSpec(
     name="normalised",
-    about="every text scaled to norm 1, noise SIGMA on the sum",
+    about="scales the gradient of each example to norm 1 and adds noise SIGMA to the sum",
     source="Empirical calibration with metric DP, sec. III; every text scaled, not clipped",
     make=normalised_gaussian,
     example="normalised:1.0",

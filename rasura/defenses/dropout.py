@@ -69,7 +69,7 @@ def dropout(p: float) -> Transform[nn.Module, nn.Module, Rates | None]:
 
 SPEC = DefenseSpec(
     name="dropout",
-    about="active dropout with probability P",
+    about="trains with dropout of probability P",
     source="Srivastava et al. 2014; GRAB, sec. 5.3",
     make=dropout,
     example="dropout:0.2",

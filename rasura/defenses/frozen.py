@@ -71,7 +71,7 @@ def frozen_blocks(n: int) -> Transform[nn.Module, nn.Module, Frozen]:
 
 EMBEDDINGS = DefenseSpec(
     name="frozen-embeddings",
-    about="the embeddings are not trained",
+    about="does not train the embeddings",
     source="GRAB, sec. 5.3",
     make=frozen_embeddings,
     example="frozen-embeddings",
@@ -81,7 +81,7 @@ EMBEDDINGS = DefenseSpec(
 
 BLOCKS = DefenseSpec(
     name="frozen-blocks",
-    about="neither the embeddings nor the first N blocks are trained",
+    about="trains neither the embeddings nor the first N blocks",
     source="Rasura, after GRAB, sec. 5.3",
     make=frozen_blocks,
     example="frozen-blocks:1",

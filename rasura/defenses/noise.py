@@ -74,7 +74,7 @@ def laplace_noise(scale: float, clip: float = 1.0) -> Transform[Message, Message
 
 GAUSSIAN = DefenseSpec(
     name="gaussian",
-    about="clip to norm 1, Gaussian noise SIGMA per entry",
+    about="clips the update to norm 1 and adds Gaussian noise SIGMA to each entry",
     source="Zhu et al. 2019 (DLG), sec. 5; GRAB, sec. 5.5",
     make=gaussian_noise,
     example="gaussian:0.001",
@@ -87,7 +87,7 @@ GAUSSIAN = DefenseSpec(
 
 LAPLACE = DefenseSpec(
     name="laplace",
-    about="clip to norm 1, Laplace noise SCALE per entry",
+    about="clips the update to norm 1 and adds Laplace noise SCALE to each entry",
     source="Zhu et al. 2019 (DLG), sec. 5; GRAB, sec. 5.5",
     make=laplace_noise,
     example="laplace:0.001",

@@ -73,7 +73,7 @@ def random_pruning(ratio: float) -> Transform[Message, Message, None]:
 
 MAGNITUDE = DefenseSpec(
     name="pruning",
-    about="the smallest RATIO of all entries dropped",
+    about="drops the smallest entries, a fraction RATIO of all",
     source="Zhu et al. 2019 (DLG), sec. 5: gradient compression",
     make=magnitude_pruning,
     example="pruning:0.7",
@@ -85,7 +85,7 @@ MAGNITUDE = DefenseSpec(
 
 RANDOM = DefenseSpec(
     name="random-pruning",
-    about="a random RATIO of all entries dropped",
+    about="drops random entries, a fraction RATIO of all",
     source="Selective encryption of gradients, sec. 5.2 (the random baseline)",
     make=random_pruning,
     example="random-pruning:0.7",

@@ -58,7 +58,7 @@ def qsgd(levels: int) -> Transform[Message, Message, None]:
 
 SPEC = DefenseSpec(
     name="qsgd",
-    about="entries rounded at random to LEVELS levels of their tensor's norm",
+    about="rounds entries stochastically to LEVELS levels of the tensor's norm",
     source="Alistarh et al. 2017 (QSGD), sec. 3.1",
     make=qsgd,
     example="qsgd:16",

@@ -240,7 +240,7 @@ def parsed(text: str) -> Sealing:
 
 SPEC = DefenseSpec(
     name="sealing",
-    about="entries that matter most are encrypted: sealing:grad=0.1, sealing:structural, sealing:all",
+    about="encrypts the most sensitive entries: sealing:grad=0.1, sealing:structural, sealing:all",
     source="Selective encryption of gradients, sec. 4",
     make=described,
     example="sealing:grad=0.3",

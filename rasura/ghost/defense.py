@@ -67,7 +67,7 @@ def described(text: str = "") -> Transform[Batch, Batch, Selector]:
 
 SPEC = DefenseSpec(
     name="ghost",
-    about="tokens give way to near ones of other meaning; balanced: ghost:group=8",
+    about="replaces tokens by nearby tokens with a different meaning; balanced: ghost:group=8",
     source="GHOST, sec. 3.3 and 3.4, Algorithm 1",
     make=described,
     example="ghost",

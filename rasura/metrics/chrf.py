@@ -31,7 +31,7 @@ def chrf() -> TextMetric:
 
 SPEC = MetricSpec(
     name="chrf",
-    about="F3 of runs of one to six characters",
+    about="F3 of character n-grams of length 1 to 6",
     source="Popovic 2015 (chrF), sec. 2",
     make=chrf,
     usual=False,

@@ -146,7 +146,7 @@ def image_lpips() -> ImageMetric:
 
 MSE = MetricSpec(
     name="mse",
-    about="mean squared error of pixels in [0, 1]; lower means more was read",
+    about="mean squared error of pixels in [0, 1]; lower means more was recovered",
     source="Zhu et al. 2019 (DLG), sec. 4",
     make=image_mse,
     tasks=IMAGES,
@@ -170,7 +170,7 @@ SSIM = MetricSpec(
 
 LPIPS = MetricSpec(
     name="lpips",
-    about="learned perceptual distance; lower means more was read",
+    about="learned perceptual distance; lower means more was recovered",
     source="Zhang et al. 2018, sec. 3",
     make=image_lpips,
     tasks=IMAGES,

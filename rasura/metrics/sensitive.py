@@ -97,7 +97,7 @@ def marked_words(reference: str, read: str) -> list[tuple[str, bool, bool]]:
 
 SPEC = MetricSpec(
     name="sensitive",
-    about="fraction of names, numbers, dates and the like that came back",
+    about="fraction of names, numbers, dates and similar items that were recovered",
     source="Rasura",
     make=Sensitive,
 )

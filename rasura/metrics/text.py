@@ -161,14 +161,14 @@ def exact_match() -> TokenMetric:
 
 ROUGE1 = MetricSpec(
     name="rouge1",
-    about="F1 of single words",
+    about="F1 of words",
     source="Lin 2004 (ROUGE), sec. 2 to 3",
     make=lambda: rouge("rouge1"),
 )
 
 ROUGE2 = MetricSpec(
     name="rouge2",
-    about="F1 of pairs of words",
+    about="F1 of word pairs",
     source="Lin 2004 (ROUGE), sec. 2 to 3",
     make=lambda: rouge("rouge2"),
 )
@@ -182,14 +182,14 @@ ROUGE_L = MetricSpec(
 
 METEOR = MetricSpec(
     name="meteor",
-    about="word matches by form, stem and meaning",
+    about="word matches by form, stem and synonym",
     source="Banerjee and Lavie 2005, sec. 2.2",
     make=Meteor,
 )
 
 JACCARD = MetricSpec(
     name="jaccard",
-    about="words in common, over words in either",
+    about="words in both texts divided by words in either",
     source="Jaccard 1912; Empirical calibration with metric DP, sec. III",
     make=jaccard,
 )
@@ -203,21 +203,21 @@ TOKEN_PRECISION = MetricSpec(
 
 TOKEN_RECALL = MetricSpec(
     name="token_recall",
-    about="fraction of the private tokens that came back",
+    about="fraction of the private tokens that were recovered",
     source="Rasura",
     make=token_recall,
 )
 
 POSITION_EXACT = MetricSpec(
     name="position_exact",
-    about="fraction of the private tokens that came back at their place",
+    about="fraction of the private tokens that were recovered at their position",
     source="Rasura",
     make=position_exact,
 )
 
 EXACT_MATCH = MetricSpec(
     name="exact_match",
-    about="whether the whole text came back",
+    about="whether the whole text was recovered",
     source="Rasura",
     make=exact_match,
 )

@@ -1,4 +1,4 @@
-"""What a calibration found: the recommendation in words, a row a protection, the frontier and the page. No torch."""
+"""The results of a calibration: the recommendation, a row for each protection, the frontier and the page. No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ REACHED = ("found", "no need")
 """Outcomes of a protection whose setting meets the target."""
 
 NEAR = 13
-"""Labels of a plot stand at least this far apart."""
+"""Smallest distance between two labels of a plot."""
 
 
 def finished(folder: str | Path) -> dict[str, Any]:
-    """The result of a calibration. Raises ``InputError`` where it was interrupted before its end."""
+    """The result of a calibration. Raises ``InputError`` if the calibration is not finished."""
     path = Path(folder) / "summary.json"
     if not path.is_file():
-        raise InputError(f"{folder} holds a calibration that is not finished; run the same command again")
+        raise InputError(f"{folder} holds an unfinished calibration; run the same command again to finish it")
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
@@ -38,7 +38,7 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     target, name = f"{100 * result['at_most']:.3g} %", part["family"]
     if part["status"] in REACHED:
         again = part["verification"]
-        head = "it holds without more" if part["status"] == "no need" else "the least that holds"
+        head = "no protection is needed" if part["status"] == "no need" else "the weakest setting that holds"
         says = (
             f"Use {part['setting']}, {head}: {result['risk']} {share(part['chosen']['risk'])} by {_by(part['chosen'])}, the "
             f"interval ends at or below {target}. Afresh ({again['on']}): {share(again['risk'])}."
@@ -57,7 +57,7 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         return f"{name}: {'; '.join(part['unjudged'])}."
     if not measured:
         reasons = sorted({r for p in part["points"] for r in p["reasons"]})
-        return f"{name}: nothing could be measured ({'; '.join(reasons[:2]) or 'no attack applies'})."
+        return f"{name}: could not be measured ({'; '.join(reasons[:2]) or 'no attack applies'})."
     best = min(measured, key=lambda p: p["risk"]["high"])
     says = (
         f"no setting of {name} keeps the upper bound of {result['risk']} at or below {target}: {best['setting']} reached "
@@ -77,7 +77,7 @@ def recommendation(result: Mapping[str, Any]) -> str:
     """One sentence for all protections together: what to use, or what was reached."""
     good = [f for f in result["families"] if f["status"] in REACHED]
     if not good:
-        return "Nothing can be recommended. " + " ".join(outcome(f, result) for f in result["families"])
+        return "No protection can be recommended. " + " ".join(outcome(f, result) for f in result["families"])
     says = " ".join(outcome(f, result) for f in good)
     if len(good) > 1 and all((f.get("utility") or {}).get("cost") is not None for f in good):
         cheapest = min(good, key=lambda f: f["utility"]["cost"])
@@ -101,7 +101,7 @@ def cost(part: Mapping[str, Any], *, short: bool = False) -> str:
 
 
 def promise(part: Mapping[str, Any]) -> str:
-    """The formal guarantee, with the run that it is counted for where there is one."""
+    """The formal guarantee and, if there is one, the training run that it applies to."""
     found = part.get("guarantee")
     if found is None:
         return "–"
@@ -113,13 +113,13 @@ def promise(part: Mapping[str, Any]) -> str:
 def _yardstick(y: Mapping[str, Any]) -> str:
     rank = "" if y["spearman"] is None else f", rank correlation {y['spearman']:+.2f}"
     if y["well_behaved"]:
-        end = "and reaches guessing" if y["bottom"] else "and does not reach guessing"
-        return f"{y['attack']}: a well-behaved yardstick, risk falls with protection {end}{rank}"
-    return f"{y['attack']}: no well-behaved yardstick, {y['why']}{rank}"
+        end = "and reaches the guessing baseline" if y["bottom"] else "and does not reach the guessing baseline"
+        return f"{y['attack']}: a reliable yardstick: risk falls with protection {end}{rank}"
+    return f"{y['attack']}: not a reliable yardstick: {y['why']}{rank}"
 
 
 def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A row a protection, as text: for the terminal and the page."""
+    """One row of text for each protection, for the terminal and the page."""
     out = []
     for f in result["families"]:
         reached = f["status"] in REACHED

@@ -1,4 +1,4 @@
-"""From Records to what a person needs to know: the matrix, the sentence, the recommendation. No torch."""
+"""From Records to findings: the matrix, the summary sentence and the recommendation. No torch."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _figures(
 def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
     if name is None or f.blind is None:
-        return ["No attack on the updates gave a result that can be scored; the reasons stand in the table."]
+        return ["No attack on the updates gave a result that can be scored; the table gives the reasons."]
     entry = f.best[name]
     assert entry.level is not None
     few, many = f.sizes[0], f.sizes[-1]
@@ -135,13 +135,15 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     where = "with no protection" if name == "none" else f"behind {name}"
     out = [f"From one update of {sizes} {where}, the server read back {entry.level.text} {f.words.share}."]
     if entry.coverage:
-        out.append(f"That is of {entry.coverage[0]} of {entry.coverage[1]} {f.words.many}; the others have no figure.")
+        out.append(
+            f"This figure covers {entry.coverage[0]} of {entry.coverage[1]} {f.words.many}; the others have no figure."
+        )
     out.append(f"Guessing without the update: {f.blind.text}.")
     sensitive = [r for r in records if (r["attack"], r["column"]) == (entry.attack, name)]
     values = [v for v in _values(sensitive, "sensitive") if v is not None]
     if values:
         whole = sum(v >= 1.0 for v in values)
-        out.append(f"Every name, number and date came back in {whole} of the {len(values)} notes that hold any.")
+        out.append(f"Every name, number and date was recovered in {whole} of the {len(values)} notes that contain any.")
     return out
 
 
@@ -149,13 +151,13 @@ def recommendation(f: Findings) -> str:
     """What follows for the columns that the run is judged by, in the words of their verdicts."""
     columns = {name: f.verdicts[name] for name in f.judged}
     if not columns:
-        return "Nothing can be recommended: the run holds no records."
+        return "No protection can be recommended: the run contains no records."
     holding = {name: v.excess for name, v in columns.items() if v.holds and v.excess is not None}
     if holding:
         name = min(holding, key=holding.__getitem__)
         return (
-            f"Of the settings tested, {name} holds against the attacks of this run: {columns[name].says}. Empirical only: "
-            "no formal guarantee, and a stronger attack may come."
+            f"Of the settings tested, {name} holds against the attacks of this run: {columns[name].says}. This result is "
+            f"empirical. It is not a formal guarantee, and a stronger attack may exist."
         )
     if set(f.judged) == set(f.baseline):
         return f"No protection was tested. Without one: {'; '.join(v.says for v in columns.values())}."

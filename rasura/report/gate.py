@@ -33,7 +33,7 @@ def judged(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
 def checked_limit(limit: float) -> float:
     """``limit`` if it can be a limit; else ``InputError``, since nothing is above a NaN."""
     if not 0 < limit < 1:
-        raise InputError(f"--fail-above is {limit}; expected a share above 0 and below 1, as 0.2")
+        raise InputError(f"--fail-above is {limit}; expected a fraction above 0 and below 1, such as 0.2")
     return limit
 
 
@@ -55,7 +55,7 @@ def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
         elif not v.within(limit, v.upper):
             unknown.append(f"{name}: not judged against {share}: {_why(v, limit)}")
     if not columns:
-        unknown.append(f"nothing to judge against {share}: the run holds no protection and no baseline")
+        unknown.append(f"nothing to judge against {share}: the run contains no protection and no baseline")
     return Gate(ABOVE_LIMIT if above else NOT_JUDGED if unknown else PASSED, tuple(columns), (*above, *unknown))
 
 
@@ -69,16 +69,16 @@ def _guess(v: Verdict) -> float:
 
 
 def _guessing(v: Verdict, limit: float) -> str:
-    return f" (guessing alone scores {100 * _guess(v):.0f} %: no protection can pass)" if _guess(v) > limit else ""
+    return f" (guessing alone scores {100 * _guess(v):.0f} %, so no protection can pass)" if _guess(v) > limit else ""
 
 
 def _why(v: Verdict, limit: float) -> str:
     if v.missing or v.upper is None or v.risk is None:
-        return unmeasured(v.missing or ("no attack has a figure",))
+        return unmeasured(v.missing or ("no attack gave a result",))
     if _guess(v) >= limit:
         return f"guessing alone scores {100 * _guess(v):.0f} %, so no protection can pass"
     likely = need = texts_needed(limit)
     if v.risk < limit:  # an interval narrows with the root of the number of examples
         likely = max(need, math.ceil(v.n * ((v.upper - v.risk) / (limit - v.risk)) ** 2))
-    told = f"{v.n} {v.many} leave up to {100 * v.upper:.0f} % possible"
-    return f"{told}; it takes at least {need}, for scores like these roughly {likely}"
+    told = f"{v.n} {v.many} do not rule out a risk of up to {100 * v.upper:.0f} %"
+    return f"{told}; at least {need} are needed, and roughly {likely} for scores like these"

@@ -55,7 +55,7 @@ def bound(v: Verdict, at_most: float) -> dict[str, Any]:
     why = [unmeasured(v.missing)] if v.missing else []
     need = texts_needed(at_most)
     if v.n < need:
-        why.append(f"{v.n} {v.many}; it takes at least {need} to keep the upper bound at or below {100 * at_most:.3g} %")
+        why.append(f"{v.n} {v.many}; at least {need} are needed to keep the upper bound at or below {100 * at_most:.3g} %")
     return {"bound": None if why else v.upper, "unjudged": why}
 
 
@@ -73,7 +73,7 @@ def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any
             found.append((levels[attack], levels["blind"]))
     told: dict[str, Any] = {"attack": attack, "settings": len(found), "spearman": None, "well_behaved": False}
     if len(found) < 2:
-        return {**told, "violations": 0, "above_blind": False, "bottom": False, "why": "it gave a figure at fewer than two"}
+        return {**told, "violations": 0, "above_blind": False, "bottom": False, "why": "it gave a result at fewer than two"}
     means = [max(level["mean"], blind["mean"]) for level, blind in found]
     if len(set(means)) > 1:
         from scipy.stats import spearmanr
@@ -85,7 +85,7 @@ def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any
     bottom = any(level["mean"] <= blind["high"] for level, blind in found)
     falls = means[-1] < found[0][0]["low"]
     why = (
-        "never above guessing" if not above else "no lower at the strongest than at the weakest" if not falls else
+        "never above guessing" if not above else "not lower at the strongest setting than at the weakest" if not falls else
         f"risk rises with protection {violations} times" if violations else ""
     )  # fmt: skip
     told |= {"violations": violations, "above_blind": above, "bottom": bottom}

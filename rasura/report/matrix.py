@@ -28,10 +28,10 @@ class Wording:
     more: Mapping[str, str] = field(default_factory=dict)
 
 
-TEXTS = Wording("note", "notes", "of the words", "Words read back, %", {"accumulate": ACCUMULATE, "sealing:all": SEALING})
+TEXTS = Wording("note", "notes", "of the words", "Words recovered, %", {"accumulate": ACCUMULATE, "sealing:all": SEALING})
 
 
-IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure read back (SSIM), %", {"sealing:all": SEALING})
+IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure recovered (SSIM), %", {"sealing:all": SEALING})
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,12 @@ def _auc(score: Mapping[str, Any]) -> str:
 
 
 def _own(score: Mapping[str, Any]) -> str:
-    return "no threshold of its own" if score["mean"] is None else _auc(score)
+    return "does not set a threshold" if score["mean"] is None else _auc(score)
 
 
 def _largest(score: Mapping[str, Any]) -> str:
     above = score["mean"] > score["chance"]
-    return f"{score['mean']:.3f} ({'above' if above else 'not above'} a coin's {score['chance']:.3f})"
+    return f"{score['mean']:.3f} ({'above' if above else 'not above'} chance, {score['chance']:.3f})"
 
 
 def _name(fpr: str) -> str:
@@ -68,20 +68,21 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
 def _sentences(done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any]) -> list[str]:
     real = [r for r in done if r["attack"] != "blind"]
     if not real:
-        return ["No attack on the model gave a figure: not measured."]
-    asked = f"{plan['n_members']} texts that the model was trained on and {plan['n_others']} that it was not"
+        return ["No attack on the model gave a result: not measured."]
+    asked = f"{plan['n_members']} texts that the model was trained on and {plan['n_others']} other texts"
     if not rates:
         best = max(real, key=lambda r: r["scores"]["auc"]["mean"])
         return [
             f"Asked about {asked}, {best['attack']} ranks a member above another text with a chance of "
             f"{_auc(best['scores']['auc'])}; guessing is .5.",
             _verdict(real, None),
-            "There are too few texts to say how many members are found at few false alarms: 1 % needs 100 of each.",
+            "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
+            "needs 100 texts of each kind.",
         ]
     best = max(real, key=lambda r: r["scores"][rates[0]]["mean"])
     score, fpr = best["scores"][rates[0]], float(rates[0][4:])
     says = f"Asked about {asked}, the best attack ({best['attack']}) finds {_rate(score)} of the members"
-    out = [f"{says} while it takes {100 * fpr:g} % of the others for members; guessing finds {100 * fpr:g} %."]
+    out = [f"{says} while it mistakes {100 * fpr:g} % of the others for members; guessing finds {100 * fpr:g} %."]
     out.append(_verdict(real, rates[0]))
     return out
 
@@ -89,11 +90,13 @@ def _sentences(done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Ma
 def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None) -> str:
     """What the attacks that gave a figure say together: each beyond its interval, or nothing."""
     if rate is not None and any(r["scores"][rate]["low"] > float(rate[4:]) for r in real):
-        return "Above guessing: the model gives away who it was trained on."
+        return "Above guessing: the model reveals which texts it was trained on."
     ranked = [r["attack"] for r in real if r["scores"]["auc"]["low"] > 0.5 or r["scores"]["auc"]["high"] < 0.5]
     if ranked:
-        few = " How many members can be named at few false alarms, so many texts do not settle." if rate is not None else ""
-        return f"Above guessing: {', '.join(ranked)} ranks members apart from others, beyond its interval.{few}"
+        few = (
+            " There are too few texts to tell how many members are found with few false alarms." if rate is not None else ""
+        )
+        return f"Above guessing: {', '.join(ranked)} separates members from others, and its interval excludes guessing.{few}"
     n = real[0]["scores"]["auc"]["n"]
     high = max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real)
     says = f"Not told from guessing: with {n} texts, an AUC of up to {high:.3f} is not ruled out"
@@ -111,14 +114,14 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
     out.append(f"Without the model, members are told from others by length with AUC {by_length}, by words {_auc(by_words)}.")
     if off:
         out.append(
-            "That is not .5: members and others differ as texts, and every figure here measures that difference as well. "
-            "Draw both from the same source at random."
+            "This differs from .5: members and others differ as texts, and every figure here also measures that "
+            "difference. Draw both at random from the same source."
         )
     chance = done[0]["scores"]["largest_leakage"]["chance"]
     out.append(
-        "Leakage is the true minus the false positive rate at the attack's own threshold, as the papers print it; it may be "
-        f"negative. The largest over all thresholds is above 0 by chance: a coin stays at or below {chance:.3f} in 19 of 20 "
-        "draws with as many texts."
+        "Leakage is the true minus the false positive rate at the attack's own threshold, as the papers report it; it may "
+        "be negative. The largest over all thresholds is above 0 by chance: random guessing stays at or below "
+        f"{chance:.3f} in 19 of 20 draws with this number of texts."
     )
     if plan.get("epsilon") is not None:
         bound = auc_bound(plan["epsilon"], plan.get("delta", 0.0))
@@ -128,9 +131,12 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
         if above:
             out.append(f"{says}, and {', '.join(above)} is above it: the guarantee does not hold, or the texts differ.")
         else:
-            out.append(f"{says}; no attack is above it beyond its interval.")
+            out.append(f"{says}; no attack exceeds it by more than its interval.")
     if len([r for r in done if r["attack"] != "blind"]) > 1:
-        out.append("The best of several attacks was picked after the fact; its interval does not know that.")
+        out.append(
+            "The best of several attacks was selected after the results were known; its interval does not account "
+            "for that selection."
+        )
     return out
 
 

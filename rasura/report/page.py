@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML file: no network, no script, printable. It is itself personal data."""
+"""The report as one self-contained HTML file: no network, no script, printable. The file is personal data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from rasura.report.template import filled
 
 ACTIVE = "a server that sends a crafted model (active attacks)"
 ACTIVE_SERVICE = "an operator who changes the model or its answers (active attacks)"
-REMEMBERED = "membership inference and what the trained model itself remembers (`rasura membership`)"
+REMEMBERED = "membership inference and memorization by the trained model (`rasura membership`)"
 
 
 def not_tested(records: list[dict[str, Any]], *, service: bool = False) -> list[str]:
-    """What the run behind ``records`` says nothing about."""
+    """What the run of ``records`` did not test."""
     if service:
         return [ACTIVE_SERVICE, REMEMBERED]
     return [REMEMBERED] if any(r.get("crafted") for r in records) else [ACTIVE, REMEMBERED]

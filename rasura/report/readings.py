@@ -76,7 +76,9 @@ def notes_of(record: Record) -> tuple[int, ...]:
     Raises ``InputError`` for a record that does not say, since nothing could be counted.
     """
     if "examples" not in record:
-        raise InputError("this run was made by an older version, which did not say what was in an update; run it again")
+        raise InputError(
+            "this run was made by an older version, which did not store the examples of each update; run the audit again"
+        )
     return tuple(record["examples"])
 
 
@@ -168,7 +170,7 @@ class Reading:
         for status, said in (("crashed", "crashed on"), ("not_applicable", "does not apply to")):
             if self.ended_as.get(status):
                 return f"{said} {self.ended_as[status]} of {self.notes}"
-        return f"has figures of {len(self.read)} of {self.notes}"
+        return f"has results for {len(self.read)} of {self.notes}"
 
 
 def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> Reading:

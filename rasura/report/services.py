@@ -18,7 +18,7 @@ RISK = "bag_f1"
 ANSWERS = "answer_bag_f1"
 """The same of what a model that generates answered."""
 
-WORDS = Wording("note", "notes", "of the tokens (F1)", "Tokens read back (F1), %")
+WORDS = Wording("note", "notes", "of the tokens (F1)", "Tokens recovered (F1), %")
 
 MEASURES = {"top1": "top-1", "top3": "top-3", "rougeL": "ROUGE-L", RISK: "tokens (F1)"}
 """Metrics of the table beside the matrix, with their names there."""
@@ -51,15 +51,15 @@ def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, An
 def _sentence(f: Findings) -> Iterator[str]:
     name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
     if name is None or f.blind is None:
-        yield "No attack on the service gave a result that can be scored; the reasons stand in the table."
+        yield "No attack on the service gave a result that can be scored; the table gives the reasons."
         return
     entry = f.best[name]
     assert entry.level is not None
     where = "with no protection" if name == "none" else f"behind {name}"
     yield f"Of {entry.notes} notes sent {where}, the operator of the service read back {entry.level.text} {f.words.share}."
     if entry.coverage:
-        yield f"That is of {entry.coverage[0]} of {entry.coverage[1]} notes; the others have no figure."
-    yield f"Guessing without looking at what is sent: {f.blind.text}."
+        yield f"This figure covers {entry.coverage[0]} of {entry.coverage[1]} notes; the others have no figure."
+    yield f"Guessing without looking at the data sent: {f.blind.text}."
 
 
 def measures(records: Sequence[Mapping[str, Any]], f: Findings) -> list[Measure]:

@@ -22,7 +22,7 @@ def filled(name: str, **values: Any) -> str:
         from jinja2 import Environment, PackageLoader
     except ImportError:
         raise MissingExtra(
-            "the page needs Jinja2; run: pip install 'rasura[report]', then `rasura report FOLDER`: the figures are stored"
+            "the page needs Jinja2; run: pip install 'rasura[report]', then `rasura report FOLDER` (the results are stored)"
         ) from None
 
     loader = PackageLoader("rasura", "report")

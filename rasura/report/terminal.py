@@ -1,4 +1,4 @@
-"""The end of a terminal run: the report's sentence and its matrix, so that nobody has to open the file to know."""
+"""The terminal summary of a run: the report's sentence, matrix and verdicts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def verdicts(f: Findings) -> Table:
     """A row a protection: what may be said of it."""
     table = Table(title="Verdict", title_justify="left", header_style="bold")
     table.add_column("protection", overflow="fold")
-    table.add_column("what the records say", overflow="fold")
+    table.add_column("what the records show", overflow="fold")
     for column in f.columns:
         name = column + (" (baseline)" if column in f.baseline and column not in f.judged else "")
         table.add_row(name, f.verdicts[column].says)

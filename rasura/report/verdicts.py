@@ -110,9 +110,9 @@ class Verdict:
         guess = "" if self.guess is None else f", guessing {100 * self.guess.mean:.0f} %"
         if self.word != NOT_TOLD:
             return f"{self.word} ({self.attack}: {100 * (self.own.risk or 0):.0f} %{guess}, n = {self.n})"
-        few = "" if self.holds else "; too few, or too uncertain, to say that it holds"
+        few = "" if self.holds else "; too few or too uncertain to conclude that it holds"
         if self.n < texts_needed(HOLDS_WITHIN):
-            few = f"; too few to say that it holds, which takes {texts_needed(HOLDS_WITHIN)}"
+            few = f"; too few to conclude that it holds, which takes {texts_needed(HOLDS_WITHIN)}"
         return f"{self.word} (n = {self.n}, upper bound {100 * (self.upper or 1):.0f} %{guess}{few})"
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,13 +229,13 @@ def _no_yardstick(
     if finished & yardsticks.keys():
         return []
     if not here:
-        return ["no attack was run that looks at what is sent"]
+        return ["no attack was run that uses the data sent"]
     if not unprotected:
-        return ["it was not run without protection, so no attack was seen to work"]
+        return ["the run has no column without protection, so no attack was shown to work"]
     stopped = [f"{a} {here[a].how_it_ended}" for a in yardsticks if a in here]
     if not stopped:
-        return ["no attack of this run was seen to read anything without protection"]
-    return [f"of the attacks that read it without protection, {', '.join(stopped)}"]
+        return ["no attack of this run recovered anything without protection"]
+    return [f"of the attacks that work without protection, {', '.join(stopped)}"]
 
 
 def _adversaries(defense: str, records: Iterable[Record]) -> dict[str, tuple[str, ...]]:
@@ -259,8 +259,8 @@ def _not_by_one_who_knows(
     said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
     ran = [a for a in wanted if a in finished and a not in known_by["protection_readers"]]
     silent = [a for a in ran if a not in yardsticks and a in here]
-    said += [f"{a} was not seen to read anything without protection either" for a in silent]
+    said += [f"{a} did not recover anything without protection either" for a in silent]
     # Only the portfolio ran it here; without protection that stops at the first text that is certain.
     alone = [a for a in ran if a not in yardsticks and a not in here]
-    said += [f"add --attack {','.join(alone)}, to see whether it reads anything without protection"] if alone else []
+    said += [f"add --attack {','.join(alone)}, to test whether it recovers anything without protection"] if alone else []
     return [f"{AGAINST}: {'; '.join(said)}"] if said else []

@@ -37,7 +37,7 @@ class CalibrationPlan:
         images = self.plan.task == "vision"
         bare = known("risk", self.risk, ("ssim",) if images else for_task(METRICS, "classification"))
         if not 0 < self.at_most < 1:
-            raise InputError(f"at-most is {self.at_most}; expected a share above 0 and below 1")
+            raise InputError(f"at-most is {self.at_most}; expected a fraction above 0 and below 1")
         if self.steps < 0:
             raise InputError(f"steps is {self.steps}; expected 0 or more")
         for name, found in (

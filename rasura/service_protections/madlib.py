@@ -66,7 +66,7 @@ def madlib(model: nn.Module, vocabulary: Vocabulary, *, epsilon: float = 10.0, v
 
 SPEC = ServiceProtectionSpec(
     name="madlib",
-    about="tokens replaced by the nearest to their vector with noise",
+    about="replaces each token by the one nearest to its vector plus noise",
     source="Feyisetan et al. 2020, Algorithm 1",
     make=madlib,
     example="madlib:epsilon=2",

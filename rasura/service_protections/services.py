@@ -123,7 +123,7 @@ def _split(
 
 NONE = ServiceProtectionSpec(
     name="none",
-    about="the public model, and the ids of each text",
+    about="baseline: the public model, with the token ids of each text",
     source="Rasura: the baseline",
     make=plain,
     example="none",
@@ -132,7 +132,7 @@ NONE = ServiceProtectionSpec(
 
 OBFUSLM = ServiceProtectionSpec(
     name="obfuslm",
-    about="a permuted vocabulary whose rows are mixed in clusters",
+    about="permutes the vocabulary and mixes its embedding rows within clusters",
     source="ObfusLM, sec. 4",
     make=obfuslm,
     example="obfuslm:k=4",
@@ -142,7 +142,7 @@ OBFUSLM = ServiceProtectionSpec(
 
 SANTEXT = ServiceProtectionSpec(
     name="santext+",
-    about="tokens replaced by ones of similar vectors",
+    about="replaces tokens by tokens with similar vectors",
     source="Yue et al. 2021 (SANTEXT+), sec. 4",
     make=santext,
     example="santext+:epsilon=0.5",
@@ -151,7 +151,7 @@ SANTEXT = ServiceProtectionSpec(
 
 CUSTEXT = ServiceProtectionSpec(
     name="custext+",
-    about="tokens replaced within sets of similar ones",
+    about="replaces tokens within sets of similar tokens",
     source="Chen et al. 2023 (CUSTEXT+), sec. 4",
     make=custext,
     example="custext+:epsilon=0.5",
@@ -160,7 +160,7 @@ CUSTEXT = ServiceProtectionSpec(
 
 DP_FORWARD = ServiceProtectionSpec(
     name="dp-forward",
-    about="matrix Gaussian noise on the states that are sent",
+    about="adds matrix Gaussian noise to the hidden states that are sent",
     source="Du et al. 2023 (DP-Forward), sec. 4",
     make=dp_forward,
     example="dp-forward:epsilon=1.0",
@@ -170,7 +170,7 @@ DP_FORWARD = ServiceProtectionSpec(
 
 SENTINEL = ServiceProtectionSpec(
     name="sentinellms",
-    about="the table is rotated and its ids are permuted",
+    about="rotates the embedding table and permutes its ids",
     source="Mishra et al. 2024 (SentinelLMs), sec. 3",
     make=sentinel,
     example="sentinellms",
@@ -179,7 +179,7 @@ SENTINEL = ServiceProtectionSpec(
 
 CAPE = ServiceProtectionSpec(
     name="cape",
-    about="states trained against an adversary, with Laplace noise",
+    about="trains hidden states against an adversary and adds Laplace noise",
     source="Plant et al. 2021 (CAPE), sec. 3",
     make=cape,
     example="cape",
@@ -188,7 +188,7 @@ CAPE = ServiceProtectionSpec(
 
 TEXTOBFUSCATOR = ServiceProtectionSpec(
     name="textobfuscator",
-    about="states pulled to prototypes of clusters, with noise",
+    about="pulls hidden states towards cluster prototypes and adds noise",
     source="Zhou et al. 2023 (TextObfuscator), sec. 3",
     make=text_obfuscator,
     example="textobfuscator",

@@ -139,7 +139,7 @@ _TRAINED: dict[Any, Restorer] = {}
 
 SPEC = AttackSpec(
     name="ghost-generation",
-    about="under ghost: a model trained on reference texts names the originals",
+    about="against ghost: a model trained on reference texts predicts the original tokens",
     source="GHOST, sec. 5.7 and app. A.2",
     make=ShadowGeneration,
     seconds=60.0,

@@ -219,7 +219,7 @@ def mean() -> ShadowInversion:
 
 LATTICE = AttackSpec(
     name="ghost-lattice",
-    about="under ghost: what substitutes stand for, by probability and language",
+    about="against ghost: decodes substitutes by their probability and a language model",
     source="Rasura",
     make=lattice,
     seconds=60.0,
@@ -229,7 +229,7 @@ LATTICE = AttackSpec(
 
 SAMPLING = AttackSpec(
     name="ghost-sampling",
-    about="under ghost: a token drawn by its similarity to the substitute",
+    about="against ghost: samples a token by its similarity to the substitute",
     source="GHOST, sec. 5.7",
     make=sampling,
     seconds=60.0,
@@ -239,7 +239,7 @@ SAMPLING = AttackSpec(
 
 MAXIMUM = AttackSpec(
     name="ghost-maximum",
-    about="under ghost: the token most similar to the substitute",
+    about="against ghost: takes the token most similar to the substitute",
     source="GHOST, sec. 5.7",
     make=maximum,
     seconds=60.0,
@@ -249,7 +249,7 @@ MAXIMUM = AttackSpec(
 
 MEDIAN = AttackSpec(
     name="ghost-median",
-    about="under ghost: the token of median similarity",
+    about="against ghost: takes the token of median similarity",
     source="GHOST, sec. 5.7",
     make=median,
     seconds=60.0,
@@ -259,7 +259,7 @@ MEDIAN = AttackSpec(
 
 MEAN = AttackSpec(
     name="ghost-mean",
-    about="under ghost: the token nearest to the mean of all that the substitute may stand for",
+    about="against ghost: takes the token nearest to the mean of all possible originals",
     source="GHOST, sec. 5.7",
     make=mean,
     seconds=60.0,

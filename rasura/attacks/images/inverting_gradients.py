@@ -87,7 +87,7 @@ def _labels(seen: Observation, size: int, rng: Generator, budget: Budget) -> Ten
 
 SPEC = AttackSpec(
     name="inverting-gradients",
-    about="images: cosine distance, signed steps, total variation",
+    about="images: gradient matching with cosine distance, signed steps and total variation",
     source="Geiping et al. 2020, sec. 4",
     make=inverting_gradients,
     seconds=20.0,
@@ -97,7 +97,7 @@ SPEC = AttackSpec(
 
 FEATURE_MATCHING = AttackSpec(
     name="feature-matching",
-    about="images: the same, from what linear layers reveal of a single image, and with L-BFGS",
+    about="images: inverting-gradients with L-BFGS, started from what linear layers reveal of a single image",
     source="Rasura, after Geiping et al. 2020, sec. 3",
     make=feature_matching,
     seconds=20.0,

@@ -119,7 +119,7 @@ class _Masked:
 
 SPEC = MembershipSpec(
     name="mia-n",
-    about="lower loss than that of a text's neighbours",
+    about="a member has a lower loss than similar texts",
     source="Mattern et al. 2023, sec. 2.2",
     make=Neighbours,
 )

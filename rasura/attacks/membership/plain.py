@@ -41,14 +41,14 @@ class Blind:
 
 BLIND = MembershipSpec(
     name="blind",
-    about="the longer text, no model asked: should be at one half",
+    about="ranks by text length without querying the model; should have an AUC of 0.5",
     source="Rasura: the baseline",
     make=Blind,
 )
 
 LOSS = MembershipSpec(
     name="loss",
-    about="members have a lower loss",
+    about="a member has a lower loss",
     source="Yeom et al. 2018, sec. 3",
     make=Loss,
 )

@@ -113,21 +113,21 @@ class Rmia:
 
 MIA_R = MembershipSpec(
     name="mia-r",
-    about="how rarely reference models without the text have so low a loss",
+    about="how rarely reference models trained without the text reach a loss this low",
     source="Ye et al. 2022, sec. 4 (Attack R)",
     make=ReferenceModels,
 )
 
 LIRA = MembershipSpec(
     name="lira",
-    about="likelihood ratio with and without the text",
+    about="likelihood ratio of models trained with and without the text",
     source="Carlini et al. 2022, Algorithm 1",
     make=Lira,
 )
 
 RMIA = MembershipSpec(
     name="rmia",
-    about="likelihood against that of other texts",
+    about="likelihood of the text relative to that of other texts",
     source="Zarifzadeh et al. 2024, eq. 4 to 6",
     make=Rmia,
 )

@@ -57,7 +57,7 @@ class Shadow:
 
 SPEC = MembershipSpec(
     name="mia",
-    about="a classifier learned from shadow models",
+    about="a classifier trained on shadow models",
     source="Shokri et al. 2017, sec. V",
     make=Shadow,
 )

@@ -120,7 +120,7 @@ def realigned(inner: str) -> Realigned:
 
 REALIGNED_KNN = ServiceAttackSpec(
     name="realigned-knn",
-    about="knn after the mixed dimensions are undone",
+    about="knn after the mixing of dimensions is undone",
     source="Rasura",
     make=lambda: realigned("knn"),
     home=("obfuslm:k=4/plus=true", "bert"),
@@ -129,7 +129,7 @@ REALIGNED_KNN = ServiceAttackSpec(
 
 REALIGNED_INVBERT = ServiceAttackSpec(
     name="realigned-invbert",
-    about="invbert after the mixed dimensions are undone",
+    about="invbert after the mixing of dimensions is undone",
     source="Rasura",
     make=lambda: realigned("invbert"),
     home=("obfuslm:k=4/plus=true", "bert"),
@@ -138,7 +138,7 @@ REALIGNED_INVBERT = ServiceAttackSpec(
 
 REALIGNED_ERA = ServiceAttackSpec(
     name="realigned-era",
-    about="era after the mixed dimensions are undone",
+    about="era after the mixing of dimensions is undone",
     source="Rasura",
     make=lambda: realigned("era"),
     home=("obfuslm:k=4/plus=true", "llama"),
@@ -147,7 +147,7 @@ REALIGNED_ERA = ServiceAttackSpec(
 
 REALIGNED_ROW_MIXTURE = ServiceAttackSpec(
     name="realigned-row-mixture",
-    about="row-mixture after the mixed dimensions are undone",
+    about="row-mixture after the mixing of dimensions is undone",
     source="Rasura",
     make=lambda: realigned("row-mixture"),
     home=("obfuslm:k=4/plus=true", "bert"),
@@ -156,7 +156,7 @@ REALIGNED_ROW_MIXTURE = ServiceAttackSpec(
 
 REALIGNED_DECIPHERMENT = ServiceAttackSpec(
     name="realigned-decipherment",
-    about="decipherment after the mixed dimensions are undone",
+    about="decipherment after the mixing of dimensions is undone",
     source="Rasura",
     make=lambda: realigned("decipherment"),
     home=("obfuslm:k=4/plus=true", "bert"),

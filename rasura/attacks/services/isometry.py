@@ -69,7 +69,7 @@ def moved(table: Tensor, rows: Tensor, onto: Tensor) -> Tensor:
 
 SPEC = ServiceAttackSpec(
     name="isometry",
-    about="undoes a rotation of the table that keeps distances",
+    about="undoes a rotation of the embedding table, which preserves distances",
     source="Rasura",
     make=Isometry,
     home=("sentinellms", "bert"),

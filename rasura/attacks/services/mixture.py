@@ -195,7 +195,7 @@ def swept(
 
 ROW_MIXTURE = ServiceAttackSpec(
     name="row-mixture",
-    about="which public rows a row was mixed of",
+    about="finds the public rows that each row was mixed from",
     source="Rasura",
     make=RowMixture,
     protection=True,
@@ -203,7 +203,7 @@ ROW_MIXTURE = ServiceAttackSpec(
 
 DECIPHERMENT = ServiceAttackSpec(
     name="decipherment",
-    about="rows and the order of ids together",
+    about="combines row-mixture with decipherment",
     source="Rasura",
     make=Decipherment,
     protection=True,

@@ -50,7 +50,7 @@ class Ednn:
 
 @dataclass(frozen=True)
 class TokenFrequency:
-    """TFA: the public token whose frequency in reference text is nearest (Zanella-Beguelin et al. 2020; ObfusLM, app. E)."""
+    """TFA: matches tokens by their frequency in reference text (Zanella-Beguelin et al. 2020; ObfusLM, app. E)."""
 
     name: str = "tfa"
 
@@ -116,35 +116,35 @@ def frequencies(seen: ServiceObservation) -> Unigram:
 
 BLIND = ServiceAttackSpec(
     name="blind",
-    about="guesses the usual tokens, without looking at what is sent",
+    about="baseline: guesses frequent tokens without looking at the data sent",
     source="Rasura: the baseline",
     make=BlindTokens,
 )
 
 KNN = ServiceAttackSpec(
     name="knn",
-    about="the public row nearest to the row that is sent",
+    about="takes the public row nearest to the row that is sent",
     source="Qu et al. 2021; ObfusLM, app. C.2",
     make=Knn,
 )
 
 EDNN = ServiceAttackSpec(
     name="ednn",
-    about="the public row with the least sum of absolute differences, means removed",
+    about="takes the public row with the smallest L1 distance after centring",
     source="Lin et al. 2024; ObfusLM, app. C.2",
     make=Ednn,
 )
 
 TFA = ServiceAttackSpec(
     name="tfa",
-    about="the public token whose frequency in reference text is nearest",
+    about="matches tokens by their frequency in reference text",
     source="Zanella-Beguelin et al. 2020; ObfusLM, app. E",
     make=TokenFrequency,
 )
 
 ERA = ServiceAttackSpec(
     name="era",
-    about="the public output layer names, from each last state, the token that follows",
+    about="predicts the next token from each final state with the public output layer",
     source="ObfusLM, sec. 5.2 and app. E",
     make=EmbeddingReplacement,
     home=("obfuslm:k=4", "llama"),

@@ -109,7 +109,7 @@ def gaussian(tables: Tables, usual: Tensor) -> Tensor:
 
 SPEC = ServiceAttackSpec(
     name="preimage",
-    about="what a replaced token stands for, by probability and language",
+    about="decodes replaced tokens by their probability and a language model",
     source="Rasura",
     make=Preimage,
     home=("santext+:epsilon=0.5", "bert"),

@@ -140,7 +140,7 @@ def judged(
 
 SPEC = ServiceAttackSpec(
     name="sda",
-    about="deciphers ids as a substitution cipher, with a learned judge",
+    about="deciphers ids as a substitution cipher, scored by a trained model",
     source="ObfusLM, sec. 5.2 and app. E",
     make=SubstitutionDecipherment,
 )

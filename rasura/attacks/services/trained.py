@@ -220,14 +220,14 @@ def _fitted(states: Tensor, wanted: Tensor, names: Tensor, epochs: int, rng: tor
 
 INVBERT = ServiceAttackSpec(
     name="invbert",
-    about="a model trained to name the tokens of states",
+    about="a model trained to predict tokens from hidden states",
     source="Kugler et al. 2021; ObfusLM, app. C.2",
     make=InvBert,
 )
 
 MLC = ServiceAttackSpec(
     name="mlc",
-    about="a classifier of the tokens that a text holds",
+    about="a classifier that predicts which tokens a text contains",
     source="Song and Raghunathan 2020; ObfusLM, app. C.2",
     make=MultiLabel,
 )

@@ -107,7 +107,7 @@ class Best:
 
 SPEC = AttackSpec(
     name="best",
-    about="the portfolio: cheap attacks first, until a text is certain",
+    about="portfolio: runs cheap attacks first and stops once a text is certain",
     source="Rasura",
     make=Best,
     seconds=60.0,

@@ -69,7 +69,7 @@ class Blind:
 
 SPEC = AttackSpec(
     name="blind",
-    about="guesses from the language alone, without looking at the update",
+    about="baseline: guesses from a language model without looking at the update",
     source="Rasura: the baseline of every audit",
     make=Blind,
     seconds=0.1,

@@ -270,7 +270,7 @@ class EmbeddingRows:
 
 SPEC = AttackSpec(
     name="embedding-rows",
-    about="reads the words off the word embedding's gradient",
+    about="finds the words in the gradient of the word embedding",
     source="Melis et al. 2019, sec. 4; Lu et al. 2022 (APRIL), sec. 3",
     make=EmbeddingRows,
     seconds=0.3,

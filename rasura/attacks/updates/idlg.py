@@ -56,7 +56,7 @@ def _whole(seen: Observation, name: str | None) -> Tensor | None:
 
 SPEC = AttackSpec(
     name="idlg",
-    about="reads the label of a single text off a sign",
+    about="reads the label of a single example from the sign of the gradient",
     source="Zhao et al. 2020 (iDLG), sec. 3",
     make=IDLG,
     seconds=0.1,

@@ -170,7 +170,7 @@ class LabelRecovery:
 
 SPEC = AttackSpec(
     name="labels",
-    about="reads the labels off the classifier's gradient",
+    about="recovers the labels from the gradient of the classifier",
     source="Zhao et al. 2020 (iDLG), sec. 3; Wainakh et al. 2022 (LLG), sec. 4",
     make=LabelRecovery,
     seconds=0.1,

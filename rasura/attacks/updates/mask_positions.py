@@ -68,7 +68,7 @@ class MaskPositions:
 
 SPEC = AttackSpec(
     name="mask-positions",
-    about="which entries of the word embedding are sealed or dropped names the words",
+    about="infers the words from which entries of the word embedding are encrypted or dropped",
     source="Rasura",
     make=MaskPositions,
     seconds=0.1,

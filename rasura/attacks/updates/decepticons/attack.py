@@ -58,7 +58,7 @@ class Decepticons:
 
 SPEC = AttackSpec(
     name="decepticons",
-    about="sends crafted weights, then reads every token from the update (needs --threat malicious-server)",
+    about="sends crafted weights and recovers every token from the update (needs --threat malicious-server)",
     source="Fowl et al. 2022 (Decepticons), sec. 3",
     make=Decepticons,
     seconds=5.0,

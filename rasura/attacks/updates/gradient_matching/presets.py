@@ -65,7 +65,7 @@ def grab() -> GradientMatching:
 
 DLG = AttackSpec(
     name="dlg",
-    about="gradient matching with squared distance",
+    about="gradient matching with squared L2 distance",
     source="Zhu et al. 2019 (DLG), Algorithm 1",
     make=dlg,
     seconds=250.0,
@@ -73,7 +73,7 @@ DLG = AttackSpec(
 
 TAG = AttackSpec(
     name="tag",
-    about="gradient matching with squared plus absolute distance",
+    about="gradient matching with squared L2 plus L1 distance",
     source="Deng et al. 2021 (TAG), sec. 3",
     make=tag,
     seconds=250.0,
@@ -81,7 +81,7 @@ TAG = AttackSpec(
 
 LAMP_COS = AttackSpec(
     name="lamp-cos",
-    about="gradient matching with cosine distance, reordering by gradient and language",
+    about="gradient matching with cosine distance; reorders tokens by gradient and language model",
     source="Balunovic et al. 2022 (LAMP), sec. 4",
     make=lamp_cos,
     seconds=70.0,
@@ -89,7 +89,7 @@ LAMP_COS = AttackSpec(
 
 LAMP_L1L2 = AttackSpec(
     name="lamp-l1l2",
-    about="gradient matching with squared plus absolute distance, and the same reordering",
+    about="gradient matching with L2 and L1 distance; reorders tokens as lamp-cos does",
     source="Balunovic et al. 2022 (LAMP), sec. 4",
     make=lamp_l1l2,
     seconds=120.0,
@@ -97,7 +97,7 @@ LAMP_L1L2 = AttackSpec(
 
 GRAB = AttackSpec(
     name="grab",
-    about="gradient matching that learns dropout masks and ends in a beam search",
+    about="gradient matching that learns dropout masks and ends with a beam search",
     source="Feng et al. 2024 (GRAB), sec. 4, Algorithms 1 and 2",
     make=grab,
     seconds=240.0,

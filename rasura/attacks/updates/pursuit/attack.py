@@ -123,7 +123,7 @@ def _texts(found: Mapping[int, Sequence[int]], ends: Sequence[int], batch: int) 
 
 SPEC = AttackSpec(
     name="pursuit",
-    about="tokens one by one from gradients in noise, or from their signs alone",
+    about="matching pursuit: recovers tokens one by one from noisy gradients or from their signs",
     source="Rasura, after orthogonal matching pursuit (Pati et al. 1993)",
     make=Pursuit,
     seconds=60.0,

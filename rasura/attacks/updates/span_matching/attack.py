@@ -224,7 +224,7 @@ class _Search:
 
 SPEC = AttackSpec(
     name="span-matching",
-    about="one text that fits all visible layers, whichever they are",
+    about="searches for one text that fits all visible layers",
     source="Rasura",
     make=SpanMatching,
     seconds=45.0,
