@@ -430,8 +430,10 @@ def area(low: float, high: float) -> dict[str, Any]:
 def test_the_verdict_is_beyond_an_interval_or_not_told() -> None:
     said, _ = page_of(area(0.45, 0.62))
     assert "Not told from guessing: with 400 texts, an AUC of up to 0.620 is not ruled out" in said
-    assert "Above guessing: b ranks" in page_of(area(0.45, 0.62), area(0.51, 0.6))[0]
-    assert "Above guessing: a ranks" in page_of(area(0.38, 0.49))[0], "turned around, it tells as much"
+    assert "Above guessing: b separates members from others" in page_of(area(0.45, 0.62), area(0.51, 0.6))[0]
+    assert "Above guessing: a separates members from others" in page_of(area(0.38, 0.49))[0], (
+        "turned around, it tells as much"
+    )
     assert "up to 0.650" in page_of(area(0.35, 0.52))[0]
 
     def rate(low: float) -> dict[str, Any]:

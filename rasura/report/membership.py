@@ -93,9 +93,7 @@ def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None) -> str:
         return "Above guessing: the model reveals which texts it was trained on."
     ranked = [r["attack"] for r in real if r["scores"]["auc"]["low"] > 0.5 or r["scores"]["auc"]["high"] < 0.5]
     if ranked:
-        few = (
-            " There are too few texts to tell how many members are found with few false alarms." if rate is not None else ""
-        )
+        few = " There are too few texts to tell how many members are found at few false alarms." if rate is not None else ""
         return f"Above guessing: {', '.join(ranked)} separates members from others, and its interval excludes guessing.{few}"
     n = real[0]["scores"]["auc"]["n"]
     high = max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real)
