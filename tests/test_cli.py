@@ -104,7 +104,7 @@ def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_fo
     assert "has shape (2, 3), the model's is (2, 64)" in attempt({name: torch.zeros(2, 3)})
     assert "NaN or infinity" in attempt({name: torch.full((2, 64), float("nan"))})
     (tmp_path / "bad.safetensors").write_text("not safetensors")
-    assert "is no safetensors file" in refused("read", tmp_path / "bad.safetensors", "--model", model_folder)
+    assert "is not a safetensors file" in refused("read", tmp_path / "bad.safetensors", "--model", model_folder)
     assert "does not exist" in refused("read", tmp_path / "none.safetensors", "--model", model_folder)
     assert "2 labels for a batch of 1" in refused(
         "read", path, "--model", model_folder, "--labels", "0,1", "--batch-size", "1"

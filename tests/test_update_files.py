@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import pickle
 import struct
@@ -55,9 +56,9 @@ def test_every_type_of_float_is_read(tmp_path: Path, victim: Victim, dtype: torc
         (torch.tensor([float("nan"), 0.0]), "NaN or infinity"),
         (torch.tensor([float("nan"), 0.0]).to(torch.float8_e4m3fn), "NaN or infinity"),
         (torch.tensor([float("inf"), 0.0]).to(torch.float8_e5m2), "NaN or infinity"),
-        (torch.tensor([1, 0]), "is I64; expected gradients"),
+        (torch.tensor([1, 0]), "is int64; expected gradients"),
         (torch.tensor([1 + 1j, 0]), "is C64; expected gradients"),
-        (torch.tensor([True, False]), "is BOOL"),
+        (torch.tensor([True, False]), "is bool"),
         (torch.zeros(3), r"has shape \(3,\), the model's is \(2,\)"),
     ],
 )
@@ -83,15 +84,15 @@ ENTRY = json.dumps(entry([2], 8))
     ("content", "says"),
     [
         (b"", "header does not fit"),
-        (b"\x00" * 8, "no safetensors file"),
+        (b"\x00" * 8, "not a safetensors file"),
         (struct.pack("<Q", 1 << 62) + b"{}", "header does not fit"),
-        (raw({NAME: entry([10**12], 4 * 10**12)}), "no safetensors file"),
-        (raw({NAME: entry([0, 10**15], 0)}), "has shape"),
+        (raw({NAME: entry([10**12], 4 * 10**12)}), "not a safetensors file"),
+        (raw({NAME: entry([0, 10**15], 0)}), "has the shape"),
         (raw(f'{{"{NAME}":{ENTRY},"{NAME}":{ENTRY}}}', b"\0" * 8), f"{NAME} stands in it twice"),
-        (raw("[" * 50_000), "no safetensors file"),
+        (raw("[" * 50_000), "not a safetensors file"),
         (raw({}), "holds no tensor"),
         (raw({"clasifier.bias": entry([2], 8)}, b"\0" * 8), "did you mean classifier.bias"),
-        (pickle.dumps({NAME: [1.0]}), "is a pickle, which is not opened"),
+        (pickle.dumps({NAME: [1.0]}), "is a pickle (or of torch.save before 1.6), which can run code and is never opened"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, victim: Victim, content: bytes, says: str) -> None:
@@ -109,23 +110,37 @@ class Trap:
         return (Path.touch, (self.path,))
 
 
-def test_archives_pickles_and_folders_are_never_opened(tmp_path: Path, victim: Victim) -> None:
+def test_no_pickle_runs(tmp_path: Path, victim: Victim) -> None:
     sprung = tmp_path / "sprung"
     np.save(tmp_path / "a.npy", np.array([Trap(sprung)], dtype=object), allow_pickle=True)
-    np.savez(tmp_path / "a.npz", **{NAME: np.zeros(2)})  # type: ignore[arg-type]  # of numpy: any name is one of an array
+    np.savez(tmp_path / "a.npz", **{NAME: np.array([Trap(sprung)], dtype=object)})  # type: ignore[arg-type]  # of numpy
     torch.save({NAME: torch.zeros(2), "trap": Trap(sprung)}, tmp_path / "a.pt")
-    for name, says in (("a.npy", "a NumPy array"), ("a.npz", "a zip archive"), ("a.pt", "a zip archive")):
+    torch.save({NAME: torch.zeros(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "sent.txt").write_bytes(base64.b64encode(pickle.dumps(Trap(sprung))))
+    expected = {
+        "a.npy": "holds Python objects", "a.npz": "holds Python objects", "a.pt": "trap is not a tensor",
+        "old.pt": "torch.save before 1.6", "sent.txt": "base64 of a pickle, as FederatedScope sends it",
+    }  # fmt: skip
+    for name, says in expected.items():
         for read in (load_update, load_hidden):
             assert says in refusal(read, tmp_path / name, victim)
     assert not sprung.exists()
-    assert "is a folder; expected a safetensors file" in refusal(load_update, tmp_path, victim)
+    (tmp_path / "empty").mkdir()
+    assert "is a folder without weights" in refusal(load_update, tmp_path / "empty", victim)
+
+
+def test_a_header_whose_length_begins_like_a_pickle_is_read(tmp_path: Path, victim: Victim) -> None:
+    header = json.dumps({NAME: entry([2], 8)})
+    (tmp_path / "u.safetensors").write_bytes(raw(header.ljust(0x280), struct.pack("<2f", 0.5, -2.0)))
+    assert (tmp_path / "u.safetensors").read_bytes().startswith(b"\x80\x02")
+    assert load_update(tmp_path / "u.safetensors", victim)[NAME].tolist() == [0.5, -2.0]
 
 
 def test_hidden_entries_are_bool(tmp_path: Path, victim: Victim) -> None:
     save_file({NAME: torch.tensor([True, False])}, tmp_path / "h.safetensors")
     assert load_hidden(tmp_path / "h.safetensors", victim)[NAME].tolist() == [False, True]
     save_file({NAME: torch.zeros(2)}, tmp_path / "h.safetensors")
-    assert "is F32; expected bool" in refusal(load_hidden, tmp_path / "h.safetensors", victim)
+    assert "is float32; expected bool" in refusal(load_hidden, tmp_path / "h.safetensors", victim)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +164,7 @@ def test_what_is_read_is_a_value_with_a_plain_form(tmp_path: Path, victim: Victi
     save_file({NAME: torch.tensor([0.5, -2.0])}, tmp_path / "u.safetensors")
     found = read_update(tmp_path / "u.safetensors", victim, ReadRequest("blind", lengths=[5]))
     plain = found.to_dict()
-    assert list(plain) == ["texts", "confidence", "attack", "tokens", "ordered", "labels", "seconds", "details"]
+    assert list(plain) == ["texts", "confidence", "attack", "tokens", "file", "ordered", "labels", "seconds", "details"]
     assert json.loads(json.dumps(plain)) == plain and plain["texts"] == list(found.texts) != []
     assert (found.status, found.reason, found.attack, found.seconds) == ("ok", "", "blind", plain["seconds"])
 
@@ -159,8 +174,10 @@ def test_an_update_without_a_visible_entry_is_not_read(tmp_path: Path, victim: V
     save_file({NAME: torch.tensor([True, True])}, tmp_path / "h.safetensors")
     found = read_update(tmp_path / "u.safetensors", victim, ReadRequest(hidden=tmp_path / "h.safetensors"))
     assert (found.status, found.texts) == ("not_applicable", ())
+    count = len(list(victim.model.parameters()))
     assert found.to_dict() == {
         "texts": [], "confidence": "none", "attack": "best", "tokens": [], "seconds": None,
+        "file": [f"u.safetensors: safetensors, 1 of the model's {count} parameters"],
         "reason": "every entry of the update is hidden, so that there is nothing to read",
     }  # fmt: skip
 

@@ -25,7 +25,7 @@ UPDATE, HIDDEN, ARCHIVE = b"U", b"H", b"Z"
 class Updates(Target):
     """``load_update`` and ``load_hidden`` for a model of two parameters; an archive of numpy is refused."""
 
-    name, share = "updates", 50
+    name, share = "updates", 20
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -195,9 +195,7 @@ def run_audit(
 
 @app.command()
 def read(
-    update: Annotated[
-        Path, typer.Argument(help="safetensors file with one tensor per parameter name; parameters may be missing")
-    ],
+    update: Annotated[Path, typer.Argument(help="file or folder that a framework wrote; see docs/reading.md")],
     model: Annotated[str, typer.Option(help="the model that produced the update: folder or hub id")],
     task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
     attack: Annotated[str, typer.Option(help="attack to run; best tries several in turn")] = "best",
@@ -211,6 +209,9 @@ def read(
     reference: Annotated[Path | None, typer.Option(help="file with texts of the same kind")] = None,
     language_model: Annotated[str | None, typer.Option(help="causal model that scores the order of words")] = None,
     how: Annotated[str, typer.Option("--update", help="kind of update; see: rasura list update-kinds")] = "fedsgd",
+    before: Annotated[Path | None, typer.Option(help="weights before the round, if UPDATE holds those after it")] = None,
+    before_round: Annotated[int | None, typer.Option(help="the round of these weights, found beside UPDATE")] = None,
+    names_from: Annotated[Path | None, typer.Option(help="adapter or model that names the arrays of a list")] = None,
     hidden: Annotated[
         Path | None, typer.Option(help="safetensors file of bool tensors, true where an entry of the update is hidden")
     ] = None,
@@ -238,23 +239,29 @@ def read(
     from rasura.core.interfaces import Budget
     from rasura.core.options import known
     from rasura.core.values import Task
-    from rasura.runs.reading import ReadRequest, read_update
+    from rasura.runs.reading import ReadRequest, adapter_among, read_update
     from rasura.victims.loading import load
 
     kind: Any = known("task", task, get_args(Task))
     if kind == "vision":
         raise InputError("read recovers text only; for images, use rasura audit FOLDER --task vision")
     level: Any = known("budget", budget, ("quick", "default", "paper"))
-    if not update.is_file():
-        raise InputError(f"{update} does not exist; expected a safetensors file with one tensor per parameter name")
-    victim = load(model, kind, num_labels=num_labels, seed=seed, device=device_named(device), allow_pickle=allow_pickle)
+    if not update.exists():
+        raise InputError(f"{update} does not exist; expected an update file or the folder of a checkpoint")
+    victim = load(
+        model, kind, num_labels=num_labels, seed=seed, device=device_named(device), allow_pickle=allow_pickle,
+        adapter=adapter_among(model, before, names_from),
+    )  # fmt: skip
     request = ReadRequest(
         attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"), lengths=numbers(lengths, "lengths"),
         dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden, reference=reference,
         language_model=language_model, update=how, budget=Budget(level, max_memory, entries), seed=seed,
+        before=before, before_round=before_round, names_from=names_from,
     )  # fmt: skip
     with err.status("reading"):
         found = read_update(update, victim, request)
+    for line in found.file:
+        err.print(line, markup=False, highlight=False, soft_wrap=True)
     if as_json:
         sys.stdout.write(json.dumps(found.to_dict(), ensure_ascii=False) + "\n")
         return

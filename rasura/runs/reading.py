@@ -1,9 +1,9 @@
-"""Reading an update that somebody captured elsewhere: one safetensors file, any subset of the parameters."""
+"""Reading an update that somebody captured elsewhere, in the file of any framework, any subset of the parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from rasura.data.text import load_examples
 from rasura.registry import attack as make_attack
 from rasura.registry import parse_update
 from rasura.runs.attempt import Outcome, Status, attempt
-from rasura.runs.update_files import load_hidden, load_update
+from rasura.runs.update_files import Update, holding, load_hidden, load_update, of_round, open_update
 from rasura.victims.loading import Victim, load
+
+__all__ = ["ReadRequest", "ReadResult", "adapter_among", "load_hidden", "load_update", "read_update"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,9 @@ class ReadRequest:
     entries the adversary does not see (``load_hidden``). ``reference``: a file of texts of the same kind.
     ``language_model``: the folder or hub id of a causal model. ``update``: how the file came about, as in
     ``rasura audit --update``; with ``fedavg-sgd:4:0.01`` it holds the weights after minus the weights before.
+    ``before``: a file or folder with the weights before the round, where the update's file holds the weights after it;
+    ``before_round``: the round whose global weights these are, looked for beside the file. ``names_from``: an adapter or
+    model whose weights a list without names holds.
 
     Raises ``InputError`` for what is wrong with it.
     """
@@ -48,6 +53,9 @@ class ReadRequest:
     update: str = "fedsgd"
     budget: Budget = field(default_factory=Budget)
     seed: int = 0
+    before: str | Path | None = None
+    before_round: int | None = None
+    names_from: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("labels", "lengths"):
@@ -62,6 +70,13 @@ class ReadRequest:
                 raise InputError(f"{len(given)} {name} for a batch of {self.size}; give one for each text")
         if self.local.kind == "fedsgd" and self.local.lora:
             raise InputError("update lora: pass the adapter's folder as --model instead; its gradient is fedsgd")
+        if self.before is not None and self.before_round is not None:
+            raise InputError("before and before_round both say which weights came before; give one of them")
+        if (self.before is not None or self.before_round is not None) and self.local.kind == "fedsgd":
+            raise InputError(
+                "a difference of weights is not a gradient: say how it was trained, with the learning rate, as in "
+                "--update fedavg-sgd:1:0.01 or --update fedavg-adamw:4:5e-5"
+            )
         _ = self.method
 
     @property
@@ -101,6 +116,7 @@ class ReadResult:
     ``verified``, ``span``, ``matched`` or ``none``, as in ``Reconstruction``. ``attack``: the one that gave the answer.
     ``tokens``: the token ids of each text, None where a position stayed open. ``labels``: a class id for each
     text. ``ordered``: false for a bag of tokens. ``seconds``: what the attack took.
+    ``file``: what the update's file was recognised as and how its names were matched, one line each.
     """
 
     status: Status
@@ -113,12 +129,13 @@ class ReadResult:
     labels: tuple[int, ...] | None = None
     seconds: float = 0.0
     details: Mapping[str, Parameter] = field(default_factory=dict)
+    file: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``rasura read --json`` prints them."""
         read = {
             "texts": list(self.texts), "confidence": self.confidence, "attack": self.attack,
-            "tokens": [list(text) for text in self.tokens],
+            "tokens": [list(text) for text in self.tokens], "file": list(self.file),
         }  # fmt: skip
         if self.status != "ok":
             return {**read, "seconds": None, "reason": self.reason}
@@ -135,21 +152,33 @@ def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = 
     or cannot be tried is the result's ``status``. Raises ``InputError`` for bad input.
     """
     request = request or ReadRequest()
-    seen = _observed(path, victim, request)
+    before = request.before if request.before_round is None else of_round(Path(path), request.before_round)
+    update = open_update(path, victim, before=before, names_from=request.names_from)
+    # What an attack computes must be of the weights that the client had.
+    with holding(victim.model, update.before):
+        seen = _observed(update, victim, request)
 
-    def guess() -> Reconstruction:
-        if all(n in seen.visible and not bool(seen.visible[n].any()) for n in seen.gradients):
-            raise NotApplicable("every entry of the update is hidden, so that there is nothing to read")
-        return request.method(seen, rng=generator(request.seed, "read"), budget=request.budget)
+        def guess() -> Reconstruction:
+            if all(n in seen.visible and not bool(seen.visible[n].any()) for n in seen.gradients):
+                raise NotApplicable("every entry of the update is hidden, so that there is nothing to read")
+            return request.method(seen, rng=generator(request.seed, "read"), budget=request.budget)
 
-    return _result(attempt(guess, raises=(Exception,)), victim, request)
+        outcome = attempt(guess, raises=(Exception,))
+    return replace(_result(outcome, victim, request), file=update.notes)
 
 
-def _observed(path: str | Path, victim: Victim, request: ReadRequest) -> Observation:
+def adapter_among(model: str | Path, *places: str | Path | None) -> Path | None:
+    """The first of ``places`` that is the folder of a PEFT adapter, for a ``model`` that is not one; else None."""
+    if (Path(model) / "adapter_config.json").is_file():
+        return None
+    return next((Path(p) for p in places if p is not None and (Path(p) / "adapter_config.json").is_file()), None)
+
+
+def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observation:
     """What whoever captured the update sees."""
     from rasura.victims.models import parts
 
-    entries, local = load_update(path, victim), request.local
+    entries, local = dict(update.entries), request.local
     if local.kind != "fedsgd":
         entries = {n: t / -local.learning_rate for n, t in entries.items()}
     if request.frozen_embeddings:

@@ -93,15 +93,16 @@ def load(
     seed: int = 0,
     device: str = "cpu",
     attacked: bool = True,
+    adapter: str | Path | None = None,
 ) -> Victim:
     """Load a classifier or causal model with its tokenizer, in eval mode, with eager attention, in float32.
 
     ``path_or_id`` is a folder, a hub id, ``"minilm"`` or ``"smollm2"``. A head that the folder lacks is drawn fresh
     from ``seed``, and that is logged; any other missing weight is refused. A PEFT adapter folder is loaded on its base
-    model (extra ``rasura[lora]``). For the task ``vision`` it is ``lenet``, ``cnn`` or a safetensors file with the
-    weights of one of them. ``attacked``: the parts that attacks on updates need must be there and work as they look;
-    False for models that are only trained or asked. Raises ``InputError`` for everything that is wrong with the
-    folder.
+    model (extra ``rasura[lora]``), or on ``path_or_id`` where it is given as ``adapter``. For the task ``vision`` it is
+    ``lenet``, ``cnn`` or a safetensors file with the weights of one of them. ``attacked``: the parts that attacks on
+    updates need must be there and work as they look; False for models that are only trained or asked. Raises
+    ``InputError`` for everything that is wrong with the folder.
     """
     name = str(path_or_id)
     if task == "vision":
@@ -123,8 +124,10 @@ def load(
     elif path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise InputError(f"model folder {name} does not exist")
     model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed)
-    if base != source:
-        model, fresh = with_adapter(model, path, fresh)
+    if base != source and adapter is not None:
+        raise InputError(f"{name} is an adapter itself; expected its base model beside the adapter {adapter}")
+    if base != source or adapter is not None:
+        model, fresh = with_adapter(model, path if adapter is None else Path(adapter), fresh)
     check_finite(model, name)
     tokenizer = _tokenizer(source if _has_tokenizer(path) else base, trust_remote_code)
     return _victim(model, tokenizer, task, name, device, attacked, fresh, seed)

@@ -1,0 +1,134 @@
+"""Update files of strangers, whichever framework wrote them: checked before anything is made of them, never executed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rasura.core.interfaces import InputError
+from rasura.runs.update_files.before import check_update, holding, of_round, subtracted
+from rasura.runs.update_files.entries import FLOATS, Entry, refusing
+from rasura.runs.update_files.names import Matched, listed, matched, targets, usual_orders
+from rasura.runs.update_files.sources import opened
+from rasura.victims.loading import Victim
+
+__all__ = ["MOST", "Update", "holding", "load_hidden", "load_update", "of_round", "open_update"]
+
+MOST = 1e14
+"""Entries are at most this in size, so that the squared norm of 10^10 of them is finite in float32."""
+
+HIDDEN = "bool, true where an entry is hidden"
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a file holds of a model's parameters, in float32.
+
+    ``before``: the weights before the round, where they were given. ``notes``: what the file was recognised as and how its
+    names were matched, one line each, for people.
+    """
+
+    entries: Mapping[str, Tensor]
+    before: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def load_hidden(path: str | Path, victim: Victim) -> dict[str, Tensor]:
+    """Which entries are visible, by parameter, from a file of bool tensors that are true where an entry is hidden.
+
+    Raises ``InputError`` for a missing or damaged file, unknown names, wrong shapes, and tensors that are not bool.
+    """
+    found = _matched(Path(path), victim.model, None)
+    return {n: ~t for n, t in _read(found, victim.model, Path(path), ("bool",), HIDDEN).items()}
+
+
+def load_update(path: str | Path, victim: Victim) -> dict[str, Tensor]:
+    """The tensors of an update file in float32, as ``open_update`` gives them."""
+    return dict(open_update(path, victim).entries)
+
+
+def open_update(
+    path: str | Path, victim: Victim, *, before: str | Path | None = None, names_from: str | Path | None = None
+) -> Update:
+    """The update in a file or folder of any framework, checked against the model.
+
+    ``before``: the weights before the round; the update is the weights in ``path`` minus these. ``names_from``: an adapter
+    or model, whose weights are those of a list without names. Raises ``InputError`` for a missing or damaged file, names and
+    shapes that the model does not have, whole numbers, NaN, infinity, entries above ``MOST``, weights where an update was
+    expected, and everything that could run code.
+    """
+    file, model = Path(path), victim.model
+    names = None if names_from is None else _names(Path(names_from), model)
+    found = _matched(file, model, names)
+    entries = _floats(found, model, file)
+    if before is None:
+        check_update(entries, model, str(file))
+        return Update(entries, notes=found.notes)
+    earlier = _matched(Path(before), model, names)
+    weights = _floats(earlier, model, Path(before))
+    changes = subtracted(entries, weights, str(file))
+    return Update(changes, weights, (*found.notes, *(f"before: {note}" for note in earlier.notes)))
+
+
+def _matched(file: Path, model: nn.Module, names: Sequence[str | None] | None) -> Matched:
+    with refusing(file):
+        source = opened(file)
+        return matched(source, model) if source.named else listed(source, model, names)
+
+
+def _names(path: Path, model: nn.Module) -> Sequence[str | None]:
+    """The parameters of the adapter or model in ``path``, in the order in which a list of its weights is sent.
+
+    A file that keeps no order, such as safetensors, says which weights; their order is the model's.
+    """
+    with refusing(path):
+        source = opened(path)
+        found, _ = targets(source, model) if source.named else ([], ())
+    if not source.named:
+        raise InputError(f"{path} has no names either; pass the adapter or model whose weights the list holds")
+    if source.ordered:
+        return found
+    held = set(found) - {None}
+    orders = usual_orders(model)
+    exact = next((order for order in orders.values() if set(order) - {None} == held), None)
+    return exact or tuple(n for n in orders["the state dict"] if n in held)
+
+
+def _floats(found: Matched, model: nn.Module, file: Path) -> dict[str, Tensor]:
+    out = {}
+    for name, tensor in _read(found, model, file, FLOATS, "gradients or weights: float64, 32, 16, bfloat16, float8").items():
+        # float8 knows no comparison, and float64 overflows float32: both are looked at in a type that holds them.
+        wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+        if not bool(torch.isfinite(wide).all()):
+            raise InputError(f"{file}: {name} holds NaN or infinity; expected finite gradients")
+        if wide.numel() and float(wide.abs().max()) > MOST:
+            raise InputError(
+                f"{file}: {name} holds entries above {MOST:g} in size; expected gradients, scaled to be smaller"
+            )
+        out[name] = wide.float()
+    return out
+
+
+def _read(found: Matched, model: nn.Module, file: Path, dtypes: Sequence[str], expected: str) -> dict[str, Tensor]:
+    """The tensors by parameter. All shapes and types are checked before the first is read."""
+    shapes = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    for name, entry in found.entries.items():
+        if entry.shape != shapes[name]:
+            raise InputError(
+                f"{file}: {name} has shape {entry.shape}, the model's is {shapes[name]}; pass the model it came from"
+            )
+        if entry.dtype not in dtypes:
+            raise InputError(f"{file}: {name} is {entry.dtype[:60]}; expected {expected}")
+    with refusing(file):
+        return {name: _whole(entry, file, name) for name, entry in found.entries.items()}
+
+
+def _whole(entry: Entry, file: Path, name: str) -> Tensor:
+    tensor = entry.read()
+    if tuple(tensor.shape) != entry.shape:
+        raise InputError(f"{file}: {name} has another shape than its file says")
+    return tensor

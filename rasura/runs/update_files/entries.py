@@ -1,0 +1,106 @@
+"""What every family of update files is turned into: tensors that are described and not yet read."""
+
+from __future__ import annotations
+
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from rasura.core.interfaces import InputError
+
+FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+"""Types that hold gradients and weights, by PyTorch's names."""
+
+MOST_TENSORS = 200_000
+"""Tensors of one file, at most: a model with 1,000 blocks of 100 tensors has half as many."""
+
+MOST_DIMENSIONS = 16
+"""Of a tensor: no layer has more than five."""
+
+DAMAGE = (
+    OSError, RuntimeError, TypeError, ValueError, LookupError, OverflowError, EOFError, MemoryError, RecursionError,
+    SyntaxError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error,
+)  # fmt: skip
+"""What libraries raise for files that are not what they seem."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file. ``name``: None in a list without names; ``dtype``: PyTorch's name of the type, or the file's
+    where PyTorch has none; ``read``: reads it, in its own type."""
+
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Source:
+    """An opened file or folder. ``kind``: what it was recognised as; ``ordered``: whether the order of the entries is the
+    writer's; ``states``: what undoes the quantisation of a tensor, by its name: numbers, words, and tensors."""
+
+    file: Path
+    kind: str
+    entries: Sequence[Entry]
+    ordered: bool = True
+    states: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+
+    def holding(self, entries: Sequence[Entry]) -> Source:
+        """The same with other entries."""
+        return replace(self, entries=entries, states={})
+
+    @property
+    def named(self) -> bool:
+        """Whether the entries have names."""
+        return all(entry.name is not None for entry in self.entries)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, cut to one short line."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:120] or type(error).__name__
+
+
+@contextmanager
+def refusing(place: Path, what: str = "is damaged or not an update file") -> Iterator[None]:
+    """Whatever reading ``place`` raises inside the block is an ``InputError`` of one printable line.
+
+    Names come from the file, so that a message may hold anything.
+    """
+    try:
+        yield
+    except InputError as error:
+        text = str(error)
+        if text.isprintable():
+            raise
+        raise InputError("".join(c if c.isprintable() else "?" for c in text)) from None
+    except DAMAGE as error:
+        why = "".join(c if c.isprintable() else "?" for c in first_line(error))
+        raise InputError(f"{place} {what} ({why})") from None
+
+
+def checked_shape(found: Sequence[object], where: str) -> tuple[int, ...]:
+    """``found`` as a shape. Raises ``InputError`` where it is not one."""
+    if len(found) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 48 for n in found):
+        raise InputError(f"{where} has the shape {str(tuple(found))[:60]}; expected sizes of 0 to 2^48")
+    return tuple(n for n in found if isinstance(n, int))
+
+
+def check_names(entries: Sequence[Entry], file: Path) -> None:
+    """Raises ``InputError`` where a file holds no tensor, too many, or one twice."""
+    if not entries:
+        raise InputError(f"{file} holds no tensor; expected one per parameter name")
+    if len(entries) > MOST_TENSORS:
+        raise InputError(f"{file} holds {len(entries)} tensors; expected at most {MOST_TENSORS}")
+    seen: set[str] = set()
+    for entry in entries:
+        if entry.name is not None and entry.name in seen:
+            raise InputError(f"{file}: {entry.name} stands in it twice; expected one tensor per parameter name")
+        seen |= {entry.name} if entry.name is not None else set()

@@ -1,0 +1,197 @@
+"""Which tensor of a file belongs to which parameter: names as frameworks wrap them, and lists without names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rasura.core.interfaces import InputError
+from rasura.core.options import known
+from rasura.runs.update_files.entries import Entry, Source
+
+WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"})
+"""What DDP, torch.compile, FSDP, activation checkpointing and PEFT put between the parts of a name."""
+
+ADAPTED = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save"})
+"""After these PEFT puts the adapter's name, which its files leave out."""
+
+COUNTED = frozenset({"position_ids", "inv_freq", "num_batches_tracked", "masked_bias"})
+"""Buffers that older state dicts hold: they are constants."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """Tensors by parameter; ``notes``: what was done with their names, for people."""
+
+    entries: Mapping[str, Entry]
+    notes: tuple[str, ...]
+
+
+def plain(name: str) -> str:
+    """``name`` without what wrappers and adapters put into it."""
+    out: list[str] = []
+    parts = iter(name.split("."))
+    for part in parts:
+        if part in WRAPPERS:
+            continue
+        if part in ADAPTED:
+            out += [part] if part != "modules_to_save" else []
+            adapter = next(parts, None)
+            out += [adapter] if adapter in ("weight", "bias") else []
+            continue
+        out.append(part)
+    return ".".join(out)
+
+
+def matched(source: Source, model: nn.Module) -> Matched:
+    """The entries of ``source`` by the parameter of ``model`` that each belongs to.
+
+    Prefixes that all names share are taken off or added. Buffers are left out. Raises ``InputError`` for a name that fits no
+    parameter, and for two tensors that fit the same one.
+    """
+    pairs, notes = targets(source, model)
+    out: dict[str, Entry] = {}
+    for entry, target in zip(source.entries, pairs):
+        if target is None:
+            continue
+        if target in out:
+            # Tied parameters stand in a state dict under each of their names.
+            shape = tuple(model.get_parameter(target).shape)
+            tied = plain(out[target].name or "") != plain(entry.name or "") and out[target].shape == entry.shape == shape
+            if not tied or not torch.equal(out[target].read(), entry.read()):
+                raise InputError(f"{source.file}: {entry.name} and another tensor belong to the same parameter {target}")
+            continue
+        out[target] = entry
+    if not out:
+        raise InputError(f"{source.file} holds no parameter of the model; pass the model it came from")
+    count = sum(1 for _ in model.parameters())
+    left = len(source.entries) - sum(target is not None for target in pairs)
+    told = [f"{source.file.name}: {source.kind}, {len(out)} of the model's {count} parameters"]
+    told += [f"{left} buffers were left out"] if left else []
+    return Matched(out, (*told, *notes))
+
+
+def targets(source: Source, model: nn.Module) -> tuple[list[str | None], tuple[str, ...]]:
+    """The parameter that each entry belongs to, None for buffers; and what was done with the names, for people.
+
+    Raises ``InputError`` for a name that fits nothing in the model.
+    """
+    own = _own(model)
+    names = [plain(entry.name or "") for entry in source.entries]
+    off, on = _shift(names, own, source)
+    buffers = {plain(n) for n, _ in model.named_buffers()}
+    out: list[str | None] = []
+    for name, entry in zip(names, source.entries):
+        short = on + name.removeprefix(off)
+        target = own.get(short) if name.startswith(off) else None
+        if target is None and short not in buffers and name.rsplit(".", 1)[-1] not in COUNTED:
+            raise InputError(_unknown(str(entry.name), source, model))
+        out.append(target)
+    changes = [f"the prefix {off!r} was taken off"] * bool(off) + [f"the prefix {on!r} was added"] * bool(on)
+    changes += next(([f"{e.name} was taken for {n}"] for e, n in zip(source.entries, out) if n and e.name != n), [])
+    return out, (f"names: {'; '.join(changes)}",) if changes else ()
+
+
+def _own(model: nn.Module) -> dict[str, str]:
+    """The model's parameters by plain name; tied ones under each of their names."""
+    first = {id(p): n for n, p in model.named_parameters()}
+    out: dict[str, str] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        # The copy that an adapter trains is the parameter; what it replaces is not.
+        if ".original_module." not in name:
+            out[plain(name)] = first[id(p)]
+    return out
+
+
+def _shift(names: Sequence[str], own: Mapping[str, str], source: Source) -> tuple[str, str]:
+    """The prefix to take off all names and the one to put before them, so that most fit a parameter."""
+    fitting: Counter[tuple[str, str]] = Counter()
+    ends: dict[str, list[str]] = {}
+    for target in own:
+        for prefix, rest in _cuts(target):
+            ends.setdefault(rest, []).append(prefix)
+    for name in names:
+        fitting[("", "")] += name in own
+        for prefix, rest in _cuts(name):
+            fitting[(prefix, "")] += rest in own
+        for prefix in ends.get(name, ()):
+            fitting[("", prefix)] += 1
+    most = max(fitting.values(), default=0)
+    best = [shift for shift, count in fitting.items() if count == most]
+    if ("", "") in best:
+        return "", ""
+    if len(best) > 1:
+        raise InputError(
+            f"{source.file}: {names[0]} could be {len(best)} parameters of the model; expected the names of the model's "
+            "parameters, with one prefix"
+        )
+    return best[0]
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """Every way to cut a name at a dot: the prefix with its dot, and the rest."""
+    place = name.find(".")
+    while place >= 0:
+        yield name[: place + 1], name[place + 1 :]
+        place = name.find(".", place + 1)
+
+
+def _unknown(name: str, source: Source, model: nn.Module) -> str:
+    if "lora_" in name and not any("lora_" in n for n, _ in model.named_parameters()):
+        return (
+            f"{source.file} holds LoRA weights ({name[:100]}) and the model has no adapter; pass the adapter's folder "
+            "of the round before as --before or --model"
+        )
+    try:
+        known(f"parameter in {source.file.name}", name[:200], [n for n, _ in model.named_parameters()])
+    except InputError as error:
+        return str(error)
+    return f"{source.file}: {name[:200]} stands beside names with another prefix; expected one prefix for all"
+
+
+def listed(source: Source, model: nn.Module, names: Sequence[str | None] | None) -> Matched:
+    """A list without names by the model's parameters.
+
+    ``names``: the parameters of the list in its order, None where it has a buffer; without them the orders that frameworks
+    use are tried, by number and shapes. Raises ``InputError`` where none fits, or several do.
+    """
+    shapes = [entry.shape for entry in source.entries]
+    held = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    orders = {"--names-from": tuple(names)} if names is not None else usual_orders(model)
+    fitting = {
+        label: order
+        for label, order in orders.items()
+        if len(order) == len(shapes) and all(n is None or held[n] == shape for n, shape in zip(order, shapes))
+    }
+    if not fitting:
+        counts = ", ".join(f"{len(order)} ({label})" for label, order in orders.items())
+        raise InputError(
+            f"{source.file} is a list of {len(shapes)} arrays without names, whose shapes fit no known order: {counts}; "
+            "pass --names-from with the adapter or model whose weights it holds"
+        )
+    if len(set(fitting.values())) > 1:
+        raise InputError(
+            f"{source.file} is a list without names that fits several orders ({', '.join(fitting)}); pass --names-from"
+        )
+    label, order = next(iter(fitting.items()))
+    entries: dict[str, Entry] = {}
+    for entry, name in zip(source.entries, order):
+        if name is not None and name not in entries:
+            entries[name] = entry
+    told = f"{source.file.name}: {source.kind}, a list of {len(shapes)} without names"
+    return Matched(entries, (told, f"order of the list: {label}"))
+
+
+def usual_orders(model: nn.Module) -> dict[str, tuple[str | None, ...]]:
+    """The orders in which frameworks send a model's weights without names: parameters, None for a buffer."""
+    first = {id(p): n for n, p in model.named_parameters()}
+    state = [(n, first.get(id(t))) for n, t in model.state_dict(keep_vars=True).items()]
+    tuned = [p for n, p in state if "lora_" in n]
+    saved = [p for n, p in state if ".modules_to_save." in n]
+    trainable = tuple(n for n, p in model.named_parameters() if p.requires_grad)
+    out: dict[str, tuple[str | None, ...]] = {"the adapter's weights, as PEFT lists them": (*tuned, *saved)} if tuned else {}
+    return {**out, "trainable parameters": trainable, "the state dict": tuple(p for _, p in state)}
