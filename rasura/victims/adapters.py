@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rasura.core.interfaces import InputError, MissingExtra
 from rasura.core.local import Adapter
 from rasura.core.values import Task
 from rasura.victims.models import parts
+from rasura.victims.on_disk import copied
 from rasura.victims.weights import check_files, first_line, read_config, some
 
 LARGEST_RANK = 10_000
@@ -93,7 +93,7 @@ def with_fresh_adapter(model: nn.Module, task: Task, adapter: Adapter | int, see
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        out: nn.Module = get_peft_model(copy.deepcopy(model), config)  # type: ignore[arg-type]  # a Hugging Face model
+        out: nn.Module = get_peft_model(copied(model), config)  # type: ignore[arg-type]  # a Hugging Face model
     return out.eval()
 
 

@@ -18,6 +18,7 @@ from rasura.core.values import NO_TEXT, Task, Vocabulary
 from rasura.victims.adapters import base_of, with_adapter
 from rasura.victims.embedded import embedded_path
 from rasura.victims.models import positions
+from rasura.victims.on_disk import check_stored, needs_disk, stored_model
 from rasura.victims.structure import verify_parts
 from rasura.victims.weights import (
     check_config,
@@ -94,6 +95,7 @@ def load(
     device: str = "cpu",
     attacked: bool = True,
     adapter: str | Path | None = None,
+    on_disk: bool | None = None,
 ) -> Victim:
     """Load a classifier or causal model with its tokenizer, in eval mode, with eager attention, in float32.
 
@@ -101,7 +103,9 @@ def load(
     from ``seed``, and that is logged; any other missing weight is refused. A PEFT adapter folder is loaded on its base
     model (extra ``rasura[lora]``), or on ``path_or_id`` where it is given as ``adapter``. For the task ``vision`` it is
     ``lenet``, ``cnn`` or a safetensors file with the weights of one of them. ``attacked``: the parts that attacks on
-    updates need must be there and work as they look; False for models that are only trained or asked. Raises
+    updates need must be there and work as they look; False for models that are only trained or asked. ``on_disk``: leave
+    the weights there (``rasura.victims.on_disk``); None: where they need more than half of the memory, for a model that
+    is attacked. Raises
     ``InputError`` for everything that is wrong with the folder.
     """
     name = str(path_or_id)
@@ -123,12 +127,14 @@ def load(
             raise InputError(f"{path} holds no config.json; expected a Hugging Face model folder")
     elif path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise InputError(f"model folder {name} does not exist")
-    model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed)
+    stays = on_disk if attacked else bool(on_disk)
+    model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed, stays)
     if base != source and adapter is not None:
         raise InputError(f"{name} is an adapter itself; expected its base model beside the adapter {adapter}")
     if base != source or adapter is not None:
         model, fresh = with_adapter(model, path if adapter is None else Path(adapter), fresh)
-    check_finite(model, name)
+    if not check_stored(model, name):
+        check_finite(model, name)
     tokenizer = _tokenizer(source if _has_tokenizer(path) else base, trust_remote_code)
     return _victim(model, tokenizer, task, name, device, attacked, fresh, seed)
 
@@ -214,7 +220,7 @@ def _tokenizer(source: str, trust_remote_code: bool) -> Any:
 
 
 def _model(
-    source: str, name: str, task: Task, num_labels: int, pickle: bool, remote: bool, seed: int
+    source: str, name: str, task: Task, num_labels: int, pickle: bool, remote: bool, seed: int, on_disk: bool | None
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """The model in ``source``, and the weights of its head that were drawn from ``seed``."""
     import transformers
@@ -245,7 +251,11 @@ def _model(
         check_config(known.to_dict(), name)
         if folder.is_dir() and not remote:
             with torch.device("meta"), torch.random.fork_rng(devices=[]):
-                check_size(folder, sum(p.numel() for p in kind.from_config(known).parameters()))
+                entries = sum(p.numel() for p in kind.from_config(known).parameters())
+            check_size(folder, entries)
+            if on_disk or (on_disk is None and needs_disk(entries)):
+                known.num_labels = num_labels if task == "classification" else known.num_labels
+                return stored_model(lambda: kind.from_config(known, attn_implementation="eager"), folder), ()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model, info = kind.from_pretrained(source, **options)

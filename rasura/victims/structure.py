@@ -164,6 +164,8 @@ def _first_block(model: nn.Module, watched: _Watched, known: Parts, ids: Tensor)
 
 
 def _head(watched: _Watched, known: Parts, logits: Tensor) -> str:
+    if not bool(torch.isfinite(logits).all()):
+        return "its logits for a text are NaN or infinity"
     if known.head is None:
         return "no output layer was found (looked for a linear layer behind the blocks)"
     name = known.head.module

@@ -1,0 +1,193 @@
+"""Large models whose weights stay on disk: memory-mapped in their own precision, and computed with in float32 part by part.
+
+A layer computes what it would with its weights in float32, since every bfloat16 and float16 is a float32. Only the order in
+which products are added up may differ. Beside the operating system's cache, memory is needed for one part of one layer, for
+activations, and for what is neither a linear layer nor an embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from rasura.core.interfaces import InputError
+from rasura.victims.weights import some
+
+PART = 1 << 22
+"""Weights of a layer that are in float32 at once: 16 MiB, which stays in a processor's cache."""
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+class StoredLinear(nn.Linear):
+    """A linear layer whose weight lies on disk: where it is of half precision, it is widened part by part when it is used.
+
+    What autograd keeps of it is where each part lies, so that a backward pass widens it again.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As ``nn.Linear``, in the precision of ``x`` ``(..., inputs)``."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        if self.weight.requires_grad or self.weight.dtype == x.dtype:
+            return functional.linear(x, self.weight.to(x.dtype), bias)
+        out = torch.cat([_linear(x, part) for part in torch.split(self.weight, max(1, PART // self.in_features))], -1)
+        return out if bias is None else out + bias
+
+
+def _linear(x: Tensor, part: Tensor) -> Tensor:
+    """``x`` times ``part`` ``(outputs, inputs)``, which is frozen and of another type."""
+    wide = part.to(x.dtype)
+    # Hooks live as long as the graph, so that they must not hold the wide weights themselves.
+    place, count = wide.data_ptr(), wide.numel()
+
+    def pack(kept: Tensor) -> Tensor | tuple[torch.Size, tuple[int, ...]]:
+        is_weight = kept.data_ptr() == place and kept.numel() == count
+        return (kept.shape, kept.stride()) if is_weight else kept
+
+    def unpack(kept: Tensor | tuple[torch.Size, tuple[int, ...]]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else part.to(x.dtype).as_strided(*kept)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return functional.linear(x, wide)
+
+
+class StoredEmbedding(nn.Embedding):
+    """An embedding of half precision that gives float32."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids).float()
+
+
+@contextmanager
+def _without_weights() -> Iterator[None]:
+    """Modules that are made inside the block have parameters without memory; buffers are as always."""
+
+    def empty(_: nn.Module, __: str, parameter: Any) -> Any:
+        if parameter is None or parameter.is_meta:
+            return None  # tied parameters stay the same object
+        return nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+
+    handle = register_module_parameter_registration_hook(empty)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    """The model that ``make`` makes, with the weights in ``folder``: of linear layers and embeddings on disk, others in
+    memory in float32. All are frozen.
+
+    Raises ``InputError`` where a weight is missing, has another shape, or is in no safetensors file.
+    """
+    with _without_weights():
+        model = make()
+    files = _files(folder)
+    held: dict[int, nn.Parameter] = {}
+    lacking = []
+    for name, module in model.named_modules():
+        kind = {nn.Linear: StoredLinear, nn.Embedding: StoredEmbedding}.get(type(module))
+        for key, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            whole = f"{name}.{key}" if name else key
+            if id(parameter) not in held:
+                found = _tensor(files, whole, model)
+                if found is None:
+                    lacking.append((whole, id(parameter)))
+                    continue
+                if found.shape != parameter.shape:
+                    shapes = f"{tuple(found.shape)}; config.json says {tuple(parameter.shape)}"
+                    raise InputError(f"{folder}: {whole} has the shape {shapes}")
+                stays = kind is not None and key == "weight" and found.dtype in (*HALF, torch.float32)
+                held[id(parameter)] = nn.Parameter(found if stays else found.float(), requires_grad=False)
+        if kind is not None:
+            module.__class__ = kind
+    missing = [n for n, parameter in lacking if parameter not in held]
+    if missing:
+        raise InputError(
+            f"{folder} lacks {len(missing)} of the model's weights ({some(missing)}); a head cannot be drawn here"
+        )
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[key] = held[id(parameter)]
+    return model.eval()
+
+
+def is_stored(model: nn.Module) -> bool:
+    """Whether weights of ``model`` are on disk."""
+    return any(isinstance(module, StoredLinear | StoredEmbedding) for module in model.modules())
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` that shares the weights which are on disk."""
+    stored = (m.weight for m in model.modules() if isinstance(m, StoredLinear | StoredEmbedding))
+    return copy.deepcopy(model, {id(weight): weight for weight in stored})
+
+
+def needs_disk(entries: int) -> bool:
+    """Whether so many weights in float32 need more than half of the machine's memory."""
+    try:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):  # a system that does not tell
+        return False
+    return 8 * entries > memory
+
+
+def check_stored(model: nn.Module, name: str) -> bool:
+    """Whether weights of ``model`` are on disk; NaN and infinity are refused in those in memory, and in embeddings.
+
+    Those of linear layers show in the logits of any text, which ``verify_parts`` looks at. Raises ``InputError``.
+    """
+    if not is_stored(model):
+        return False
+    linear = {id(m.weight) for m in model.modules() if isinstance(m, StoredLinear)}
+    read = ((n, p) for n, p in model.named_parameters() if id(p) not in linear or "embed" in n)
+    bad = [n for n, p in read if not all(bool(torch.isfinite(part).all()) for part in torch.split(p, 1 << 12))]
+    if bad:
+        raise InputError(f"{name}: {len(bad)} weights hold NaN or infinity ({some(bad)})")
+    return True
+
+
+def _files(folder: Path) -> Mapping[str, Any]:
+    """Every tensor's name with the opened file that holds it."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            paths = [folder / Path(str(n)).name for n in names]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise InputError(f"{index} is not an index of shards") from None
+    else:
+        paths = sorted(folder.glob("*.safetensors"))
+    out: dict[str, Any] = {}
+    for path in paths:
+        try:
+            opened: Any = safe_open(str(path), framework="pt")
+            out |= dict.fromkeys(opened.keys(), opened)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path} is not a safetensors file ({str(error).splitlines()[0][:100]})") from None
+    return out
+
+
+def _tensor(files: Mapping[str, Any], name: str, model: nn.Module) -> Tensor | None:
+    """A tensor by its name in the model, or without the prefix of the model's body; memory-mapped."""
+    body = f"{getattr(model, 'base_model_prefix', '')}."
+    for key in (name, name.removeprefix(body)):
+        if key in files:
+            found: Tensor = files[key].get_tensor(key)
+            return found
+    return None
