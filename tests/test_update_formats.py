@@ -423,6 +423,30 @@ def test_what_bitsandbytes_quantised_is_what_it_dequantises(tmp_path: Path, plai
     check(tmp_path / "a.safetensors", plain, exact, near=1e-6)
 
 
+@pytest.mark.parametrize(("kind", "near"), [("float16", 1e-3), ("blockwise8", 0.02), ("float4", 0.2), ("normfloat4", 0.2)])
+def test_what_nvflare_quantised_is_read(
+    tmp_path: Path, plain: Victim, monkeypatch: pytest.MonkeyPatch, kind: str, near: float
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    quantizer = pytest.importorskip("nvflare.app_opt.pt.quantization.quantizer")
+    context = pytest.importorskip("nvflare.apis.fl_context").FLContext()
+    monkeypatch.setattr(
+        torch.Tensor, "cuda", lambda tensor: tensor
+    )  # NVFlare asks for a GPU; bitsandbytes does not need one
+    update = sent(plain)
+    data, states, _ = quantizer.ModelQuantizer(kind).quantization(nested(update, "model."), context)
+    torch.save({"kind": "WEIGHT_DIFF", "data": data, "meta": {"quant_state": states}}, tmp_path / "dxo.pt")
+    check(tmp_path / "dxo.pt", plain, update, near=near)
+
+
+def test_the_model_that_nvflare_keeps_is_read(tmp_path: Path, plain: Victim) -> None:
+    formats = pytest.importorskip("nvflare.app_opt.pt.model_persistence_format_manager")
+    update = sent(plain)
+    manager = formats.PTModelPersistenceFormatManager(nested(update, "model."), default_train_conf={"train": {"model": "X"}})
+    torch.save(manager.to_persistence_dict(), tmp_path / "FL_global_model.pt")
+    check(tmp_path / "FL_global_model.pt", plain, update)
+
+
 def test_weights_after_minus_weights_before(tmp_path: Path, adapted: Victim, adapter_folder: Path) -> None:
     before = load_file(adapter_folder / "adapter_model.safetensors")
     after = {n: t + 0.01 * torch.randn_like(t) for n, t in before.items()}
