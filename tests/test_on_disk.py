@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from rasura.core.interfaces import InputError
 from rasura.runs.reading import ReadRequest, read_update
 from rasura.testing.tiny import tiny
-from rasura.victims.loading import Victim, load, with_fresh_adapter
+from rasura.victims.adapters import with_fresh_adapter
+from rasura.victims.loading import Victim, load
 from rasura.victims.on_disk import StoredEmbedding, StoredLinear, copied, is_stored, needs_disk
 
 WORDS = ["[PAD]", "[UNK]", *(f"w{i}" for i in range(298))]
@@ -66,7 +67,7 @@ def test_a_model_on_disk_computes_what_it_computes_in_memory(
 
 def test_gradients_of_adapters_are_the_same(both: tuple[Victim, Victim]) -> None:
     pytest.importorskip("peft")
-    stored, whole = (with_fresh_adapter(v, 4, 0) for v in both)
+    stored, whole = (with_fresh_adapter(v.model, v.task, 4, 0) for v in both)
     found: list[list[Tensor]] = []
     for model in (stored, whole):
         torch.manual_seed(0)
