@@ -215,6 +215,7 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
         "rasura.core.specs",
         "rasura.core.answers",
         "rasura.core.interfaces",
+        "rasura.core.local",
         "rasura.core.mechanisms",
         "rasura.core.protection",
         "rasura.core.rng",

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from rasura.cli.candidates import Candidates, SimulatedRounds, candidates_read
 from rasura.cli.outcome import conclude
 from rasura.cli.services import run_service_audit, service_planned
 from rasura.cli.shared import (
@@ -215,6 +216,8 @@ def read(
     hidden: Annotated[
         Path | None, typer.Option(help="safetensors file of bool tensors, true where an entry of the update is hidden")
     ] = None,
+    candidates: Candidates = None,
+    simulated_rounds: SimulatedRounds = 0,
     budget: Annotated[str, typer.Option(help="effort per attack: quick, default or paper")] = "default",
     max_memory: Annotated[int, typer.Option(help="memory limit of an attack in MiB")] = 4096,
     entries: Annotated[
@@ -258,6 +261,9 @@ def read(
         language_model=language_model, update=how, budget=Budget(level, max_memory, entries), seed=seed,
         before=before, before_round=before_round, names_from=names_from,
     )  # fmt: skip
+    if candidates is not None:
+        candidates_read(update, candidates, victim, request, simulated_rounds, as_json)
+        return
     with err.status("reading"):
         found = read_update(update, victim, request)
     for line in found.file:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -152,11 +153,7 @@ def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = 
     or cannot be tried is the result's ``status``. Raises ``InputError`` for bad input.
     """
     request = request or ReadRequest()
-    before = request.before if request.before_round is None else of_round(Path(path), request.before_round)
-    update = open_update(path, victim, before=before, names_from=request.names_from)
-    # What an attack computes must be of the weights that the client had.
-    with holding(victim.model, update.before):
-        seen = _observed(update, victim, request)
+    with observed(path, victim, request) as (update, seen):
 
         def guess() -> Reconstruction:
             if all(n in seen.visible and not bool(seen.visible[n].any()) for n in seen.gradients):
@@ -172,6 +169,16 @@ def adapter_among(model: str | Path, *places: str | Path | None) -> Path | None:
     if (Path(model) / "adapter_config.json").is_file():
         return None
     return next((Path(p) for p in places if p is not None and (Path(p) / "adapter_config.json").is_file()), None)
+
+
+@contextmanager
+def observed(path: str | Path, victim: Victim, request: ReadRequest) -> Iterator[tuple[Update, Observation]]:
+    """The update in the file ``path``, and what whoever captured it sees; inside, the victim's model holds the weights that
+    the client had, of which all that an attack computes must be."""
+    before = request.before if request.before_round is None else of_round(Path(path), request.before_round)
+    update = open_update(path, victim, before=before, names_from=request.names_from)
+    with holding(victim.model, update.before):
+        yield update, _observed(update, victim, request)
 
 
 def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observation:

@@ -1,0 +1,144 @@
+"""``rasura read --candidates``: for each given text whether it was in the round, and how much such an answer is worth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rasura.core.batches import Batch
+from rasura.core.interfaces import InputError
+from rasura.core.local import Local
+from rasura.core.rng import generator, permutation
+from rasura.core.updates import changed
+from rasura.data.text import Example, encode, load_examples
+from rasura.metrics.membership import Rate, auc, needed, tpr_at
+from rasura.registry.candidates import scores
+from rasura.runs.reading import ReadRequest, observed
+from rasura.victims.batching import joined, split
+from rasura.victims.loading import Victim
+
+LEVEL = 0.01
+"""False positives among texts that were not in the round, at most, where a candidate is said to have been in it."""
+
+ENOUGH = needed(LEVEL) - 1
+"""Reference texts without which no answer can hold that level."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One given text. ``score``: higher is likelier. ``p``: the fraction of texts that were not in the round and score as
+    high or higher, from the reference texts; None without them. ``verdict``: ``in the round``, ``not told`` or ``no level``.
+    """
+
+    text: str
+    score: float
+    p: float | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class CandidatesRead:
+    """The candidates in the file's order, and what the score is worth: its AUC and its true positives at 1 % false ones in
+    ``simulated`` rounds of reference texts; None where none was simulated, or with fewer texts than the level needs."""
+
+    candidates: tuple[Candidate, ...]
+    references: int
+    simulated: int = 0
+    auc: Rate | None = None
+    tpr: Rate | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as ``rasura read --candidates --json`` prints them."""
+        return asdict(self)
+
+
+def read_candidates(
+    path: str | Path, candidates: str | Path, victim: Victim, request: ReadRequest | None = None, simulated: int = 0
+) -> CandidatesRead:
+    """Say for each text of the file ``candidates`` whether it was in the round behind the update in ``path``.
+
+    ``request.reference``: texts of the same kind that were not in the round. With ``ENOUGH`` of them a candidate's ``p`` is
+    at most ``LEVEL`` for one in a hundred texts that were not in the round; with fewer there is no level and no answer.
+    ``simulated``: rounds trained here on half of the reference texts (``request.size`` where it is known), as
+    ``request.update`` says, to measure the score where the truth is known. Raises ``InputError`` for bad input.
+    """
+    request = request or ReadRequest()
+    given = load_examples(candidates)
+    references = [] if request.reference is None else list(load_examples(request.reference))
+    known = {e.text.strip() for e in given}
+    if both := sum(e.text.strip() in known for e in references):
+        raise InputError(f"{request.reference} holds {both} of the candidates; expected other texts of their kind")
+    rows, local = rows_of(victim, references), request.local
+    with observed(path, victim, request) as (_, seen):
+        sent, visible = seen.gradients, seen.visible
+        found = scores(victim.model, inputs_of(rows_of(victim, given)), sent, local, visible)
+        others = scores(victim.model, inputs_of(rows), sent, local, visible)
+        told = tuple(Candidate(e.text, s, *judged(s, others)) for e, s in zip(given, found))
+        if not simulated:
+            return CandidatesRead(told, len(references))
+        values, members = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed)
+    return CandidatesRead(told, len(references), simulated, auc(values, members), _at_level(values, members))
+
+
+def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:
+    """The p-value of ``score`` among ``others``, which were not in the round, and what it says at ``LEVEL``."""
+    if not others:
+        return None, "no level"
+    p = (1 + sum(not other < score for other in others)) / (1 + len(others))
+    if len(others) < ENOUGH or math.isnan(score):
+        return p, "no level"
+    return p, "in the round" if p <= LEVEL else "not told"
+
+
+def simulate(
+    victim: Victim,
+    rows: Sequence[Batch],
+    names: Sequence[str],
+    local: Local,
+    size: int | None,
+    rounds: int,
+    seed: int,
+) -> tuple[list[float], list[bool]]:
+    """Scores of ``rows`` in ``rounds`` rounds that each trained the parameters ``names`` on ``size`` of them (half where it
+    is not known), those of a round less their mean outside it; and which were in."""
+    inside = size or len(rows) // 2
+    if inside < 1 or len(rows) - inside < 1:
+        raise InputError(f"{len(rows)} reference texts for rounds of {inside}; expected more, so that some stay outside")
+    values: list[float] = []
+    members: list[bool] = []
+    for number in range(rounds):
+        rng = generator(seed, "candidates", number)
+        order = permutation(len(rows), rng).tolist()
+        batch = joined([rows[k] for k in order[:inside]], victim.vocabulary.pad_id or 0)
+        device = next(victim.model.parameters()).device
+        order_of = partial(permutation, rng=rng)
+        sent, _ = changed(victim.model, batch.to(device).inputs(), names, local, order_of)
+        found = torch.tensor(scores(victim.model, inputs_of([rows[k] for k in order]), sent, local), dtype=torch.double)
+        values += (found - found[inside:].mean()).tolist()
+        members += [True] * inside + [False] * (len(rows) - inside)
+    return values, members
+
+
+def _at_level(values: Sequence[float], members: Sequence[bool]) -> Rate | None:
+    return tpr_at(values, members, LEVEL) if min(sum(members), len(members) - sum(members)) >= needed(LEVEL) else None
+
+
+def inputs_of(rows: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
+    """The keyword arguments of the model for each of ``rows``."""
+    return [row.inputs() for row in rows]
+
+
+def rows_of(victim: Victim, examples: Sequence[Example]) -> list[Batch]:
+    """``examples`` as the model takes them, one text each; cut where they are too long, as training does."""
+    if not examples:
+        return []
+    labels = victim.num_labels if victim.task == "classification" else 2
+    return split(
+        encode(examples, victim.tokenizer, victim.task, max_length=victim.max_length, num_labels=labels, truncate=True)
+    )

@@ -1,0 +1,112 @@
+"""Candidates: which given texts were in a round, by their own gradients; and no answer where nothing backs one."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rasura.attacks.updates.candidates import agreement, fall, scores
+from rasura.core.interfaces import InputError
+from rasura.core.updates import changed
+from rasura.data.text import Example
+from rasura.metrics.membership import auc
+from rasura.registry import parse_update
+from rasura.runs.candidates import ENOUGH, inputs_of, judged, read_candidates, rows_of, simulate
+from rasura.runs.reading import ReadRequest
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from rasura.victims.loading import Victim, load
+
+ROWS = [batch_of([[CLS, 3 + k, 20 + k, 40 - k, 9, SEP]], "classification", [k % 2]) for k in range(8)]
+
+
+def victim() -> Victim:
+    return Victim(tiny("bert", "classification", num_labels=2), None, VOCABULARY, "classification", "tiny", 64, 2)
+
+
+@pytest.mark.parametrize(
+    "update", ["fedsgd", "local:batch=2/lr=1e-3/epochs=2", "local:batch=4/epochs=3/lr=1e-3/schedule=linear"]
+)
+def test_the_texts_of_a_round_score_above_others(update: str) -> None:
+    from rasura.victims.batching import joined
+
+    one, (local, _) = victim(), parse_update(update)
+    inside = joined(ROWS[:4], 0).inputs()
+    names = [n for n, _ in one.model.named_parameters()]
+    sent, _ = changed(one.model, inside, names, local)
+    before = copy.deepcopy(one.model.state_dict())
+    found = scores(one.model, inputs_of(ROWS), sent, local)
+    assert auc(found, [True] * 4 + [False] * 4).mean > 0.7
+    assert all(torch.equal(w, before[n]) for n, w in one.model.state_dict().items())
+
+
+def test_the_scores_against_the_plain_definitions() -> None:
+    model, (local, _) = tiny("bert", "classification", num_labels=2).double(), parse_update("local:batch=0/lr=1e-3")
+    names = [n for n, _ in model.named_parameters()]
+    sent, _ = changed(model, ROWS[0].inputs(), names, local)
+    out = model(**ROWS[1].inputs()).loss
+    out.backward()
+    own = torch.cat([p.grad.flatten() for n, p in model.named_parameters() if n in sent and p.grad is not None])
+    flat = torch.cat([sent[n].flatten() for n, p in model.named_parameters() if n in sent and p.grad is not None])
+    whole = torch.cat([g.flatten() for g in sent.values()])
+    assert agreement(model, ROWS[1].inputs(), sent) == pytest.approx(
+        float(own @ flat / (own.norm() * whole.norm())), rel=1e-9
+    )
+    after = copy.deepcopy(model)
+    with torch.no_grad():
+        for n, g in sent.items():
+            after.get_parameter(n).sub_(1e-3 * g)
+        first, last = float(model(**ROWS[1].inputs()).loss), float(after(**ROWS[1].inputs()).loss)
+    assert fall(model, ROWS[1].inputs(), sent, local) == pytest.approx((first - last) / first, rel=1e-9)
+
+
+def test_an_answer_needs_a_level() -> None:
+    others = [k / 100 for k in range(ENOUGH)]
+    assert ENOUGH == 99
+    assert judged(5.0, others) == (0.01, "in the round")
+    assert judged(0.98, others) == (0.02, "not told")  # it ties with the highest
+    assert judged(0.5, others)[1] == "not told"
+    assert judged(5.0, others[1:])[1] == "no level"
+    assert judged(5.0, []) == (None, "no level")
+    assert judged(float("nan"), others) == (1.0, "no level")
+
+
+def test_nothing_is_said_of_an_empty_update() -> None:
+    one = victim()
+    with pytest.raises(InputError, match="no candidate can be told"):
+        scores(one.model, inputs_of(ROWS[:1]), {n: torch.zeros_like(p) for n, p in one.model.named_parameters()})
+
+
+def test_simulated_rounds_say_what_the_score_is_worth() -> None:
+    one, (local, _) = victim(), parse_update("local:batch=2/lr=1e-3")
+    names = [n for n, _ in one.model.named_parameters()]
+    values, members = simulate(one, ROWS, names, local, 3, 2, seed=0)
+    assert len(values) == 16 and sum(members) == 6
+    assert (values, members) == simulate(one, ROWS, names, local, 3, 2, seed=0)
+    with pytest.raises(InputError, match="expected more"):
+        simulate(one, ROWS, names, local, 8, 1, seed=0)
+
+
+def test_candidates_of_a_file(tmp_path: Path, minilm_path: Path) -> None:
+    one = load(minilm_path, "classification")
+    texts = ["the patient owes 4250 euros", "the court sits at noon", "a letter came from basel", "snow fell all night"]
+    batch = rows_of(one, [Example(texts[0], None, 1)])[0]
+    sent, _ = changed(one.model, batch.inputs(), [n for n, _ in one.model.named_parameters()])
+    save_file({n: g.contiguous() for n, g in sent.items()}, str(tmp_path / "update.safetensors"))
+    files = {}
+    for name, some in (("given", texts[:2]), ("others", texts[2:])):
+        files[name] = tmp_path / f"{name}.jsonl"
+        files[name].write_text("".join(json.dumps({"text": t, "label": 1}) + "\n" for t in some), encoding="utf-8")
+    request = ReadRequest(reference=files["others"])
+    found = read_candidates(tmp_path / "update.safetensors", files["given"], one, request, simulated=2)
+    first, second = found.candidates
+    assert first.score > 0.999 and first.score > second.score
+    assert first.p == pytest.approx(1 / 3) and first.verdict == "no level"
+    assert found.auc is not None and found.tpr is None and found.references == 2
+    with pytest.raises(InputError, match="1 of the candidates"):
+        (tmp_path / "others.jsonl").write_text(json.dumps({"text": texts[0], "label": 1}) + "\n", encoding="utf-8")
+        read_candidates(tmp_path / "update.safetensors", files["given"], one, request)
