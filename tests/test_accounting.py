@@ -171,7 +171,7 @@ def test_the_command_line() -> None:
     first, second, third = told["rows"]
     assert first["pld"] < first["rdp"] and second["target"] == 8 and second["pld"] <= 8.001 and third["pure"] == 4000
     table = rasura_command("account", "--sigma", "1", "--examples", "1000", "--delta", "0.001")
-    assert "epsilon (PLD)" in table.stdout and "Poisson" in table.stdout and "publishing one text" in table.stderr
+    assert "epsilon (PLD)" in table.stdout and "Poisson" in table.stdout and "publishing one example in full" in table.stderr
     assert "sigma is -1.0" in refused("account", "--sigma", "-1", "--examples", "10")
     assert "--sigma, --target-epsilon or --kappa" in refused("account", "--examples", "10")
 

@@ -246,7 +246,7 @@ def test_the_report_masks_and_escapes(run: Path) -> None:
     assert any(n in write_report(run, show_text=True).read_text().lower() for n in names)
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html), "nothing is fetched"
     assert "<script" not in html and "This file is personal data" in html
-    assert "Why an attack has no figure" in html  # span fails in noise
+    assert "Why an attack has no result" in html  # span fails in noise
     assert "not measured against an adversary who knows it: add --attack pursuit,grab" in html
 
 
@@ -258,7 +258,7 @@ def test_the_report_shows_what_sealing_costs_and_at_which_strengths_it_was_tried
     assert sizes["none"] == sizes["sealing:grad=0.6"] < sizes[defenses[3]] < sizes[defenses[4]]
     assert all(r.defense_seconds > 0 for r in records if "bfv" in r.defense)
     page = write_report(tmp_path).read_text()
-    assert ("Why an attack has no figure" in page) == any(r.reason for r in records)
+    assert ("Why an attack has no result" in page) == any(r.reason for r in records)
     assert "Risk against the strength of sealing:grad" in page and "Risk against the bytes of an update" in page
     bytes_of = page[page.index("Risk against the bytes") :]
     assert bytes_of[: bytes_of.index("</svg>")].count("<circle") == len(defenses) - 1
