@@ -217,7 +217,7 @@ def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, mode
     done = CliRunner().invoke(app, [str(part) for part in (*common, "--fpr", "0.1", "--epsilon", "2")])
     said = " ".join(done.output.split())
     assert done.exit_code == 0, done.output
-    assert "Asked about 30 texts that the model was trained on and 30 that it was not" in said
+    assert "Asked about 30 texts that the model was trained on and 30 other texts, the best attack (" in said
     assert "permits an AUC of at most 0.881" in said and "by length with AUC" in said
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<polyline") == 4 and "http" not in page and "others taken for members" in page

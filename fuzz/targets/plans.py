@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -10,7 +11,8 @@ from random import Random
 from fuzz.mutations import damaged
 from fuzz.target import Target, write_shared
 from rasura.runs.plans import from_toml
-from rasura.studies.files import load_study
+from rasura.studies.files import load_study, names
+from rasura.studies.papers import LISTS
 
 LINE = re.compile(r"^(\s*[\w.]+ *= *)(.+)$", re.MULTILINE)
 VALUES = (
@@ -21,6 +23,8 @@ VALUES = (
     '["a+b:c=d/e"]', '"""x"""', "[" * 50 + "]" * 50,
 )  # fmt: skip
 STUDY, PLAN = b"S", b"P"
+STUDIES = Path(__file__).parents[2] / "studies"
+PAPER = re.compile(rb"# (calibration|ghost|grab|obfuslm|selective-encryption)\n")
 
 AUDIT = """
 model = "minilm"
@@ -45,8 +49,10 @@ class Plans(Target):
     name, share = "plans", 130
 
     def seeds(self) -> list[bytes]:
-        studies = sorted((Path(__file__).parents[2] / "studies").rglob("*.toml"))
-        return [PLAN + AUDIT.encode(), *(STUDY + file.read_bytes() for file in studies)]
+        # The first line says which paper's lists a study's rows are in.
+        studies = [(name, f"# {name.partition('/')[0]}\n".encode()) for name in names(STUDIES)]
+        read = (STUDY + paper + (STUDIES / f"{name}.toml").read_bytes() for name, paper in studies)
+        return [PLAN + AUDIT.encode(), *read]
 
     def mutated(self, rng: Random, seeds: Sequence[bytes]) -> bytes:
         seed = seeds[0] if rng.random() < 0.4 else rng.choice(seeds)
@@ -71,7 +77,12 @@ class Plans(Target):
 
     def read(self, data: bytes) -> None:
         if data[:1] == STUDY:
-            write_shared(self.folder / "study.toml", data[1:])
-            load_study("study", self.folder)
+            if not (self.folder / LISTS).exists():
+                shutil.copytree(STUDIES / LISTS, self.folder / LISTS)
+            found = PAPER.match(data[1:])
+            paper = found[1].decode() if found else "grab"
+            (self.folder / paper).mkdir(exist_ok=True)
+            write_shared(self.folder / paper / "study.toml", data[1:])
+            load_study(f"{paper}/study", self.folder)
             return
         from_toml(write_shared(self.folder / "plan", data[1:])).checked()
