@@ -461,7 +461,9 @@ def found_with(low: float, high: float, **plan: Any) -> str:
 
 
 def test_an_attack_beyond_what_epsilon_permits_is_named_and_one_within_is_not() -> None:
-    assert "permits an AUC of at most 0.731; no attack exceeds it by more than its interval" in found_with(0.70, 0.90, epsilon=1.0)
+    assert "permits an AUC of at most 0.731; no attack exceeds it by more than its interval" in found_with(
+        0.70, 0.90, epsilon=1.0
+    )
     assert "and rmia is above it" in found_with(0.75, 0.90, epsilon=1.0)
     assert "and rmia is above it" in found_with(0.10, 0.25, epsilon=1.0)  # turned around, it tells as much
     assert "permits" not in found_with(0.75, 0.90)
