@@ -191,11 +191,11 @@ def test_ids_that_a_protection_chose_are_trained_on(tmp_path: Path, model_folder
 
 
 def test_a_defense_is_parsed_once_and_handed_on(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rasura.runs import training
+    from rasura.runs import train_plan
 
     read: list[str] = []
     parse = parse_defense
-    monkeypatch.setattr(training, "parse_defense", lambda text: read.append(text) or parse(text))
+    monkeypatch.setattr(train_plan, "parse_defense", lambda text: read.append(text) or parse(text))
     path = notes(tmp_path)
     plan = TrainPlan(
         str(path), model=str(model_folder), defenses=("none", "gaussian:0.001"), seeds=2, recipe=Recipe(epochs=1)
@@ -212,7 +212,7 @@ def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder:
     assert "constant, linear or cosine" in refused("train", data, *common, "--schedule", "step")
     assert "warmup is 1.0" in refused("train", data, *common, "--schedule", "linear", "--warmup", "1")
     assert "linear and cosine schedules" in refused("train", data, *common, "--warmup", "0.1")
-    assert "takes a whole round" in refused("train", data, *common, "--update", "fedavg-sgd:4")
+    assert "expected a full local training" in refused("train", data, *common, "--update", "fedavg-sgd:4")
     assert "too few" in refused("train", notes(tmp_path, "one.jsonl", 1), *common)
     assert "unknown task" in refused("train", data, *common, "--task", "vision")
 
