@@ -417,10 +417,6 @@ def test_no_function_is_longer_than_a_page() -> None:
 
 LONGEST_FILE = 300
 LONG_FILES = {
-    "rasura.attacks.updates.span.attack": "one attack in stages that share what was found so far",
-    "rasura.runs.calibration": "one search, from the plan to what is recommended",
-    "rasura.runs.membership": "one run, from the plan to the records",
-    "rasura.victims.loading": "what a folder can hold, and why it is refused",
     "rasura.victims.models": "one table of how each family of models is built",
 }
 """Modules that may have more lines than ``LONGEST_FILE``, and why; never more than five."""
