@@ -26,7 +26,7 @@ from lora_setting import (
     victim_of,
 )  # fmt: skip
 
-from rasura.attacks.updates.candidates import agreement, fall
+from rasura.attacks.updates.candidates import agreement, fall, last_weights
 from rasura.core.local import Local
 from rasura.metrics.membership import Rate, auc, needed, tpr_at
 from rasura.registry import parse_update
@@ -54,11 +54,11 @@ def draws(told: Any, lines: Lines, local: Local) -> None:
         seen = seen_of(model, victim, sent, local, told.examples)
         model = seen.model  # the adversary's copy, on the CPU
         model = model.to(told.device)
-        on = {n: g.to(told.device) for n, g in sent.items()}
+        after = last_weights(model, sent, local)
         row: dict[str, Any] = {**where, "fall": [], "agreement": [], "before": []}
         for text in (*inside, *outside):
             text = text.to(told.device)
-            row["fall"].append(fall(model, text.inputs(), on, local))
+            row["fall"].append(fall(model, text.inputs(), after))
             row["agreement"].append(agreement(model, text.inputs(), sent))
             row["before"].append(-float(model(**text.inputs()).loss.detach()))
         model.to("cpu")

@@ -10,7 +10,8 @@ import torch
 from span_setting import TEXTS, seen_by_server
 from torch import nn
 
-from rasura.attacks.shared.verify import VERIFIED, check, relative_error
+from rasura.attacks.shared.comparing import relative_error
+from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.grouping import cluster, projections
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rasura.attacks.shared.comparing import cosine, relative_error
 from rasura.attacks.shared.decoys import decoys, weakest
 from rasura.attacks.shared.verify import (
     apart,
@@ -22,7 +23,6 @@ from rasura.attacks.shared.verify import (
     pad,
     prove,
     prove_rows,
-    relative_error,
     told,
     verified,
 )
@@ -103,6 +103,7 @@ def test_the_error_of_an_exact_guess_does_not_grow_with_the_model() -> None:
     """Float32 sums of 20 million entries are off by 1e-4 and more, as much as with other threads they differ."""
     observed = {"w": torch.rand(20_000_000, generator=generator(0))}
     assert relative_error({"w": 3 * observed["w"]}, observed) < 1e-6
+    assert cosine({"w": 3 * observed["w"]}, observed) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_hidden_entries_count_on_neither_side() -> None:

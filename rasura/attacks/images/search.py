@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from rasura.attacks.images.layers import ImageGradients, LayerInput, layer_input
-from rasura.attacks.shared.verify import relative_error
+from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.updates.gradient_matching.factors import Factor
 from rasura.core.interfaces import AttackFailed
 from rasura.core.rng import child

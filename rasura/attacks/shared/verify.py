@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.shared.decoys import Texts, decoys, free_places, weakest, words
 from rasura.core.interfaces import AttackFailed
 from rasura.core.rng import generator
@@ -41,9 +42,6 @@ CHANCE = 1e-6
 
 MOST_LABELINGS = 64
 
-CHUNK, SHORT = 2**20, 2**10
-"""Entries that are compared at once, and those of them that are added up in the entries' own precision."""
-
 
 def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Id sequences as ``input_ids`` and ``attention_mask``, both ``(batch, longest)``."""
@@ -54,45 +52,6 @@ def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
         ids[row, : len(t)] = torch.tensor(list(t))
         mask[row, : len(t)] = 1
     return ids, mask
-
-
-def relative_error(
-    guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None
-) -> float:
-    """``||a * guess - observed|| / ||observed||`` over visible entries, at the best scale ``a`` (clipping rescales)."""
-    pairs = []
-    inner = own = square = 0.0
-    for name, target in observed.items():
-        mask = None if visible is None else visible.get(name)
-        b = target.flatten() if mask is None else target[mask]
-        square += _inner(b, b)
-        if name in guess:
-            a = guess[name].flatten() if mask is None else guess[name][mask]
-            inner += _inner(a, b)
-            own += _inner(a, a)
-            pairs.append((a, b))
-    if square == 0.0 or own == 0.0:
-        return math.inf
-    scale = max(inner, 0.0) / own
-    # The difference itself, not 1 - cos^2: that would vanish below the square root of the precision.
-    missed = square - sum(_inner(b, b) for _, b in pairs)
-    error = max(missed, 0.0) + sum(_missed(a, b, scale) for a, b in pairs)
-    return math.sqrt(error / square)
-
-
-def _inner(a: Tensor, b: Tensor) -> float:
-    """``<a, b>`` of flat tensors. Long float32 sums are off by up to a thousandth, so short ones are added up in float64."""
-    return sum(_total(x * y) for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK)))
-
-
-def _missed(a: Tensor, b: Tensor, scale: float) -> float:
-    """``||b - scale * a||^2`` of flat tensors, added up likewise."""
-    return sum(_total((y - scale * x).square()) for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK)))
-
-
-def _total(x: Tensor) -> float:
-    whole = len(x) // SHORT * SHORT
-    return float(x[:whole].view(-1, SHORT).sum(1).double().sum() + x[whole:].double().sum())
 
 
 def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from rasura.attacks.shared.comparing import cosine
 from rasura.core.errors import InputError
 from rasura.core.local import FEDSGD, Local
 from rasura.core.updates import changed
@@ -28,48 +29,27 @@ def agreement(
     Raises ``InputError`` where either is zero or no number: nothing can be said then.
     """
     own, _ = changed(model, text, list(sent))
-    inner = size = whole = 0.0
-    for name, entries in sent.items():
-        mask = None if visible is None else visible.get(name)
-        target = entries.flatten() if mask is None else entries[mask]
-        whole += float(target.norm().double()) ** 2
-        if name in own:
-            gradient = own[name].flatten() if mask is None else own[name][mask]
-            inner += float(gradient @ target)
-            size += float(gradient.norm().double()) ** 2
-    if not 0 < size * whole < float("inf"):
+    found = cosine(own, sent, visible)
+    if math.isnan(found):
         raise InputError("the update or a candidate's gradient is zero or no number; no candidate can be told from others")
-    return inner / math.sqrt(size * whole)
+    return found
 
 
-def fall(model: nn.Module, text: Mapping[str, Tensor], sent: Gradients, local: Local) -> float:
-    """How far the loss of one ``text`` falls from the round's first weights to its last, over the first loss."""
-    before = dict(model.named_parameters())
-    after = {n: before[n].detach() - local.learning_rate * g.to(before[n]) for n, g in sent.items()}
-    inputs = {name: value.to(next(iter(before.values())).device) for name, value in text.items()}
+def last_weights(model: nn.Module, sent: Gradients, local: Local) -> dict[str, Tensor]:
+    """The parameters that were ``sent`` as they are at the end of the round."""
+    return {n: model.get_parameter(n).detach() - local.learning_rate * g.to(model.get_parameter(n)) for n, g in sent.items()}
+
+
+def fall(model: nn.Module, text: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
+    """How far the loss of one ``text`` falls from the round's first weights to its last, ``after``, over the first loss."""
+    device = next(model.parameters()).device
+    inputs = {name: value.to(device) for name, value in text.items()}
     with torch.no_grad():
         first = float(model(**inputs).loss)
-        last = float(torch.func.functional_call(model, after, (), inputs).loss)
+        last = float(torch.func.functional_call(model, dict(after), (), inputs).loss)
     if not (first > 0 and abs(last) < float("inf")):
         raise InputError("a candidate's loss is no number; no candidate can be told from others")
     return (first - last) / first
-
-
-def score(
-    model: nn.Module,
-    text: Mapping[str, Tensor],
-    sent: Gradients,
-    local: Local = FEDSGD,
-    visible: Mapping[str, Tensor] | None = None,
-) -> float:
-    """How likely ``text`` was in the round that ``sent`` came from; higher is likelier, the scale is arbitrary.
-
-    Of one gradient, and where entries are hidden, the ``agreement``; of a training, which an adversary knows the weights
-    before and after of, the ``fall`` of the loss.
-    """
-    if local.kind == "fedsgd" or visible:
-        return agreement(model, text, sent, visible)
-    return fall(model, text, sent, local)
 
 
 def scores(
@@ -79,5 +59,12 @@ def scores(
     local: Local = FEDSGD,
     visible: Mapping[str, Tensor] | None = None,
 ) -> list[float]:
-    """``score`` of each of ``texts``."""
-    return [score(model, text, sent, local, visible) for text in texts]
+    """How likely each of ``texts`` was in the round that ``sent`` came from; higher is likelier, the scale is arbitrary.
+
+    Of one gradient, and where entries are hidden, the ``agreement``; of a training, which an adversary knows the weights
+    before and after of, the ``fall`` of the loss.
+    """
+    if local.kind == "fedsgd" or visible:
+        return [agreement(model, text, sent, visible) for text in texts]
+    after = last_weights(model, sent, local)
+    return [fall(model, text, after) for text in texts]

@@ -1,0 +1,70 @@
+"""How near a guessed update is to the observed one, over what is visible of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+CHUNK, SHORT = 2**20, 2**10
+"""Entries that are compared at once, and those of them that are added up in the entries' own precision."""
+
+
+def _shown(
+    guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None
+) -> Iterator[tuple[Tensor | None, Tensor]]:
+    """The visible entries of each observed tensor, flat, behind those that ``guess`` has there; None where it has none."""
+    for name, target in observed.items():
+        mask = None if visible is None else visible.get(name)
+        own = guess.get(name)
+        if mask is None:
+            yield None if own is None else own.flatten(), target.flatten()
+        else:
+            yield None if own is None else own[mask], target[mask]
+
+
+def _products(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[float, float, float]:
+    """``<guess, observed>``, ``||guess||^2`` and ``||observed||^2``."""
+    both = [(a, b) for a, b in pairs if a is not None]
+    return (
+        sum(_inner(a, b) for a, b in both), sum(_inner(a, a) for a, _ in both), sum(_inner(b, b) for _, b in pairs),
+    )  # fmt: skip
+
+
+def relative_error(
+    guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None
+) -> float:
+    """``||a * guess - observed|| / ||observed||`` over visible entries, at the best scale ``a`` (clipping rescales)."""
+    pairs = list(_shown(guess, observed, visible))
+    inner, own, square = _products(pairs)
+    if square == 0.0 or own == 0.0:
+        return math.inf
+    scale = max(inner, 0.0) / own
+    # The difference itself, not 1 - cos^2: that would vanish below the square root of the precision.
+    error = sum(_inner(b, b) if a is None else _missed(a, b, scale) for a, b in pairs)
+    return math.sqrt(error / square)
+
+
+def cosine(
+    guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None
+) -> float:
+    """The cosine of ``guess`` and ``observed`` over visible entries; NaN where either is zero or no number."""
+    inner, own, square = _products(list(_shown(guess, observed, visible)))
+    return inner / math.sqrt(own * square) if 0 < own * square < math.inf else math.nan
+
+
+def _inner(a: Tensor, b: Tensor) -> float:
+    """``<a, b>`` of flat tensors. Long float32 sums are off by up to a thousandth, so short ones are added up in float64."""
+    return sum(_total(x * y) for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK)))
+
+
+def _missed(a: Tensor, b: Tensor, scale: float) -> float:
+    """``||b - scale * a||^2`` of flat tensors, added up likewise."""
+    return sum(_total((y - scale * x).square()) for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK)))
+
+
+def _total(x: Tensor) -> float:
+    whole = len(x) // SHORT * SHORT
+    return float(x[:whole].view(-1, SHORT).sum(1).double().sum() + x[whole:].double().sum())
