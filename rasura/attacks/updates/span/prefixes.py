@@ -168,8 +168,8 @@ def grow(
     while alive:
         ended, runs = _grown(grower, alive, longest)
         done += ended
-        chosen = choose(done, grower.space, batch_size)
-        if _joined(grower.space, chosen).shape[1] >= grower.space.rank:
+        chosen, explained = choose(done, grower.space, batch_size)
+        if explained >= grower.space.rank:
             break
         alive = runs
     return chosen if lengths is None else _with_beginnings(chosen, lengths)
@@ -194,30 +194,27 @@ def _grown(grower: Grower, alive: list[Prefix], longest: int) -> tuple[list[Pref
     return done, sorted(runs, key=lambda p: p.residual)[: max(grower.space.rank, 1)]
 
 
-def _joined(space: RowSpace, prefixes: Sequence[Prefix]) -> Tensor:
-    """An orthonormal basis of all that ``prefixes`` explain."""
-    return _widened(space, space.basis[:, :0], torch.cat([space.basis[:, :0].T, *(p.states for p in prefixes)]))
-
-
-def choose(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> list[Prefix]:
-    """The texts among ``prefixes``: those that explain the row space, with the strictest of ``LEVELS`` that is enough."""
+def choose(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> tuple[list[Prefix], int]:
+    """The texts among ``prefixes``, and how many dimensions of the row space they explain: with the strictest of ``LEVELS``
+    that is enough."""
     tried = [_chosen([p.within(level) for p in prefixes], space, batch_size) for level in LEVELS]
-    return max(tried, key=lambda texts: min(_joined(space, texts).shape[1], space.rank))
+    return max(tried, key=lambda found: min(found[1], space.rank))
 
 
-def _chosen(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> list[Prefix]:
+def _chosen(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> tuple[list[Prefix], int]:
     """One after the other the prefix that explains most of what the others do not, until nothing is left to explain or there
     are ``batch_size``. A text that begins another one explains nothing of its own."""
     rest = list({p.tokens: p for p in prefixes}.values())
     chosen: list[Prefix] = []
+    known = space.basis[:, :0]
     while rest and (batch_size is None or len(chosen) < batch_size):
-        known = _joined(space, chosen)
-        gains = [_widened(space, known, p.states).shape[1] - known.shape[1] for p in rest]
-        best = max(range(len(rest)), key=lambda k: (gains[k], -rest[k].residual))
-        if not gains[best]:
+        wider = [_widened(space, known, p.states) for p in rest]
+        best = max(range(len(rest)), key=lambda k: (wider[k].shape[1], -rest[k].residual))
+        if wider[best].shape[1] == known.shape[1]:
             break
+        known = wider[best]
         chosen.append(rest.pop(best))
-    return chosen
+    return chosen, known.shape[1]
 
 
 def _with_beginnings(texts: list[Prefix], lengths: tuple[int, ...]) -> list[Prefix]:
