@@ -132,8 +132,7 @@ def test_all_that_is_missing_is_told() -> None:
     )
     rows = [*portfolio("none", [1.0], "tag", "tag"), *portfolio("accumulate:9", [None], "span,embedding-rows,tag")]
     assert of(rows, "accumulate:9").missing == (
-        "against an adversary who knows it: add --attack embedding-rows,span, to test whether it recovers anything "
-        "without protection",
+        "against an adversary who knows it: add --attack embedding-rows,span, to test whether it works without protection",
     )
 
 
@@ -167,13 +166,13 @@ def test_blind_alone_says_nothing() -> None:
 def test_without_the_baseline_nobody_was_seen_to_work() -> None:
     assert of(column("span", "dropout:0.1", [GUESS] * MANY), "dropout:0.1").missing == (
         "the run has no column without protection, so no attack was shown to work",
-        "against an adversary who knows it: span did not recover anything without protection either",
+        "against an adversary who knows it: span was not shown to work without protection either",
     )
 
 
 def test_an_attack_that_reads_nothing_anywhere_is_no_yardstick() -> None:
     rows = [*column("span", "none", [GUESS] * MANY), *column("span", "bf16", [0.0] * MANY)]
-    assert of(rows, "bf16").says == "not measured: no attack of this run recovered anything without protection"
+    assert of(rows, "bf16").says == "not measured: no attack of this run was shown to work without protection"
     assert of(rows, "none").word == NOT_MEASURED
 
 
@@ -395,7 +394,7 @@ def test_who_knows_it_must_be_seen_to_work_or_be_made_for_it() -> None:
     deaf = [{**r, "scores": {METRIC: {"per_record": [GUESS]}}} if (r["attack"], r["defense"]) == ("grab", "none") else r
             for r in noise]  # fmt: skip
     assert of(deaf, "gaussian:1").says == (
-        "not measured against an adversary who knows it: grab did not recover anything without protection either"
+        "not measured against an adversary who knows it: grab was not shown to work without protection either"
     )
     pruned = [*READ, *column("span", "pruning:0.9", [GUESS] * MANY)]
     masks = column("mask-positions", "pruning:0.9", [None] * MANY, "failed")
@@ -443,7 +442,7 @@ def test_the_portfolio_is_no_yardstick_by_a_member_that_cannot_try_here() -> Non
     for ran, word in (("span", NOT_MEASURED), ("embedding-rows", NOT_TOLD)):
         assert of([*without, *portfolio("bf16", [None] * 4, ran)], "bf16").word == word
     found = of([*without, *portfolio("frozen-embeddings", [None] * 4, "embedding-rows,span")], "frozen-embeddings")
-    assert found.says.endswith("add --attack span, to test whether it recovers anything without protection")
+    assert found.says.endswith("add --attack span, to test whether it works without protection")
     by_turns = [*without[:2], *portfolio("none", [1.0] * 4, "embedding-rows,span", "span")[2:]]
     found = of([*by_turns, *portfolio("frozen-embeddings", [None] * 4, "span")], "frozen-embeddings")
     assert found.word == NOT_MEASURED, "span was seen on half of the notes only"

@@ -234,7 +234,7 @@ def _no_yardstick(
         return ["the run has no column without protection, so no attack was shown to work"]
     stopped = [f"{a} {here[a].how_it_ended}" for a in yardsticks if a in here]
     if not stopped:
-        return ["no attack of this run recovered anything without protection"]
+        return ["no attack of this run was shown to work without protection"]
     return [f"of the attacks that work without protection, {', '.join(stopped)}"]
 
 
@@ -259,8 +259,8 @@ def _not_by_one_who_knows(
     said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
     ran = [a for a in wanted if a in finished and a not in known_by["protection_readers"]]
     silent = [a for a in ran if a not in yardsticks and a in here]
-    said += [f"{a} did not recover anything without protection either" for a in silent]
+    said += [f"{a} was not shown to work without protection either" for a in silent]
     # Only the portfolio ran it here; without protection that stops at the first text that is certain.
     alone = [a for a in ran if a not in yardsticks and a not in here]
-    said += [f"add --attack {','.join(alone)}, to test whether it recovers anything without protection"] if alone else []
+    said += [f"add --attack {','.join(alone)}, to test whether it works without protection"] if alone else []
     return [f"{AGAINST}: {'; '.join(said)}"] if said else []
