@@ -20,6 +20,7 @@ from rasura.runs.plans import Plan
 from rasura.runs.service_plan import ServicePlan
 from rasura.studies.files import FOLDER, load_study, names
 from rasura.studies.metric_values import row_of
+from tools.pages import put
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "data.md"
@@ -66,12 +67,10 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into docs/data.md")
     given = parser.parse_args()
     found = table(given.data)
-    if not given.write:
+    if given.write:
+        put(PAGE, BEGIN, found, END)
+    else:
         print(found)
-        return
-    page = PAGE.read_text(encoding="utf-8")
-    head, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{found}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

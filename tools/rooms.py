@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.pages import put
+
 PACKAGE = Path(__file__).resolve().parents[1] / "rasura"
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 BEGIN, END = "<!-- rooms: written by python -m tools.rooms --write -->", "<!-- end of rooms -->"
@@ -131,12 +133,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the rooms of the package from its imports.")
     parser.add_argument("--write", action="store_true", help="put them into docs/architecture.md")
     text = drawn(plan())
-    if not parser.parse_args().write:
+    if parser.parse_args().write:
+        put(PAGE, BEGIN, text, END)
+    else:
         print(text)
-        return
-    page = PAGE.read_text(encoding="utf-8")
-    before, _, rest = page.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}", encoding="utf-8")
 
 
 if __name__ == "__main__":

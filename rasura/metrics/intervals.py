@@ -77,21 +77,27 @@ def mean_interval(
     >>> [round(x, 2) for x in mean_interval([0.1, 0.3, 0.2, 0.4])]
     [0.25, 0.06, 0.73]
     """
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"the range is {low} to {high}; expected two finite numbers, the lower one first")
-    kept = np.array([v for v in values if not math.isnan(v)], dtype=np.float64)
-    if not kept.size:
+    scaled = _scaled(np.array([v for v in values if not math.isnan(v)], dtype=np.float64), low, high)
+    if not scaled.size:
         return math.nan, math.nan, math.nan
-    scaled = (kept - low) / (high - low)
-    if scaled.min() < -ROUNDING or scaled.max() > 1 + ROUNDING:
-        raise ValueError(f"a value lies outside [{low:g}, {high:g}]: the values go from {kept.min():g} to {kept.max():g}")
-    scaled = scaled.clip(0, 1)
     ends = mean_intervals(scaled[None], level)
     mean = math.fsum(scaled) / len(scaled)
     # The ends are found in another order of sums than the mean, so rounding could put them a bit past it.
     first, last = min(float(ends[0][0]), mean), max(float(ends[1][0]), mean)
     width = high - low
     return low + width * mean, low + width * first, high - width * (1 - last)
+
+
+def _scaled(values: Array, low: float, high: float) -> Array:
+    """``values`` of the range ``low`` to ``high`` in [0, 1]. Raises ``ValueError`` for no range, and for a value outside."""
+    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+        raise ValueError(f"the range is {low} to {high}; expected two finite numbers, the lower one first")
+    scaled: Array = (values - low) / (high - low)
+    if values.size and (scaled.min() < -ROUNDING or scaled.max() > 1 + ROUNDING):
+        raise ValueError(
+            f"a value lies outside [{low:g}, {high:g}]: the values go from {values.min():g} to {values.max():g}"
+        )
+    return scaled.clip(0, 1)
 
 
 def mean_or_interval(
@@ -131,16 +137,10 @@ def crossed_interval(
     """
     if not values or len({len(row) for row in values}) != 1:
         raise ValueError("expected a row of values for each key, all of one length")
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(f"the range is {low} to {high}; expected two finite numbers, the lower one first")
     table = np.array(values, dtype=np.float64)
-    table = table[:, ~np.isnan(table).any(0)]
-    if not table.size:
+    scaled = _scaled(table[:, ~np.isnan(table).any(0)], low, high)
+    if not scaled.size:
         return math.nan, math.nan, math.nan
-    scaled = (table - low) / (high - low)
-    if scaled.min() < -ROUNDING or scaled.max() > 1 + ROUNDING:
-        raise ValueError(f"a value lies outside [{low:g}, {high:g}]: the values go from {table.min():g} to {table.max():g}")
-    scaled = scaled.clip(0, 1)
     mean, threshold = math.fsum(scaled.flat) / scaled.size, math.log(2 / (1 - _checked(level)))
     dealt = _dealt(scaled)
     first, last = (min(_lower_end(rows, threshold), at) for rows, at in ((dealt, mean), (1 - dealt, 1 - mean)))

@@ -161,7 +161,7 @@ class Audit:
             update=cell.update,
             defense=cell.defense,
             threat=cell.threat,
-            model=self.plan.model if self.plan.model == "minilm" else Path(self.plan.model).name,
+            model=Path(self.plan.model).name,
             data=self.data_name,
             batch_size=cell.batch_size,
             seed=cell.seed,

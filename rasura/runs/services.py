@@ -212,7 +212,7 @@ class ServiceAudit:
         plan = self.plan
         return Record(
             key=cell.key, attack=cell.attack, defense=cell.protection, update=cell.weights, threat=SERVICE_OPERATOR.name,
-            model=plan.model if plan.model == "minilm" else Path(plan.model).name, data=self.data,
+            model=Path(plan.model).name, data=self.data,
             batch_size=len(self.ids), seed=self.drawn, batch=0, status=status, examples=self.examples, reason=reason,
             known_by=asdict(plan.parsed[cell.protection].adversaries), threat_plain=SERVICE_OPERATOR.plain,
             n_tokens=sum(map(len, self.ids)), peak_mb=peak_mb(), versions=versions(), **found,

@@ -36,17 +36,16 @@ def restored(source: Source) -> Source:
     states = {name: dict(state) for name, state in source.states.items()}
     by_name = {entry.name: entry for entry in source.entries if entry.name is not None}
     used: set[str] = set()
-    for name, entry in by_name.items():
-        packed = [other for other in by_name if other.startswith(f"{name}{PACKED}")] if f"{name}.absmax" in by_name else []
+    for name in by_name:
         if f"{name}.absmax" not in by_name or name in states:
             continue
+        packed = [other for other in by_name if other.startswith(f"{name}{PACKED}")]
         state: dict[str, object] = {"absmax": by_name[f"{name}.absmax"]}
         for table in TABLES:
             state |= {table: by_name[f"{name}.{table}"]} if f"{name}.{table}" in by_name else {}
         state |= _packed(by_name[packed[0]], source.file) if packed else {}
         states[name] = state
         used |= {f"{name}.{part}" for part in ("absmax", *TABLES)} | set(packed)
-        _ = entry
     if not states:
         return source
     unknown = sorted(set(states) - set(by_name))
