@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from rasura.cli import about, account, audit, calibrate, keys, membership, new, obfuslm, service, study, train
+from rasura.cli import about, account, audit, calibrate, keys, membership, new, obfuslm, read, service, study, train
 from rasura.cli.shared import app, err
 from rasura.core.errors import InputError
 
 __all__ = [
-    "about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "obfuslm", "service", "study",
-    "train",
+    "about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "obfuslm", "read", "service",
+    "study", "train",
 ]  # fmt: skip
 
 _ORDER = (

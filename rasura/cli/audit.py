@@ -1,15 +1,13 @@
-"""``rasura audit``, ``read`` and ``report``: what an adversary can recover."""
+"""``rasura audit`` and ``report``: what an adversary can recover."""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.candidates import Candidates, SimulatedRounds, candidates_read
 from rasura.cli.outcome import conclude
 from rasura.cli.services import run_service_audit, service_planned
 from rasura.cli.shared import (
@@ -192,91 +190,6 @@ def run_audit(
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
     conclude(everything, prepared.plan.canonical(), folder, fail_above, as_json)
-
-
-@app.command()
-def read(
-    update: Annotated[Path, typer.Argument(help="file or folder that a framework wrote; see docs/reading.md")],
-    model: Annotated[str, typer.Option(help="the model that produced the update: folder or hub id")],
-    task: Annotated[str, typer.Option(help="classification or causal")] = "classification",
-    attack: Annotated[str, typer.Option(help="attack to run; best tries several in turn")] = "best",
-    batch_size: Annotated[int | None, typer.Option(help="number of texts in the update, if known")] = None,
-    labels: Annotated[str | None, typer.Option(help="their labels, if known: 0,1")] = None,
-    lengths: Annotated[str | None, typer.Option(help="their lengths in tokens, if known: 12,9")] = None,
-    dropout: Annotated[float, typer.Option(help="dropout probability when the update was computed")] = 0.0,
-    frozen_embeddings: Annotated[
-        bool, typer.Option("--frozen-embeddings", help="do not use the gradients of the embeddings")
-    ] = False,
-    reference: Annotated[Path | None, typer.Option(help="file with texts of the same kind")] = None,
-    language_model: Annotated[str | None, typer.Option(help="causal model that scores the order of words")] = None,
-    how: Annotated[str, typer.Option("--update", help="kind of update; see: rasura list update-kinds")] = "fedsgd",
-    before: Annotated[Path | None, typer.Option(help="weights before the round, if UPDATE holds those after it")] = None,
-    before_round: Annotated[int | None, typer.Option(help="the round of these weights, found beside UPDATE")] = None,
-    names_from: Annotated[Path | None, typer.Option(help="adapter or model that names the arrays of a list")] = None,
-    hidden: Annotated[
-        Path | None, typer.Option(help="safetensors file of bool tensors, true where an entry of the update is hidden")
-    ] = None,
-    candidates: Candidates = None,
-    simulated_rounds: SimulatedRounds = 0,
-    budget: Annotated[str, typer.Option(help="effort per attack: quick, default or paper")] = "default",
-    max_memory: Annotated[int, typer.Option(help="memory limit of an attack in MiB")] = 4096,
-    entries: Annotated[
-        float | None, typer.Option(help="fraction of the entries that matching attacks compute for L1 and masks")
-    ] = None,
-    num_labels: Annotated[int, typer.Option(help="number of classes of a new head, if the folder has no head")] = 2,
-    seed: Annotated[int, typer.Option(help="seed of the attack (and of a new head)")] = 0,
-    device: Annotated[
-        str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
-    allow_pickle: Annotated[
-        bool, typer.Option("--allow-pickle", help="load pickled weights, which can execute code")
-    ] = False,
-) -> None:
-    """Recover text from an update that was captured elsewhere.
-
-    Example: rasura read update.safetensors --model ./my-model --batch-size 2 --dropout 0.1
-    """
-    from typing import get_args
-
-    from rasura.core.interfaces import Budget
-    from rasura.core.options import known
-    from rasura.core.values import Task
-    from rasura.runs.reading import ReadRequest, adapter_among, read_update
-    from rasura.victims.loading import load
-
-    kind: Any = known("task", task, get_args(Task))
-    if kind == "vision":
-        raise InputError("read recovers text only; for images, use rasura audit FOLDER --task vision")
-    level: Any = known("budget", budget, ("quick", "default", "paper"))
-    if not update.exists():
-        raise InputError(f"{update} does not exist; expected an update file or the folder of a checkpoint")
-    victim = load(
-        model, kind, num_labels=num_labels, seed=seed, device=device_named(device), allow_pickle=allow_pickle,
-        adapter=adapter_among(model, before, names_from),
-    )  # fmt: skip
-    request = ReadRequest(
-        attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"), lengths=numbers(lengths, "lengths"),
-        dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden, reference=reference,
-        language_model=language_model, update=how, budget=Budget(level, max_memory, entries), seed=seed,
-        before=before, before_round=before_round, names_from=names_from,
-    )  # fmt: skip
-    if candidates is not None:
-        candidates_read(update, candidates, victim, request, simulated_rounds, as_json)
-        return
-    with err.status("reading"):
-        found = read_update(update, victim, request)
-    for line in found.file:
-        err.print(line, markup=False, highlight=False, soft_wrap=True)
-    if as_json:
-        sys.stdout.write(json.dumps(found.to_dict(), ensure_ascii=False) + "\n")
-        return
-    for line in found.texts:
-        out.print(line, markup=False, highlight=False)
-    if not found.texts:
-        out.print(f"nothing was recovered: {found.reason or 'the attack returned no text'}", markup=False)
-        return
-    out.print(f"\n{found.confidence} by {found.attack} in {found.seconds:.1f} s", markup=False)
 
 
 @app.command()
