@@ -19,7 +19,8 @@ from rasura.core.values import Grant, Observation
 from rasura.testing.tiny import ALL, CLS, DECODERS, PAD, SEP, UNORDERED, UNSUPPORTED, VOCABULARY, tiny, tokenizer_folder
 from rasura.victims import plugins
 from rasura.victims.loading import Victim, load
-from rasura.victims.models import QKV_NAMES, first_inputs, layer_inputs, parts, position_ids, position_rows
+from rasura.victims.models import QKV_NAMES, layer_inputs, parts
+from rasura.victims.positions import first_inputs, position_ids, position_rows
 from rasura.victims.step import step
 from rasura.victims.structure import verify_parts
 

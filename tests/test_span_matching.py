@@ -14,7 +14,7 @@ from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.values import Message, Observation
 from rasura.testing.tiny import CLS, ENCODERS, FAMILIES, SEP, batch_of, tiny
-from rasura.victims.models import read_position
+from rasura.victims.positions import read_position
 
 SHORT = [CLS, 40, 3, 41, 9, SEP]
 

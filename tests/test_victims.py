@@ -15,7 +15,8 @@ from rasura.core.rng import generator
 from rasura.core.threat import adversary_copy
 from rasura.testing.tiny import ENCODERS, FAMILIES, PAD, VOCABULARY, batch_for, tiny
 from rasura.victims.loading import load, vocabulary
-from rasura.victims.models import is_eager, parts, position_ids, register
+from rasura.victims.models import is_eager, parts, register
+from rasura.victims.positions import position_ids
 from rasura.victims.step import capture, step
 
 SMALL = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}

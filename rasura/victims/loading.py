@@ -17,8 +17,8 @@ from rasura.core.interfaces import InputError
 from rasura.core.values import NO_TEXT, Task, Vocabulary
 from rasura.victims.adapters import base_of, with_adapter
 from rasura.victims.embedded import embedded_path
-from rasura.victims.models import positions
 from rasura.victims.on_disk import check_stored, needs_disk, stored_model
+from rasura.victims.positions import positions
 from rasura.victims.structure import verify_parts
 from rasura.victims.weights import (
     check_config,

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.values import Vocabulary
-from rasura.victims.models import Parts, evaluating, first_inputs, first_position, parts
+from rasura.victims.models import Parts, evaluating, parts
+from rasura.victims.positions import first_inputs, first_position
 
 LENGTH = 8
 """Tokens of the text that a model is tried on."""

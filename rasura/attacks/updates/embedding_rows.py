@@ -17,7 +17,8 @@ from rasura.attacks.updates.tied_rows import without_output_part
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
-from rasura.victims.models import Parts, first_position, parts
+from rasura.victims.models import Parts, parts
+from rasura.victims.positions import first_position
 
 FLOOR = 1e-9
 """Rows below this share of the largest row count as zero."""

@@ -25,7 +25,8 @@ from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.updates import announced_update
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
-from rasura.victims.models import parts, positions
+from rasura.victims.models import parts
+from rasura.victims.positions import positions
 
 FLOOR = 1e-5
 """Directions of the seen space below this share of the strongest are rounding."""

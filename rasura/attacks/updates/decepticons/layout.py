@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from rasura.core.interfaces import NotApplicable
 from rasura.core.values import Task
-from rasura.victims.models import Linear, Parts, first_position, parts
+from rasura.victims.models import Linear, Parts, parts
+from rasura.victims.positions import first_position
 
 DIRECTIONS = 3
 """Directions in which every token is measured: one that shares its step in one of them mostly has it alone in another."""

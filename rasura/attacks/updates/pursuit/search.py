@@ -12,7 +12,7 @@ from rasura.attacks.updates.pursuit.fits import Fit
 from rasura.attacks.updates.span.rows import Inputs
 from rasura.attacks.updates.span.tokens import candidates
 from rasura.core.values import Grant, Observation
-from rasura.victims.models import positions
+from rasura.victims.positions import positions
 
 MAX_LENGTH = 40
 """Positions that are searched where the length is unknown."""

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.values import Observation
-from rasura.victims.models import Block, Linear, first_inputs, layer_inputs, parts, segment_types
+from rasura.victims.models import Block, Linear, layer_inputs, parts
+from rasura.victims.positions import first_inputs, segment_types
 
 CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from rasura.attacks.shared.verify import pad
 from rasura.attacks.updates.span.rows import RowSpace, row_space, visible_gradients
 from rasura.core.values import Observation, Vocabulary
-from rasura.victims.models import layer_inputs, parts, read_position
+from rasura.victims.models import layer_inputs, parts
+from rasura.victims.positions import read_position
 
 Body = tuple[int, ...]
 """A text without the tokens that the tokenizer puts around every text."""
