@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from span_setting import seen_by_server
 from torch import Tensor, nn
 
-from rasura.attacks.updates.gradient_matching.factors import Factoriser
+from rasura.attacks.updates.gradient_matching.factors import Factor, Factoriser, LowRank, shortened
 from rasura.attacks.updates.gradient_matching.masks import Dropouts, Masked, shapes
 from rasura.attacks.updates.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.updates.gradient_matching.presets import dlg, grab, lamp_cos, tag
@@ -105,6 +106,56 @@ def test_hidden_entries_count_on_neither_side() -> None:
     found = factoriser(e, torch.ones_like(ids), lambda z: soft_cross_entropy(z, onehot), graph=False)
     assert float(Distance(shown, "l2", visible=masks)(found).detach()) < 1e-8
     assert float(Distance(shown, "l2")(found).detach()) > 1e-6
+
+
+@pytest.mark.parametrize("entries", [1.0, 0.3])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_sums_by_entry_equal_those_of_whole_matrices(entries: float, masked: bool, clipped: bool) -> None:
+    rng = generator(3)
+    draw = partial(torch.randn, generator=rng, dtype=torch.double)
+    target, delta, x = draw(300, 270), draw(3, 5, 300), draw(3, 5, 270)
+    mask = torch.rand(target.shape, generator=rng) > 0.5 if masked else torch.ones_like(target, dtype=torch.bool)
+    target *= mask
+    distance = Distance(
+        {"w": target}, "l2", alpha=0.3, entries=entries, visible={"w": mask} if masked else None,
+        norm=2.0 if clipped else None, rng=generator(4),
+    )  # fmt: skip
+    rows, columns = distance.parts.get("w", (torch.arange(300), torch.arange(270)))
+
+    def slow(delta: Tensor, x: Tensor) -> Tensor:
+        own = (delta.transpose(1, 2) @ x) * mask
+        drawn, aim = own[:, rows][:, :, columns], target[rows][:, columns]
+        up = target.numel() / aim.numel()
+        square = up * drawn.square().sum((1, 2)) if masked else own.square().sum((1, 2))
+        scale = (2.0 / square.sqrt()).clamp_max(1.0) if clipped else torch.ones(len(delta), dtype=torch.double)
+        inner = up * (drawn * aim).sum((1, 2)) if masked else (own * target).sum((1, 2))
+        size = up * aim.square().sum() if masked else target.square().sum()
+        l1 = up * (scale[:, None, None] * drawn - aim).abs().sum((1, 2))
+        return scale * scale * square - 2 * scale * inner + size + 0.3 * l1
+
+    leaves = [t.requires_grad_(True) for t in (delta, x)]
+    fast = distance({"w": Factor(delta, x)})
+    wanted = slow(delta, x)
+    assert torch.allclose(fast, wanted, rtol=1e-12)
+    weights = draw(3)
+    for a, b in zip(
+        torch.autograd.grad((weights * fast).sum(), leaves), torch.autograd.grad((weights * wanted).sum(), leaves)
+    ):
+        assert float((a - b).norm() / b.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rank", [1, 12, 40])
+def test_a_gradient_of_few_tokens_is_shortened_and_one_with_noise_is_not(dtype: torch.dtype, rank: int) -> None:
+    rng = generator(5)
+    matrix = torch.randn(384, rank, generator=rng, dtype=dtype) @ torch.randn(rank, 300, generator=rng, dtype=dtype)
+    short = shortened(matrix)
+    assert isinstance(short, LowRank)
+    assert float((short.left @ short.right.T - matrix).norm() / matrix.norm()) <= 10 * torch.finfo(dtype).eps
+    noisy = matrix + 1e-4 * matrix.std() * torch.randn(matrix.shape, generator=rng, dtype=dtype)
+    assert shortened(noisy) is noisy
+    assert isinstance(shortened(torch.zeros(384, 300, dtype=dtype)), LowRank)
 
 
 def test_tag_recovers_the_words_of_a_short_text() -> None:

@@ -14,8 +14,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.rng import generator
 from rasura.core.updates import classified
 from rasura.victims.models import Linear, parts
+
+SKETCH = 16
+"""Columns of the first try at a low rank."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """The matrix ``left @ right.T``: ``left`` ``(outputs, rank)``, ``right`` ``(inputs, rank)``."""
+
+    left: Tensor
+    right: Tensor
+
+
+def shortened(matrix: Tensor) -> Tensor | LowRank:
+    """``matrix`` as a product of low rank where one equals it to rounding and is cheaper to multiply by; else as it is.
+
+    A linear layer's gradient has at most one dimension for each token, unless noise was added. Its range is that of its
+    product with random columns (Halko, Martinsson and Tropp 2011, Algorithm 4.1), twice as many until nothing is left.
+    """
+    rng, rank = generator(0), SKETCH
+    tolerance = 10 * torch.finfo(matrix.dtype).eps * float(matrix.norm())
+    while 2 * rank * sum(matrix.shape) <= matrix.numel():
+        probes = torch.randn(matrix.shape[1], rank, generator=rng, dtype=matrix.dtype)
+        left = torch.linalg.qr(matrix @ probes).Q
+        right = matrix.T @ left
+        if float((matrix - left @ right.T).norm()) <= tolerance:
+            return LowRank(left, right)
+        rank *= 2
+    return matrix
 
 
 @dataclass(frozen=True)
@@ -35,8 +65,11 @@ class Factor:
         gram = self.delta @ self.delta.transpose(1, 2)
         return (gram * (self.x @ self.x.transpose(1, 2))).sum((1, 2))
 
-    def inner(self, observed: Tensor) -> Tensor:
+    def inner(self, observed: Tensor | LowRank) -> Tensor:
         """Inner product of each candidate's gradient with ``observed`` ``(outputs, inputs)``, ``(candidates,)``."""
+        if isinstance(observed, LowRank):
+            assert self.x is not None
+            return ((self.delta @ observed.left) * (self.x @ observed.right)).sum((1, 2))
         if self.x is None:
             return self.delta @ observed
         return ((self.delta @ observed) * self.x).sum((1, 2))

@@ -59,10 +59,9 @@ class Judge:
         self.chunk = max(1, min(CHUNK, (memory_mb << 20) // self.bytes_each()))
 
     def bytes_each(self) -> int:
-        """Rough size of one candidate's step: entries that are formed, and a second derivative through the activations."""
-        entries = sum(t.numel() for n, t in self.distance.targets.items() if self.distance.alpha or n in self.distance.shown)
+        """Rough size of one candidate's step: a second derivative through the activations."""
         widths = sum(sum(g.shape) for g in self.distance.observed.values() if g.dim() == 2)
-        return 4 * (5 * entries + 12 * widths * self.width * len(self.lengths)) + 1
+        return 48 * widths * self.width * len(self.lengths) + 1
 
     def frame(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Ids with the tokenizer's own tokens in place, and which places are free, of texts of ``lengths``."""

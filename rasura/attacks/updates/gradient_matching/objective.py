@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.gradient_matching.factors import Factor
+from rasura.attacks.updates.gradient_matching.entrywise import deviations, squares
+from rasura.attacks.updates.gradient_matching.factors import Factor, shortened
 
 Kind = Literal["l2", "norm", "cosine", "angle"]
 
@@ -42,22 +43,25 @@ class Distance:
         self.kind, self.alpha, self.norm = kind, alpha, norm
         self.masks = visible or {}
         self.parts: dict[str, tuple[Tensor, Tensor]] = {}
-        squares = {n: g.square().sum() for n, g in observed.items()}
+        sizes = {n: g.square().sum() for n, g in observed.items()}
         if kind == "cosine":
             # Some gradients are zero but for rounding (attention's key bias): their direction says nothing.
-            least = NEGLIGIBLE**2 * max(squares.values())
-            squares = {n: s for n, s in squares.items() if s > least}
-        self.observed = {n: observed[n] for n in squares}
-        for n in squares if entries < 1 else ():
+            least = NEGLIGIBLE**2 * max(sizes.values())
+            sizes = {n: s for n, s in sizes.items() if s > least}
+        self.observed = {n: observed[n] for n in sizes}
+        for n in sizes if entries < 1 else ():
             if observed[n].dim() == 2 and (alpha or n in self.masks):
                 drawn = [torch.randperm(k, generator=rng)[: max(1, round(k * entries**0.5))] for k in observed[n].shape]
                 self.parts[n] = (drawn[0], drawn[1])
-        self.targets = {n: self._part(n, g) for n, g in self.observed.items()}
-        self.shown = {n: self._part(n, m) for n, m in self.masks.items() if n in squares}
+        self.targets = {n: self._part(n, g).contiguous() for n, g in self.observed.items()}
+        self.shown = {n: self._part(n, m).to(self.targets[n].dtype) for n, m in self.masks.items() if n in sizes}
         self.scales = {n: g.numel() / self.targets[n].numel() for n, g in self.observed.items()}
         for n in self.shown:
-            squares[n] = self.targets[n].square().sum() * self.scales[n]
-        self.squares = squares
+            self.targets[n] = self.targets[n] * self.shown[n]
+            sizes[n] = self.targets[n].square().sum() * self.scales[n]
+        self.squares = sizes
+        whole = {n: g for n, g in self.observed.items() if n not in self.shown}
+        self.short = {n: shortened(g) if g.dim() == 2 else g for n, g in whole.items()}
 
     def _part(self, name: str, matrix: Tensor) -> Tensor:
         if name not in self.parts:
@@ -67,48 +71,56 @@ class Distance:
 
     def __call__(self, factors: Mapping[str, Factor]) -> Tensor:
         """The distance of each candidate, ``(candidates,)``."""
-        found = {n: self._moments(n, f) for n, f in factors.items() if n in self.observed}
+        used = {n: f for n, f in factors.items() if n in self.observed}
+        found = {n: self._moments(n, f) for n, f in used.items()}
         scale: Tensor | None = None
         if self.norm is not None:
-            whole = torch.stack([square for square, _, _ in found.values()]).sum(0).clamp_min(1e-30)
+            whole = torch.stack([square for square, _ in found.values()]).sum(0).clamp_min(1e-30)
             scale = (self.norm / whole.sqrt()).clamp_max(1.0)
         if self.kind == "angle":
             square = torch.stack([m[0] for m in found.values()]).sum(0)
             inner = torch.stack([m[1] for m in found.values()]).sum(0)
             return 1 - inner / (square * sum(self.squares.values())).clamp_min(1e-30).sqrt()
         terms = [self._term(n, *moments, scale) for n, moments in found.items()]
+        if self.alpha and self.kind != "cosine":
+            terms += [self.alpha * self.scales[n] * self._deviations(n, f, scale) for n, f in used.items()]
         total = torch.stack(terms).sum(0)
         return total / len(terms) if self.kind == "cosine" else total
 
-    def _term(self, name: str, square: Tensor, inner: Tensor, own: Tensor | None, scale: Tensor | None) -> Tensor:
+    def _term(self, name: str, square: Tensor, inner: Tensor, scale: Tensor | None) -> Tensor:
         size = self.squares[name]
         if self.kind == "cosine":
             return 1 - inner / (square * size).clamp_min(1e-30).sqrt()
         if scale is not None:
             square, inner = scale * scale * square, scale * inner
-            own = None if own is None else own * scale[:, None]
         out = square - 2 * inner + size
         if self.kind == "norm":
             # The root of what rounding leaves has no slope to follow.
             out = out.clamp_min(1e-12 * float(size) + 1e-30).sqrt()
-        if own is not None:
-            out = out + self.alpha * self.scales[name] * (own - self.targets[name].flatten()).abs().sum(1)
         return out
 
-    def _moments(self, name: str, factor: Factor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Squared norm of each candidate's gradient, inner product with the observed one, entries where L1 asks for them."""
-        if not self.alpha and name not in self.shown:
-            return factor.square(), factor.inner(self.observed[name]), None
-        part = factor
-        if name in self.parts and factor.x is not None:
-            rows, columns = self.parts[name]
-            part = Factor(factor.delta[:, :, rows], factor.x[:, :, columns])
-        own = part.explicit().flatten(1)
+    def _drawn(self, name: str, factor: Factor) -> Factor:
+        """``factor`` of the rows and columns that are evaluated."""
+        if name not in self.parts or factor.x is None:
+            return factor
+        rows, columns = self.parts[name]
+        return Factor(factor.delta[:, :, rows], factor.x[:, :, columns])
+
+    def _moments(self, name: str, factor: Factor) -> tuple[Tensor, Tensor]:
+        """Squared norm of each candidate's gradient, and its inner product with the observed one."""
         if name not in self.shown:
-            return factor.square(), factor.inner(self.observed[name]), own
-        own = own * self.shown[name].flatten().to(own.dtype)
-        up = self.scales[name]
-        return up * own.square().sum(1), up * (own @ self.targets[name].flatten()), own if self.alpha else None
+            return factor.square(), factor.inner(self.short[name])
+        part, mask, up = self._drawn(name, factor), self.shown[name], self.scales[name]
+        square = (part.delta * mask).square().sum(1) if part.x is None else squares(part.delta, part.x, mask)
+        return up * square, up * part.inner(self.targets[name])
+
+    def _deviations(self, name: str, factor: Factor, scale: Tensor | None) -> Tensor:
+        """The L1 distance of each candidate's gradient from the observed one."""
+        part, mask, target = self._drawn(name, factor), self.shown.get(name), self.targets[name]
+        delta = part.delta if scale is None else part.delta * scale.view(-1, *[1] * (part.delta.dim() - 1))
+        if part.x is not None:
+            return deviations(delta, part.x, target, mask)
+        return ((delta if mask is None else delta * mask) - target).abs().sum(1)
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
