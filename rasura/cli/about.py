@@ -37,7 +37,7 @@ def list_names(
         str,
         typer.Argument(
             help="what to list: attacks, defenses, metrics, membership-attacks, update-kinds, threats, "
-            "service-attacks, service-protections or models"
+            "service-attacks, service-metrics, service-protections or models"
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rasura.core.errors import InputError
-from rasura.core.interfaces import Attack, MembershipAttack, Metric, ServiceAttack
+from rasura.core.interfaces import Attack, MembershipAttack, Metric, ServiceAttack, ServiceMetric
 from rasura.core.values import Reconstruction, Task
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_+-]*", re.IGNORECASE)
@@ -176,6 +176,13 @@ class ServiceAttackSpec(MethodSpec):
     make: Callable[[], ServiceAttack]
     home: tuple[str, str] = ("obfuslm:k=4", "bert")
     protection: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceMetricSpec(MethodSpec):
+    """A metric of what was read of the texts that a service was sent."""
+
+    make: Callable[[], ServiceMetric]
 
 
 @dataclass(frozen=True, kw_only=True)

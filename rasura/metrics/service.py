@@ -7,27 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rasura.core.answers import ServiceTranscript, TokenReading
+from rasura.core.specs import ServiceMetricSpec
 from rasura.core.values import UNKNOWN
 from rasura.metrics.text import rouge
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """Share of a text's private tokens that stand among the first ``most`` guesses at their place, special ones left out."""
+    """Fraction of the private tokens among the first ``count`` guesses at their place, special tokens left out."""
 
-    most: int
+    count: int
 
     @property
     def name(self) -> str:
         """``top1``, ``top3``."""
-        return f"top{self.most}"
+        return f"top{self.count}"
 
     def __call__(self, guess: TokenReading, truth: ServiceTranscript) -> Sequence[float] | None:
         if not guess.ordered:
             return None
         out = []
         for ids, ranked in zip(truth.ids, guess.ranked, strict=True):
-            hits = [t in row[: self.most] for t, row in zip(ids, ranked.tolist()) if t not in truth.vocabulary.special_ids]
+            hits = [t in row[: self.count] for t, row in zip(ids, ranked.tolist()) if t not in truth.vocabulary.special_ids]
             out.append(sum(hits) / len(hits) if hits else 0.0)
         return out
 
@@ -60,3 +61,32 @@ class BagF1:
             both = sum((own & read).values())
             out.append(2 * both / (own.total() + read.total()) if both else 0.0)
         return out
+
+
+TOP1 = ServiceMetricSpec(
+    name="top1",
+    about="fraction of the private tokens that are the first guess at their place",
+    source="Lin et al. (ObfusLM), appendix C.2",
+    make=lambda: TopTokens(1),
+)
+
+TOP3 = ServiceMetricSpec(
+    name="top3",
+    about="fraction of the private tokens among the first three guesses at their place",
+    source="Lin et al. (ObfusLM), appendix C.2",
+    make=lambda: TopTokens(3),
+)
+
+ROUGE_L = ServiceMetricSpec(
+    name="rougeL",
+    about="F1 of the longest common subsequence of words of the first guesses and the private text",
+    source="Lin 2004 (ROUGE), sec. 3",
+    make=RougeL,
+)
+
+BAG_F1 = ServiceMetricSpec(
+    name="bag_f1",
+    about="F1 of the first guesses and the private tokens, whatever their places",
+    source="Rasura",
+    make=BagF1,
+)

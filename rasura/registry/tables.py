@@ -14,6 +14,7 @@ from rasura.core.specs import (
     MetricSpec,
     ModelSpec,
     ServiceAttackSpec,
+    ServiceMetricSpec,
     ServiceProtectionSpec,
     UpdateSpec,
 )
@@ -25,6 +26,7 @@ DEFENSES = Registry("defense", DefenseSpec, "rasura.defenses", "rasura.defenses"
 METRICS = Registry("metric", MetricSpec, "rasura.metrics", "rasura.metrics")
 MEMBERSHIP = Registry("membership attack", MembershipSpec, "rasura.attacks", "rasura.membership_attacks")
 SERVICE_ATTACKS = Registry("attack on a service", ServiceAttackSpec, "rasura.attacks", "rasura.service_attacks")
+SERVICE_METRICS = Registry("metric of a service", ServiceMetricSpec, "rasura.metrics", "rasura.service_metrics")
 SERVICE_PROTECTIONS = Registry(
     "protection of a service", ServiceProtectionSpec, "rasura.service_protections", "rasura.service_protections"
 )
@@ -33,7 +35,8 @@ MODELS = Registry("model family", ModelSpec, "rasura.victims", "rasura.models")
 
 KINDS: Mapping[str, Registry[Any]] = {
     "attacks": ATTACKS, "defenses": DEFENSES, "metrics": METRICS, "membership-attacks": MEMBERSHIP, "update-kinds": UPDATES,
-    "service-attacks": SERVICE_ATTACKS, "service-protections": SERVICE_PROTECTIONS, "models": MODELS,
+    "service-attacks": SERVICE_ATTACKS, "service-metrics": SERVICE_METRICS, "service-protections": SERVICE_PROTECTIONS,
+    "models": MODELS,
 }  # fmt: skip
 """What ``rasura list`` can list, by the word that users write."""
 

@@ -17,11 +17,8 @@ from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
-from rasura.metrics.service import BagF1, RougeL, TopTokens
 from rasura.metrics.text import rouge
-
-SERVICE_METRICS = (TopTokens(1), TopTokens(3), RougeL(), BagF1())
-"""What is computed of every guess at the texts of a service, each a fraction of a text."""
+from rasura.registry import SERVICE_METRICS
 
 
 def score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
@@ -45,7 +42,7 @@ def service_scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, A
 
     Raises ``InputError`` where a figure is not a number for every text.
     """
-    found = {m.name: m(guess, truth) for m in SERVICE_METRICS}
+    found = {name: spec.make()(guess, truth) for name, spec in SERVICE_METRICS.items()}
     return {n: fractions_of(n, values, len(truth.ids)) for n, values in found.items() if values is not None}
 
 
