@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from audit_setting import TEXTS, model_folder
-from commands import rasura_command, refused
+from commands import rasura_command, rasura_process, refused, refused_process
 from safetensors.torch import load_file, save_file
 
 import rasura
@@ -63,7 +63,7 @@ def captured(tmp_path: Path, folder: Path) -> Path:
 
 
 def test_read_gives_the_text_back(tmp_path: Path, model_folder: Path) -> None:
-    done = rasura_command("read", captured(tmp_path, model_folder), "--model", model_folder, "--json")
+    done = rasura_process("read", captured(tmp_path, model_folder), "--model", model_folder, "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["texts"] == ["alpha met bravo in delta."] and found["confidence"] == "verified"
@@ -106,7 +106,7 @@ def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_fo
     (tmp_path / "bad.safetensors").write_text("not safetensors")
     assert "is not a safetensors file" in refused("read", tmp_path / "bad.safetensors", "--model", model_folder)
     assert "does not exist" in refused("read", tmp_path / "none.safetensors", "--model", model_folder)
-    assert "2 labels for a batch of 1" in refused(
+    assert "2 labels for a batch of 1" in refused_process(
         "read", path, "--model", model_folder, "--labels", "0,1", "--batch-size", "1"
     )
 
@@ -114,7 +114,7 @@ def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_fo
 def test_bad_input_is_one_line(tmp_path: Path, model_folder: Path) -> None:
     assert "did you mean span" in refused("audit", "--attack", "sapn", "--out", tmp_path / "x")
     assert "unknown list" in refused("list", "atacks")
-    assert "does not exist" in refused("audit", tmp_path / "no.csv", "--model", model_folder, "--out", tmp_path / "x")
+    assert "does not exist" in refused_process("audit", tmp_path / "no.csv", "--model", model_folder, "--out", tmp_path / "x")
     assert "expected whole numbers" in refused("audit", "--batch-size", "one", "--out", tmp_path / "x")
     assert "--device is 'tpu'" in refused("audit", "--device", "tpu", "--out", tmp_path / "x")
     assert "holds no run" in refused("report", tmp_path)
@@ -127,4 +127,4 @@ def test_lists_and_doctor() -> None:
         assert name in json.loads(done.stdout)
     found = json.loads(rasura_command("doctor", "--json").stdout)
     assert found["torch"] and "WordNet (METEOR)" in found
-    assert rasura_command("--version").stdout == f"rasura {rasura.__version__}\n"
+    assert rasura_process("--version").stdout == f"rasura {rasura.__version__}\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from audit_setting import TEXTS, model_folder
-from commands import rasura_command, refused
+from commands import rasura_command, refused, refused_process
 from torch import Tensor
 
 from rasura.core.interfaces import InputError
@@ -329,4 +329,4 @@ def test_bad_input_is_refused_in_one_line(tmp_path: Path, model_folder: Path) ->
     assert unknown.returncode == 2 and "Did you mean 'ghost'" in unknown.stderr
     assert "0 < k" in refused("protect", "ghost", source, tmp_path / "x.csv", "--model", model_folder, "--k", "0")
     (tmp_path / "long.jsonl").write_text(json.dumps({"text": "alpha " * 3000}))
-    assert "the model takes" in refused("protect", "ghost", tmp_path / "long.jsonl", tmp_path / "x.csv", *common)
+    assert "the model takes" in refused_process("protect", "ghost", tmp_path / "long.jsonl", tmp_path / "x.csv", *common)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from audit_setting import TEXTS, model_folder
-from commands import rasura_command, refused
+from commands import rasura_command, refused, refused_process
 from safetensors.torch import load_file
 from training_setting import RECIPE, figures, fine_tuning, notes, rows
 from transformers import get_scheduler
@@ -213,7 +213,7 @@ def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder:
     assert "warmup is 1.0" in refused("train", data, *common, "--schedule", "linear", "--warmup", "1")
     assert "linear and cosine schedules" in refused("train", data, *common, "--warmup", "0.1")
     assert "expected a full local training" in refused("train", data, *common, "--update", "fedavg-sgd:4")
-    assert "too few" in refused("train", notes(tmp_path, "one.jsonl", 1), *common)
+    assert "too few" in refused_process("train", notes(tmp_path, "one.jsonl", 1), *common)
     assert "unknown task" in refused("train", data, *common, "--task", "vision")
 
 
