@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
 from unittest import mock
 
 from rasura.cli import main
@@ -16,6 +17,10 @@ from rasura.cli import main
 def rasura_command(*arguments: object) -> subprocess.CompletedProcess[str]:
     """``rasura`` with ``arguments``, in this process: a new one would spend seconds on imports at each call."""
     words, out, err = ["rasura", *map(str, arguments)], io.StringIO(), io.StringIO()
+
+    def warned(*about: Any, **_: Any) -> None:
+        err.write(warnings.formatwarning(*about[:4]))
+
     log, code = logging.StreamHandler(err), 0
     log.setLevel(logging.WARNING)
     logging.getLogger().addHandler(log)
@@ -24,7 +29,7 @@ def rasura_command(*arguments: object) -> subprocess.CompletedProcess[str]:
             warnings.resetwarnings()  # to the filters that Python starts with
             for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
                 warnings.simplefilter("ignore", kind)
-            warnings.showwarning = lambda *about, **_: err.write(warnings.formatwarning(*about[:4]))
+            warnings.showwarning = warned
             main()
     except SystemExit as end:
         code = int(end.code or 0)

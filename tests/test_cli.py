@@ -114,7 +114,9 @@ def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_fo
 def test_bad_input_is_one_line(tmp_path: Path, model_folder: Path) -> None:
     assert "did you mean span" in refused("audit", "--attack", "sapn", "--out", tmp_path / "x")
     assert "unknown list" in refused("list", "atacks")
-    assert "does not exist" in refused_process("audit", tmp_path / "no.csv", "--model", model_folder, "--out", tmp_path / "x")
+    assert "does not exist" in refused_process(
+        "audit", tmp_path / "no.csv", "--model", model_folder, "--out", tmp_path / "x"
+    )
     assert "expected whole numbers" in refused("audit", "--batch-size", "one", "--out", tmp_path / "x")
     assert "--device is 'tpu'" in refused("audit", "--device", "tpu", "--out", tmp_path / "x")
     assert "holds no run" in refused("report", tmp_path)

@@ -9,7 +9,6 @@ import runpy
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ import httpx
 import pytest
 import torch
 import transformers
+from commands import rasura_command, refused_process
 from service_setting import (
     ALICE,
     BOB,
@@ -280,8 +280,7 @@ def test_commands_on_the_clients_side(setting: Setting, tmp_path: Path) -> None:
     key = ["--key", str(setting.folder / "bert.key")]
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "rasura", "client", *arguments, *common]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return rasura_command("client", *arguments, *common)
 
     assert "classification, 300 tokens" in run("upload", str(setting.folder / "bert"), "mine").stdout
     found = run("train", "mine", str(data), "mine-1", *key, "--epochs", "1", "--wait", "--json")
@@ -292,8 +291,8 @@ def test_commands_on_the_clients_side(setting: Setting, tmp_path: Path) -> None:
     assert run("download", "mine-1", str(tmp_path / "mine")).returncode == 0
     assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["config.json", "model.safetensors"]
     assert run("delete", "mine-1").returncode == 0
-    again = run("delete", "mine-1")
-    assert again.returncode == 2 and again.stderr.strip() == "rasura: the server refused (404): there is no such model"
+    again = refused_process("client", "delete", "mine-1", *common)
+    assert again.strip() == "rasura: the server refused (404): there is no such model"
 
 
 def test_requests_at_the_same_time_get_their_own_answers(setting: Setting) -> None:
