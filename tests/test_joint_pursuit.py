@@ -17,6 +17,7 @@ from rasura.core.threat import THREATS, observe
 from rasura.core.values import Observation, Reconstruction
 from rasura.data.text import Example, encode
 from rasura.registry import parse_update
+from rasura.testing.tiny import CAUSAL_VOCABULARY, batch_of, tiny
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import Victim, load
 from rasura.victims.step import step
@@ -56,6 +57,19 @@ def test_an_adapter_of_few_dimensions_gives_a_longer_text_back(minilm: Victim) -
     assert guess.confidence == "verified" and minilm.vocabulary.text(guess.tokens[0]) == minilm.vocabulary.text(
         minilm.tokenizer(TEXT)["input_ids"]
     )
+
+
+def test_a_decoder_with_positions_gives_its_last_token_as_well() -> None:
+    """Rank 4 on all linear layers: fewer dimensions a block than the text has tokens."""
+    text = [40, 3, 41, 9, 3, 42, 50, 51, 4, 60, 61, 277]
+    model = with_fresh_adapter(tiny("gpt2", "causal", hidden=96), "causal", Adapter(4), 0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(0.02 * torch.randn(p.shape, generator=generator(1, name)))
+    truth = step(model, batch_of([text], "causal"), (), task="causal", vocabulary=CAUSAL_VOCABULARY, rng=generator(0))
+    guess = read(observe(truth, THREATS["honest-server"]))
+    assert guess.details["dimensions"] == 4 and guess.tokens == (tuple(text),) and guess.confidence == "verified"
 
 
 def test_the_first_round_shows_nothing(minilm: Victim) -> None:

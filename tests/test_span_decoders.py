@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from span_setting import seen_by_server
 from torch import nn
 
-from rasura.attacks.updates.span import Span
+from rasura.attacks.updates.span import Span, endings
 from rasura.core.batches import Batch
 from rasura.core.interfaces import Budget
+from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Observation, Reconstruction, Vocabulary
+from rasura.core.values import UNKNOWN, Observation, Reconstruction, Vocabulary
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense
 from rasura.testing.tiny import PAD, VOCABULARY, batch_of, tiny
+from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import load
+from rasura.victims.models import parts
 from rasura.victims.step import step
 
 BARE = Vocabulary(VOCABULARY.size, VOCABULARY.decode, VOCABULARY.encode, (), (), PAD, frozenset({PAD}))
@@ -77,6 +82,62 @@ def test_the_last_token_is_named_by_any_one_block() -> None:
             budget=Budget(),
         )
         assert guess.tokens == (tuple(rows[0]),) and guess.confidence == "verified"
+
+
+def adapted(model: nn.Module, rank: int) -> nn.Module:
+    """``model`` with adapters in a later round: B was trained before, here drawn at random."""
+    model = with_fresh_adapter(model, "causal", Adapter(rank), 0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(0.02 * torch.randn(p.shape, generator=generator(1, name)))
+    return model
+
+
+def seen_of_adapted(rank: int, text: list[int]) -> Observation:
+    model = adapted(tiny("llama", "causal", hidden=96, blocks=3, words=2000), rank)
+    truth = step(model, batch_of([text], "causal"), (), task="causal", vocabulary=BARE, rng=generator(0, "step"))
+    return observe(truth, HONEST_SERVER)
+
+
+@pytest.mark.parametrize("last", [277, 1999, 41])
+def test_the_last_token_is_named_by_adapters_of_small_rank(last: int) -> None:
+    """Eight dimensions tell one word of 2,000."""
+    text = [40, 3, 41, 9, 60, 61, 70, last]
+    guess = Span()(seen_of_adapted(8, text), rng=generator(0), budget=Budget())
+    assert guess.tokens == (tuple(text),) and guess.confidence == "verified"
+
+
+@pytest.mark.parametrize("module", ["lora_A.default", "base_layer"])
+def test_the_last_token_against_every_word_tried(module: str) -> None:
+    """The slow way: the loss' gradient by the layer's output, for every word of the vocabulary in turn."""
+    text = [40, 3, 41, 9, 60, 61, 70, 277]
+    model = seen_of_adapted(8, text).model.double()
+    lin = next(x for x in reversed(parts(model).linears) if f"v_proj.{module}" in x.module)
+    kept: list[torch.Tensor] = []
+    handle = model.get_submodule(lin.module).register_forward_hook(lambda _m, _i, out: kept.append(out.requires_grad_()))
+    logits = model(input_ids=torch.tensor([text[:-1]])).logits[0, -1]
+    handle.remove()
+    every = [
+        torch.autograd.grad(nn.functional.cross_entropy(logits, torch.tensor(word)), kept[0], retain_graph=True)[0][0, -1]
+        for word in range(len(logits))
+    ]
+    noise = 1e-3 * torch.randn(every[0].shape, generator=generator(2), dtype=torch.double)
+    seen = every[277] + noise * every[277].norm() / noise.norm() * 1e-3
+    cosines = nn.functional.cosine_similarity(torch.stack(every), seen, dim=1)
+    named = endings._named(model, lin, text[:-1], seen)
+    best = [int(k) for k in cosines.topk(endings.OPTIONS).indices if cosines[k] > endings.ALIKE]
+    assert named == best and best[0] == 277
+
+
+def test_a_last_token_that_is_not_clear_is_left_open() -> None:
+    """Between two words' directions lies that of neither."""
+    text = [40, 3, 41, 9, 60, 61, 70, 277]
+    seen = seen_of_adapted(8, text)
+    other = seen_of_adapted(8, [*text[:-1], 300]).gradients
+    mixed = {n: (g + other[n]) / 2 if "layers.2." in n else g for n, g in seen.gradients.items()}
+    guess = Span()(replace(seen, message=replace(seen.message, gradients=mixed)), rng=generator(0), budget=Budget())
+    assert guess.confidence != "verified" and guess.tokens == ((*text[:-1], UNKNOWN),)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rasura.attacks.shared.mechanism import announced_dropout
 from rasura.attacks.shared.verify import in_span, prove, verified
+from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.rows import CHUNK, Inputs, visible_gradients
 from rasura.attacks.updates.span.tokens import candidates
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -210,23 +211,26 @@ class JointPursuit:
             "dimensions": space.shape[1], "distinct_tokens": len(found.rows), "unexplained": found.left,
         }  # fmt: skip
         if places > 1 and size == 1:
-            return self._text(seen, found, believed, details)
+            return self._text(seen, inputs, found, believed, details)
         bag = tuple(sorted({token for _, token in found.rows}))
         return in_span(
             (bag,) * max(1, size), seen.vocabulary, believed=believed, residual=found.left, ordered=False, details=details
         )  # fmt: skip
 
     @staticmethod
-    def _text(seen: Observation, found: Found, believed: bool, details: dict[str, Parameter]) -> Reconstruction:
-        text = [UNKNOWN] * (max(place for place, _ in found.rows) + 1)
-        for place, token in found.rows:
-            text[place] = token
-        if seen.task == "causal":  # the last token has no gradient
-            text.append(UNKNOWN)
+    def _text(
+        seen: Observation, inputs: Inputs, found: Found, believed: bool, details: dict[str, Parameter]
+    ) -> Reconstruction:
+        places = dict(found.rows)
+        text = tuple(places.get(place, UNKNOWN) for place in range(max(places) + 1))
+        if UNKNOWN not in text:
+            text = finish(seen, seen, [text], inputs, search=believed)[0]
+        elif seen.task == "causal":  # the last token has no gradient
+            text = (*text, UNKNOWN)
         proof = prove(seen, [text])
         if proof is not None:
             return verified(proof, details)
-        return in_span((tuple(text),), seen.vocabulary, believed=believed, residual=found.left, details=details)
+        return in_span((text,), seen.vocabulary, believed=believed, residual=found.left, details=details)
 
     @staticmethod
     def _nearest(seen: Observation, space: Tensor, inputs: Inputs, ids: Tensor, size: int) -> Reconstruction:

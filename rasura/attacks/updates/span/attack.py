@@ -93,7 +93,7 @@ class Span:
             return None
         prefixes = [p.tokens for p in chosen]
         believed = prefixes_believed(spaces, inputs, ids, prefixes)
-        texts = finish(observed, seen, chosen, inputs, search=believed)
+        texts = finish(observed, seen, prefixes, inputs, search=believed)
         plain_texts: Sentences = [[(t, 0) for t in text] for text in texts]
         return self._judged(observed, plain_texts, max(p.residual for p in chosen), spaces, lambda: believed)
 

@@ -14,24 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.attacks.shared.verify import VERIFIED, check
-from rasura.attacks.updates.span.prefixes import Prefix
+from rasura.attacks.shared.verify import PRECISION, VERIFIED, check
 from rasura.attacks.updates.span.rows import Inputs, visible_gradients
 from rasura.core.values import UNKNOWN, Observation
 from rasura.victims.models import Linear, layer_inputs
 
+DIRECTIONS = 64
+"""Directions of a layer's output that every word is compared in, the one of ``delta`` among them: all of an adapter's. The
+true word fits in any of them."""
+
 NEAREST = 32
-"""Last tokens for which ``delta`` is computed exactly: those for which it points most in the direction that was found."""
+"""Last tokens for which ``delta`` is computed exactly: those that fit best in these directions."""
 
 ALIKE = 0.9
-"""Least cosine of a last token's ``delta`` with the one that was found. True ones were above .999, others below .8."""
+"""Least cosine of a last token's ``delta`` with the one that was found. True ones were above .999, in layers of 576 outputs
+others below .8, in adapters of rank 16 below .997."""
+
+CLEAR = 10.0
+"""The second best token's cosine must be so many times as far from 1 as the best one's, so that the best is named."""
 
 OPTIONS = 4
 """Last tokens of each text that are tried against the whole update."""
 
 
 def finish(
-    observed: Observation, seen: Observation, prefixes: Sequence[Prefix], inputs: Inputs, *, search: bool
+    observed: Observation, seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs, *, search: bool
 ) -> list[tuple[int, ...]]:
     """The texts with their last tokens; ``UNKNOWN`` where nothing names one.
 
@@ -40,11 +47,13 @@ def finish(
     have no such token: the prefixes are the texts.
     """
     if seen.task != "causal":
-        return [p.tokens for p in prefixes]
+        return list(prefixes)
     options = _from_output_layer(observed, prefixes, inputs) or _from_another_layer(seen, prefixes, inputs)
-    texts = [(*p.tokens, o[0]) for p, o in zip(prefixes, options)]
-    if not search or not all(map(len, options)) or any(UNKNOWN in text for text in texts):
-        return texts
+    named = [(*p, o[0]) for p, o in zip(prefixes, options)]
+    options = [[t for t in o if t != UNKNOWN] for o in options]
+    if not search or not all(options):
+        return named
+    texts = [(*p, o[0]) for p, o in zip(prefixes, options)]
     error, _ = check(observed, texts)
     for k, choices in enumerate(options):
         for token in choices[1:]:
@@ -54,14 +63,14 @@ def finish(
             now, _ = check(observed, tried)
             if now < error:
                 texts, error = tried, now
-    return texts
+    return texts if error < VERIFIED else [n if n[-1] == UNKNOWN else t for n, t in zip(named, texts)]
 
 
-def _states(prefixes: Sequence[Prefix], inputs: Inputs, module: str) -> list[Tensor]:
+def _states(prefixes: Sequence[tuple[int, ...]], inputs: Inputs, module: str) -> list[Tensor]:
     out = []
     with torch.no_grad():
         for prefix in prefixes:
-            ids = torch.tensor([prefix.tokens])
+            ids = torch.tensor([prefix])
             found = layer_inputs(inputs.model, [module], input_ids=ids, attention_mask=torch.ones_like(ids))
             out.append(found[module][0].double())
     return out
@@ -77,7 +86,7 @@ def _last_deltas(gradient: Tensor, states: Sequence[Tensor]) -> Tensor | None:
     return found
 
 
-def _from_output_layer(seen: Observation, prefixes: Sequence[Prefix], inputs: Inputs) -> list[list[int]] | None:
+def _from_output_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs) -> list[list[int]] | None:
     """Tokens that may follow each prefix, likeliest first; None where the output layer's gradient is hidden.
 
     There ``delta`` is ``softmax - onehot(next token)`` itself. With tied weights the rows of the text's own tokens also hold
@@ -94,12 +103,12 @@ def _from_output_layer(seen: Observation, prefixes: Sequence[Prefix], inputs: In
     if deltas is None:
         return None
     scores = -deltas
-    own = sorted({t for p in prefixes for t in p.tokens}) if known.tied else []
+    own = sorted({t for p in prefixes for t in p}) if known.tied else []
     scores[:, own] = -torch.inf
     return [[int(t) for t in row.topk(OPTIONS).indices] + own for row in scores]
 
 
-def _from_another_layer(seen: Observation, prefixes: Sequence[Prefix], inputs: Inputs) -> list[list[int]]:
+def _from_another_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs) -> list[list[int]]:
     """The same from the last linear layer that is visible and wide enough; ``UNKNOWN`` where it tells none."""
     known = inputs.parts
     nothing = [[UNKNOWN] for _ in prefixes]
@@ -108,18 +117,20 @@ def _from_another_layer(seen: Observation, prefixes: Sequence[Prefix], inputs: I
         if not gradients or not any(lin.module.startswith(f"{b.module}.") for b in known.blocks):
             continue
         states = _states(prefixes, inputs, lin.module)
-        if any(s.dim() != 2 or len(s) != len(p.tokens) for s, p in zip(states, prefixes)):
+        if any(s.dim() != 2 or len(s) != len(p) for s, p in zip(states, prefixes)):
             continue  # a layer of an expert, which reads some of the tokens
         deltas = _last_deltas(gradients[0], states)
         if deltas is not None:
-            return [_named(inputs.model, lin, p.tokens, delta) or n for p, delta, n in zip(prefixes, deltas, nothing)]
+            return [_named(inputs.model, lin, p, delta) or n for p, delta, n in zip(prefixes, deltas, nothing)]
     return nothing
 
 
 def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) -> list[int]:
-    """Tokens whose loss behind ``tokens`` has a gradient in the direction of ``delta`` by the output of ``lin``.
+    """Tokens whose loss behind ``tokens`` has a gradient in the direction of ``delta`` by the output of ``lin``, best first;
+    ``UNKNOWN`` before them where another one is about as good as the best.
 
-    Of the whole vocabulary at once: ``<J^T (p - e_y), delta>`` is ``<p, J delta> - (J delta)_y``. Then exactly for the best.
+    Of the whole vocabulary at once: ``<J^T (p - e_y), u>`` is ``<p, J u> - (J u)_y`` for any direction ``u``. Then exactly
+    for the best.
     """
     outputs: list[Tensor] = []
 
@@ -135,10 +146,12 @@ def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) 
             out = outputs[-1]
             ones = torch.zeros_like(logits, requires_grad=True)
             (back,) = torch.autograd.grad(logits, out, ones, create_graph=True)
-            direction = torch.zeros_like(out)
-            direction.view(-1, len(delta))[-1] = (delta / delta.norm().clamp_min(1e-300)).to(out.dtype)
-            (pushed,) = torch.autograd.grad(back, ones, direction, retain_graph=True)
-        nearest = (-pushed).topk(min(NEAREST, len(pushed))).indices
+            last = back.reshape(-1, len(delta))[-1]
+            directions = _directions(delta).to(last)
+            pushed = torch.stack([torch.autograd.grad(last, ones, u, retain_graph=True)[0] for u in directions], 1)
+            sides = logits.detach().softmax(0) @ pushed - pushed
+        along = sides @ (directions @ delta.to(last)) / sides.norm(dim=1).clamp_min(1e-30)
+        nearest = along.topk(min(NEAREST, len(along))).indices
         wanted = logits.detach().softmax(0).repeat(len(nearest), 1)
         wanted[torch.arange(len(nearest)), nearest] -= 1
         (own,) = torch.autograd.grad(logits, out, wanted, is_grads_batched=True)
@@ -146,5 +159,14 @@ def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) 
         cosines = own @ delta / (own.norm(dim=1) * delta.norm()).clamp_min(1e-300)
     finally:
         handle.remove()
-    best = cosines.argsort(descending=True)[:OPTIONS].tolist()
-    return [int(nearest[k]) for k in best if float(cosines[k]) > ALIKE]
+    order = cosines.argsort(descending=True)
+    off = (1 - cosines[order]).clamp_min(PRECISION).tolist()
+    found = [int(nearest[k]) for k in order[:OPTIONS] if float(cosines[k]) > ALIKE]
+    return found if off[1] > CLEAR * off[0] else [UNKNOWN, *found]
+
+
+def _directions(delta: Tensor) -> Tensor:
+    """Orthonormal rows, at most ``DIRECTIONS``: ``delta``'s direction, and others that fill up its space."""
+    others = torch.eye(len(delta), DIRECTIONS - 1, dtype=delta.dtype)
+    rows: Tensor = torch.linalg.qr(torch.cat([delta[:, None], others], 1)).Q.T
+    return rows
