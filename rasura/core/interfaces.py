@@ -44,11 +44,19 @@ class Adversary(Protocol):
     """What every attack says of itself: its name, the grants it cannot do without, and those that help."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name by which plans and Records know it."""
+        ...
+
     @property
-    def needs(self) -> frozenset[Grant]: ...
+    def needs(self) -> frozenset[Grant]:
+        """The grants without which it is not applicable."""
+        ...
+
     @property
-    def uses(self) -> frozenset[Grant]: ...
+    def uses(self) -> frozenset[Grant]:
+        """Further grants that it reads where it has them."""
+        ...
 
 
 @runtime_checkable
@@ -58,7 +66,9 @@ class Attack(Adversary, Protocol[G_co]):
     Raises ``NotApplicable`` (cannot be tried here) or ``AttackFailed`` (tried, found nothing).
     """
 
-    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> G_co: ...
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> G_co:
+        """The guess, with every random choice drawn from ``rng`` and the work bounded by ``budget``."""
+        ...
 
 
 @runtime_checkable
@@ -78,7 +88,9 @@ class ActiveAttack(Attack[G_co], Protocol[G_co]):
 class MembershipAttack(Adversary, Protocol):
     """As ``Attack``, from a trained model instead of an update: one score a candidate, the higher the likelier a member."""
 
-    def __call__(self, seen: ModelObservation, *, rng: Generator) -> Membership: ...
+    def __call__(self, seen: ModelObservation, *, rng: Generator) -> Membership:
+        """One score for each candidate of ``seen``, in their order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -130,28 +142,44 @@ class Metric(Protocol[G_contra]):
         """The smallest and the largest possible value, in its unit; None without such a range."""
         ...
 
-    def __call__(self, guess: G_contra, truth: Transcript) -> Sequence[float]: ...
+    def __call__(self, guess: G_contra, truth: Transcript) -> Sequence[float]:
+        """One value in ``unit`` for each text of ``truth``, in their order."""
+        ...
 
 
 class ModelService(Protocol):
-    """A model service under a protection: what is ``public``, what is ``served``, and what a client sends it.
-
-    ``tokens`` ``(vocabulary,)`` int64: the id that each token has there. ``replacement``: what is drawn in place of a token,
-    None where nothing is.
-    """
+    """A model service under a protection: what is ``public``, what is ``served``, and what a client sends it."""
 
     @property
-    def public(self) -> nn.Module: ...
+    def public(self) -> nn.Module:
+        """The model that everyone knows, as it was before the protection."""
+        ...
+
     @property
-    def served(self) -> nn.Module: ...
+    def served(self) -> nn.Module:
+        """The model that the service runs."""
+        ...
+
     @property
-    def vocabulary(self) -> Vocabulary: ...
+    def vocabulary(self) -> Vocabulary:
+        """The client's vocabulary, in its own ids."""
+        ...
+
     @property
-    def mechanism(self) -> Mechanism: ...
+    def mechanism(self) -> Mechanism:
+        """What is public of the protection."""
+        ...
+
     @property
-    def tokens(self) -> Tensor: ...
+    def tokens(self) -> Tensor:
+        """The id of each token of the client at the service: ``(vocabulary,)`` int64."""
+        ...
+
     @property
-    def draws(self) -> bool: ...
+    def draws(self) -> bool:
+        """Whether the client sends tokens in place of others, drawn anew for each text."""
+        ...
+
     def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:
         """The ids that the client sends for ``texts`` in its own ids."""
         ...
@@ -166,8 +194,13 @@ class ServiceAttack(Protocol):
     """A guess at what clients sent to a service. Raises as an ``Attack`` does."""
 
     @property
-    def name(self) -> str: ...
-    def __call__(self, seen: ServiceObservation, *, rng: Generator, budget: Budget) -> TokenReading: ...
+    def name(self) -> str:
+        """The name by which plans and Records know it."""
+        ...
+
+    def __call__(self, seen: ServiceObservation, *, rng: Generator, budget: Budget) -> TokenReading:
+        """The tokens that it takes the texts of ``seen`` to hold."""
+        ...
 
 
 @runtime_checkable
@@ -175,8 +208,13 @@ class ServiceMetric(Protocol):
     """Judges it: a value in ``[0, 1]`` for every text, or None where it cannot be judged so (the order of a bag)."""
 
     @property
-    def name(self) -> str: ...
-    def __call__(self, guess: TokenReading, truth: ServiceTranscript) -> Sequence[float] | None: ...
+    def name(self) -> str:
+        """The name by which plans and Records know it."""
+        ...
+
+    def __call__(self, guess: TokenReading, truth: ServiceTranscript) -> Sequence[float] | None:
+        """One value in ``[0, 1]`` for each text of ``truth``, in their order; None where it cannot be judged so."""
+        ...
 
 
 class Prior(Protocol):
