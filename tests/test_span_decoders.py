@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from span_setting import seen_by_server
 from torch import nn
 
 from rasura.attacks.updates.span import Span, endings
+from rasura.attacks.updates.span.rows import Inputs
 from rasura.core.batches import Batch
 from rasura.core.interfaces import Budget
 from rasura.core.local import Adapter
@@ -19,7 +21,7 @@ from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import UNKNOWN, Observation, Reconstruction, Vocabulary
 from rasura.data.text import Example, encode
 from rasura.registry import parse_defense
-from rasura.testing.tiny import PAD, VOCABULARY, batch_of, tiny
+from rasura.testing.tiny import DECODERS, PAD, VOCABULARY, batch_of, tiny
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import load
 from rasura.victims.models import parts
@@ -29,6 +31,38 @@ BARE = Vocabulary(VOCABULARY.size, VOCABULARY.decode, VOCABULARY.encode, (), (),
 """A vocabulary without start and end tokens, as SmolLM2's and Qwen's."""
 
 ROTARY = ["llama", "qwen2", "gemma", "gpt-neox"]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_head_that_ran_once_gives_what_each_run_of_it_gives(family: str) -> None:
+    dtype = torch.float32 if family == "mixtral" else torch.float64  # torch groups no products in float64
+    model = tiny(family, "causal", hidden=32).to(dtype).eval()
+    inputs = Inputs(model)
+    tokens = torch.arange(5, 105)
+    for head in (torch.empty(0, dtype=torch.long), torch.tensor([40]), torch.tensor([40, 3, 41, 40, 9, 7, 3])):
+        found = inputs.following(head, tokens, inputs.parts.blocks)
+        whole = torch.cat([head.expand(len(tokens), -1), tokens[:, None]], 1)
+        for index, x in inputs.deep(whole, torch.ones_like(whole), inputs.parts.blocks).items():
+            far = (found[index] - x[:, -1]).norm(dim=1) / x[:, -1].norm(dim=1)
+            assert float(far.max()) < 100 * torch.finfo(dtype).eps
+    assert inputs._keeps, "the head runs with every token"
+
+
+def test_a_model_that_keeps_nothing_runs_the_head_with_every_token() -> None:
+    model = tiny("gpt2", "causal", hidden=32).eval()
+    inputs = Inputs(model)
+    forward = model.forward
+
+    def forgets(*args: Any, **given: Any) -> Any:
+        given.pop("past_key_values", None)
+        return forward(*args, **given)
+
+    model.forward = forgets  # type: ignore[method-assign]
+    head, tokens = torch.tensor([40, 3, 41]), torch.arange(5, 25)
+    whole = torch.cat([head.expand(len(tokens), -1), tokens[:, None]], 1)
+    found = inputs.following(head, tokens, inputs.parts.blocks)
+    for index, x in inputs.deep(whole, torch.ones_like(whole), inputs.parts.blocks).items():
+        assert torch.allclose(found[index], x[:, -1], atol=1e-6)
 
 
 def seen_of(model: nn.Module, batch: Batch, task: str) -> Observation:

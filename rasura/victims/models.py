@@ -234,6 +234,13 @@ def layer_inputs(model: nn.Module, modules: Sequence[str], **inputs: Any) -> dic
     return found
 
 
+def key_value_cache(model: nn.Module) -> Any:
+    """An empty cache in which a decoder keeps the keys and values of what it ran (``past_key_values``)."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=model.config.get_text_config())  # type: ignore[union-attr,operator]  # a Hugging Face config
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Dropout off and no graph inside the block; the model's mode as it was behind it."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from rasura.attacks.updates.span.rows import DOUBT, Inputs, RowSpace
 from rasura.attacks.updates.span.tokens import TOLERANT, Row
 from rasura.core.values import UNKNOWN
+from rasura.victims.models import Block
 
 FALSE = 0.01
 """Tokens that may be in the row space by chance, over all tokens and places that were tried."""
@@ -155,16 +156,28 @@ def prefixes_believed(spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tenso
     others = others_of(inputs, ids, {t for text in texts for t in text})[:OTHERS]
     if not (whole and blocks and len(others) and all(map(len, whole))):
         return False
+    # The first block alone is usually enough, and costs a small part of a run through all.
+    return any(_believed_by(some, spaces, inputs, len(ids), whole, others) for some in (blocks[:1], blocks[1:]) if some)
+
+
+def _believed_by(
+    blocks: Sequence[Block],
+    spaces: Mapping[int, RowSpace],
+    inputs: Inputs,
+    count: int,
+    whole: Sequence[Tensor],
+    others: Tensor,
+) -> bool:
+    """Whether any of ``blocks`` believes the texts ``whole``, beside ``others`` of ``count`` tokens in all."""
     own: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
     beside: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
     for number, text in enumerate(whole):
         for index, x in inputs.deep(text[None], torch.ones_like(text[None]), blocks).items():
             own[index].append(x[0].double())
         for n in sorted({0, len(text) // 2, len(text) - 1}) if number < MOST_TEXTS else ():
-            tried = torch.cat([text[:n].expand(len(others), -1), others[:, None]], 1)
-            for index, x in inputs.deep(tried, torch.ones_like(tried), blocks).items():
-                beside[index].append(outside(spaces[index], x[:, -1]))
-    trials = len(ids) * sum(map(len, whole))
+            for index, x in inputs.following(text[:n], others, blocks).items():
+                beside[index].append(outside(spaces[index], x))
+    trials = count * sum(map(len, whole))
     for index in own:
         space, states = spaces[index], torch.cat(own[index])
         if explained(space, states) and stand_clear(space.residual(states), [torch.cat(beside[index])], trials):

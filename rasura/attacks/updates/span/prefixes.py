@@ -20,9 +20,6 @@ from rasura.core.values import Observation
 TOLERANCE = 1e-3
 """Largest residual of a true prefix: float32 through several blocks leaves 1e-7 to 1e-5, a wrong token 1e-2 and more."""
 
-ROWS = 4096
-"""Most token positions that run through the model at once."""
-
 LEVELS = (0.1, 0.3, 1.0)
 """Shares of the tolerance that texts are chosen by: true tokens stay below the first where nothing was rounded."""
 
@@ -93,20 +90,13 @@ class Grower:
             self._bag[key] = self.ids[self.inputs.within(self.spaces[0], self.ids, key, TOLERANCE)[0]]
         return self._bag[key]
 
-    @torch.no_grad()
-    def states(self, sequences: Tensor) -> tuple[Tensor, Tensor]:
-        """Of the last position of ``(k, length)``: the largest residual over its tolerance among the deep visible blocks,
-        and the input of the first of these, ``(k, inputs)``."""
-        out, first = [], []
-        for chunk in torch.split(sequences, max(1, ROWS // sequences.shape[1])):
-            found = self.inputs.deep(chunk, torch.ones_like(chunk), self.deep)
-            each = []
-            for block in self.deep:
-                space, x = self.spaces[block.index], found[block.index][:, -1].double()
-                each.append(space.residual(x) / space.tolerance(x, TOLERANCE))
-            out.append(torch.stack(each).amax(0))
-            first.append(self.space.shown(found[self.deep[0].index][:, -1].double()))
-        return torch.cat(out), torch.cat(first)
+    def states(self, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each of ``tokens`` ``(k,)`` behind ``head``: the largest residual over its tolerance among the deep visible
+        blocks, and the input of the first of these, ``(k, inputs)``."""
+        found = {index: x.double() for index, x in self.inputs.following(head, tokens, self.deep).items()}
+        spaces = [(self.spaces[b.index], found[b.index]) for b in self.deep]
+        fits = torch.stack([space.residual(x) / space.tolerance(x, TOLERANCE) for space, x in spaces]).amax(0)
+        return fits, self.space.shown(found[self.deep[0].index])
 
     def extensions(self, prefix: Prefix) -> list[Prefix]:
         """All prefixes one token longer that every visible block accepts, best first."""
@@ -118,8 +108,7 @@ class Grower:
             allowed = allowed[allowed == self.vocabulary.prefix[position]]
         if not len(allowed):
             return []
-        head = torch.tensor(prefix.tokens, dtype=torch.long).expand(len(allowed), -1)
-        residual, states = self.states(torch.cat([head, allowed[:, None]], 1))
+        residual, states = self.states(torch.tensor(prefix.tokens, dtype=torch.long), allowed)
         return [
             self._longer(prefix, int(allowed[i]), float(residual[i]), states[i])
             for i in residual.argsort().tolist()

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from rasura.core.values import Observation
-from rasura.victims.models import Block, Linear, layer_inputs, parts
+from rasura.victims.models import Block, Linear, key_value_cache, layer_inputs, parts
 from rasura.victims.positions import first_inputs, segment_types
+
+ROWS = 4096
+"""Most token positions that run through the model at once."""
+
+SAME = 1e-5
+"""Relative difference of inputs by kept keys and values from those of a whole run that is rounding: float32 leaves 1e-6."""
 
 CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
@@ -193,3 +200,45 @@ class Inputs:
         extra = {} if types is None or self.types == 1 else {"token_type_ids": types}
         found = layer_inputs(self.model, modules, input_ids=ids, attention_mask=mask, **extra)
         return {b.index: found[b.qkv[0].module] for b in blocks}
+
+    @torch.no_grad()
+    def following(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> Mapping[int, Tensor]:
+        """Inputs of the attention of ``blocks`` of a decoder for each of ``tokens`` ``(k,)`` behind the tokens ``head``
+        ``(length,)``: block index -> ``(k, hidden)``.
+
+        The head runs once where the model keeps its keys and values, which is tried first on one token: a model that ends
+        up elsewhere runs the head with every token.
+        """
+        found = []
+        for chunk in torch.split(tokens, max(1, ROWS // (len(head) + 1))):
+            if self._keeps and len(head) and len(chunk) > 1:
+                found.append(self._kept(head, chunk, blocks))
+            else:
+                found.append(self._rerun(head, chunk, blocks))
+        return {b.index: torch.cat([one[b.index] for one in found]) for b in blocks}
+
+    def _rerun(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
+        whole = torch.cat([head.expand(len(tokens), -1), tokens[:, None]], 1)
+        return {index: x[:, -1] for index, x in self.deep(whole, torch.ones_like(whole), blocks).items()}
+
+    def _kept(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
+        modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
+        cache = key_value_cache(self.model)
+        layer_inputs(self.model, modules, input_ids=head[None], past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(len(tokens))
+        found = layer_inputs(
+            self.model, modules, input_ids=tokens[:, None], past_key_values=cache, use_cache=True,
+            attention_mask=tokens.new_ones(len(tokens), len(head) + 1),
+        )  # fmt: skip
+        return {b.index: found[b.qkv[0].module][:, -1] for b in blocks}
+
+    @cached_property
+    def _keeps(self) -> bool:
+        """Whether keys and values that the model kept of a head give the inputs that running it again gives."""
+        ids = torch.tensor([5, 6, 7, 8, 9]) % self.model.get_input_embeddings().num_embeddings
+        head, tokens, blocks = ids[:3], ids[3:], self.parts.blocks[:3][-1:]
+        try:
+            kept, again = (run(head, tokens, blocks)[blocks[0].index] for run in (self._kept, self._rerun))
+        except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError):
+            return False
+        return kept.shape == again.shape and float((kept - again).norm()) <= SAME * float(again.norm())
