@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from rasura.attacks.shared import verify
 from rasura.attacks.shared.comparing import cosine, relative_error
 from rasura.attacks.shared.decoys import decoys, weakest
 from rasura.attacks.shared.verify import (
@@ -260,6 +261,38 @@ def test_a_proof_holds_the_error_the_labels_and_the_least_error_of_its_decoys(ki
     assert prove(seen, [*rows[:-1], [*rows[-1][:-2], 99, rows[-1][-1]]], types) is None
     if types is not None:
         assert prove(seen, rows) is None, "without its segments the text is another one"
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2", "llama causal"])
+def test_the_last_tensors_of_a_large_update_never_say_more_than_the_whole(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, _, task = kind.partition(" ")
+    rows = [[CLS, 40, 3, 41], [CLS, 50, 51]] if task else [TEXT, SHORT]
+    seen = seen_of(tiny(family, task or "classification"), rows, None if task else [2, 1], task or "classification")
+    whole = prove(seen, rows)
+    monkeypatch.setattr(verify, "LARGE", 0)
+    last, ids, mask = verify._Decoys(seen).last, *pad([[CLS, 40, 7, 41, SEP]], PAD)
+    assert 0 < len(last) < len(seen.gradients) and last == list(seen.gradients)[-len(last) :][::-1]
+    squares = {n: float(g.square().sum()) for n, g in seen.gradients.items()}
+    assert sum(squares[n] for n in last) >= 0.25 * sum(squares.values()) > sum(squares[n] for n in last[:-1])
+    proof = prove(seen, rows)
+    assert whole is not None and proof is not None and 10 * proof.error < proof.decoys <= whole.decoys * (1 + 1e-6)
+    own = {"input_ids": ids, "attention_mask": mask, "labels": ids if task else torch.tensor([1])}
+    exact = relative_error(changed(seen.model, own, list(seen.gradients))[0], seen.gradients)
+    assert verify._Decoys(seen).missed(own, 1e-6) <= exact * (1 + 1e-6)
+    assert verify._Decoys(seen).missed(own, 0.09 * exact) == pytest.approx(exact, rel=1e-6), "the rest decides"
+    monkeypatch.setattr(verify, "HELD", 1e-9)  # one tensor that decoys hardly move
+    assert prove(seen, rows) is not None
+
+
+def test_a_decoy_whose_update_is_no_number_proves_nothing() -> None:
+    model = tiny("bert", "classification")
+    seen = seen_of(model, [TEXT], [1])
+    assert prove(seen, [TEXT]) is not None
+    with torch.no_grad():
+        seen.model.get_parameter("bert.embeddings.word_embeddings.weight")[60:] = torch.nan
+    assert check(seen, [TEXT])[0] < 1e-5 and prove(seen, [TEXT]) is None
 
 
 def test_as_many_entries_prove_a_text_as_tell_it_from_all_others() -> None:

@@ -247,7 +247,8 @@ class Proof:
     each name.
 
     It holds the very ``tokens`` and ``labels`` that it proves, the guess's relative ``error``, and ``decoys``: the least
-    error among texts that differ from the guess by little. Raises ``ValueError`` unless the decoys are told from the guess.
+    error, or a lower bound of it, among texts that differ from the guess by little. Raises ``ValueError`` unless the decoys
+    are told from the guess.
     """
 
     name: ProofName

@@ -42,6 +42,10 @@ CHANCE = 1e-6
 
 MOST_LABELINGS = 64
 
+LARGE, HELD = 2**20, 0.25
+"""Updates of more entries are told from a decoy's by their last tensors where these suffice: those that hold this fraction
+of the squared norm. Their gradients take a short way back."""
+
 
 def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Id sequences as ``input_ids`` and ``attention_mask``, both ``(batch, longest)``."""
@@ -136,6 +140,37 @@ def _error(seen: Observation, inputs: Mapping[str, Tensor]) -> float:
     return relative_error(guess, seen.gradients, seen.visible)
 
 
+class _Decoys:
+    """How far the updates of decoys are from the observed one, at least.
+
+    Of a large gradient the last tensors are tried alone: what they miss, the whole misses too.
+    """
+
+    def __init__(self, seen: Observation) -> None:
+        self.seen, self.last, self.held = seen, [], 0.0
+        if entries(seen) <= LARGE or announced_update(seen).kind != "fedsgd":
+            return
+        squares = {
+            n: float((g if n not in seen.visible else g[seen.visible[n]]).norm()) ** 2 for n, g in seen.gradients.items()
+        }
+        for name in reversed(squares):
+            self.last.append(name)
+            self.held += squares[name] / sum(squares.values())
+            if self.held >= HELD:
+                return
+
+    def missed(self, inputs: Mapping[str, Tensor], error: float) -> float:
+        """The error of a decoy ``inputs``; a lower bound of it where that is apart from the guess's ``error``."""
+        if self.last:
+            guess, _ = changed(self.seen.model, inputs, self.last)
+            observed = {n: self.seen.gradients[n] for n in self.last}
+            # At the best scale nothing is missed by more than all of it.
+            bound = min(relative_error(guess, observed, self.seen.visible), 1.0) * math.sqrt(self.held)
+            if apart(error, bound):
+                return bound
+        return _error(self.seen, inputs)
+
+
 def _flat(seen: Observation, labels: Tensor | None) -> tuple[int, ...] | None:
     return None if labels is None or seen.task == "causal" else tuple(int(y) for y in labels)
 
@@ -182,8 +217,9 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     """The proof ``gradient`` of ``tokens``; None where the update does not prove them.
 
     Their recomputed update must be within ``VERIFIED`` of the observed one, that of every decoy must miss it by ``MARGIN``
-    times as much, and the visible entries must be too many for a chance fit. None under active dropout,
-    since nothing can be recomputed there, and for a text of special tokens alone, which has no decoys.
+    times as much (the last tensors of a large one may show that), and the visible entries must be too many for a chance fit.
+    None under active dropout, since nothing can be recomputed there, and for a text of special tokens alone, which has no
+    decoys.
     """
     error, labels = _fitted(seen, tokens, types)
     if not error < VERIFIED or labels is None:
@@ -196,13 +232,14 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     with torch.no_grad():
         logits = seen.model(**inputs).logits
     weak = weakest(logits, labels, inputs["attention_mask"])
-    least = math.inf
+    least, far = math.inf, _Decoys(seen)
     for decoy in decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys")):
         other = _inputs(seen, decoy, types)[0]
         other["labels"] = labels if seen.task != "causal" else _targets(other["input_ids"], other["attention_mask"])
-        least = min(least, _error(seen, other))
-        if not apart(error, least):
+        missed = far.missed(other, error)
+        if not apart(error, missed):  # nor is one whose update is no number
             return None
+        least = min(least, missed)
     if not told(entries(seen), error, least, sum(map(len, free)), len(words(seen.vocabulary))):
         return None
     return Proof("gradient", guess, error, least, _flat(seen, labels))
