@@ -148,7 +148,8 @@ def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) 
             (back,) = torch.autograd.grad(logits, out, ones, create_graph=True)
             last = back.reshape(-1, len(delta))[-1]
             directions = _directions(delta).to(last)
-            pushed = torch.stack([torch.autograd.grad(last, ones, u, retain_graph=True)[0] for u in directions], 1)
+            (pushed,) = torch.autograd.grad(last, ones, directions, is_grads_batched=True)
+            pushed = pushed.T
             sides = logits.detach().softmax(0) @ pushed - pushed
         along = sides @ (directions @ delta.to(last)) / sides.norm(dim=1).clamp_min(1e-30)
         nearest = along.topk(min(NEAREST, len(along))).indices

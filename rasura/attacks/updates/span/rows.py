@@ -235,7 +235,7 @@ class Inputs:
     @cached_property
     def _keeps(self) -> bool:
         """Whether keys and values that the model kept of a head give the inputs that running it again gives."""
-        ids = torch.tensor([5, 6, 7, 8, 9]) % self.model.get_input_embeddings().num_embeddings
+        ids = torch.tensor([5, 6, 7, 8, 9]) % len(self.model.get_parameter(self.parts.word_embedding))
         head, tokens, blocks = ids[:3], ids[3:], self.parts.blocks[:3][-1:]
         try:
             kept, again = (run(head, tokens, blocks)[blocks[0].index] for run in (self._kept, self._rerun))
