@@ -14,7 +14,8 @@ from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.grouping import cluster, projections
-from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
+from rasura.attacks.updates.span.rows import PRODUCTS, Inputs, Normal, RowSpace, block_spaces, row_space, visible_blocks
+from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
 from rasura.attacks.updates.span.tokens import robust_fit
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -92,14 +93,15 @@ def test_a_row_space_that_is_none_of_the_batch_is_not_read_by() -> None:
     model, batch = tiny("llama", "causal"), batch_of(BARE, "causal")
     seen, inputs = seen_by_server(model, batch, "causal"), Inputs(model)
     spaces = block_spaces(seen, visible_blocks(seen))
-    assert Span()._decoder(seen, seen, spaces, inputs) is not None
+    scan = Scan(spaces[0], inputs, torch.arange(WORDS), 1)
+    assert Span()._decoder(seen, seen, spaces, inputs, scan) is not None
     one = seen_by_server(model, batch_of(BARE[1:2], "causal"), "causal")
     part = block_spaces(one, visible_blocks(one))[1].basis  # the states of one text alone
     other = torch.randn(64, 8, generator=generator(1), dtype=torch.double)
     for directions in (part, torch.cat([part, other], 1)):
         basis = torch.linalg.qr(directions).Q
         wrong = replace(spaces[1], basis=basis, noise=torch.zeros(basis.shape[1], dtype=torch.double))
-        assert Span()._decoder(seen, seen, {0: spaces[0], 1: wrong}, inputs) is None
+        assert Span()._decoder(seen, seen, {0: spaces[0], 1: wrong}, inputs, scan) is None
 
 
 def test_noise_ends_the_attack_as_a_failure() -> None:
@@ -189,6 +191,24 @@ def test_robust_fit_recovers_masked_vectors_exactly_and_rejects_others() -> None
     fit = robust_fit(RowSpace(basis, torch.full((rank,), 1e-9)), torch.cat([full, other]))
     assert fit.accepted() == list(range(rank))
     assert torch.allclose(fit.inputs[:rank], full * masks, atol=1e-6)
+
+
+@pytest.mark.parametrize(("width", "rank"), [(1, 1), (120, 8), (64, 40)])
+def test_normal_matrices_of_many_fits_are_those_of_each(width: int, rank: int) -> None:
+    rng = generator(3)
+    basis = torch.linalg.qr(torch.randn(width, rank, generator=rng, dtype=torch.double)).Q
+    weights = torch.rand(5, width, generator=rng, dtype=torch.double)
+    found = Normal(basis)(weights, 0.25).tril()
+    for w, one in zip(weights, found):
+        assert torch.allclose(one, (basis.T @ torch.diag(w) @ basis + 0.25 * torch.eye(rank)).tril(), atol=1e-12)
+
+
+def test_bases_with_more_products_than_are_kept_give_the_same() -> None:
+    width, rank = PRODUCTS // (60 * 61 // 2) + 1, 60
+    basis = torch.randn(width, rank, generator=generator(3), dtype=torch.double) / width**0.5
+    weights = torch.rand(2, width, generator=generator(4), dtype=torch.double)
+    wanted = torch.stack([(basis.T * w) @ basis for w in weights]).tril()
+    assert torch.allclose(Normal(basis)(weights, 0.0).tril(), wanted, atol=1e-12)
 
 
 # --- pieces

@@ -15,8 +15,8 @@ from rasura.victims.models import layer_inputs, layer_output, parts
 _FIRST_POSITION: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
-def _filler(model: nn.Module) -> int:
-    """A token that the model does not take for padding."""
+def filler(model: nn.Module) -> int:
+    """A word that ``model`` does not take for padding."""
     config = getattr(model, "config", None)
     word = model.get_submodule(parts(model).word_embedding.rsplit(".", 1)[0])
     pads = {getattr(word, "padding_idx", None), getattr(config, "pad_token_id", None)}
@@ -51,7 +51,7 @@ def positions(model: nn.Module) -> int | None:
 
 def _first_row(model: nn.Module, name: str) -> int:
     table = model.get_parameter(name)
-    ids = torch.full((1, 3), _filler(model), device=table.device)
+    ids = torch.full((1, 3), filler(model), device=table.device)
     seen = layer_output(model, name.rsplit(".", 1)[0], input_ids=ids, attention_mask=torch.ones_like(ids))
     rows = table[:0] if seen is None else seen.reshape(-1, table.shape[1])[-3:]
     used = [(table == row).all(1).nonzero().flatten().tolist() for row in rows]
@@ -108,7 +108,7 @@ def first_inputs(model: nn.Module, tokens: Tensor, position: int, segment: int =
             assert places is not None
             extra["position_ids"] = places[-1].expand_as(ids)
     else:  # the model counts positions itself: put the token behind fillers
-        ids = torch.cat([torch.full((len(tokens), position), _filler(model), device=tokens.device), tokens[:, None]], 1)
+        ids = torch.cat([torch.full((len(tokens), position), filler(model), device=tokens.device), tokens[:, None]], 1)
     if segment_types(model) > 1:
         extra["token_type_ids"] = torch.full_like(ids, segment)
     module = known.blocks[0].qkv[0].module

@@ -24,7 +24,8 @@ def free_places(tokens: Sequence[Sequence[int]], vocabulary: Vocabulary) -> list
 
 def words(vocabulary: Vocabulary) -> Tensor:
     """The ids ``(k,)`` that can stand at a free place."""
-    return torch.tensor([i for i in range(vocabulary.size) if i not in vocabulary.special_ids | vocabulary.unused_ids])
+    others = vocabulary.special_ids | vocabulary.unused_ids
+    return torch.tensor([i for i in range(vocabulary.size) if i not in others])
 
 
 def decoys(

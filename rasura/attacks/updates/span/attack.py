@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
 from rasura.attacks.shared.mechanism import announced_dropout
 from rasura.attacks.shared.verify import in_span, prove, verified
@@ -17,6 +16,7 @@ from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.null import prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
+from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.tokens import Row, Search, candidates, plain
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
@@ -60,18 +60,25 @@ class Span:
                 f"the gradients show no row space: the batch holds {known.hidden} tokens or more, or noise covers the gap"
             )
         inputs = Inputs(seen.model)
+        longest = max(seen.lengths) if Grant.LENGTHS in seen else max(space.rank for space in spaces.values()) + 1
+        scan = Scan(spaces[0], inputs, candidates(seen.vocabulary), longest) if 0 in spaces else None
         dropout = announced_dropout(seen) if self.adaptive else 0.0
         if known.causal and any(k > 0 for k in spaces) and not dropout:
-            texts = self._decoder(observed, seen, spaces, inputs)
+            texts = self._decoder(observed, seen, spaces, inputs, scan)
             if texts is not None:
                 return texts
             spaces = {0: spaces[0]}
-        if 0 not in spaces:
+        if scan is None:
             raise NotApplicable("block 0 is hidden, so tokens cannot be tested one by one; span-matching can be tried")
-        return self._by_position(observed, seen, spaces, inputs, dropout > 0, rng, budget)
+        return self._by_position(observed, seen, spaces, scan, dropout > 0, rng, budget)
 
     def _decoder(
-        self, observed: Observation, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs
+        self,
+        observed: Observation,
+        seen: Observation,
+        spaces: Mapping[int, RowSpace],
+        inputs: Inputs,
+        scan: Scan | None,
     ) -> Reconstruction | None:
         """Texts grown from prefixes; None where only block 0 tells anything, as when the batch has more different prefixes
         than the layer has inputs, but fewer different tokens."""
@@ -86,10 +93,10 @@ class Span:
         lengths = tuple(n - (seen.task == "causal") for n in seen.lengths) if Grant.LENGTHS in seen else None
         longest = max(lengths) if lengths else max(s.rank for s in spaces.values()) + 1
         ids = candidates(seen.vocabulary)
-        chosen = grow(seen, spaces, inputs, ids, longest=longest, batch_size=size, lengths=lengths)
+        chosen = grow(seen, spaces, inputs, ids, scan=scan, longest=longest, batch_size=size, lengths=lengths)
         if not chosen and first is None:
             raise AttackFailed("no token's state lies in the visible row spaces")
-        if first is not None and not _hold(chosen, first, inputs, seen):
+        if scan is not None and not _hold(chosen, scan):
             return None
         prefixes = [p.tokens for p in chosen]
         believed = prefixes_believed(spaces, inputs, ids, prefixes)
@@ -102,27 +109,27 @@ class Span:
         observed: Observation,
         seen: Observation,
         spaces: Mapping[int, RowSpace],
-        inputs: Inputs,
+        scan: Scan,
         active: bool,
         rng: torch.Generator,
         budget: Budget,
     ) -> Reconstruction:
-        space, ids = spaces[0], candidates(seen.vocabulary)
+        space, inputs, ids = scan.space, scan.inputs, scan.ids
         positional = inputs.parts.position_embedding is not None
         size = seen.batch_size if Grant.BATCH_SIZE in seen else 0
         known_length = Grant.LENGTHS in seen
-        longest = (max(seen.lengths) if known_length else space.rank) if positional else 1
+        longest = min(max(seen.lengths) if known_length else space.rank, scan.places)
         rows: list[Row] = []
         likely: list[list[int]] = []
         owed = 0
         if not active:
-            rows = self._plain(space, inputs, ids, longest, known_length)
+            rows = self._plain(scan, longest, known_length)
         named = any(row.token not in seen.vocabulary.special_ids for row in rows)
         if not named and self.adaptive:  # dropout was active: somebody said so, or no word lies in the span as it is
             active = True
             prefilter, rounds, _ = self.work[budget.level]
             opening = seen.vocabulary.prefix if size else ()
-            look = Search(space, inputs, ids, copies=size or MOST_COPIES, opening=opening, rng=rng)
+            look = Search(scan, copies=size or MOST_COPIES, opening=opening, rng=rng)
             rows = look(longest, known_length=known_length, prefilter=prefilter, rounds=rounds)
             owed = look.owed
             likely = [[t for t in ids.tolist() if t not in seen.vocabulary.special_ids] for ids in look.nearest]
@@ -157,14 +164,15 @@ class Span:
 
         return self._judged(observed, texts, max(row.residual for row in rows), spaces, believed, active)
 
-    def _plain(self, space: RowSpace, inputs: Inputs, ids: Tensor, longest: int, known_length: bool) -> list[Row]:
+    def _plain(self, scan: Scan, longest: int, known_length: bool) -> list[Row]:
         rows: list[Row] = []
+        rank = scan.space.rank
         for position in range(longest):
-            here = plain(space, inputs, ids, position)
+            here = plain(scan, position)
             rows += here
-            if len(here) > 2 * space.rank:
+            if len(here) > 2 * rank:
                 raise AttackFailed(
-                    f"the row space (rank {space.rank} of {inputs.parts.hidden}) accepts more tokens than it can hold: "
+                    f"the row space (rank {rank} of {scan.inputs.parts.hidden}) accepts more tokens than it can hold: "
                     "the batch has about as many tokens as the layer has inputs"
                 )
             if not here and not known_length:
@@ -203,12 +211,12 @@ def _as_sent(seen: Observation) -> Observation:
     return replace(seen, message=replace(seen.message, gradients=there, visible={}))
 
 
-def _hold(texts: Sequence[Prefix], first: RowSpace, inputs: Inputs, seen: Observation) -> bool:
+def _hold(texts: Sequence[Prefix], scan: Scan) -> bool:
     """Whether ``texts`` hold most of the tokens that block 0 names. Each of them stands in some text, so that texts without
     them are not those of the batch. Where tokens are named by position, any text counts."""
-    if inputs.parts.position_embedding is not None:
+    if scan.inputs.parts.position_embedding is not None:
         return bool(texts)
-    named = {row.token for row in plain(first, inputs, candidates(seen.vocabulary), 0)}
+    named = {row.token for row in plain(scan, 0)}
     return len(named & {t for text in texts for t in text.tokens}) > len(named) / 2
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.updates.span.rows import Inputs, RowSpace
+from rasura.attacks.updates.span.scan import Scan
 from rasura.core.values import Observation
 
 TOLERANCE = 1e-3
@@ -68,10 +69,13 @@ class Prefix:
 class Grower:
     """Extends prefixes by all tokens that the visible blocks accept."""
 
-    def __init__(self, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor) -> None:
+    def __init__(
+        self, seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, scan: Scan | None
+    ) -> None:
         self.spaces = spaces
         self.inputs = inputs
         self.ids = ids
+        self.scan = scan
         self.deep = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0][:2]
         self.vocabulary = seen.vocabulary
         self._bag: dict[int, Tensor] = {}
@@ -83,11 +87,11 @@ class Grower:
 
     def allowed(self, position: int) -> Tensor:
         """Ids that block 0 accepts at ``position`` (all ids where block 0 is hidden)."""
-        if 0 not in self.spaces:
+        if self.scan is None:
             return self.ids
         key = position if self.inputs.parts.position_embedding is not None else 0
         if key not in self._bag:
-            self._bag[key] = self.ids[self.inputs.within(self.spaces[0], self.ids, key, TOLERANCE)[0]]
+            self._bag[key] = self.ids[self.scan.within(key, TOLERANCE)[0]]
         return self._bag[key]
 
     def states(self, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,6 +143,7 @@ def grow(
     inputs: Inputs,
     ids: Tensor,
     *,
+    scan: Scan | None,
     longest: int,
     batch_size: int | None = None,
     lengths: tuple[int, ...] | None = None,
@@ -146,10 +151,10 @@ def grow(
     """The texts of the batch, up to a last token without gradient: prefixes that the visible blocks accept and that explain
     their row space together, at most ``batch_size`` of them, as ``choose`` chooses.
 
-    Needs a visible block above the first. ``longest`` bounds the tokens of a text that explain something new; ``lengths``
-    are those of the texts without a last token that has no gradient.
+    Needs a visible block above the first. ``scan``: block 0's, where that is visible. ``longest`` bounds the tokens of a
+    text that explain something new; ``lengths`` are those of the texts without a last token that has no gradient.
     """
-    grower = Grower(seen, spaces, inputs, ids)
+    grower = Grower(seen, spaces, inputs, ids, scan)
     nothing = grower.space.basis[:, :0]
     alive = [Prefix((), (), (), nothing.T, nothing)]
     done: list[Prefix] = []

@@ -29,6 +29,9 @@ CHUNK = 2048
 GAP = 30.0
 """Ratio of neighbouring singular values that ends the row space beyond doubt."""
 
+PRODUCTS = 2**23
+"""Most products of columns of a basis that are kept, times inputs: 64 MiB. With more, each fit multiplies for itself."""
+
 ABOVE = 1.3
 """Without such a gap: singular values so many times the noise's belong to the row space."""
 
@@ -37,6 +40,31 @@ TOLERANCE = 1e-4
 
 DOUBT = 1.5
 """Tolerance over the expected residual: those of true inputs were .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
+
+
+class Normal:
+    """``basis^T diag(w) basis`` for many weights at once: products of each two columns, once, times all weights."""
+
+    def __init__(self, basis: Tensor) -> None:
+        self.basis = basis
+        rank = basis.shape[1]
+        one, other = torch.tril_indices(rank, rank)
+        self._places = one * rank + other
+        self._products = basis[:, one] * basis[:, other] if len(basis) * len(one) <= PRODUCTS else None
+
+    def __call__(self, weights: Tensor, ridge: float) -> Tensor:
+        """The lower triangles for ``weights`` ``(k, inputs)``, ``ridge`` on the diagonal: ``(k, rank, rank)``.
+
+        What stands above the diagonal means nothing.
+        """
+        rank = self.basis.shape[1]
+        if self._products is None:
+            out = (self.basis.T * weights[:, None, :]) @ self.basis
+        else:
+            out = weights.new_zeros(len(weights), rank * rank)
+            out = out.index_copy_(1, self._places, weights @ self._products).view(-1, rank, rank)
+        out.diagonal(dim1=1, dim2=2).add_(ridge)
+        return out
 
 
 @dataclass(frozen=True)
@@ -48,6 +76,16 @@ class RowSpace:
     basis: Tensor
     noise: Tensor
     known: Tensor | None = None
+
+    @cached_property
+    def normal(self) -> Normal:
+        """Normal matrices of weighted fits by the basis, in float64."""
+        return Normal(self.basis)
+
+    @cached_property
+    def coarse(self) -> Normal:
+        """The same in float32."""
+        return Normal(self.basis.float())
 
     @property
     def rank(self) -> int:
@@ -72,9 +110,14 @@ class RowSpace:
 
     def tolerance(self, x: Tensor, least: float = TOLERANCE) -> Tensor:
         """The residual up to which a row of ``x`` ``(..., inputs)`` may lie in the row space, by its directions' noise."""
+        out: Tensor = (DOUBT * self.doubt(x)).clamp(least, 0.5)
+        return out
+
+    def doubt(self, x: Tensor) -> Tensor:
+        """The share of each row of ``x`` ``(..., inputs)`` that the noise of the basis may leave outside it."""
         x = self.shown(x)
-        doubt = ((x @ self.basis.to(x.dtype)) * self.noise.to(x.dtype)).norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
-        out: Tensor = (DOUBT * doubt).clamp(least, 0.5)
+        size = ((x @ self.basis.to(x.dtype)) * self.noise.to(x.dtype)).norm(dim=-1)
+        out: Tensor = size / x.norm(dim=-1).clamp_min(1e-30)
         return out
 
     def missing(self, x: Tensor) -> Tensor:
@@ -171,27 +214,6 @@ class Inputs:
     def first(self, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
         """Inputs of block 0's attention for ``tokens`` ``(k,)`` at ``position``: ``(k, hidden)``."""
         return first_inputs(self.model, tokens, position, segment)
-
-    def scan(self, space: RowSpace, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
-        """``space.missing`` of the first inputs of all ``tokens``, ``(k,)``; in chunks that stay in the cache."""
-        return torch.cat([space.missing(self.first(chunk, position, segment)) for chunk in torch.split(tokens, CHUNK)])
-
-    def within(
-        self, space: RowSpace, tokens: Tensor, position: int, least: float, segment: int = 0
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices of the ``tokens`` whose residual is in ``space.tolerance``, best first, their inputs and residuals."""
-        near = []
-        for chunk in torch.split(tokens, CHUNK):
-            x = self.first(chunk, position, segment)
-            near.append(space.missing(x) < (2 * space.tolerance(x, max(1.5e-3, least))).square())
-        hits = torch.cat(near).nonzero().flatten()
-        if not len(hits):
-            return hits, torch.empty(0, self.parts.hidden, dtype=torch.double), torch.empty(0, dtype=torch.double)
-        states = self.first(tokens[hits], position, segment).double()
-        residual = space.residual(states)
-        order = residual.argsort()
-        order = order[residual[order] < space.tolerance(states[order], least)]
-        return hits[order], states[order], residual[order]
 
     @torch.no_grad()
     def deep(self, ids: Tensor, mask: Tensor, blocks: Sequence[Block], types: Tensor | None = None) -> Mapping[int, Tensor]:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.span.rows import TOLERANCE, Inputs, RowSpace
+from rasura.attacks.updates.span.rows import TOLERANCE, RowSpace
+from rasura.attacks.updates.span.scan import Scan
 from rasura.core.values import Vocabulary
 
 TOLERANT = 2e-2
@@ -48,12 +49,12 @@ def candidates(vocabulary: Vocabulary) -> Tensor:
     return torch.tensor([i for i in range(vocabulary.size) if i not in vocabulary.unused_ids])
 
 
-def plain(space: RowSpace, inputs: Inputs, ids: Tensor, position: int) -> list[Row]:
+def plain(scan: Scan, position: int) -> list[Row]:
     """Tokens whose input at ``position`` lies in the row space, best first (DAGER's first-layer test)."""
-    for segment in range(inputs.types):
-        hits, states, residual = inputs.within(space, ids, position, TOLERANCE, segment)
+    for segment in range(scan.inputs.types):
+        hits, states, residual = scan.within(position, TOLERANCE, segment)
         if len(hits):
-            found = zip(ids[hits].tolist(), states, residual.tolist())
+            found = zip(scan.ids[hits].tolist(), states, residual.tolist())
             return [Row(position, token, segment, state, r) for token, state, r in found]
     return []
 
@@ -89,40 +90,38 @@ def robust_fit(
     inputs of its candidate (one sequence a row), is given up early.
     """
     whole, targets = targets, space.shown(targets)
-    basis = space.basis.float()
     scale = targets.abs().mean(1, keepdim=True)
-    fitted = torch.zeros_like(targets)
+    held = targets if zeros is None else targets.scatter(1, zeros, 0.0)
     alive = torch.arange(len(targets))
-    e, width = targets.clone(), 0.5 * scale
-    if zeros is not None:
-        e.scatter_(1, zeros, 0.0)
+    normal, ridge = space.coarse, 1e-6
+    e, width = held.float(), 0.5 * scale.float()
+    near = torch.zeros_like(e)
     coarse = math.ceil(math.log(1e-4) / math.log(decay))
     first = round(math.log(0.03) / math.log(decay))
-    ridge = 1e-6
     for step in range(coarse + POLISH):
         if step == coarse:  # which coordinates were dropped is settled; float64 brings the rest
-            basis, ridge, decay = space.basis, 1e-13, 0.1
-        r = e - fitted[alive]
+            normal, ridge, decay = space.normal, 1e-13, 0.1
+            e, near, width = held[alive], near.double(), width.double()
+        r = e - near
         w = 1 / (r * r + width * width) if step else torch.ones_like(e)
         if step < first and zeros is not None:
             w.scatter_(1, zeros, 1e4 * w.mean(1, keepdim=True).expand_as(zeros))
-        w = (w / w.mean(1, keepdim=True)).to(basis.dtype)
-        normal = (basis.T * w[:, None, :]) @ basis + ridge * torch.eye(space.rank, dtype=basis.dtype)
-        right_side = ((w * e.to(basis.dtype)) @ basis)[:, :, None]
-        solved = torch.cholesky_solve(right_side, torch.linalg.cholesky_ex(normal).L)[:, :, 0]
-        fitted[alive] = (solved @ basis.T).double()
+        w = w / w.mean(1, keepdim=True)
+        right_side = ((w * e) @ normal.basis)[:, :, None]
+        solved = torch.cholesky_solve(right_side, torch.linalg.cholesky_ex(normal(w, ridge)).L)[:, :, 0]
+        near = solved @ normal.basis.T
         width = width * decay
         if step in (first, round(1.5 * first)):
             # Any row space of rank N explains N coordinates of anything; a true token soon has many more.
-            share = ((e - fitted[alive]).abs() < 0.02 * scale[alive]).double().mean(1)
+            share = ((e - near).abs() < 0.02 * scale[alive]).double().mean(1)
             going = share > space.rank / targets.shape[1] + (0.03 if step == first else 0.15)
             for i, k in enumerate(alive.tolist()) if known else ():
-                x = fitted[k]
-                going[i] &= all(float((x - other).norm()) > 0.1 * float(other.norm()) for other in known[k])
-            fitted[alive[~going]] = 0.0
-            alive, e, width = alive[going], e[going], width[going]
+                going[i] &= all(float((near[i] - other).norm()) > 0.1 * float(other.norm()) for other in known[k])
+            alive, e, near, width = alive[going], e[going], near[going], width[going]
             if not len(alive):
                 break
+    fitted = torch.zeros_like(targets)
+    fitted[alive] = near.double()
     wrong, size = (targets - fitted).abs(), fitted.abs()
     close = TOLERANT * scale
     right = wrong < close
@@ -139,19 +138,9 @@ class Search:
     ``copies``: how many texts may share a token at one place. ``opening``: tokens that open every text; one copy is enough.
     """
 
-    def __init__(
-        self,
-        space: RowSpace,
-        inputs: Inputs,
-        ids: Tensor,
-        *,
-        copies: int,
-        opening: Sequence[int] = (),
-        rng: torch.Generator,
-    ) -> None:
-        self.space = space
-        self.inputs = inputs
-        self.ids = ids
+    def __init__(self, scan: Scan, *, copies: int, opening: Sequence[int] = (), rng: torch.Generator) -> None:
+        self.scan = scan
+        self.space, self.inputs, self.ids = scan.space, scan.inputs, scan.ids
         self.copies = copies
         self.opening = tuple(enumerate(opening))
         self.rng = rng
@@ -169,7 +158,7 @@ class Search:
         best = self.nearest
         empty = 0
         for position in range(longest):
-            missing = self.inputs.scan(self.space, self.ids, position)
+            missing = self.scan.missing(position)
             best.append(self.ids[missing.topk(min(prefilter, len(self.ids)), largest=False).indices])
             empty = 0 if self._fit(position, best[-1][:some]) else empty + 1
             if empty > 1 and not known_length:
