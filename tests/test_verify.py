@@ -275,7 +275,7 @@ def test_the_last_tensors_of_a_large_update_never_say_more_than_the_whole(
     last, ids, mask = verify._Decoys(seen).last, *pad([[CLS, 40, 7, 41, SEP]], PAD)
     assert 0 < len(last) < len(seen.gradients) and last == list(seen.gradients)[-len(last) :][::-1]
     squares = {n: float(g.square().sum()) for n, g in seen.gradients.items()}
-    assert sum(squares[n] for n in last) >= 0.25 * sum(squares.values()) > sum(squares[n] for n in last[:-1])
+    assert sum(squares[n] for n in last) >= 0.1 * sum(squares.values()) > sum(squares[n] for n in last[:-1])
     proof = prove(seen, rows)
     assert whole is not None and proof is not None and 10 * proof.error < proof.decoys <= whole.decoys * (1 + 1e-6)
     own = {"input_ids": ids, "attention_mask": mask, "labels": ids if task else torch.tensor([1])}

@@ -42,7 +42,7 @@ CHANCE = 1e-6
 
 MOST_LABELINGS = 64
 
-LARGE, HELD = 2**20, 0.25
+LARGE, HELD = 2**20, 0.1
 """Updates of more entries are told from a decoy's by their last tensors where these suffice: those that hold this fraction
 of the squared norm. Their gradients take a short way back."""
 
