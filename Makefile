@@ -21,15 +21,15 @@ test: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: .venv/dev
-	$(BIN)/python -m pytest -n 2 --run-slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal --run-slow
 
 # Apart from `make test`: counting costs time, most of it below Python 3.12, which lacks sys.monitoring.
 coverage: .venv/dev
 	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
-		$(BIN)/python -m pytest -n 2 --cov --cov-report=term:skip-covered
+		$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered
 
 mutants: .venv/dev
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/mutmut run
