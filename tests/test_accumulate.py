@@ -46,7 +46,7 @@ def texts(count: int, length: int = 8, seed: int = 0) -> list[Batch]:
 def test_an_update_with_too_few_tokens_is_not_sent_and_one_with_enough_is_the_plain_one() -> None:
     model = tiny("bert", "classification")
     batch = joined(texts(2, 6), 0)
-    with pytest.raises(NotSent, match="hold 10 different tokens, accumulate waits for 11"):
+    with pytest.raises(NotSent, match="hold 10 different tokens, but accumulate waits for 11"):
         sent(model, batch, "accumulate:11")
     plain, waited = sent(model, batch, "none"), sent(model, batch, "accumulate:10")
     assert all(torch.equal(g, waited.message.gradients[n]) for n, g in plain.message.gradients.items())
@@ -211,7 +211,7 @@ def test_training_steps_hold_enough_tokens_and_every_text(tmp_path: Path) -> Non
 def test_training_texts_that_never_suffice_are_refused_at_the_start(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "notes.csv"
     path.write_text("text,label\n" + "\n".join(f"alpha met echo in delta .,{k % 2}" for k in range(12)) + "\n")
-    with pytest.raises(InputError, match=r"hold \d+ different tokens, accumulate waits for 6400"):
+    with pytest.raises(InputError, match=r"hold \d+ different tokens, but accumulate waits for 6400"):
         Training(TrainPlan(str(path), model=str(model_folder), defenses=("none", "accumulate:100d")), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -71,7 +71,7 @@ def test_an_interrupted_training_goes_on_counting(tmp_path: Path) -> None:
     assert second.ledger.releases == 9
     path = tmp_path / "last.safetensors"
     save_file(load_file(str(path)), str(path), metadata={"history": "{}"})
-    with pytest.raises(InputError, match="has no ledger: what was released before is not known"):
+    with pytest.raises(InputError, match="has no ledger, so earlier releases are unknown"):
         run(tmp_path).run()
 
 
@@ -123,7 +123,7 @@ def test_what_a_training_that_ended_early_spent(tmp_path: Path, model_folder: Pa
 @pytest.mark.parametrize("defense", ["sealing:all", "dp-sgd:1.0+sealing:grad=0.1"])
 def test_sealing_is_no_training_on_one_machine(defense: str, tmp_path: Path, model_folder: Path) -> None:
     """It zeroed every gradient without a word."""
-    with pytest.raises(InputError, match="zeros and nothing would learn"):
+    with pytest.raises(InputError, match="zeros and their weights would not learn"):
         Training(TrainPlan(str(notes(tmp_path)), model=str(model_folder), defenses=(defense,)), tmp_path / "run")
-    with pytest.raises(InputError, match="zeros and nothing would learn"):
+    with pytest.raises(InputError, match="zeros and their weights would not learn"):
         fine_tuning(tmp_path, defense)

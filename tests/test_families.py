@@ -140,7 +140,7 @@ def shuffled_positions(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("break_it", "said"),
     [
-        (mixing, "expected to follow from the token there"),
+        (mixing, "does not depend on the token there"),
         (another_input, "read different inputs"),
         (not_a_number, "NaN"),
         (all_alike, "the same input"),

@@ -90,7 +90,7 @@ def test_a_head_of_another_kind_is_left_and_the_new_one_is_said(folder: Path, ca
         load(folder, "classification", seed=3)
     assert victim.fresh == ("classifier.bias", "classifier.weight")
     assert [r.getMessage() for r in caplog.records if "drawn at random (seed 3)" in r.getMessage()] == [
-        f"{folder} has no classification head of its own: classifier.bias, classifier.weight were drawn at random (seed 3)"
+        f"{folder} has no classification head: classifier.bias, classifier.weight were drawn at random (seed 3)"
     ]
 
 
@@ -162,7 +162,7 @@ def test_a_config_that_is_far_larger_than_the_weights_is_refused_before_memory_i
     folder: Path, new: dict[str, Any]
 ) -> None:
     change_config(folder, **new)
-    refused(folder, "expected the config that belongs to the weights")
+    refused(folder, "expected the config that belongs to them")
 
 
 def test_quantised_weights_are_refused(folder: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_bad_plan_is_refused(update: str, says: str) -> None:
 
 
 def test_a_round_of_so_many_examples_takes_no_other_number() -> None:
-    with pytest.raises(InputError, match="a round of 4 examples was given 7 texts"):
+    with pytest.raises(InputError, match="the round needs 4 examples but got 7"):
         sent("local:examples=4")
 
 

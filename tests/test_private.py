@@ -395,9 +395,9 @@ def test_what_voids_a_protected_loop_is_refused() -> None:
 @pytest.mark.parametrize(
     ("defense", "words"),
     [
-        ("sealing:all", "zeros and nothing would learn"),
+        ("sealing:all", "zeros and their weights would not learn"),
         ("sealing:grad=0.1", "use rasura.integrations.flower"),
-        ("dp-sgd:1.0+sealing:all", "zeros and nothing would learn"),
+        ("dp-sgd:1.0+sealing:all", "zeros and their weights would not learn"),
         ("accumulate:16", "gather batches first"),
         ("dp-sgd:1.0+accumulate:16", "gather batches first"),
     ],

@@ -157,7 +157,7 @@ def test_a_fresh_head_is_drawn_from_the_seed(tmp_path: Path) -> None:
         (lambda p: None, "does not exist"),
         (lambda p: p.mkdir(), "holds no config.json"),
         (lambda p: save_model(p), "holds no tokenizer"),
-        (lambda p: (save_model(p), save_tokenizer(p, 400)), "400 tokens but the model's embedding only 300"),
+        (lambda p: (save_model(p), save_tokenizer(p, 400)), "400 tokens, but the model's embedding has only 300"),
         (lambda p: (save_model(p), (p / "model.safetensors").unlink()), "holds no weights"),
         (
             lambda p: (save_model(p), (p / "model.safetensors").rename(p / "pytorch_model.bin")),

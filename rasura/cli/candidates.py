@@ -12,15 +12,15 @@ import typer
 from rasura.cli.shared import err, out
 
 Candidates = Annotated[
-    Path | None, typer.Option(help="file with texts: say for each whether it was in the round; see --reference")
+    Path | None, typer.Option(help="file with texts; prints for each whether it was in the round (see --reference)")
 ]
 SimulatedRounds = Annotated[
-    int, typer.Option(help="number of rounds, trained here on the reference texts, that measure how good --candidates is")
+    int, typer.Option(help="number of simulated rounds on the reference texts that measure how reliable --candidates is")
 ]
 
 
 def candidates_read(update: Path, candidates: Path, victim: Any, request: Any, simulated: int, as_json: bool) -> None:
-    """Print which texts of the file ``candidates`` were in the round, and what such an answer is worth."""
+    """Print which texts of the file ``candidates`` were in the round, and how reliable such an answer is."""
     from rasura.runs.candidates import ENOUGH, read_candidates
 
     with err.status("scoring"):
@@ -32,10 +32,10 @@ def candidates_read(update: Path, candidates: Path, victim: Any, request: Any, s
         p = "" if one.p is None else f" p {one.p:.3f}"
         out.print(f"{one.verdict}: score {one.score:.4f}{p}: {one.text[:80]}", markup=False, highlight=False, soft_wrap=True)
     if found.references < ENOUGH:
-        out.print(f"no level: {found.references} reference texts that were not in the round; an answer needs {ENOUGH}")
+        out.print(f"no answer: {found.references} reference texts that were not in the round; an answer needs {ENOUGH}")
     if found.auc is not None:
         low, high = found.auc.low, found.auc.high
         out.print(f"in {found.simulated} simulated rounds: AUC {found.auc.mean:.2f} ({low:.2f} to {high:.2f})")
     if found.tpr is not None:
         low, high = found.tpr.low, found.tpr.high
-        out.print(f"true positives at 1 % false ones: {found.tpr.mean:.2f} ({low:.2f} to {high:.2f})")
+        out.print(f"true positive rate at 1 % false positives: {found.tpr.mean:.2f} ({low:.2f} to {high:.2f})")

@@ -35,7 +35,7 @@ LanguageModel = Annotated[str | None, typer.Option(help="causal model that the a
 AttackedModel = Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); for images lenet or cnn")]
 Budget = Annotated[str, typer.Option(help="effort per attack: quick, default or paper")]
 Entries = Annotated[
-    float | None, typer.Option(help="fraction of the entries that matching attacks compute for L1 and masks")
+    float | None, typer.Option(help="fraction of the entries on which matching attacks evaluate L1 and masks")
 ]
 Limit = Annotated[int | None, typer.Option(help="number of examples to use")]
 Seeds = Annotated[int, typer.Option(help="number of repetitions, each with its own seed")]

@@ -17,7 +17,7 @@ from rasura.victims.on_disk import copied
 from rasura.victims.weights import check_files, first_line, read_config, some
 
 LARGEST_RANK = 10_000
-"""Largest rank of an adapter that is loaded: beyond it there is nothing low about it."""
+"""Largest rank of an adapter that is loaded. A larger one would not be low-rank."""
 
 
 def base_of(folder: Path) -> str:
@@ -33,7 +33,7 @@ def base_of(folder: Path) -> str:
 
 
 def with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
-    """``model`` with the adapter in ``folder`` on it, and which of its ``fresh`` weights the adapter does not bring either.
+    """``model`` with the adapter in ``folder``, and those of its ``fresh`` weights that the adapter does not hold either.
 
     Every weight of the adapter must be in its file, in its shape.
     """
@@ -71,8 +71,9 @@ def with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tupl
 def with_fresh_adapter(model: nn.Module, task: Task, adapter: Adapter | int, seed: int) -> nn.Module:
     """``model``; with a rank above 0 a copy with LoRA adapters, by default on its query and value layers.
 
-    They are as PEFT makes them (matrix A random, drawn from ``seed``, B zero); a classifier's head is trained too. The copy
-    is in evaluation mode: ``victims.step`` alone lets adapters drop. Needs the extra ``rasura[lora]``.
+    The adapters are initialised as in PEFT (matrix A random, drawn from ``seed``, B zero); a classifier's head is trained
+    too. The copy is in evaluation mode: only ``victims.step`` enables the dropout of adapters. Needs the extra
+    ``rasura[lora]``.
     """
     rank, targets, dropout = Adapter(adapter) if isinstance(adapter, int) else adapter
     if not rank:
@@ -101,7 +102,7 @@ def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, se
     """``model`` with the first two blocks, the last one and a classifier's head trained whole, the other blocks by LoRA
     adapters of ``rank`` and ``alpha`` on every linear layer (ObfusLM, appendix C.3); the embeddings are frozen.
 
-    Changes ``model`` itself; without a block for adapters there are none. Needs the extra ``rasura[lora]``.
+    Changes ``model`` itself. A model of three blocks or fewer gets no adapters. Needs the extra ``rasura[lora]``.
     """
     known = parts(model)
     modules = [block.module for block in known.blocks]

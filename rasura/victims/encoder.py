@@ -15,10 +15,11 @@ from rasura.victims.loading import load
 
 @lru_cache(maxsize=2)
 def sentence_encoder(path_or_id: str = EMBEDDED) -> Callable[[Sequence[str]], np.ndarray]:
-    """Texts to ``(texts, hidden)`` float64 of norm 1, by the model in the folder or of the hub id, cut to what it takes.
+    """A function from texts to ``(texts, hidden)`` float64 of norm 1, by the model in a folder or with a hub id. Texts that
+    are too long for the model are truncated.
 
     Mean pooling is how the embedded default was trained (all-MiniLM-L6-v2). The model is loaded when it is first needed.
-    Raises ``InputError`` for a folder that holds none.
+    Raises ``InputError`` for a folder without a model.
     """
     loaded: list[Any] = []
 

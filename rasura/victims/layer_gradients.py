@@ -1,4 +1,5 @@
-"""Every text's own gradient in each layer, from one pass forward and back over the whole batch, by the rules of Opacus."""
+"""The gradient of each text in each layer, from one forward and backward pass over the whole batch, by the rules of
+Opacus."""
 
 from __future__ import annotations
 
@@ -15,12 +16,12 @@ from rasura.core.interfaces import InputError
 
 
 class NoRule(Exception):
-    """Why a model's texts cannot be taken together: names the layer, and the remedy."""
+    """Raised where a model's texts cannot be processed together. It names the layer and the remedy."""
 
 
 @dataclass(frozen=True)
 class Passed:
-    """What a layer took, ``(batch, ...)``, and what came back to its output."""
+    """The input of a layer, ``(batch, ...)``, and the gradient at its output."""
 
     name: str
     layer: nn.Module
@@ -29,7 +30,7 @@ class Passed:
 
 
 def _rules() -> tuple[Mapping[Any, Any], Mapping[Any, Any], Callable[..., dict[Any, Tensor]]]:
-    """Opacus' rules for gradients and for norms by layer type, and the one for any other layer."""
+    """Opacus' rules for gradients and for norms by layer type, and the rule for any other layer."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -37,12 +38,12 @@ def _rules() -> tuple[Mapping[Any, Any], Mapping[Any, Any], Callable[..., dict[A
             from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
             from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
     except ImportError:
-        raise NoRule("Opacus is not installed; pip install 'rasura[dp]' takes texts together") from None
+        raise NoRule("Opacus is not installed; run pip install 'rasura[dp]' to process texts together") from None
     return GradSampleModule.GRAD_SAMPLERS, GradSampleModuleFastGradientClipping.NORM_SAMPLERS, ft_compute_per_sample_gradient
 
 
 def own_gradients(passed: Passed, taken: Tensor, back: Tensor) -> dict[Any, Tensor]:
-    """Every text's gradient ``(texts, *shape)`` by parameter of the layer."""
+    """The gradient of every text, ``(texts, *shape)``, by parameter of the layer."""
     rules, _, other = _rules()
     layer = passed.layer
     if isinstance(layer, Conv1D):
@@ -63,7 +64,7 @@ def own_gradients(passed: Passed, taken: Tensor, back: Tensor) -> dict[Any, Tens
 
 
 def own_squares(passed: Passed) -> dict[Any, Tensor]:
-    """Every text's squared norm ``(texts,)`` by parameter of the layer."""
+    """The squared norm of every text's gradient, ``(texts,)``, by parameter of the layer."""
     kind: Any = nn.Linear if isinstance(passed.layer, Conv1D) else type(passed.layer)
     norms = _rules()[1]
     if kind is nn.Embedding or (kind is nn.Linear and passed.back.dim() in (2, 3)):
@@ -72,23 +73,26 @@ def own_squares(passed: Passed) -> dict[Any, Tensor]:
 
 
 def checked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The layers with parameters of their own to train. Raises ``NoRule``; ``InputError`` where texts have no gradient."""
+    """The layers with trainable parameters of their own. Raises ``NoRule``, and ``InputError`` where texts have no separate
+    gradient."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise InputError(f"layer {name} (batch norm) mixes the texts of a batch: none has a gradient of its own; "
-                             "replace it with a GroupNorm, or put it in eval mode")  # fmt: skip
+            raise InputError(f"layer {name} (batch norm) mixes the texts of a batch, so no text has a gradient "
+                "of its own; replace it with GroupNorm, or put it in eval mode")  # fmt: skip
     layers = [(n, m) for n, m in model.named_modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
     for name, layer in layers:
         if isinstance(layer, nn.MultiheadAttention):
-            raise NoRule(f"layer {name} (MultiheadAttention) uses its weights outside of layers; use an own Linear for each")
+            raise NoRule(
+                f"layer {name} (MultiheadAttention) uses its weights outside of layers; use a separate Linear layer for each"
+            )
         if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse):
             raise NoRule(f"layer {name} (Embedding) has max_norm, scale_grad_by_freq or sparse set; unset them")
     return layers
 
 
 def own_losses(model_output: Any, labels: Tensor) -> Tensor:
-    """The loss of every text by itself ``(batch,)``, as the model has it on a batch of one. Raises ``NoRule`` where the
-    model's own loss is another than cross-entropy over classes, or over the next tokens of each text."""
+    """The loss of every text by itself ``(batch,)``, as the model computes it for a batch of one. Raises ``NoRule`` where
+    the model's own loss is not the cross-entropy over classes or over the next tokens of each text."""
     logits = model_output.logits
     if logits.dim() == 3 and labels.dim() == 2:
         targets = labels[:, 1:]
@@ -104,12 +108,15 @@ def own_losses(model_output: Any, labels: Tensor) -> Tensor:
         raise NoRule(f"logits {tuple(logits.shape)} and labels {tuple(labels.shape)} are neither classes nor next tokens")
     told = float(model_output.loss.detach())
     if not abs(float(whole.detach()) - told) <= 0.01 * abs(told) + 1e-4:
-        raise NoRule(f"the model's loss is {told:.4g}, the mean cross-entropy {float(whole.detach()):.4g}: another loss")
+        raise NoRule(
+            f"the model's loss {told:.4g} is not the mean cross-entropy {float(whole.detach()):.4g}; no rule covers it"
+        )
     return losses
 
 
 def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> tuple[list[Passed], Tensor]:
-    """One pass forward and back: what every trainable layer took and got back, and the losses ``(batch,)``."""
+    """One forward and backward pass: the input and the output gradient of every trainable layer, and the losses
+    ``(batch,)``."""
     layers = checked_layers(model)
     seen: list[tuple[str, nn.Module, Tensor, Tensor, int]] = []
     hooks = []
@@ -124,13 +131,13 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
     def keep(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(output, Tensor):
-                raise NoRule(f"layer {name} ({type(module).__name__}) takes or gives other than one tensor; freeze it")
+                raise NoRule(f"layer {name} ({type(module).__name__}) does not map one tensor to one tensor; freeze it")
             if arguments[0].shape[0] != size or output.shape[0] != size:
                 raise NoRule(
-                    f"layer {name} ({type(module).__name__}) sees {output.shape[0]} rows for {size} texts; freeze it"
+                    f"layer {name} ({type(module).__name__}) has {output.shape[0]} rows for {size} texts; freeze it"
                 )
             if not output.requires_grad:
-                raise NoRule(f"layer {name} ran without autograd; switch gradient checkpointing off")
+                raise NoRule(f"layer {name} ran without autograd; turn gradient checkpointing off")
             seen.append((name, module, arguments[0].detach().contiguous(), output, output._version))
 
         return hook

@@ -1,4 +1,4 @@
-"""Loading a victim from a folder or a hub id: safetensors only, eager attention, no remote code unless asked."""
+"""Loading a victim from a folder or a hub id: safetensors only, eager attention, and no remote code unless allowed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 class Victim:
     """A loaded model with its tokenizer (None for images).
 
-    ``max_length`` is in tokens, in pixels a side for images; ``num_labels`` is 0 for a causal model. ``fresh`` names the
+    ``max_length`` is in tokens, or in pixels a side for images; ``num_labels`` is 0 for a causal model. ``fresh`` names the
     weights of a classification head that the folder lacks and that were drawn at random.
     """
 
@@ -53,7 +53,7 @@ class Victim:
 
 
 def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
-    """What the public tokenizer tells, for a model whose word embedding has ``size`` rows."""
+    """The facts of the public tokenizer, for a model whose word embedding has ``size`` rows."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a")["input_ids"]
     start = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
@@ -77,7 +77,7 @@ def _weights(folder: Path, allow_pickle: bool) -> None:
     pickles = sorted(p.name for p in folder.glob("*.bin"))
     if pickles and not allow_pickle:
         raise InputError(
-            f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded; "
+            f"{folder} holds only pickled weights ({pickles[0]}), which can run code when they are loaded; "
             "convert them to safetensors, or pass --allow-pickle if you trust the file"
         )
     if not pickles:
@@ -99,14 +99,13 @@ def load(
 ) -> Victim:
     """Load a classifier or causal model with its tokenizer, in eval mode, with eager attention, in float32.
 
-    ``path_or_id`` is a folder, a hub id, ``"minilm"`` or ``"smollm2"``. A head that the folder lacks is drawn fresh
-    from ``seed``, and that is logged; any other missing weight is refused. A PEFT adapter folder is loaded on its base
-    model (extra ``rasura[lora]``), or on ``path_or_id`` where it is given as ``adapter``. For the task ``vision`` it is
-    ``lenet``, ``cnn`` or a safetensors file with the weights of one of them. ``attacked``: the parts that attacks on
-    updates need must be there and work as they look; False for models that are only trained or asked. ``on_disk``: leave
-    the weights there (``rasura.victims.on_disk``); None: where they need more than half of the memory, for a model that
-    is attacked. Raises
-    ``InputError`` for everything that is wrong with the folder.
+    ``path_or_id`` is a folder, a hub id, ``"minilm"`` or ``"smollm2"``. A head that the folder lacks is drawn at random from
+    ``seed``, with a log line; any other missing weight is refused. A PEFT adapter folder is loaded on its base model (extra
+    ``rasura[lora]``), or on ``path_or_id`` where it is given as ``adapter``. For the task ``vision`` it is ``lenet``,
+    ``cnn`` or a safetensors file with the weights of one of them. ``attacked``: check that the parts which attacks on
+    updates need exist and work as expected; False for models that are only trained or queried. ``on_disk``: leave the
+    weights on disk (``rasura.victims.on_disk``); None: only for an attacked model whose weights need more than half of the
+    memory. Raises ``InputError`` if anything is wrong with the folder.
     """
     name = str(path_or_id)
     if task == "vision":
@@ -140,9 +139,10 @@ def load(
 
 
 def in_memory(model: nn.Module, tokenizer: Any, task: Task, *, device: str = "cpu", attacked: bool = True) -> Victim:
-    """A Hugging Face model that is in memory already, with its tokenizer, as ``load`` gives it. ``model`` is copied.
+    """A Hugging Face model that is already in memory, with its tokenizer, in the form that ``load`` returns. ``model`` is
+    copied.
 
-    Its name is the class with a digest of the weights, so that a run's folder is never continued with other weights. Raises
+    Its name is the class with a digest of the weights, so a run is never resumed with different weights. Raises
     ``InputError`` as ``load`` does, and for a model that is not a Hugging Face one.
     """
     if task == "vision":
@@ -171,7 +171,7 @@ def _victim(
     size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]  # a Hugging Face model
     if len(tokenizer) > size:
         raise InputError(
-            f"{name}: the tokenizer has {len(tokenizer)} tokens but the model's embedding only {size}; "
+            f"{name}: the tokenizer has {len(tokenizer)} tokens, but the model's embedding has only {size}; "
             "expected the tokenizer that the model was trained with"
         )
     labels = int(config.num_labels) if task == "classification" else 0
@@ -187,12 +187,12 @@ def _victim(
 
 @cache
 def _tell(name: str, weights: str, seed: int) -> None:
-    """Say once in a process that a head is new."""
-    log.warning("%s has no classification head of its own: %s were drawn at random (seed %d)", name, weights, seed)
+    """Log, once in a process, that a head is new."""
+    log.warning("%s has no classification head: %s were drawn at random (seed %d)", name, weights, seed)
 
 
 def _positions(model: nn.Module) -> int:
-    """Tokens that the model takes. RoBERTa's table begins with rows that no token can have."""
+    """The maximum length in tokens. The first rows of RoBERTa's table belong to no token."""
     try:
         found = positions(model)
     except InputError:  # a model that is only trained or asked

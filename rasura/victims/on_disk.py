@@ -1,8 +1,9 @@
-"""Large models whose weights stay on disk: memory-mapped in their own precision, and computed with in float32 part by part.
+"""Large models whose weights stay on disk: memory-mapped in their own precision, and converted to float32 part by part for
+each computation.
 
-A layer computes what it would with its weights in float32, since every bfloat16 and float16 is a float32. Only the order in
-which products are added up may differ. Beside the operating system's cache, memory is needed for one part of one layer, for
-activations, and for what is neither a linear layer nor an embedding.
+A layer computes what it would with its weights in float32, since every bfloat16 and float16 value is a float32 value. Only
+the order in which products are added may differ. Apart from the operating system's cache, memory is needed for one part of
+one layer, for activations, and for what is neither a linear layer nor an embedding.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from rasura.core.interfaces import InputError
 from rasura.victims.weights import some
 
 PART = 1 << 22
-"""Weights of a layer that are in float32 at once: 16 MiB, which stays in a processor's cache."""
+"""Number of a layer's weights that are in float32 at once: 16 MiB, which fits a processor's cache."""
 
 HALF = (torch.bfloat16, torch.float16)
 
 
 class StoredLinear(nn.Linear):
-    """A linear layer whose weight lies on disk: where it is of half precision, it is widened part by part when it is used.
+    """A linear layer whose weight is on disk. In half precision, it is converted to float32 part by part when it is used.
 
-    What autograd keeps of it is where each part lies, so that a backward pass widens it again.
+    Autograd keeps only the location of each part, so a backward pass converts it again.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,7 +46,7 @@ class StoredLinear(nn.Linear):
 
 
 def _linear(x: Tensor, part: Tensor) -> Tensor:
-    """``x`` times ``part`` ``(outputs, inputs)``, which is frozen and of another type."""
+    """``x`` times ``part`` ``(outputs, inputs)``, which is frozen and has another type."""
     wide = part.to(x.dtype)
     # Hooks live as long as the graph, so that they must not hold the wide weights themselves.
     place, count = wide.data_ptr(), wide.numel()
@@ -62,7 +63,7 @@ def _linear(x: Tensor, part: Tensor) -> Tensor:
 
 
 class StoredEmbedding(nn.Embedding):
-    """An embedding of half precision that gives float32."""
+    """An embedding in half precision that returns float32."""
 
     def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids).float()
@@ -70,7 +71,7 @@ class StoredEmbedding(nn.Embedding):
 
 @contextmanager
 def _without_weights() -> Iterator[None]:
-    """Modules that are made inside the block have parameters without memory; buffers are as always."""
+    """Modules made inside the block have parameters without memory; buffers are allocated as usual."""
 
     def empty(_: nn.Module, __: str, parameter: Any) -> Any:
         if parameter is None or parameter.is_meta:
@@ -85,10 +86,10 @@ def _without_weights() -> Iterator[None]:
 
 
 def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """The model that ``make`` makes, with the weights in ``folder``: of linear layers and embeddings on disk, others in
-    memory in float32. All are frozen.
+    """The model that ``make`` makes, with the weights in ``folder``. Those of linear layers and embeddings stay on disk;
+    others are in memory in float32. All are frozen.
 
-    Raises ``InputError`` where a weight is missing, has another shape, or is in no safetensors file.
+    Raises ``InputError`` if a weight is missing, has another shape, or is not in a safetensors file.
     """
     with _without_weights():
         model = make()
@@ -116,7 +117,7 @@ def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     missing = [n for n, parameter in lacking if parameter not in held]
     if missing:
         raise InputError(
-            f"{folder} lacks {len(missing)} of the model's weights ({some(missing)}); a head cannot be drawn here"
+            f"{folder} lacks {len(missing)} of the model's weights ({some(missing)}); a model on disk cannot get a new head"
         )
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -126,18 +127,18 @@ def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
 
 
 def is_stored(model: nn.Module) -> bool:
-    """Whether weights of ``model`` are on disk."""
+    """Whether any weights of ``model`` are on disk."""
     return any(isinstance(module, StoredLinear | StoredEmbedding) for module in model.modules())
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` that shares the weights which are on disk."""
+    """A copy of ``model`` that shares the weights on disk."""
     stored = (m.weight for m in model.modules() if isinstance(m, StoredLinear | StoredEmbedding))
     return copy.deepcopy(model, {id(weight): weight for weight in stored})
 
 
 def needs_disk(entries: int) -> bool:
-    """Whether so many weights in float32 need more than half of the machine's memory."""
+    """Whether this many weights in float32 need more than half of the machine's memory."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):  # a system that does not tell
@@ -148,7 +149,7 @@ def needs_disk(entries: int) -> bool:
 def check_stored(model: nn.Module, name: str) -> bool:
     """Whether weights of ``model`` are on disk; NaN and infinity are refused in those in memory, and in embeddings.
 
-    Those of linear layers show in the logits of any text, which ``verify_parts`` looks at. Raises ``InputError``.
+    In linear layers, they show in the logits of any text, which ``verify_parts`` checks. Raises ``InputError``.
     """
     if not is_stored(model):
         return False
@@ -184,7 +185,7 @@ def _files(folder: Path) -> Mapping[str, Any]:
 
 
 def _tensor(files: Mapping[str, Any], name: str, model: nn.Module) -> Tensor | None:
-    """A tensor by its name in the model, or without the prefix of the model's body; memory-mapped."""
+    """The memory-mapped tensor with this name in the model, or with this name without the prefix of the model's body."""
     body = f"{getattr(model, 'base_model_prefix', '')}."
     for key in (name, name.removeprefix(body)):
         if key in files:

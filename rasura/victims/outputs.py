@@ -1,4 +1,4 @@
-"""What a model gives out on rows of texts: logits, losses in nats, and its answers to who attacks it."""
+"""A model's outputs for rows of texts: logits, losses in nats, and its answers to an attacker's queries."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from rasura.victims.batching import joined
 
 
 def predictions(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Tensor:
-    """The logits ``(texts, classes)`` of a classifier on ``rows``, those of like length together; in eval mode."""
+    """The logits ``(texts, classes)`` of a classifier in eval mode on ``rows``; rows of similar length are batched
+    together."""
     return torch.cat(_ordered(model, rows, pad, together, lambda out, batch: out.logits.float().cpu()))
 
 
 def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) -> tuple[float, int]:
-    """The summed loss of a causal model on ``rows`` in nats, and how many tokens it predicted."""
+    """The summed loss of a causal model on ``rows`` in nats, and the number of tokens that it predicted."""
 
     def losses(out: Any, batch: Batch) -> Tensor:
         logits, labels = out.logits[:, :-1].float(), batch.labels[:, 1:]
@@ -31,7 +32,7 @@ def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) 
 
 
 def answers(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Answers:
-    """What ``model`` answers to ``rows`` (one text each): loss, margin, a classifier's logits."""
+    """The answers of ``model`` to ``rows`` (one text each): loss, margin, and a classifier's logits."""
 
     def take(out: Any, batch: Batch) -> Tensor:
         logits = out.logits.double()

@@ -1,14 +1,14 @@
 """The gradient of every text's own loss, from one pass over the whole batch.
 
-A pass keeps what goes into each layer and what comes back to its output; the rules of Opacus turn a text's share of both
-into that text's gradient (``layer_gradients``). Called by hand on Hugging Face models, Opacus fails or is slow where this is
-right: position ids of shape (1, length), padding rows of embeddings, parameters that two layers share, GPT-2's ``Conv1D``,
-losses that average over a text's tokens. Norms come without the gradients where a rule for them is known (ghost clipping: Li
-et al. 2022, Bu et al. 2023), tied weights included.
+A pass keeps each layer's input and the gradient at its output; the rules of Opacus turn a text's part of both into that
+text's gradient (``layer_gradients``). Called directly on Hugging Face models, Opacus fails or is slow in cases that are
+handled here: position ids of shape (1, length), padding rows of embeddings, parameters shared by two layers, GPT-2's
+``Conv1D``, and losses that average over a text's tokens. Norms come without the gradients where a rule for them is known
+(ghost clipping: Li et al. 2022, Bu et al. 2023), tied weights included.
 
-What no rule covers goes through the one-by-one loop, which is always right; ``fault`` says why. The first batch of a model
-is checked against that loop, since a layer that mixes texts, or weights that are used outside their layer, would otherwise
-give a wrong gradient without a word.
+Cases that no rule covers go through the one-by-one loop, which is always right; ``fault`` says why. The first batch of a
+model is checked against that loop, since a layer that mixes texts, or weights used outside their layer, would otherwise give
+a wrong gradient silently.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rasura.core.values import Gradients, PerExample, Weigh
 from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through
 
 TOLERANCE = 1e-3
-"""Relative error of a text's gradient against the loop, beyond which a model's rules are not used."""
+"""Relative error of a text's gradient against the loop above which the rules are not used for a model."""
 
 _POSITION_WISE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, Conv1D)
-"""Layers that treat every position alike: the sum over texts is then the gradient of one long text."""
+"""Layers that treat all positions alike. For these, the sum over texts is the gradient of one long text."""
 
 _verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
@@ -58,7 +58,7 @@ class Together:
         return out
 
     def each(self) -> Iterator[Gradients]:
-        """The gradient of every text, one after the other: one at a time is in memory."""
+        """The gradient of every text, one at a time in memory."""
         for k in range(self.size):
             yield self._named(self.row(k))
 
@@ -77,7 +77,7 @@ class Together:
         return total.sqrt()
 
     def weighted(self, weigh: Weigh) -> Gradients:
-        """The sum of all gradients, each times what ``weigh`` makes of its norm."""
+        """The sum of all gradients, each weighted by ``weigh`` of its norm."""
         weights = weigh(self.norms())
         out: dict[Any, Tensor] = {}
         for one in self.passed:
@@ -99,7 +99,7 @@ class Together:
 
 
 def fault(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> str | None:
-    """Why the texts of such a batch must go one by one, naming the layer and the remedy; None where they need not.
+    """Why the texts of such a batch must be processed one by one, with the layer and the remedy; None where they need not.
 
     Found once for each set of trained parameters, on the first two texts, with dropout off.
     """
@@ -131,12 +131,12 @@ def _difference(found: Gradients, expected: Gradients, tolerance: float) -> str 
         got = found.get(name)
         error = float((gradient.double() - (0 if got is None else got.double())).norm())
         if not error <= tolerance * whole:
-            return f"{name} is used outside its own layer, or its layer mixes texts; freeze it"
+            return f"{name} is used outside its layer, or its layer mixes texts; freeze it"
     return None
 
 
 def as_one(update: Gradients) -> PerExample:
-    """``update`` as a batch of one text: what is aggregated protects all that went into it together."""
+    """``update`` as a batch of one text: the aggregation then protects everything in it together."""
 
     def weighted(weigh: Weigh) -> Gradients:
         norm = torch.stack([g.double().square().sum() for g in update.values()]).sum().sqrt()
@@ -155,9 +155,10 @@ def per_example(
     told: Callable[[float], None],
     expected: float | None = None,
 ) -> PerExample:
-    """The gradients of a batch of ``size`` texts: together where the rules hold, else one by one; losses to ``told``.
+    """The gradients of a batch of ``size`` texts: together where the rules hold, otherwise one by one. Losses are appended
+    to ``told``.
 
-    Every trained parameter has a gradient in them, of zeros where the loss does not use it.
+    Every trained parameter has a gradient; it is zero where the loss does not use the parameter.
     """
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     names = list(trained)

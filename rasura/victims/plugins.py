@@ -1,4 +1,4 @@
-"""Adapters for model families that installed packages bring (entry points ``rasura.models``)."""
+"""Adapters for model families from installed packages (entry points ``rasura.models``)."""
 
 from __future__ import annotations
 
@@ -27,5 +27,6 @@ def _specs() -> tuple[ModelSpec, ...]:
 
 
 def plugged(model_type: str) -> Callable[..., Any] | None:
-    """What finds the parts of models whose ``config.model_type`` is ``model_type``; None where no package brings it."""
+    """The function that finds the parts of models whose ``config.model_type`` is ``model_type``; None where no package has
+    one."""
     return next((spec.make for spec in _specs() if spec.name == model_type), None)

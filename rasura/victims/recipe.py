@@ -11,14 +11,15 @@ from rasura.core.local import Round
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is fine-tuned: AdamW at ``learning_rate``, ``batch_size`` texts a step, up to ``epochs``, ending when
-    ``patience`` epochs brought nothing. ``precision`` bf16: the forward and backward pass in bfloat16 by autocast. ``keep``:
-    the model of the best epoch, or of the last one. ``schedule`` linear or cosine: the learning rate rises over the first
-    ``warmup`` (a share of all steps) and then falls to 0 at the end of the last epoch.
+    """How a model is fine-tuned: AdamW at ``learning_rate``, ``batch_size`` texts a step, for at most ``epochs``. Training
+    stops after ``patience`` epochs without improvement. ``precision`` bf16: the forward and backward pass run in bfloat16 by
+    autocast. ``keep``: the model of the best epoch, or of the last one. ``schedule`` linear or cosine: the learning rate
+    rises over the first ``warmup`` (a fraction of all steps) and then falls to 0 at the end of the last epoch.
 
-    ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it. ``noise`` of a protection
-    with a formal guarantee, and its choice of texts: ``secure`` draws them from the operating system, so that a run cannot
-    be repeated; ``seeded`` is for experiments and guarantees nothing. The other settings are those of ``core.local.Round``.
+    ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it. ``noise`` is about the
+    noise, and the choice of texts, of a protection with a formal guarantee: ``secure`` draws them from the operating system,
+    so the run cannot be repeated; ``seeded`` is for experiments and gives no guarantee. The other settings are those of
+    ``core.local.Round``.
     """
 
     epochs: int = 20
@@ -45,11 +46,11 @@ class Recipe:
                 f"{self.learning_rate}; expected at least 1 of the first three and a learning rate above 0"
             )
         if not 0 <= self.warmup < 1:
-            raise InputError(f"warmup is {self.warmup}; expected a share of the steps, at least 0 and below 1")
+            raise InputError(f"warmup is {self.warmup}; expected a fraction of the steps, at least 0 and below 1")
         if self.schedule not in ("constant", "linear", "cosine"):
             raise InputError(f"schedule is {self.schedule!r}; expected constant, linear or cosine")
         if self.schedule == "constant" and self.warmup:
-            raise InputError("warmup is for the linear and cosine schedules; a constant learning rate has none")
+            raise InputError("warmup needs the schedule linear or cosine; a constant learning rate has no warm-up")
         _ = self.course
 
     @classmethod

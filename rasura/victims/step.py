@@ -1,4 +1,4 @@
-"""One private step, with any defense: batch, gradients, aggregate, message. What is audited is what is deployed."""
+"""One private step, with any defense: batch, gradients, aggregate, message. Audits run the same code as deployments."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Voca
 from rasura.victims.per_example import per_example
 
 Record = Callable[[Sequence[int]], None]
-"""Takes note of a release: the entries of each tensor that was released."""
+"""A function that records a release: the number of entries of each tensor that was released."""
 
 
 @contextmanager
 def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
-    """Apply the MODEL part of ``defense`` (frozen layers, dropout) inside the block, and put the model back after it."""
+    """Apply the MODEL part of ``defense`` (frozen layers, dropout) inside the block, and restore the model afterwards."""
     done: list[tuple[Any, Any]] = []
     try:
         for part in (p for p in defense if p.stage is Stage.MODEL):
@@ -44,8 +44,8 @@ def gradients(
 ) -> tuple[Gradients, float]:
     """The gradient of the model's loss on ``inputs`` by every trainable parameter, and the loss.
 
-    What ``local`` training sends instead of the gradient is told in ``updates.changed``; ``rng`` draws the order of its
-    mini-batches. Returns fresh tensors and leaves ``.grad`` alone. Raises ``InputError`` when nothing is trainable.
+    ``updates.changed`` describes what ``local`` training sends instead of the gradient; ``rng`` draws the order of its
+    mini-batches. Returns fresh tensors and leaves ``.grad`` alone. Raises ``InputError`` if nothing is trainable.
     """
     names = [n for n, p in model.named_parameters() if p.requires_grad]
     if not names:
@@ -57,7 +57,7 @@ def gradients(
 
 @contextmanager
 def adapter_dropout(model: nn.Module) -> Iterator[None]:
-    """Inside, LoRA adapters drop what they are set to drop, whatever the mode of the model around them."""
+    """Inside the block, the dropout of LoRA adapters is active, whatever the model's mode."""
     off = [m for name, m in model.named_modules() if "lora_dropout" in name and isinstance(m, nn.Dropout) and not m.training]
     try:
         for module in off:
@@ -79,8 +79,8 @@ def message_for(
     expected: float | None = None,
     record: Record | None = None,
 ) -> tuple[Message, float, float]:
-    """What leaves for ``inputs`` of ``size`` texts behind the MODEL, AGGREGATE and WIRE parts of ``defense``; the mean loss;
-    and the wall seconds that the WIRE part took. ``record`` is told of what came out of the aggregation."""
+    """The message for ``inputs`` of ``size`` texts under the MODEL, AGGREGATE and WIRE parts of ``defense``; the mean loss;
+    and the wall-clock seconds of the WIRE part. ``record`` receives the result of the aggregation."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     losses: list[float] = []
 
@@ -123,15 +123,16 @@ def step(
 
     MODEL transforms are applied for the duration of the step. Without an AGGREGATE transform the message holds the gradient
     of the mean loss, or what ``local`` training sends. Active dropout draws from ``rng``: the same generator state gives the
-    same masks, and of a ``SecretGenerator`` nothing repeats them. ``expected``: the mean size of a batch where texts
-    join it by chance; None for batches of a fixed size.
-    ``public``: the model that the client knew before, where a server sent ``model``; protections of the data ask it.
-    ``record``: told how many entries each tensor has that came out of the aggregation, where noise is drawn.
+    same masks. Masks from a ``SecretGenerator`` cannot be repeated. ``expected``: the mean batch size under random sampling;
+    None for batches of a fixed size. ``public``: the model that the client knew before a server sent ``model``; protections
+    of the data use it. ``record``: receives the number of entries of each aggregated tensor, where noise is drawn.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
-        raise InputError(f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use fedsgd")
+        raise InputError(
+            f"{local.kind} trains on whole batches, so texts cannot be aggregated one by one; use the update kind fedsgd"
+        )
     if local.plan is not None and local.plan.examples not in (0, len(batch)):
-        raise InputError(f"update local: a round of {local.plan.examples} examples was given {len(batch)} texts")
+        raise InputError(f"update local: the round needs {local.plan.examples} examples but got {len(batch)}")
     original = batch
     start = time.perf_counter()
     for part in (p for p in defense if p.stage is Stage.DATA):

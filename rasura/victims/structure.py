@@ -1,8 +1,8 @@
-"""Does a model work as its parts say? Asked of the model itself, on one short text, before anything relies on it.
+"""Checks that a model works as its parts suggest, by running it on one short text before anything relies on it.
 
-Parts are found by names and places, and these can lie: a layer that is found may not run, run twice, or read something else.
-An attack on such a model fails or reads nonsense, and a protection would look good for it. So every claim that attacks build
-on is computed once, and a model for which one does not hold is refused.
+Parts are found by names and places, and these can mislead: a layer that was found may not run, may run twice, or may read
+something else. An attack on such a model fails or returns nonsense, and a protection would look good because of it. So every
+property that attacks rely on is computed once, and a model for which one does not hold is refused.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from rasura.victims.models import Parts, evaluating, parts
 from rasura.victims.positions import first_inputs, first_position
 
 LENGTH = 8
-"""Tokens of the text that a model is tried on."""
+"""Number of tokens of the text on which a model is checked."""
 
 SAME = 1e-3
-"""Relative difference up to which two inputs are the same: float32 leaves 1e-6."""
+"""Relative difference up to which two inputs count as the same: float32 leaves 1e-6."""
 
 
 def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Parts:
-    """The parts of ``model``, each shown to do what attacks take it to do.
+    """The parts of ``model``, each checked to do what attacks assume.
 
     - the word embedding is asked for the text's own ids, and the position embedding for one row after the other;
-    - every query, key and value layer runs once a block's run, and those of a block read the same input, as wide as found;
-    - what goes into block 0 at a place follows from the token there and the place alone;
-    - the head is what the logits come from.
+    - every query, key and value layer runs once per run of its block;
+    - the query, key and value layers of a block read the same input, of the width found;
+    - the input of block 0 at a position depends only on the token there and on the position;
+    - the logits are the output of the head.
 
-    The text has the frame that ``vocabulary`` puts around every text. Raises ``InputError`` that says what was looked for
-    and what was found instead.
+    The text has the frame that ``vocabulary`` puts around every text. Raises ``InputError`` with what was expected and what
+    was found instead.
     """
     known = parts(model)
     kind = type(model).__name__
@@ -54,8 +55,8 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Part
     )
     if wrong:
         raise InputError(
-            f"{kind} does not work as its parts look: {wrong}. Attacks would fail, and every protection would look good; "
-            "register an adapter with rasura.victims.models.register"
+            f"{kind} does not work as its parts suggest: {wrong}. Attacks would fail, and every protection "
+            "would look good; register an adapter with rasura.victims.models.register"
         )
     return known
 
@@ -119,7 +120,9 @@ class _Watched:
 def _embeddings(watched: _Watched, known: Parts, ids: Tensor) -> str:
     asked = [x for name in watched.embeddings for x in watched.inputs[name]]
     if not any(isinstance(x, Tensor) and x.shape == ids.shape and torch.equal(x, ids) for x in asked):
-        return f"{known.word_embedding} was found as the word embedding, but the model does not ask it for the text's tokens"
+        return (
+            f"{known.word_embedding} was found as the word embedding, but the model does not look up the text's tokens in it"
+        )
     return ""
 
 
@@ -132,11 +135,13 @@ def _attention(watched: _Watched, known: Parts, length: int) -> str:
         for lin in block.qkv:
             seen = watched.inputs[lin.module]
             if len(seen) != runs:
-                return f"{lin.module} was found as an attention layer, but runs {len(seen)} times in {runs} of its block"
+                return (
+                    f"{lin.module} was found as an attention layer, but runs {len(seen)} times in {runs} runs of its block"
+                )
             x = seen[0]
             if not isinstance(x, Tensor) or x.numel() != length * known.hidden:
                 shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                return f"{lin.module} reads {shape} where {length} tokens of width {known.hidden} were expected"
+                return f"{lin.module} reads {shape}; expected {length} tokens of width {known.hidden}"
             if not bool(torch.isfinite(x).all()):
                 return f"{lin.module} reads NaN or infinity"
             inputs.append(x.reshape(length, known.hidden))
@@ -155,8 +160,8 @@ def _first_block(model: nn.Module, watched: _Watched, known: Parts, ids: Tensor)
         alone = first_inputs(model, ids[0, place : place + 1], place)
         if alone.shape != (1, known.hidden) or _apart(alone, whole[place : place + 1]) > SAME:
             return (
-                f"what goes into {known.blocks[0].module} at place {place} was expected to follow from the token there and "
-                "its place, and it does not"
+                f"the input of {known.blocks[0].module} at position {place} does not depend on the token there "
+                "and its position alone, as expected"
             )
     distance = torch.cdist(whole.double(), whole.double()) + torch.eye(len(whole), device=whole.device) * 1e30
     if float(distance.min()) <= 1e-6 * float(whole.norm(dim=1).max()):
@@ -168,11 +173,11 @@ def _head(watched: _Watched, known: Parts, logits: Tensor) -> str:
     if not bool(torch.isfinite(logits).all()):
         return "its logits for a text are NaN or infinity"
     if known.head is None:
-        return "no output layer was found (looked for a linear layer behind the blocks)"
+        return "no output layer was found (looked for a linear layer after the blocks)"
     name = known.head.module
     out = watched.last.get(name)
     if out is None or out.shape[-1] != logits.shape[-1]:
-        found = "does not run" if out is None else f"gives {out.shape[-1]} figures where there are {logits.shape[-1]} logits"
+        found = "does not run" if out is None else f"has {out.shape[-1]} outputs, but there are {logits.shape[-1]} logits"
         return f"{name} was found as the output layer, but it {found}"
     return ""
 

@@ -23,12 +23,12 @@ from rasura.victims.recipe import Recipe
 from rasura.victims.step import step
 
 CHUNK = 64
-"""Texts that a protection of the data takes at once, and after which it can resume."""
+"""Number of texts that a protection of the data takes at once. It can resume after each such chunk."""
 
 
 @dataclass
 class History:
-    """Where a training run stands: losses of training and figures of the held-out texts by epoch."""
+    """The state of a training run: training losses and the figures on the held-out texts, by epoch."""
 
     epoch: int = 0
     best: float | None = None
@@ -36,7 +36,7 @@ class History:
     epochs: list[dict[str, float]] | None = None
 
     def finished(self, recipe: Recipe) -> bool:
-        """Whether the epochs are done, or patience is at its end."""
+        """Whether all epochs are done or the patience is used up."""
         return self.epoch >= recipe.epochs or self.epoch - self.best_epoch >= recipe.patience
 
 
@@ -49,9 +49,9 @@ def protected(
     seed: int,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Batch]:
-    """``rows`` behind the DATA part of ``defense``: once, before training, by the model as it is then.
+    """``rows`` under the DATA part of ``defense``, applied once before training, with the model at that time.
 
-    The ids of every ``CHUNK`` rows are kept in ``folder``, where an interrupted run finds them.
+    The ids of every ``CHUNK`` rows are kept in ``folder`` for resumption.
     """
     from safetensors.torch import load_file, save_file
 
@@ -81,11 +81,11 @@ def protected(
 
 
 class FineTuning:
-    """One fine-tuning run of ``model`` on ``rows`` (one text each) behind ``defense``, kept in ``folder``.
+    """One fine-tuning run of ``model`` on ``rows`` (one text each) under ``defense``, kept in ``folder``.
 
-    ``evaluate`` gives the figures of the held-out texts, of which ``watched`` is the one that early stopping looks at, the
-    higher the better where ``higher``. ``poisson``: texts join a batch by chance; ``secret``: randomness of the training
-    comes from the operating system. ``ledger`` counts the releases; it is kept with the checkpoints.
+    ``evaluate`` returns the figures on the held-out texts. Early stopping uses the figure ``watched``; with ``higher``,
+    larger is better. ``poisson``: batches are drawn by Poisson sampling; ``secret``: the randomness of training comes from
+    the operating system. ``ledger`` counts the releases; it is kept with the checkpoints.
     """
 
     def __init__(
@@ -117,7 +117,8 @@ class FineTuning:
         folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> History:
-        """Train to the end, from the last whole epoch of an earlier run; the same figures as without an interruption."""
+        """Train to the end, from the last complete epoch of an earlier run. The figures are the same as without an
+        interruption."""
         from safetensors.torch import load_file
 
         self._resume()
@@ -173,7 +174,7 @@ class FineTuning:
         return sum(losses) / max(1, len(losses))
 
     def _stepped(self, held: Mapping[str, Sequence[Tensor]], count: int, done: float) -> None:
-        """One step by the mean of ``count`` gradients, ``held`` by parameter, when a share ``done`` of all was taken."""
+        """One step by the mean of ``count`` gradients, ``held`` by parameter, after a fraction ``done`` of all steps."""
         course = self.recipe.course
         for group in self.optimizer.param_groups:
             group["lr"] = course.rate(done)
@@ -185,7 +186,7 @@ class FineTuning:
         self.optimizer.step()
 
     def _recorded(self, draw: Draw, rng: Randomness) -> Callable[[Sequence[int]], None] | None:
-        """Counts one release of a batch drawn as ``draw``, once it is made. Raises ``InputError`` beyond the plan."""
+        """Records one release of a batch drawn as ``draw``. Raises ``InputError`` beyond the plan."""
         ledger = self.ledger
         if ledger is None:
             return None
@@ -234,7 +235,7 @@ class FineTuning:
             about: dict[str, str] = file.metadata() or {}
         if self.ledger is not None:
             if "ledger" not in about:
-                raise InputError(f"{path} has no ledger: what was released before is not known; remove it to start anew")
+                raise InputError(f"{path} has no ledger, so earlier releases are unknown; remove it to start over")
             self.ledger.load_state_dict(json.loads(about["ledger"]))
         self.history = History(**json.loads(about["history"]))
         self._put({name: found[f"weight/{name}"] for name in self.trained})
@@ -250,25 +251,31 @@ class FineTuning:
                 parameter.copy_(weights[name])
 
     def finish(self, result: Mapping[str, Any]) -> None:
-        """Write ``result.json`` and remove what only resumption needs."""
+        """Write ``result.json`` and remove the files that only resumption needs."""
         write_whole(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         for name in ("last.safetensors", "best.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
 
 
 def local(defense: Defense) -> Defense:
-    """``defense`` if one machine can train behind it alone. Raises ``InputError`` for sealing, which nobody opens there."""
+    """``defense``, if a single machine can train under it. Raises ``InputError`` for sealing, which nobody would decrypt
+    there."""
     if any(p.mechanism.name == "sealing" for p in defense):
         raise InputError(
-            "sealing hides entries from a server that adds what clients send; in a training on one machine they would be "
-            "zeros and nothing would learn. Leave it out here; for clients use rasura.integrations.flower"
+            "sealing hides entries from a server that adds up what clients send. When one machine trains alone, "
+            "these entries would be zeros and their weights would not learn. Leave sealing out here; for "
+            "clients use rasura.integrations.flower"
         )
     return defense
 
 
 def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
-    """How many different tokens a step needs behind ``defense``, 0 for any. Raises ``InputError`` if ``rows`` lack them."""
+    """How many different tokens a step needs under ``defense``; 0 for any number. Raises ``InputError`` if ``rows`` have
+    fewer."""
     least = least_tokens((p.mechanism for p in defense), model)
     if least and (there := len(counted(rows))) < least:
-        raise InputError(f"the training texts hold {there} different tokens, accumulate waits for {least}: no step is taken")
+        raise InputError(
+            f"the training texts hold {there} different tokens, but accumulate waits for {least}, "
+            "so no step would be taken; pass more texts"
+        )
     return least

@@ -1,6 +1,6 @@
 """The two image classifiers of the selective-encryption paper, built from a name or a safetensors file.
 
-They take ``pixel_values`` in ``[0, 1]`` and ``labels`` and answer as Hugging Face image classifiers do, so that
+They take ``pixel_values`` in ``[0, 1]`` and ``labels`` and return what Hugging Face image classifiers return, so
 ``victims.step`` works on them unchanged.
 """
 
@@ -84,10 +84,10 @@ MODELS = {"lenet": lenet, "cnn": cnn}
 
 
 def build(name: str | Path, num_labels: int, *, seed: int = 0) -> ImageClassifier:
-    """``lenet`` or ``cnn`` with weights fresh from ``seed``, or the one whose weights a safetensors file holds.
+    """``lenet`` or ``cnn`` with new weights drawn from ``seed``, or the one whose weights a safetensors file holds.
 
-    A file says itself which of the two it is and how many classes it has. Raises ``InputError`` for an unknown name, a
-    missing or unreadable file, and tensors that are neither model's.
+    The tensors of a file show which of the two it is and how many classes it has. Raises ``InputError`` for an unknown name,
+    a missing or unreadable file, and tensors of neither model.
     """
     if str(name) in MODELS:
         return MODELS[str(name)](num_labels, seed=seed)
@@ -100,7 +100,7 @@ def build(name: str | Path, num_labels: int, *, seed: int = 0) -> ImageClassifie
     try:
         found: dict[str, Any] = load_file(str(path))
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is no safetensors file ({str(error).splitlines()[0]})") from None
+        raise InputError(f"{path} is not a safetensors file ({str(error).splitlines()[0]})") from None
     shapes = {n: tuple(t.shape) for n, t in found.items()}
     head = shapes.get("head.weight", ())
     if len(head) == 2:

@@ -20,7 +20,8 @@ from rasura.victims.models import parts
 
 CONFIG_BYTES = 10_000_000
 HEADER_BYTES = 100_000_000
-"""Most that a config, and the header of a safetensors file, may have: real ones have thousands, and millions of shards."""
+"""Maximum bytes of a config and of the header of a safetensors file. Real configs have thousands, and headers of large
+shards millions."""
 
 LARGEST = {
     "layers": (1_000, {"num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"}),
@@ -32,17 +33,17 @@ LARGEST = {
     ),
     "rows": (20_000_000, {"vocab_size", "max_position_embeddings", "n_positions"}),
 }
-"""What no language model has: far above those that exist, far below what no memory holds."""
+"""Upper bounds of a config's sizes: far above those of existing language models, far below what memory cannot hold."""
 
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
 NAMED = 3
-"""Weights that a message names."""
+"""Number of weights that a message names."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``. Raises ``InputError`` where there is none, or one too large."""
+    """The JSON object in ``path``. Raises ``InputError`` if there is none, or if it is too large."""
     try:
         if path.stat().st_size > CONFIG_BYTES:
             raise InputError(f"{path} has {path.stat().st_size} bytes; expected a config of at most {CONFIG_BYTES}")
@@ -50,14 +51,14 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is no JSON ({str(error).splitlines()[0][:100]})") from None
+        raise InputError(f"{path} is not valid JSON ({str(error).splitlines()[0][:100]})") from None
     if not isinstance(found, dict):
         raise InputError(f"{path} holds {type(found).__name__}; expected a JSON object")
     return found
 
 
 def check_config(config: Mapping[str, Any], name: str) -> None:
-    """Refuse sizes that no model has, and quantised weights. Raises ``InputError``."""
+    """Refuse sizes that no real model has, and quantised weights. Raises ``InputError``."""
     if config.get("quantization_config") is not None:
         raise InputError(f"{name}: the weights are quantised; expected a model in float32, float16 or bfloat16")
     for nested in ("text_config", "encoder", "decoder"):
@@ -75,7 +76,7 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse weights in formats that would be taken for other values. Raises ``InputError``."""
+    """Refuse weights in formats that would be read as wrong values. Raises ``InputError``."""
     for path in sorted(folder.glob("*.safetensors")):
         for key, told in _header(path).items():
             kind = told.get("dtype") if isinstance(told, dict) else None
@@ -85,7 +86,7 @@ def check_files(folder: Path) -> None:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """The names, types and shapes that a safetensors file begins with; no weights."""
+    """The names, types and shapes in the header of a safetensors file, without weights."""
     try:
         with path.open("rb") as file:
             (size,) = struct.unpack("<Q", file.read(8))
@@ -93,28 +94,28 @@ def _header(path: Path) -> dict[str, Any]:
                 raise ValueError
             found = json.loads(file.read(size))
     except (OSError, ValueError, RecursionError, struct.error):
-        raise InputError(f"{path} is no safetensors file") from None
+        raise InputError(f"{path} is not a safetensors file") from None
     if not isinstance(found, dict):
-        raise InputError(f"{path} is no safetensors file")
+        raise InputError(f"{path} is not a safetensors file")
     return found
 
 
 def check_size(folder: Path, entries: int) -> None:
-    """Refuse a model of so many ``entries`` that the folder's weights cannot be its own. Raises ``InputError``."""
+    """Refuse a model with more ``entries`` than the folder's weights can hold. Raises ``InputError``."""
     held = sum(p.stat().st_size for pattern in ("*.safetensors", "*.bin") for p in folder.glob(pattern))
     if entries > 2 * held + 10_000_000:
         raise InputError(
-            f"{folder}: config.json describes a model of {entries} weights, and the folder holds {held} bytes of them; "
-            "expected the config that belongs to the weights"
+            f"{folder}: config.json describes a model of {entries} weights, but the folder holds only {held} "
+            "bytes of weights; expected the config that belongs to them"
         )
 
 
 def fresh_weights(model: nn.Module, info: Mapping[str, Any], name: str, *, head: bool) -> tuple[str, ...]:
-    """The weights that the folder lacked and that were drawn at random; with ``head``, a classification head's may be.
+    """The weights that the folder lacked and that were drawn at random; with ``head``, a classification head may be.
 
-    ``info``: what ``from_pretrained(output_loading_info=True)`` returns. BERT's pooler counts as head: models that were
-    trained without it have none. Raises ``InputError`` for every other weight that is missing or has another shape, and for
-    weights of blocks that the config does not know.
+    ``info``: what ``from_pretrained(output_loading_info=True)`` returns. BERT's pooler counts as part of the head: models
+    that were trained without it have none. Raises ``InputError`` for every other weight that is missing or has another
+    shape, and for weights of blocks that the config does not know.
     """
     missing = sorted(info.get("missing_keys", ()))
     mismatched = sorted(info.get("mismatched_keys", ()), key=str)
@@ -143,7 +144,7 @@ def fresh_weights(model: nn.Module, info: Mapping[str, Any], name: str, *, head:
 
 
 def _of_unknown_blocks(model: nn.Module, unexpected: Iterable[str]) -> list[str]:
-    """Unexpected keys that belong among the blocks: the model that was saved had other or more of them."""
+    """Unexpected keys that belong to blocks: the saved model had different or more blocks."""
     try:
         module = parts(model).blocks[0].module
     except InputError:
@@ -166,7 +167,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a foreign library says, in a line."""
+    """The first line of an error of another library."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     # Where the first line only announces what is wrong, the second one says it.
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:300]

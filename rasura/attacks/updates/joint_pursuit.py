@@ -1,11 +1,11 @@
 """Joint pursuit: the words of a batch from adapters whose gradients show fewer dimensions than it has tokens.
 
-The gradient of LoRA's matrix A is ``B^T sum_t delta_t x_t^T``: ``rank`` combinations of the layer's inputs, so that no
-single input lies in what is seen once there are more tokens. All combinations are made of the same few inputs, though, and
-in block 0 these are known for every token. So it is a joint sparse recovery (multiple measurement vectors). The token whose
-input lies most in the seen space, beside what is explained already, is taken, until nothing is left unexplained (rank-aware
-order recursive matching pursuit, Davies and Eldar 2012; as an attack on gradients, ours). Once no more tokens are missing
-than there are dimensions, each of them lies in what is left, exactly.
+The gradient of LoRA's matrix A is ``B^T sum_t delta_t x_t^T``: ``rank`` combinations of the layer's inputs, so once there
+are more tokens than combinations, no single input lies in the observed space. However, all combinations are made of the same
+few inputs, and in block 0 these are known for every token. This is a joint sparse recovery problem (multiple measurement
+vectors). Each step takes the token whose input lies most in the part of the observed space that is not explained yet, until
+nothing is left unexplained (rank-aware order recursive matching pursuit, Davies and Eldar 2012; its use as an attack on
+gradients is ours). Once the missing tokens are no more than the dimensions, each of them lies exactly in what is left.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from rasura.victims.models import parts
 from rasura.victims.positions import positions
 
 FLOOR = 1e-5
-"""Directions of the seen space below this share of the strongest are rounding."""
+"""Directions of the observed space below this fraction of the strongest are rounding."""
 
 UNEXPLAINED = 1e-3
-"""Directions of which less is left count as explained."""
+"""A direction counts as explained when less than this is left of it."""
 
 LEAST = 0.5
-"""A token is taken while so much of its input's rest lies in the seen space (true ones .6 and more, others .6 at most)."""
+"""A token is taken while at least this fraction of the rest of its input lies in the observed space (true tokens: .6 and
+more, others: .6 at most)."""
 
 TOGETHER = 0.98
-"""Tokens taken at once: within this share of the best, ``AT_ONCE`` at most."""
+"""Tokens taken at once: those within this fraction of the best, at most ``AT_ONCE``."""
 
 AT_ONCE = 8
 
 CERTAIN = 0.9999
-"""A share from which a token's input lies in the seen space as a whole."""
+"""From this fraction on, a token's input counts as lying wholly in the observed space."""
 
 FULL = 0.9
-"""Share of the layer's inputs that tokens may fill: beyond it anything is explained."""
+"""Fraction of the layer's inputs that tokens may fill. Beyond it, any token would be explained."""
 
 NEAR = 2048
-"""Tokens of a place, best at first, that are looked at again and again where there are many places."""
+"""Where there are many positions: how many tokens of a position (the best at first) are evaluated again in each step."""
 
 CLEAR = 10.0
-"""What a token alone explains must be so many times what is left unexplained in the end."""
+"""What a token alone explains must be at least this many times what is left unexplained in the end."""
 
 SURE = math.log(1e6)
-"""Nats by which the seen numbers must outweigh all the bags that there are."""
+"""Nats by which the observed numbers must outweigh the number of possible bags."""
 
 LONGEST = 64
 """Positions that are searched where the length is unknown."""
@@ -64,8 +65,8 @@ LONGEST = 64
 
 @dataclass
 class Found:
-    """Tokens ``(position, token)`` that explain the seen space; ``alone``: what each explains that no other does, over 1;
-    ``left``: what all of them leave unexplained."""
+    """Tokens ``(position, token)`` that explain the seen space; ``alone``: what each token explains that no other does,
+    relative to 1; ``left``: what all of them leave unexplained."""
 
     rows: list[tuple[int, int]] = field(default_factory=list)
     alone: list[float] = field(default_factory=list)
@@ -80,7 +81,7 @@ class Found:
 
 
 class Pursuit:
-    """The search in one seen space, ``(inputs, dimensions)`` orthonormal, over ``places`` of block 0."""
+    """The search in one observed space, ``(inputs, dimensions)`` orthonormal, over ``places`` of block 0."""
 
     def __init__(self, space: Tensor, inputs: Inputs, ids: Tensor, places: int, one_each: bool) -> None:
         self.space, self.inputs, self.ids = space, inputs, ids
@@ -91,7 +92,7 @@ class Pursuit:
         self.states: list[Tensor] = []
 
     def __call__(self) -> Found:
-        """The tokens that explain the space, as far as they are found."""
+        """The tokens found that explain the space."""
         while len(self.rows) < FULL * len(self.space):
             basis = self._left()
             if not basis.shape[1]:
@@ -113,7 +114,8 @@ class Pursuit:
         return kept
 
     def _best(self, basis: Tensor) -> list[tuple[float, int, int]]:
-        """The best (share, position, token) by how much of a token's input, beside what is explained, lies in ``basis``."""
+        """The best (fraction, position, token): how much of a token's input lies in ``basis``, without the explained
+        part."""
         found: list[tuple[float, int, int]] = []
         shares: dict[int, list[Tensor]] = {}
         for place, tokens, x in self._every():
@@ -141,7 +143,7 @@ class Pursuit:
                     yield place, chunk, self.inputs.first(chunk, place)
 
     def _take(self, share: float, place: int, token: int) -> bool:
-        """Take a token, unless what is taken explains its input already."""
+        """Take a token, unless the tokens taken so far already explain its input."""
         if self.one_each and any(place == p for p, _ in self.rows):
             return False
         x = self.inputs.first(torch.tensor([token]), place)[0].to(self.space)
@@ -155,7 +157,7 @@ class Pursuit:
         return True
 
     def _needed(self) -> Found:
-        """Without tokens that explain nothing, which were taken by mistake."""
+        """The tokens without those that explain nothing and were taken by mistake."""
         if not self.rows:
             return Found()
         states = torch.stack(self.states)
@@ -169,12 +171,13 @@ class Pursuit:
 
 
 class JointPursuit:
-    """Reads the words from block 0's attention, also where adapters of any rank show fewer dimensions than there are tokens;
-    with positions, one text's order. The first round of adapters, in which B is zero, shows none.
+    """Reads the words from the attention of block 0, even where adapters show fewer dimensions than there are tokens; with a
+    position embedding, it also reads the order of a single text. The first round of adapters, in which B is zero, shows
+    nothing.
 
-    Needs fewer different tokens than the layer has inputs. Without a position embedding, and for several texts: the bag,
-    given once for every text. Of AdamW's differences little but signs is left; then the tokens whose inputs lie most in
-    the seen space are given, as many as it has dimensions (``matched``).
+    Needs fewer different tokens than the layer has inputs. Without a position embedding, and for several texts, it returns
+    the bag of words, repeated for every text. AdamW's weight differences hold little more than signs. Then the attack
+    returns the tokens whose inputs lie most in the observed space, as many as that space has dimensions (``matched``).
     """
 
     name = "joint-pursuit"
@@ -188,7 +191,7 @@ class JointPursuit:
         if not matrices:
             raise NotApplicable("no whole query, key or value gradient of block 0 is visible and above zero")
         if announced_dropout(seen):
-            raise NotApplicable("dropout was active, so that no input is what a token alone would give")
+            raise NotApplicable("dropout was active, so no layer input is determined by its token alone")
         _, values, rows = torch.linalg.svd(torch.cat([m / m.norm() for m in matrices]), full_matrices=False)
         space = rows[values > FLOOR * values[0]].T.contiguous()
         if space.shape[1] >= FULL * len(space):
@@ -234,7 +237,7 @@ class JointPursuit:
 
     @staticmethod
     def _nearest(seen: Observation, space: Tensor, inputs: Inputs, ids: Tensor, size: int) -> Reconstruction:
-        """The tokens whose inputs, beside what all inputs have in common, lie most in ``space``."""
+        """The tokens whose inputs lie most in ``space``, without what all inputs have in common."""
         basis = space.float()
         every = [inputs.first(chunk, 0) for chunk in torch.split(ids, CHUNK)]
         mean = sum(x.sum(0) for x in every) / len(ids)
@@ -249,7 +252,7 @@ class JointPursuit:
 
 SPEC = AttackSpec(
     name="joint-pursuit",
-    about="the words of a batch from LoRA adapters whose rank is smaller than its number of tokens",
+    about="recovers the words of a batch from LoRA adapters whose rank is below the number of tokens",
     source="Rasura, after joint sparse recovery (Davies and Eldar 2012)",
     make=JointPursuit,
     seconds=10.0,

@@ -1,11 +1,11 @@
 """Matching pursuit: private tokens one by one, from gradients that show no row space, in noise or by their signs alone.
 
 The gradient of block 0's attention is ``sum_t delta_t x_t^T``, and every input ``x_t`` is one of finitely many: a token at a
-position. Noise and signs hide the row space from a decomposition long before they hide it from such a dictionary. So the
-token whose input explains most of what is left is taken, all coefficients ``delta`` are fitted anew (by least squares, or by
-logistic regression on the signs), and the next one is looked for (orthogonal matching pursuit, Pati et al. 1993; for signs
-after one-bit compressed sensing, Boufounos and Baraniuk 2008; as an attack on gradients, ours). What is found that way is
-then tried place by place against all visible gradients.
+position. Noise and signs hide the row space from a decomposition long before they hide it from such a dictionary. Each step
+takes the token whose input explains most of what is left, fits all coefficients ``delta`` again (by least squares, or by
+logistic regression on the signs), and searches for the next token (orthogonal matching pursuit, Pati et al. 1993; for signs
+after one-bit compressed sensing, Boufounos and Baraniuk 2008; its use as an attack on gradients is ours). The texts found in
+this way are then improved position by position against all visible gradients.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from rasura.victims.models import is_eager, parts
 
 @dataclass(frozen=True)
 class Pursuit:
-    """Takes tokens greedily from block 0, then improves the texts on all visible gradients; encoders with positions only.
+    """Takes tokens greedily from block 0, then improves the texts on all visible gradients. For encoders with position
+    embeddings.
 
     Meant for noise, for sign compression and for AdamW's first steps, where ``span`` finds no row space. Needs fewer tokens
-    in the batch than the layer has inputs. Several texts are told apart by how well all gradients are met.
+    in the batch than the layer has inputs. Several texts are told apart by how well they fit all gradients.
     """
 
     name: str = "pursuit"
@@ -47,7 +48,7 @@ class Pursuit:
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)
         if known.causal or known.position_embedding is None or seen.task != "classification":
-            raise NotApplicable("pursuit tells tokens by their position embedding and is built for encoders that classify")
+            raise NotApplicable("pursuit places tokens by their position embedding and supports only encoder classifiers")
         rows, shown = _rows(seen)
         outputs, tried, sweeps = self.work[budget.level]
         if not bool(torch.isfinite(rows).all()):
@@ -62,7 +63,7 @@ class Pursuit:
         found = search()
         texts = _texts(found, search.ends, search.batch)
         if not texts:
-            raise AttackFailed("no token stands out of the noise")
+            raise AttackFailed("no token stands out from the noise")
         residual = None
         if is_eager(seen.model):
             texts, residual = Polish(seen, search, "cosine" if signs else "angle", rng)(texts, tried, sweeps)
@@ -74,7 +75,8 @@ class Pursuit:
 
 
 def _rows(seen: Observation) -> tuple[Tensor, Tensor | None]:
-    """Block 0's query, key and value gradients ``(outputs, inputs)``, zero where hidden; and what is shown, None for all."""
+    """The query, key and value gradients of block 0 ``(outputs, inputs)``, zero where hidden; and which entries are visible
+    (None: all)."""
     layers = [lin for lin in parts(seen.model).blocks[0].qkv if lin.weight in seen.gradients]
     rows, shown = (torch.cat(x) for x in masked_gradients(seen, layers)) if layers else (torch.empty(0), torch.empty(0))
     if not bool(shown.any()):
@@ -86,7 +88,7 @@ def _rows(seen: Observation) -> tuple[Tensor, Tensor | None]:
 
 
 def _are_signs(seen: Observation, rows: Tensor) -> bool:
-    """Whether entries tell little but their sign: they say so, or nearly all have the same size."""
+    """Whether entries carry little more than their sign: the update says so, or nearly all entries have the same size."""
     if announced_update(seen).adaptive:
         return True
     sizes = rows[rows != 0].abs()
@@ -105,7 +107,8 @@ def _without_decay(seen: Observation, rows: Tensor) -> Tensor:
 
 
 def _texts(found: Mapping[int, Sequence[int]], ends: Sequence[int], batch: int) -> Texts:
-    """One text for each end, the tokens of every place dealt out in turn; where there are too few, the first is repeated."""
+    """One text for each end. The tokens of every position are dealt out in turn; where there are too few, the first is
+    repeated."""
     if not found:
         return ()
     last = max(found) + 1

@@ -19,7 +19,7 @@ class Fit(Protocol):
 
 @dataclass(frozen=True)
 class Squares:
-    """Least squares: the likelihood under Gaussian noise. ``shown``: the entries that count, None for all."""
+    """Least squares: the likelihood under Gaussian noise. ``shown``: the entries that count (None: all)."""
 
     matrix: Tensor
     shown: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Texts that the pursuit found, improved place by place on all gradients in sight."""
+"""Texts that the pursuit found, improved position by position on all visible gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Texts = tuple[tuple[int, ...], ...]
 
 
 class Polish:
-    """Improves texts place by place on the gradients of all linear and LayerNorm layers in sight."""
+    """Improves texts position by position on the visible gradients of all linear and LayerNorm layers."""
 
     def __init__(self, seen: Observation, search: Search, kind: Kind, rng: torch.Generator) -> None:
         self.seen, self.search = seen, search
@@ -60,9 +60,8 @@ class Polish:
         return (others[int(scores.argmin())], least) if least < best else (texts, best)
 
     def _moved(self, texts: Texts, best: float, labels: Tensor) -> tuple[Texts, float]:
-        """Neighbouring positions are alike, so a run of tokens may stand one place off: one token moved puts it right.
-
-        So does one token less, where lengths are unknown and the closing token was found one place late.
+        """Texts with one token moved. Neighbouring positions are alike, so a run of tokens may be off by one place, which
+        one move corrects. Where lengths are unknown and the closing token was found one place late, removing a token does.
         """
         last = float("inf")
         while best < last:

@@ -1,4 +1,4 @@
-"""The pursuit itself: which token stands where, one after the other."""
+"""The pursuit itself: it finds one token and its position after another."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ MAX_LENGTH = 40
 """Positions that are searched where the length is unknown."""
 
 DIRECTIONS = 64
-"""Directions of what is left that candidates are measured against: those with the most energy."""
+"""Candidates are measured against this many directions of what is left: those with the most energy."""
 
 MAX_FILLED = 0.6
-"""Share of the layer's inputs that tokens may fill: beyond it anything can be explained."""
+"""Fraction of the layer's inputs that tokens may fill. Beyond it, any token could be explained."""
 
 STANDS_OUT = 1.1
-"""A token is taken while its gain is so many times the best at places that no text reaches (true ones: 1.15 and more)."""
+"""A token is taken while its gain is at least this many times the best gain at positions beyond every text (true tokens:
+1.15 and more)."""
 
 
 class Search:
-    """The pursuit: which token stands where. ``ends``: where texts end, as far as known."""
+    """The pursuit for tokens and their positions. ``ends``: where texts end, as far as this is known."""
 
     def __init__(self, seen: Observation, fit: Fit, memory_mb: int) -> None:
         self.fit = fit

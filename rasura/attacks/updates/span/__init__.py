@@ -1,4 +1,4 @@
-"""Span attacks: what the row spaces of linear layers' gradients say about their inputs."""
+"""Span attacks: what the row spaces of linear layers' gradients reveal about their inputs."""
 
 from rasura.attacks.updates.span.attack import Span
 

@@ -1,4 +1,4 @@
-"""Texts from tokens: those with known positions are dealt to the texts of the batch, those without are put in order."""
+"""Texts from tokens: tokens with known positions are dealt to the texts of the batch; tokens without are put in order."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ Sentences = list[list[tuple[int, int]]]
 """Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
 
 MOST_ARRANGED = 32
-"""Most tokens whose order is searched for where no position is in sight."""
+"""Where no positions are visible, the order of at most this many tokens is searched for."""
 
 MOST_ALIKE = 2
-"""Tokens by which such a text may be longer than the layer behind the attention tells."""
+"""How many tokens longer such a text may be than the layer after the attention shows."""
 
 MOST_COPIES = 16
-"""Texts that may share a token at one place where the batch size is unknown, and ways to fill a batch with copies."""
+"""Where the batch size is unknown: how many texts may share a token at one position, and how many ways of filling a batch
+with copies are tried."""
 
 
 def _attention_heads(model: torch.nn.Module) -> int:
@@ -44,7 +45,8 @@ def assembled(
     rng: torch.Generator,
     restarts: int,
 ) -> Sentences:
-    """The ``size`` texts of the batch from ``rows`` at known positions; with ``active`` dropout by what attends to what.
+    """The ``size`` texts of the batch from ``rows`` at known positions; with ``active`` dropout, by which tokens attend to
+    each other.
 
     ``restarts``: random texts tried for each text of the batch.
     """
@@ -85,7 +87,7 @@ def arranged(
     rng: torch.Generator,
     restarts: int,
 ) -> Sentences:
-    """One text in its order, where block 0 tells no places; empty where none explains the layer behind the attention.
+    """One text in order, where block 0 shows no positions; empty if no order explains the layer after the attention.
 
     That layer's row space has as many dimensions as the text has tokens, or fewer where copies of a word are alike.
     """
@@ -124,9 +126,10 @@ def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def completed(text: list[tuple[int, int]], likely: list[list[int]], vocabulary: Vocabulary) -> list[tuple[int, int]]:
-    """``text`` with what the robust search may have missed: the tokenizer's frame, and in a hole the ``likely`` token.
+    """``text`` with what the robust search may have missed: the tokenizer's own tokens and, in each hole, the ``likely``
+    token.
 
-    What is missing hides behind copies of itself, hence stands near the row space without any dropout.
+    A missing token was hidden by its own copies, so its input without dropout is near the row space.
     """
     out = list(text)
     for n, token in enumerate(vocabulary.prefix[: len(out)]):

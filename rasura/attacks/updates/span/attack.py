@@ -26,11 +26,11 @@ from rasura.victims.models import parts
 
 @dataclass(frozen=True)
 class Span:
-    """DAGER (Petrov et al. 2024) and beyond it: exact decomposition, any visible block for decoders, active dropout.
+    """DAGER (Petrov et al. 2024), extended to exact decomposition, any visible block of a decoder, and active dropout.
 
     Encoders: tokens with their positions from block 0, robustly fitted where dropout zeroes coordinates; several texts are
-    told apart by a layer that has read the context, under dropout by the query and key gradients. Decoders: prefixes grown
-    from whichever block is visible. Needs fewer tokens in the batch than the layer has inputs.
+    told apart by a layer that has seen the context, or, under dropout, by the query and key gradients. Decoders: prefixes
+    grown from whichever block is visible. Needs fewer tokens in the batch than the layer has inputs.
     """
 
     name: str = "span"
@@ -41,7 +41,8 @@ class Span:
     )
     """Budget level -> candidates fitted at a position, rounds that look for copies, random texts per text of the batch."""
     adaptive: bool = True
-    """Fits what dropout left, and completes what is hidden; without it a hidden entry is taken as the zero that was sent."""
+    """If true, fits what dropout left and completes hidden entries; otherwise a hidden entry counts as zero, as it was
+    sent."""
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         if not self.adaptive:
@@ -57,7 +58,7 @@ class Span:
         spaces = block_spaces(seen, blocks[:wanted])
         if not spaces:
             raise AttackFailed(
-                f"the gradients show no row space: the batch holds {known.hidden} tokens or more, or noise covers the gap"
+                f"the gradients show no row space: either the batch holds {known.hidden} tokens or more, or noise hides it"
             )
         inputs = Inputs(seen.model)
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(space.rank for space in spaces.values()) + 1
@@ -80,8 +81,8 @@ class Span:
         inputs: Inputs,
         scan: Scan | None,
     ) -> Reconstruction | None:
-        """Texts grown from prefixes; None where only block 0 tells anything, as when the batch has more different prefixes
-        than the layer has inputs, but fewer different tokens."""
+        """Texts grown from prefixes. None where only block 0 is informative, for example when the batch has more different
+        prefixes than the layer has inputs, but fewer different tokens."""
         first = spaces.get(0)
         if first is not None:
             # A deeper block tells at least as many inputs apart; much less is a gap among singular values that is none.
@@ -201,12 +202,13 @@ class Span:
 
 
 def dager() -> Span:
-    """DAGER as published: the plain test of blocks 0 and 1, for which hidden entries are zeros and dropout is off."""
+    """DAGER as published: the plain test of blocks 0 and 1. It takes hidden entries as zeros and assumes that dropout is
+    off."""
     return Span("dager", uses=frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS}), adaptive=False)
 
 
 def _as_sent(seen: Observation) -> Observation:
-    """Without its masks: tensors of which nothing is visible are not there, other hidden entries are zeros."""
+    """The observation without its masks: tensors that are wholly hidden are absent, and other hidden entries are zeros."""
     there = {n: g for n, g in seen.gradients.items() if n not in seen.visible or bool(seen.visible[n].any())}
     return replace(seen, message=replace(seen.message, gradients=there, visible={}))
 
@@ -222,8 +224,8 @@ def _hold(texts: Sequence[Prefix], scan: Scan) -> bool:
 
 SPEC = AttackSpec(
     name="span",
-    about="exact tokens from attention gradients, also under dropout and from any block of a decoder",
-    source="Petrov et al. 2024 (DAGER), sec. 4, and beyond it: see the module",
+    about="recovers exact tokens from attention gradients, also under dropout and from any block of a decoder",
+    source="Petrov et al. 2024 (DAGER), sec. 4; extensions: see the module",
     make=Span,
     seconds=4.0,
     home=Home(reads=True),

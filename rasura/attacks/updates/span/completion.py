@@ -1,8 +1,8 @@
-"""Hidden entries do not hide a row space: a gradient of N tokens has rank N, so enough visible entries give the rest.
+"""Completion of hidden entries: a gradient of N tokens has rank N, so enough visible entries determine the rest.
 
-Where the largest entries are hidden, visible ones stand in whole rows and columns: a block that is all visible has the
-rank, and rows and columns join it one after the other, each by least squares. Where entries are hidden at random there is
-no such block; alternating least squares from the singular vectors of what is visible finds the factors.
+Where the largest entries are hidden, the visible ones fill whole rows and columns. A fully visible block gives the rank, and
+rows and columns are added to it one by one, each by least squares. Where entries are hidden at random there is no such
+block; alternating least squares from the singular vectors of what is visible finds the factors.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from rasura.core.values import Grant, Message, Observation
 from rasura.victims.models import Linear, parts
 
 FITS = 1e-5
-"""Largest relative error on visible entries of a completion: float32 gradients leave 1e-7 to 1e-6, a wrong rank 1e-2."""
+"""Largest relative error of a completion on visible entries: float32 gradients leave 1e-7 to 1e-6, a wrong rank 1e-2."""
 
 SPARE = 1.2
-"""Visible entries a completion needs, over its unknowns: with fewer a wrong one fits as well."""
+"""Visible entries that a completion needs, relative to its unknowns. With fewer, a wrong completion fits as well."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,10 @@ def _inverse_size(matrix: Tensor, visible: Tensor, dim: int) -> Tensor:
 
 
 def _rank(matrix: Tensor, floor: float) -> int | None:
-    """The rank by the widest gap of the singular values; None without a gap or where the matrix is too small to tell.
+    """The rank by the widest gap of the singular values; None without a gap, or where the matrix is too small for one to
+    show.
 
-    Values under ``floor`` of the largest are noise.
+    Values below ``floor`` times the largest are noise.
     """
     values = torch.linalg.svdvals(matrix)
     most = int(0.9 * min(matrix.shape))
@@ -174,9 +175,8 @@ def _from_singular_vectors(matrix: Tensor, visible: Tensor, ranks: Sequence[int]
 
 
 def _filled(seen: Observation, linears: Sequence[Linear], ranks: Sequence[int] | None) -> tuple[dict[str, Tensor], int]:
-    """Gradients of ``linears`` by parameter, float64, zero in rows and columns that stay unknown; and their rank.
-
-    All are completed together, since they share their inputs. Nothing and 0 where no completion is found.
+    """Gradients of ``linears`` by parameter, float64, zero in rows and columns that stay unknown; and their rank. All are
+    completed together, since they share their inputs. Without a completion: no gradients, and rank 0.
     """
     names = [lin for lin in linears if lin.weight in seen.gradients]
     gradients, masks = masked_gradients(seen, names)
@@ -187,17 +187,16 @@ def _filled(seen: Observation, linears: Sequence[Linear], ranks: Sequence[int] |
     return {lin.weight: part.T if lin.transposed else part for lin, part in zip(names, split)}, found.rank
 
 
-def uncovered(seen: Observation, most: int | None = None) -> Observation:
-    """``seen`` with the hidden entries of query, key and value gradients filled in, in the first ``most`` blocks possible.
-
-    In rows and columns that nothing is known of, the gradients are zero.
+def uncovered(seen: Observation, max_blocks: int | None = None) -> Observation:
+    """``seen`` with the hidden entries of query, key and value gradients filled in, in the first ``max_blocks`` blocks where
+    that is possible. Rows and columns that cannot be completed are zero.
     """
     done = 0
     gradients, visible = dict(seen.gradients), dict(seen.visible)
     ranks = [sum(seen.lengths)] if Grant.LENGTHS in seen else None
     for block in parts(seen.model).blocks:
         if any(lin.weight in visible for lin in block.qkv):
-            if most is not None and done >= most:
+            if max_blocks is not None and done >= max_blocks:
                 break
             filled, rank = _filled(seen, block.qkv, ranks)
             done += bool(filled)

@@ -1,9 +1,9 @@
 """The last token of a text in a causal loss: no block's input shows it, since nothing is predicted from it.
 
-It is the target of the position before it. So the output layer's gradient names it; where that is hidden, any other
-linear layer does. With the inputs of all positions known, the layer's gradient ``sum_t delta_t x_t^T`` is solved for the
-``delta`` of a text's last position. This is ``J^T (softmax - onehot(last token))``, J the Jacobian of its logits by the
-layer's output.
+It is the target of the position before it. So the output layer's gradient names it; where that is hidden, any other linear
+layer can. With the inputs of all positions known, the layer's gradient ``sum_t delta_t x_t^T`` is solved for the ``delta``
+of a text's last position. This is ``J^T (softmax - onehot(last token))``, J the Jacobian of its logits by the layer's
+output.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def finish(
 ) -> list[tuple[int, ...]]:
     """The texts with their last tokens; ``UNKNOWN`` where nothing names one.
 
-    ``seen``: the update with what could be completed of its hidden entries. With ``search`` the likeliest last tokens are
-    tried against the whole update ``observed``, which is worth its time where the prefixes are right. Classification losses
+    ``seen``: the update with what could be completed of its hidden entries. With ``search``, the likeliest last tokens are
+    tried against the whole update ``observed``; this is worth its time where the prefixes are right. Classification losses
     have no such token: the prefixes are the texts.
     """
     if seen.task != "causal":
@@ -89,8 +89,8 @@ def _last_deltas(gradient: Tensor, states: Sequence[Tensor]) -> Tensor | None:
 def _from_output_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs) -> list[list[int]] | None:
     """Tokens that may follow each prefix, likeliest first; None where the output layer's gradient is hidden.
 
-    There ``delta`` is ``softmax - onehot(next token)`` itself. With tied weights the rows of the text's own tokens also hold
-    their input gradients, so these are all options.
+    In the output layer, ``delta`` is ``softmax - onehot(next token)`` itself. With tied weights, the rows of the text's own
+    tokens also hold their input gradients, so all of these are options.
     """
     known = inputs.parts
     if known.head is None:

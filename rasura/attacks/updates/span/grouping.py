@@ -1,4 +1,4 @@
-"""From tokens to sentences: which of the recovered inputs stood in one text. The gradients of Q and K say it exactly.
+"""From tokens to sentences: the gradients of Q and K show exactly which of the recovered inputs belong to one text.
 
 With all N inputs X known, the output gradient of every token is ``delta = (G X^+)^T``. In self-attention ``delta_q`` of a
 token is a combination of the keys of its own text only, ``delta_k`` one of that text's queries; attention dropout changes
@@ -38,7 +38,7 @@ class Projection:
 
 
 PAIRS = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"), ("query_proj", "key_proj"), ("q", "k"))
-"""What the families call a query layer and the key layer beside it."""
+"""The names of the query layer, and of the key layer beside it, in the model families."""
 
 
 def projections(seen: Observation, block: Block) -> tuple[Projection, Projection] | None:
@@ -77,8 +77,8 @@ def projections(seen: Observation, block: Block) -> tuple[Projection, Projection
 def affinity(seen: Observation, block: Block, inputs: Tensor, space: RowSpace, heads: int) -> Tensor | None:
     """``(N, N)`` symmetric, non-negative: how strongly two recovered inputs attend to each other in any head.
 
-    ``inputs`` ``(N, hidden)`` float64. Where tokens of ``space`` were not found its other directions stand in for them.
-    None where ``projections`` finds no pair.
+    ``inputs`` ``(N, hidden)`` float64. Where tokens of ``space`` were not found, its other directions replace them. None
+    where ``projections`` finds no pair.
     """
     pair = projections(seen, block)
     if pair is None:

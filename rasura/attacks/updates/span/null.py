@@ -1,8 +1,9 @@
-"""What chance puts into a row space: below which residual a token is there by right.
+"""What chance puts into a row space: the residual below which a token is no chance hit.
 
-The null is the tokens that were not found: what the row space at hand leaves of their inputs. A guess is believed when its
-own residuals are so small that under one token in a hundred searches would have one by chance, when they stand clear of
-those of other tokens at the same place, and when the guess explains the whole row space, not a part of it.
+The null distribution comes from tokens that were not found: what the observed row space leaves of their inputs. A guess is
+believed under three conditions. Its residuals are so small that, over a hundred searches, fewer than one token would reach
+them by chance. They are clearly below those of other tokens at the same position. And the guess explains the whole row
+space, not a part of it.
 """
 
 from __future__ import annotations
@@ -19,30 +20,31 @@ from rasura.core.values import UNKNOWN
 from rasura.victims.models import Block
 
 FALSE = 0.01
-"""Tokens that may be in the row space by chance, over all tokens and places that were tried."""
+"""Expected number of tokens that may lie in the row space by chance, over all tokens and positions tried."""
 
 EDGE = 0.5
-"""A token's residual must be under this share of the least of another's at its place."""
+"""A token's residual must be below this fraction of the smallest residual of another token at its position."""
 
 UNEXPLAINED = 0.3
-"""Largest part of a direction of the row space that the guess may leave unexplained, where no noise allows more."""
+"""Largest part of a direction of the row space that the guess may leave unexplained, unless noise allows more."""
 
 OTHERS = 512
-"""Other tokens that are tried at a place."""
+"""Number of other tokens tried at a position."""
 
 NEIGHBOURS = 8
-"""Words nearest to each found token that are among them."""
+"""How many of these are the words nearest to the token found."""
 
 MOST_TEXTS = 4
-"""Texts of a decoder at whose first, middle and last place others are tried: each needs the model up to the block."""
+"""Number of a decoder's texts at whose first, middle and last position others are tried. Each try runs the model up to the
+block."""
 
 
 def chance_limit(outside: Tensor, trials: float) -> float:
-    """The largest residual that fewer than ``FALSE`` of ``trials`` tokens reach by chance; 0 where none is known.
+    """The largest residual that fewer than ``FALSE`` of ``trials`` tokens reach by chance; 0 where no such limit is known.
 
     ``outside`` ``(others, inputs)``: what the row space leaves of other tokens' inputs, over their sizes. A Gaussian with
     their covariance puts at most ``volume(r) / ((2 pi)^(k/2) * product of k deviations)`` into a ball of radius r, by any k
-    of its axes: every k bounds the chance, and the best one counts.
+    of its axes. Every k gives a bound, and the best one is used.
     """
     if len(outside) < 2 or not bool(torch.isfinite(outside).all()):
         return 0.0
@@ -74,7 +76,7 @@ def explained(space: RowSpace, states: Tensor) -> bool:
 def outside(space: RowSpace, inputs: Tensor) -> Tensor:
     """What the row space leaves of ``inputs`` ``(k, width)``, over their sizes; its norms are the residuals.
 
-    Inputs of size zero are left out: the padding token's, where nothing is added to its embedding.
+    Inputs of size zero are left out, such as that of the padding token where nothing is added to its embedding.
     """
     x = space.shown(inputs.double())
     size = x.norm(dim=1, keepdim=True)
@@ -84,9 +86,10 @@ def outside(space: RowSpace, inputs: Tensor) -> Tensor:
 
 
 def stand_clear(residuals: Tensor, beside: Sequence[Tensor], trials: float) -> bool:
-    """Whether the ``residuals`` ``(tokens,)`` of a guess are below what chance gives, and clear of other tokens'.
+    """Whether the ``residuals`` ``(tokens,)`` of a guess are below what chance gives, and clearly below other tokens'.
 
-    ``beside``: for each token what is left ``outside`` of others at its place, ``(k, width)``; or one for all of them.
+    ``beside``: for each token, what is left ``outside`` of others at its position, ``(k, width)``; or one value for all
+    tokens.
     """
     if not len(residuals) or not beside or not all(map(len, beside)):
         return False
@@ -97,10 +100,10 @@ def stand_clear(residuals: Tensor, beside: Sequence[Tensor], trials: float) -> b
 
 
 def robust_chance(rank: int, width: int, trials: float) -> float:
-    """How many of ``trials`` tokens chance fits as ``tokens.robust_fit`` accepts them, at most.
+    """An upper bound on how many of ``trials`` tokens ``tokens.robust_fit`` accepts by chance.
 
-    Any row space of ``rank`` fits as many coordinates of anything. The others of the 97 % that must be right or zero are so
-    by chance with probability ``2 * TOLERANT`` each, whichever half is zero and whichever 3 % are wrong.
+    A row space of rank ``rank`` fits that many coordinates of any vector. Of the 97 % that must be right or zero, each of
+    the others is so by chance with probability ``2 * TOLERANT``, whichever half is zero and whichever 3 % are wrong.
     """
 
     def ways(share: float) -> float:
@@ -111,7 +114,7 @@ def robust_chance(rank: int, width: int, trials: float) -> float:
 
 
 def others_of(inputs: Inputs, ids: Tensor, found: set[int]) -> Tensor:
-    """Other tokens than those ``found``: the nearest ones to each, and some from all over the vocabulary ``ids``."""
+    """Tokens other than those ``found``: the nearest ones to each, and some from the whole vocabulary ``ids``."""
     table = inputs.model.get_parameter(inputs.parts.word_embedding).detach()
     rest: Tensor = ids[~torch.isin(ids, torch.tensor(sorted(found)))]
     if len(rest) <= OTHERS:
@@ -134,7 +137,7 @@ def _without(ids: Tensor, size: int) -> Tensor:
 def tokens_believed(
     space: RowSpace, inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[tuple[int, int]]], *, positional: bool
 ) -> bool:
-    """Whether the null of block 0 believes the (token, segment) pairs of ``texts``, at their places if ``positional``."""
+    """Whether the null of block 0 supports the (token, segment) pairs of ``texts``, at their positions if ``positional``."""
     standing = sorted({(n * positional, t, s) for text in texts for n, (t, s) in enumerate(text) if t != UNKNOWN})
     others = others_of(inputs, ids, {t for _, t, _ in standing})
     if not standing or not len(others):
@@ -186,9 +189,8 @@ def _believed_by(
 
 
 def rows_believed(space: RowSpace, rows: Sequence[Row], trials: float, owed: int) -> bool:
-    """Whether ``rows``, fitted under dropout, are no chance hits and fill the row space but for ``owed`` copies.
-
-    Masks make every token's input its own, so more rows than dimensions hold a false one: in a batch, tokens at the places
-    of other texts.
+    """Whether ``rows``, fitted under dropout, are no chance hits and fill the row space except for ``owed`` copies. Dropout
+    masks make the input of every token different, so if there are more rows than dimensions, one of them is false: in a
+    batch, a token at the position of another text.
     """
     return len(rows) <= space.rank <= len(rows) + owed and robust_chance(space.rank, len(space.basis), trials) <= FALSE

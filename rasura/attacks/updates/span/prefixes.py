@@ -1,10 +1,10 @@
 """Decoders: grow prefixes token by token. Any one visible block is enough, since the input of block k at a position depends
 only on the tokens up to it (DAGER extends with block 1 over the tokens of block 0; here from whichever block is visible).
 
-A token is evidence of a longer text only if its input is a new direction. In a model that turns queries and keys by their
-places (rotary), a text that begins with a word said several times gives each of them the same input, since attention over
-equal values returns that value. So a run of the first token lies in every row space that holds it once. Such tokens are
-put aside, and looked at again only where the texts without them leave a part of the row space unexplained."""
+A token is evidence of a longer text only if its input is a new direction. In a model with rotary positions, a text that
+begins with a repeated word gives each repetition the same input, since attention over equal values returns that value. So a
+run of the first token lies in every row space that holds the token once. Such tokens are put aside and are only used where
+the texts without them leave a part of the row space unexplained."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ TOLERANCE = 1e-3
 """Largest residual of a true prefix: float32 through several blocks leaves 1e-7 to 1e-5, a wrong token 1e-2 and more."""
 
 LEVELS = (0.1, 0.3, 1.0)
-"""Shares of the tolerance that texts are chosen by: true tokens stay below the first where nothing was rounded."""
+"""Fractions of the tolerance by which texts are chosen: true tokens stay below the first one where nothing was rounded."""
 
 LONGEST_RUN = 16
-"""Most tokens in a row that may explain nothing new."""
+"""Maximum number of consecutive tokens that explain nothing new."""
 
 
 @dataclass(frozen=True)
 class Prefix:
     """Tokens whose every position lies in the visible row spaces.
 
-    ``fits``: of every token, its largest residual over its tolerance. ``new``: whether it explains something new. ``states``
-    ``(evidence, inputs)``: inputs of the first deep block of those that do; ``basis`` ``(inputs, evidence)``: an orthonormal
-    basis of these.
+    ``fits``: for every token, its largest residual relative to its tolerance. ``new``: whether it explains something new.
+    ``states`` ``(evidence, inputs)``: inputs of the first deep block of those that do; ``basis`` ``(inputs, evidence)``: an
+    orthonormal basis of these.
     """
 
     tokens: tuple[int, ...]
@@ -148,8 +148,8 @@ def grow(
     batch_size: int | None = None,
     lengths: tuple[int, ...] | None = None,
 ) -> list[Prefix]:
-    """The texts of the batch, up to a last token without gradient: prefixes that the visible blocks accept and that explain
-    their row space together, at most ``batch_size`` of them, as ``choose`` chooses.
+    """The texts of the batch, without a last token that has no gradient: prefixes that the visible blocks accept and that
+    together explain their row space. ``choose`` selects at most ``batch_size`` of them.
 
     Needs a visible block above the first. ``scan``: block 0's, where that is visible. ``longest`` bounds the tokens of a
     text that explain something new; ``lengths`` are those of the texts without a last token that has no gradient.
@@ -170,8 +170,8 @@ def grow(
 
 
 def _grown(grower: Grower, alive: list[Prefix], longest: int) -> tuple[list[Prefix], list[Prefix]]:
-    """What grows from ``alive`` by tokens that explain something new: the prefixes that end, and those that can go on only
-    by a token that explains nothing new."""
+    """What grows from ``alive`` by tokens that explain something new: the prefixes that end, and those that can only be
+    continued by a token that explains nothing new."""
     done: list[Prefix] = []
     runs: list[Prefix] = []
     while alive:
@@ -189,15 +189,15 @@ def _grown(grower: Grower, alive: list[Prefix], longest: int) -> tuple[list[Pref
 
 
 def choose(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> tuple[list[Prefix], int]:
-    """The texts among ``prefixes``, and how many dimensions of the row space they explain: with the strictest of ``LEVELS``
-    that is enough."""
+    """The texts among ``prefixes``, and how many dimensions of the row space they explain, by the strictest of ``LEVELS``
+    that suffices."""
     tried = [_chosen([p.within(level) for p in prefixes], space, batch_size) for level in LEVELS]
     return max(tried, key=lambda found: min(found[1], space.rank))
 
 
 def _chosen(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> tuple[list[Prefix], int]:
-    """One after the other the prefix that explains most of what the others do not, until nothing is left to explain or there
-    are ``batch_size``. A text that begins another one explains nothing of its own."""
+    """Takes, one by one, the prefix that explains most of what the others do not, until nothing is left to explain or
+    ``batch_size`` are taken. A text that is the beginning of another one explains nothing by itself."""
     rest = list({p.tokens: p for p in prefixes}.values())
     chosen: list[Prefix] = []
     known = space.basis[:, :0]
@@ -212,7 +212,8 @@ def _chosen(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None)
 
 
 def _with_beginnings(texts: list[Prefix], lengths: tuple[int, ...]) -> list[Prefix]:
-    """``texts`` and, for the ``lengths`` that none of them has, the beginning of one: a text that begins another one."""
+    """``texts`` and, for each of the ``lengths`` that none of them has, the beginning of one: a text may be the beginning of
+    another one."""
     owed = sorted(lengths, reverse=True)
     for p in texts[: len(owed)]:
         owed.remove(min(owed, key=lambda n: abs(n - len(p.tokens))))

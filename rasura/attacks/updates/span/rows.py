@@ -1,4 +1,4 @@
-"""Row spaces of linear layers' gradients, and the layer inputs that tokens would give.
+"""Row spaces of linear layers' gradients, and the layer inputs that tokens would produce.
 
 The gradient of ``y = W x + b`` is ``sum_t delta_t x_t^T``: while the batch holds fewer tokens than the layer has inputs, its
 row space is spanned by the inputs of the private tokens (DAGER, Petrov et al. 2024; here with an exact decomposition).
@@ -27,19 +27,19 @@ CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
 
 GAP = 30.0
-"""Ratio of neighbouring singular values that ends the row space beyond doubt."""
+"""A ratio of neighbouring singular values from which the row space certainly ends there."""
 
 PRODUCTS = 2**23
 """Most products of columns of a basis that are kept, times inputs: 64 MiB. With more, each fit multiplies for itself."""
 
 ABOVE = 1.3
-"""Without such a gap: singular values so many times the noise's belong to the row space."""
+"""Without such a gap: singular values of at least this many times the noise belong to the row space."""
 
 TOLERANCE = 1e-4
-"""Least tolerance of a true input's residual: float32 leaves 1e-7 to 1e-5, the next best token of a trained model 1e-2."""
+"""Minimum tolerance of a true input's residual: float32 leaves 1e-7 to 1e-5, the next best token of a trained model 1e-2."""
 
 DOUBT = 1.5
-"""Tolerance over the expected residual: those of true inputs were .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
+"""Tolerance relative to the expected residual: true inputs had .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
 
 
 class Normal:
@@ -69,9 +69,9 @@ class Normal:
 
 @dataclass(frozen=True)
 class RowSpace:
-    """``basis``: ``(inputs, rank)`` orthonormal, float64. ``noise`` ``(rank,)``: the noise's singular value over that of
-    each direction: how far off that direction may be. ``known``: 1 for inputs ``(inputs,)`` that the gradients show, 0 for
-    those that they are blank in, which count on neither side; None for all."""
+    """``basis``: ``(inputs, rank)`` orthonormal, float64. ``noise`` ``(rank,)``: the singular value of the noise relative to
+    that of each direction, which is how far off that direction may be. ``known`` ``(inputs,)``: 1 for inputs that the
+    gradients show, 0 for inputs where they are blank, which are left out of the comparison; None: all are known."""
 
     basis: Tensor
     noise: Tensor
@@ -98,7 +98,7 @@ class RowSpace:
         return float(self.noise.max())
 
     def shown(self, x: Tensor) -> Tensor:
-        """``x`` with the inputs that the gradients do not show at zero."""
+        """``x`` with zeros for the inputs that the gradients do not show."""
         return x if self.known is None else x * self.known.to(x.dtype)
 
     def residual(self, x: Tensor) -> Tensor:
@@ -130,11 +130,11 @@ class RowSpace:
 
 
 def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
-    """The common row space of gradients ``(outputs, inputs)``; None when none stands out (too many tokens, or noise).
+    """The common row space of gradients ``(outputs, inputs)``; None where none stands out (too many tokens, or noise).
 
-    It ends at a gap of the singular values; without one (rounding, noise) where they join the line through the smaller
-    ones, which are the noise's. Each matrix is scaled to norm 1 first, so that none drowns the others; one that is tiny
-    beside the largest is left out, since it would bring the rounding of larger numbers with it.
+    It ends at a gap of the singular values; without a gap (rounding, noise) it ends where they join the line through the
+    smaller ones, which are noise. Each matrix is first scaled to norm 1, so that none dominates the others. A matrix that is
+    tiny compared with the largest is left out, since it would bring in the rounding of larger numbers.
     """
     largest = max((float(m.norm()) for m in matrices), default=0.0)
     kept = [m.double() / m.double().norm() for m in matrices if float(m.norm()) > 1e-3 * largest]
@@ -158,7 +158,8 @@ def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
 
 
 def _above_noise(values: Tensor) -> int:
-    """How many of the singular ``values`` stand above the noise, whose logarithms fall on a line but for the last ones."""
+    """How many of the singular ``values`` are above the noise. The logarithms of noise fall on a line, except for the last
+    ones."""
     index = torch.arange(len(values), dtype=values.dtype)
     some = slice(int(0.4 * len(values)), int(0.8 * len(values)))
     if some.stop - some.start < 2 or not float(values[some].min()) > 0:
@@ -170,7 +171,7 @@ def _above_noise(values: Tensor) -> int:
 
 
 def visible_gradients(seen: Observation, linears: Sequence[Linear]) -> list[Tensor]:
-    """Gradients of ``linears`` as ``(outputs, inputs)``, those that the adversary sees whole."""
+    """Gradients of those ``linears`` that the adversary sees whole, as ``(outputs, inputs)``."""
     out = []
     for lin in linears:
         gradient = seen.gradients.get(lin.weight)
@@ -189,18 +190,18 @@ def masked_gradients(seen: Observation, linears: Sequence[Linear]) -> tuple[list
 
 
 def visible_blocks(seen: Observation) -> tuple[Block, ...]:
-    """Blocks with at least one whole Q/K/V gradient in sight."""
+    """Blocks with at least one wholly visible Q, K or V gradient."""
     return tuple(b for b in parts(seen.model).blocks if visible_gradients(seen, b.qkv))
 
 
 def block_spaces(seen: Observation, blocks: Sequence[Block]) -> dict[int, RowSpace]:
-    """The row space of the attention input of each of ``blocks`` that shows one, by block index."""
+    """The row space of the attention input, by block index, for those of ``blocks`` that show one."""
     found = {block.index: row_space(visible_gradients(seen, block.qkv)) for block in blocks}
     return {index: space for index, space in found.items() if space is not None}
 
 
 class Inputs:
-    """Attention inputs that token ids would give, from the adversary's model."""
+    """The attention inputs that token ids would produce in the adversary's model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

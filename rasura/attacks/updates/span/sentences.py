@@ -1,8 +1,9 @@
-"""Encoders: sentences from tokens with known positions, checked by the row space of a layer that has read the context.
+"""Encoders: sentences from tokens with known positions, checked by the row space of a layer that has seen the context.
 
 In one text's first input, a token and its position add up, so a batch of T distinct tokens at P positions spans about T + P
-directions and accepts every one of its tokens at every position. A layer behind the first attention has an input of its own
-for every token in its text, so its row space tells texts: a token misses it the less, the more of its context is right.
+directions and accepts every one of its tokens at every position. After the first attention, a layer has a different input
+for every token in its text, so its row space identifies texts: the more of a token's context is right, the nearer the token
+is to the row space.
 """
 
 from __future__ import annotations
@@ -21,16 +22,17 @@ from rasura.core.values import Observation
 from rasura.victims.models import layer_inputs
 
 FLOOR = 5e-6
-"""Least tolerance of a text's residual: the precision of float32 through a block."""
+"""Minimum tolerance of a text's residual: the precision of float32 through a block."""
 
 FOUND = 0.5
-"""Largest mean residual, over its tolerance, of a private text: true ones are below .3, one wrong token brings several."""
+"""Largest mean residual of a private text, relative to its tolerance: true texts are below .3; one wrong token gives
+several."""
 
 SEGMENT = 4
 """Longest run of tokens that is moved at once."""
 
 KICKS = 2
-"""How often a text that stays unfound is disturbed where it is worst, and improved again."""
+"""How often a text that was not found is changed where its residual is largest, and then improved again."""
 
 T = TypeVar("T")
 
@@ -85,9 +87,8 @@ class Checker:
 
 
 def checker(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -> Checker | None:
-    """By the first feed-forward layer, which is the cheapest to reach, else by the attention of a deeper block.
-
-    ``spaces``: those of attention inputs, by block. None where neither shows a row space.
+    """A checker by the first feed-forward layer, which is cheapest to reach, or otherwise by the attention of a deeper
+    block. ``spaces``: row spaces of attention inputs, by block. None where neither shows a row space.
     """
     known, pad_id = inputs.parts, seen.vocabulary.pad_id or 0
     first = known.blocks[0]
@@ -127,9 +128,10 @@ def rearranged(text: Sequence[T], begin: int, end: int, longest: int = 1) -> lis
 
 
 class Finder:
-    """Finds the texts of a batch among the tokens that are ``allowed`` at each position, by descent from many starts.
+    """Finds the texts of a batch among the tokens ``allowed`` at each position, by descent from many starts.
 
-    ``lengths``: those that a text may have and that tokens were found for at every place; without any, nothing can be found.
+    ``lengths``: the lengths that a text may have and for which tokens were found at every position; without any, no text can
+    be found.
     """
 
     def __init__(
@@ -151,7 +153,7 @@ class Finder:
 
     def __call__(self, groups: Sequence[Sequence[Row]], size: int, restarts: int) -> tuple[list[Text], list[Text]]:
         """Up to ``size`` different texts of the batch, from each group of rows, then from ``restarts`` random texts; and the
-        texts where the search ended otherwise, best first."""
+        other texts in which a search ended, best first."""
         found: list[Text] = []
         rest: dict[Text, float] = {}
         for start in [self._of(group) for group in groups] + [None] * restarts:
@@ -179,7 +181,7 @@ class Finder:
         return tuple(known.get(n, self.allowed[n][0]) for n in range(last + 1) if n in self.allowed)
 
     def _random(self, found: Iterable[Text]) -> Text:
-        """A text of tokens that no found text holds, as far as possible: they must stand somewhere."""
+        """A text made, as far as possible, of tokens that no found text holds: every token belongs to some text."""
         used = {pair for text in found for pair in text}
         length, text = self.lengths[self._draw(len(self.lengths))], []
         for n in range(length):
@@ -189,7 +191,7 @@ class Finder:
         return tuple(text)
 
     def _options(self, place: int, last: bool) -> list[tuple[int, int]]:
-        """What may stand at ``place``: what ends a text where it is the ``last`` one, anything else elsewhere."""
+        """What may stand at ``place``: a closing token where it is the ``last`` place, any other token elsewhere."""
         here = self.allowed.get(place, [])
         return [o for o in here if (o[0] in self.ends) == last] or here
 

@@ -1,4 +1,4 @@
-"""Which tokens stand where: the plain span test, and the robust one that active dropout does not stop."""
+"""Which tokens stand where: the plain span test, and the robust test, which also works under active dropout."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from rasura.attacks.updates.span.scan import Scan
 from rasura.core.values import Vocabulary
 
 TOLERANT = 2e-2
-"""Largest error of a fitted coordinate, over the coordinates' mean size: a token with little influence on the loss stands
-deep in the numerical noise of the row space, and a wrong one misses most coordinates by far more."""
+"""Largest error of a fitted coordinate, relative to the coordinates' mean size. A token with little influence on the loss
+lies deep in the numerical noise of the row space; a wrong token misses most coordinates by far more."""
 
 
 COMMON = 8
-"""Tokens of a place, nearest to the row space first, that are looked for again where their copies hide each other; in the
-second half of the rounds twice as many."""
+"""How many tokens of a position (nearest to the row space first) are searched for again where copies hide each other; twice
+as many in the second half of the rounds."""
 
 STARTS = 8
-"""Fits of each of them in a round."""
+"""Fits of each of these tokens in a round."""
 
 FRUITLESS = 5
-"""Rounds without a new copy after which a token is no longer looked for at a place: one fit in 10 to 20 finds a true one."""
+"""Rounds without a new copy after which a token is no longer searched for at a position: one fit in 10 to 20 finds a true
+copy."""
 
 POLISH = 4
 """Steps in float64 that end a robust fit."""
@@ -35,7 +36,7 @@ POLISH = 4
 
 @dataclass(frozen=True)
 class Row:
-    """One private token, with the layer input ``(hidden,)`` that it had, its dropped coordinates zero."""
+    """One private token, with its layer input ``(hidden,)``, in which dropped coordinates are zero."""
 
     position: int
     token: int
@@ -62,14 +63,15 @@ def plain(scan: Scan, position: int) -> list[Row]:
 @dataclass(frozen=True)
 class Fit:
     """Robust fits of candidates, each ``(k, hidden)`` or ``(k,)``: ``inputs`` with dropped coordinates exactly zero,
-    ``explained`` the share of coordinates that are right or zero, ``kept`` the share that are right."""
+    ``explained`` the fraction of coordinates that are right or zero, ``kept`` the fraction that are right."""
 
     inputs: Tensor
     explained: Tensor
     kept: Tensor
 
     def accepted(self) -> list[int]:
-        """Candidates whose every coordinate is either right or zero: dropout's signature, hence no chance hit."""
+        """Candidates of which every coordinate is either right or zero. This is the signature of dropout, hence no chance
+        hit."""
         return [int(i) for i in ((self.explained > 0.97) & (self.kept > 0.5)).nonzero().flatten()]
 
 
@@ -85,9 +87,9 @@ def robust_fit(
 
     Iteratively reweighted least squares with weights ``1 / (r^2 + width^2)``, ``width`` shrinking by ``decay`` from half the
     coordinates' mean size to the numerical floor (graduated non-convexity): it finds rows where L1 settles on a mixture of
-    near copies. ``zeros`` ``(k, n)`` names coordinates that the first steps hold at zero, which leads to that one of several
-    copies of a token that dropout left without them. A fit that is hopeless, or on its way to one of the ``known``
-    inputs of its candidate (one sequence a row), is given up early.
+    near copies. ``zeros`` ``(k, n)`` names coordinates that the first steps hold at zero. Of several copies of a token, this
+    leads to the one in which dropout removed them. A fit that is hopeless, or on its way to one of the ``known`` inputs of
+    its candidate (one sequence a row), is given up early.
     """
     whole, targets = targets, space.shown(targets)
     scale = targets.abs().mean(1, keepdim=True)
@@ -133,7 +135,7 @@ def robust_fit(
 
 
 class Search:
-    """Looks for all private tokens although dropout is active, until as many are found as the row space has dimensions.
+    """Searches for all private tokens under active dropout, until as many are found as the row space has dimensions.
 
     ``copies``: how many texts may share a token at one place. ``opening``: tokens that open every text; one copy is enough.
     """
@@ -146,13 +148,13 @@ class Search:
         self.rng = rng
         self.rows: list[Row] = []
         self.nearest: list[Tensor] = []
-        """Tokens of each position, nearest to the row space first; set by the search."""
+        """The tokens of each position, nearest to the row space first. Set by the search."""
         self._inputs: dict[tuple[int, int, int], Tensor] = {}
 
     def __call__(self, longest: int, *, known_length: bool, prefilter: int, rounds: int) -> list[Row]:
         """Rows at the first ``longest`` positions; ``prefilter`` candidates a position, best plain residual first.
 
-        A first pass fits some of them everywhere; more rounds then look for copies and for tokens that hide behind others.
+        A first pass fits some of them everywhere; further rounds search for copies and for tokens hidden by others.
         """
         some = min(48, prefilter)
         best = self.nearest
@@ -181,7 +183,7 @@ class Search:
         return sum(self.copies - counts[key] for key in self.opening if counts[key])
 
     def _fit(self, position: int, tokens: Tensor) -> bool:
-        """First fits at a position; the segment is the first one that fits anything."""
+        """The first fits at a position; the segment is the first one in which a token fits."""
         for segment in range(self.inputs.types):
             targets = self.inputs.first(tokens, position, segment).double()
             fit = robust_fit(self.space, targets)
