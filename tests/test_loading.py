@@ -215,8 +215,8 @@ def _config(**new: Any) -> Callable[[Path], None]:
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "holds no adapter_model.safetensors"),
-    "damaged weights": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\xff" * 40), "no safetensors file"),
-    "broken config": (lambda f: (f / "adapter_config.json").write_text("{"), "is no JSON"),
+    "damaged weights": (lambda f: (f / "adapter_model.safetensors").write_bytes(b"\xff" * 40), "not a safetensors file"),
+    "broken config": (lambda f: (f / "adapter_config.json").write_text("{"), "is not valid JSON"),
     "a list as config": (lambda f: (f / "adapter_config.json").write_text("[]"), "expected a JSON object"),
     "no base": (_config(base_model_name_or_path=None), "names no base model"),
     "a base that is gone": (_config(base_model_name_or_path="/no/such/folder"), "does not exist"),
