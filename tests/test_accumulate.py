@@ -147,7 +147,7 @@ def test_an_accumulator_refuses_what_it_cannot_add() -> None:
     held = Accumulator(10)
     held.add({"a": torch.ones(2)}, [3])
     for update, weight, says in (
-        ({"b": torch.ones(2)}, 1.0, "other tensors"), ({"a": torch.ones(3)}, 1.0, "other tensors"),
+        ({"b": torch.ones(2)}, 1.0, "tensors differ"), ({"a": torch.ones(3)}, 1.0, "tensors differ"),
         ({"a": torch.ones(2)}, 0.0, "weight 0.0"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=says):

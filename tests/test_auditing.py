@@ -213,7 +213,7 @@ def test_what_a_step_cannot_do_is_no_protection(model_folder: Path, tmp_path: Pa
     prepared = Audit(plan)
     prepared.batches["none", 1] = [None]
     (record,) = prepared.run(RunStore(tmp_path, plan.canonical()))
-    assert record.status == "crashed" and record.reason.startswith("the training step broke: ")
+    assert record.status == "crashed" and record.reason.startswith("the training step failed: ")
 
 
 def test_the_baseline_is_run_with_a_plan_that_lacks_it(model_folder: Path, tmp_path: Path) -> None:

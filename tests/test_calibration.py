@@ -187,7 +187,7 @@ def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_pat
         ({"defenses": ("sealing:grad=0.1",)}, "sealing:grad=0.1 has its value already"),
         ({"defenses": ("gaussian+pruning",)}, "gaussian and pruning have no value"),
         ({"defenses": ("gausian",)}, "unknown defense 'gausian'; did you mean gaussian"),
-        ({"defenses": ("gaussian", "gaussian")}, "or one twice"),
+        ({"defenses": ("gaussian", "gaussian")}, "or one was given twice"),
         ({"attacks": ("blind",)}, "only the attack blind"),
         ({"threats": ("honest-server", "with-labels")}, "takes one threat, found 2"),
         ({"utility": "perplexity"}, "unknown utility for the task classification"),

@@ -101,7 +101,7 @@ def test_read_refuses_updates_that_are_not_this_model_s(tmp_path: Path, model_fo
         return refused("read", tmp_path / "bad.safetensors", "--model", model_folder)
 
     assert "did you mean classifier.weight" in attempt({"clasifier.weight": whole[name]})
-    assert "has shape (2, 3), the model's is (2, 64)" in attempt({name: torch.zeros(2, 3)})
+    assert "has shape (2, 3), but the model's is (2, 64)" in attempt({name: torch.zeros(2, 3)})
     assert "NaN or infinity" in attempt({name: torch.full((2, 64), float("nan"))})
     (tmp_path / "bad.safetensors").write_text("not safetensors")
     assert "is not a safetensors file" in refused("read", tmp_path / "bad.safetensors", "--model", model_folder)

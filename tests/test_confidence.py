@@ -59,13 +59,13 @@ def test_what_is_verified_has_a_proof_of_just_that() -> None:
     tokens = ((1, 40, 2),)
     proof = Proof("gradient", tokens, 1e-6, 0.1)
     assert verified(proof, {"rank": 3}).details == {"rank": 3, "proof": "gradient"}
-    with pytest.raises(ValueError, match="takes a proof"):
+    with pytest.raises(ValueError, match="verified needs a proof"):
         Reconstruction(tokens, "verified")
-    with pytest.raises(ValueError, match="takes a proof"):
+    with pytest.raises(ValueError, match="verified needs a proof"):
         Reconstruction(tokens, "matched", proof=proof)
-    with pytest.raises(ValueError, match="other tokens"):
+    with pytest.raises(ValueError, match="proof is for other tokens"):
         replace(verified(proof, {}), tokens=((1, 41, 2),))
-    with pytest.raises(ValueError, match="other tokens"):
+    with pytest.raises(ValueError, match="proof is for other tokens"):
         replace(verified(proof, {}), ordered=False)
     for error, least in [(0.1, 0.1), (0.2, 0.1), (math.nan, 0.1), (-1.0, 0.1), (0.0, math.nan)]:
         with pytest.raises(ValueError, match="decoys that fit worse"):

@@ -80,7 +80,7 @@ def test_a_poisson_draw_tells_its_rate_and_an_empty_batch_is_not_passed_over() -
     first, full = sizes.index(0), next(k for k, n in enumerate(sizes) if n and 0 in sizes[:k])
     for size in sizes[:first]:
         loader.take(size)
-    with pytest.raises(InputError, match=r"left out; release it as well: its noise hides that it was empty$"):
+    with pytest.raises(InputError, match=r"skipped; run its backward pass as well: its noise hides that it was empty$"):
         loader.take(sizes[full])
     for size in sizes[first:]:
         assert loader.take(size) == Draw("poisson", 1 / 24)
@@ -101,7 +101,7 @@ class Lengthless:
 
 
 NO_SIZE = (
-    r"^the loader has no batch size, or a data set without a length; drawing texts needs both: pass a DataLoader over a "
+    r"^the loader has no batch size, or its data set has no length; both are needed to draw texts. Pass a DataLoader over a "
     r"list or map-style data set$"
 )
 

@@ -65,10 +65,10 @@ def test_no_moment_at_other_rights_and_no_part_of_a_file(tmp_path: Path, monkeyp
 
 def test_what_must_not_give_way_stays(tmp_path: Path) -> None:
     write_whole(tmp_path / "key", "first", replace=False)
-    with pytest.raises(InputError, match="key exists already and is not overwritten; remove it or choose another name"):
+    with pytest.raises(InputError, match="key already exists and is not overwritten; remove it or choose another name"):
         write_whole(tmp_path / "key", "second", replace=False)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(InputError, match="link exists already"):
+    with pytest.raises(InputError, match="link already exists"):
         write_whole(tmp_path / "link", "third", replace=False)
     assert (tmp_path / "key").read_text() == "first" and not (tmp_path / "nowhere").exists()
     for wrong in (tmp_path / "no" / "folder", tmp_path, tmp_path / "a\0b"):
@@ -86,7 +86,7 @@ def test_reading_has_a_limit_and_looks_at_rights(tmp_path: Path) -> None:
     for rights in (0o640, 0o604, 0o620):
         (tmp_path / "a").chmod(rights)
         assert read_limited(tmp_path / "a", "file", 5)[1]
-        with pytest.raises(InputError, match="can be read by others; chmod 600 it"):
+        with pytest.raises(InputError, match="can be read by other users; run: chmod 600 "):
             read_private(tmp_path / "a", "file", 5)
     os.mkfifo(tmp_path / "pipe")
     for wrong, why in (("pipe", "is not a file"), ("none", "No such file"), (".", r"cannot be read|is not a file")):
@@ -121,7 +121,7 @@ def damaged(good: bytes, number: int) -> bytes:
 def test_a_damaged_key_of_a_model_is_never_taken_for_another(tmp_path: Path) -> None:
     key().save(tmp_path / "key")
     assert mode(tmp_path / "key") == 0o600 and same(Key.load(tmp_path / "key"), key())
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         key().save(tmp_path / "key")
     good = (tmp_path / "key").read_bytes()
     (tmp_path / "bad").touch(0o600)
@@ -155,5 +155,5 @@ def test_a_damaged_key_of_sealing_never_reaches_its_library(tmp_path: Path) -> N
             except InputError:
                 continue
             assert found == Context.load(tmp_path / name) and at <= head
-        with pytest.raises(InputError, match="exists already"):
+        with pytest.raises(InputError, match="already exists"):
             keys.save(tmp_path / name)

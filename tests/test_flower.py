@@ -301,7 +301,7 @@ def test_the_app_holds_keys_for_its_owner_and_sends_code_alone(tmp_path: Path) -
     with zipfile.ZipFile(io.BytesIO(build_fab_from_disk(place))) as packed:
         names = set(packed.namelist())
     assert {n for n in names if not n.startswith(("federated/", ".info"))} == {"pyproject.toml"}
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="already exists"):
         new_app(place)
     with pytest.raises(InputError, match="fits 64 clients, found 65"):
         new_app(tmp_path / "other", 65)

@@ -84,7 +84,7 @@ def test_kinds_of_updates_come_back_too() -> None:
     ("name", "parameters", "says"),
     [
         ("gausian", {"sigma": 1.0}, "unknown mechanism 'gausian'; known: accumulate"),
-        ("gaussian", {}, "gaussian: no sigma"),
+        ("gaussian", {}, "gaussian: the parameter sigma is missing"),
         ("gaussian", {"sigma": 1.0, "noise": "x"}, "unknown parameter 'noise'; known: sigma, clip"),
         ("gaussian", {"sigma": math.nan}, "sigma is nan; expected a finite number at least 0"),
         ("gaussian", {"sigma": math.inf}, "expected a finite number"),

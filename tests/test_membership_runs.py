@@ -92,7 +92,7 @@ def test_a_training_tells_who_its_members_are(tmp_path: Path, model_folder: Path
     assert {e.text for e, m in zip(prepared.examples, prepared.members) if m} == texts_of
     assert not {e.text for e, m in zip(prepared.examples, prepared.members) if not m} & texts_of
     rows.write_text('{"trained": [99], "held_out": []}')
-    with pytest.raises(InputError, match="does not name rows"):
+    with pytest.raises(InputError, match="does not list rows"):
         MembershipAudit(plan, tmp_path / "run")
 
 
@@ -120,7 +120,7 @@ def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_fo
         ({"limit": 1}, "at least 2"),
         ({"non_members": "members.jsonl"}, "are members as well"),
         ({"reference": "others.jsonl"}, "24 texts that are candidates as well"),
-        ({"base": "minilm"}, "pass --base"),
+        ({"base": "minilm"}, "as --base"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(

@@ -41,7 +41,7 @@ def test_round_trip_and_resume(tmp_path: Path) -> None:
 
 def test_another_plan_a_newer_schema_and_no_run_are_refused(tmp_path: Path) -> None:
     RunStore(tmp_path / "run", PLAN).close()
-    with pytest.raises(InputError, match=r"another plan's results \(different: seeds\)"):
+    with pytest.raises(InputError, match=r"the results of another plan \(different: seeds\)"):
         RunStore(tmp_path / "run", {**PLAN, "seeds": 2})
     with pytest.raises(InputError, match="holds no run"):
         RunStore(tmp_path / "nothing")

@@ -177,7 +177,7 @@ def test_a_trained_model_comes_back_whole(setting: Setting, tmp_path: Path) -> N
         answers = client.classify("mine", TEXTS)
         folder = client.download("mine", tmp_path / "mine")
         client.delete("mine")
-        with pytest.raises(InputError, match="exists already"):
+        with pytest.raises(InputError, match="already exists"):
             client.download("notes", folder)
         with pytest.raises(InputError, match=r"\(404\)"):
             client.download("mine", tmp_path / "gone")
@@ -207,8 +207,8 @@ def test_a_download_that_is_cut_or_wrong_leaves_nothing(setting: Setting, tmp_pa
         (whole + b"x", len(whole) + 1, "do not add up"),
         (container({}, {**files, "../evil": b"x"}), 0, "config.json and model.safetensors"),
         (container({}, {"config.json": b"{}", "../model.safetensors": weights}), 0, "config.json and model.safetensors"),
-        (container({}, {**files, "model.safetensors": pickle.dumps([1] * 100)}), 0, "no safetensors file"),
-        (container({}, {**files, "model.safetensors": weights[:-10]}), 0, "no safetensors file"),
+        (container({}, {**files, "model.safetensors": pickle.dumps([1] * 100)}), 0, "not a safetensors file"),
+        (container({}, {**files, "model.safetensors": weights[:-10]}), 0, "not a safetensors file"),
         (b"<html>a proxy's page</html>", 0, "no Rasura container"),
         (b"", 0, "ended early"),
     ]

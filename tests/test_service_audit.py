@@ -205,7 +205,7 @@ def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path)
     assert list(audit_service(plan, out=tmp_path / "run", training=more)) == []  # all is done
     unprotected = replace(plan, protections=("obfuslm:k=1",))
     without = Training(replace(training.plan, defenses=("obfuslm:k=1",)), tmp_path / "training")
-    with pytest.raises(InputError, match="none: reading it as it was trained needs a training behind it"):
+    with pytest.raises(InputError, match="none: attacking its trained weights needs a training under this protection"):
         ServiceAudit(unprotected, without)
 
 

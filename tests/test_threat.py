@@ -58,7 +58,7 @@ def test_each_threat_is_granted_what_its_name_says() -> None:
     }  # fmt: skip
     for threat, added in more.items():
         assert threat.grants == PUBLIC | added
-    assert [t.active for t in more] == [False] * 4 + [True], "one alone may send weights of its own making"
+    assert [t.active for t in more] == [False] * 4 + [True], "only one may send crafted weights"
     assert list(THREATS.values()) == [HONEST_SERVER, WITH_LABELS, WITH_LENGTHS, WITH_LABELS_AND_LENGTHS, MALICIOUS_SERVER]
     assert list(THREATS) == ["honest-server", "with-labels", "with-lengths", "with-labels-and-lengths", "malicious-server"]
     trained = {Grant.MODEL, Grant.BASE_MODEL, Grant.CANDIDATES, Grant.REFERENCE_TEXT, Grant.MECHANISM, Grant.TRAINING}

@@ -324,7 +324,7 @@ def test_a_data_set_is_mapped(model_folder: Path) -> None:
 def test_bad_input_is_refused_in_one_line(tmp_path: Path, model_folder: Path) -> None:
     source, common = notes(tmp_path, 2), ("--model", model_folder, *OPTIONS)
     assert "unknown file type" in refused("protect", "ghost", source, tmp_path / "x.txt", *common)
-    assert "exists already" in refused("protect", "ghost", source, source, *common)
+    assert "already exists" in refused("protect", "ghost", source, source, *common)
     unknown = rasura_command("protect", "ghosts", source, tmp_path / "x.csv", *common)
     assert unknown.returncode == 2 and "Did you mean 'ghost'" in unknown.stderr
     assert "0 < k" in refused("protect", "ghost", source, tmp_path / "x.csv", "--model", model_folder, "--k", "0")

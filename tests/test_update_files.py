@@ -59,7 +59,7 @@ def test_every_type_of_float_is_read(tmp_path: Path, victim: Victim, dtype: torc
         (torch.tensor([1, 0]), "is int64; expected gradients"),
         (torch.tensor([1 + 1j, 0]), "is C64; expected gradients"),
         (torch.tensor([True, False]), "is bool"),
-        (torch.zeros(3), r"has shape \(3,\), the model's is \(2,\)"),
+        (torch.zeros(3), r"has shape \(3,\), but the model's is \(2,\)"),
     ],
 )
 def test_what_is_no_gradient_is_refused(tmp_path: Path, victim: Victim, tensor: torch.Tensor, says: str) -> None:
@@ -83,16 +83,19 @@ ENTRY = json.dumps(entry([2], 8))
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "header does not fit"),
+        (b"", "header is invalid"),
         (b"\x00" * 8, "not a safetensors file"),
-        (struct.pack("<Q", 1 << 62) + b"{}", "header does not fit"),
+        (struct.pack("<Q", 1 << 62) + b"{}", "header is invalid"),
         (raw({NAME: entry([10**12], 4 * 10**12)}), "not a safetensors file"),
         (raw({NAME: entry([0, 10**15], 0)}), "has the shape"),
-        (raw(f'{{"{NAME}":{ENTRY},"{NAME}":{ENTRY}}}', b"\0" * 8), f"{NAME} stands in it twice"),
+        (raw(f'{{"{NAME}":{ENTRY},"{NAME}":{ENTRY}}}', b"\0" * 8), f"{NAME} occurs twice"),
         (raw("[" * 50_000), "not a safetensors file"),
         (raw({}), "holds no tensor"),
         (raw({"clasifier.bias": entry([2], 8)}, b"\0" * 8), "did you mean classifier.bias"),
-        (pickle.dumps({NAME: [1.0]}), "is a pickle (or of torch.save before 1.6), which can run code and is never opened"),
+        (
+            pickle.dumps({NAME: [1.0]}),
+            "is a pickle (or a file of torch.save before 1.6), which can run code and is never opened",
+        ),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, victim: Victim, content: bytes, says: str) -> None:
@@ -118,8 +121,8 @@ def test_no_pickle_runs(tmp_path: Path, victim: Victim) -> None:
     torch.save({NAME: torch.zeros(2)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "sent.txt").write_bytes(base64.b64encode(pickle.dumps(Trap(sprung))))
     expected = {
-        "a.npy": "holds Python objects", "a.npz": "holds Python objects", "a.pt": "trap is not a tensor",
-        "old.pt": "torch.save before 1.6", "sent.txt": "base64 of a pickle, as FederatedScope sends it",
+        "a.npy": "holds pickled Python objects", "a.npz": "holds pickled Python objects", "a.pt": "trap is not a tensor",
+        "old.pt": "torch.save before 1.6", "sent.txt": "pickle in base64, as sent by FederatedScope",
     }  # fmt: skip
     for name, says in expected.items():
         for read in (load_update, load_hidden):
@@ -151,7 +154,7 @@ def test_hidden_entries_are_bool(tmp_path: Path, victim: Victim) -> None:
         (lambda: ReadRequest(dropout=1.0), "dropout is 1.0; expected at least 0 and less than 1"),
         (lambda: ReadRequest(labels=[0, 1], batch_size=1), "2 labels for a batch of 1; give one for each text"),
         (lambda: ReadRequest(labels=[0, 1], lengths=[4]), "2 labels for a batch of 1; give one for each text"),
-        (lambda: ReadRequest(update="lora:2"), "pass the adapter's folder"),
+        (lambda: ReadRequest(update="lora:2"), "pass the folder of the adapter"),
         (lambda: ReadRequest(update="fedavg"), "unknown update"),
     ],
 )
@@ -178,7 +181,7 @@ def test_an_update_without_a_visible_entry_is_not_read(tmp_path: Path, victim: V
     assert found.to_dict() == {
         "texts": [], "confidence": "none", "attack": "best", "tokens": [], "seconds": None,
         "file": [f"u.safetensors: safetensors, 1 of the model's {count} parameters"],
-        "reason": "every entry of the update is hidden, so that there is nothing to read",
+        "reason": "every entry of the update is hidden, so there is nothing to read",
     }  # fmt: skip
 
 

@@ -1,1 +1,1 @@
-"""What every room speaks of: values, interfaces, errors, randomness, records, and the door to the adversary."""
+"""The shared core: values, interfaces, errors, randomness, records, and what each adversary sees."""

@@ -1,10 +1,10 @@
-"""How many different tokens an update must hold before it is sent, and how batches and updates are gathered until it does.
+"""How many different tokens an update must hold before it is sent, and how batches and updates are collected until then.
 
-The gradient of a linear layer is a sum of one outer product an input. With fewer different inputs than the layer is wide,
-its row space is smaller than the whole and names the tokens; with as many, it is the whole space and names none. In the
-first block a token that comes again is the same input again (but for its position, where the model adds one), so what is
-counted is different tokens: counted with repeats, a batch of 1.0 d tokens can be read in full, and the words of one of
-2.25 d (benchmarks/README.md).
+The gradient of a linear layer is a sum of outer products, one per input. With fewer different inputs than the layer is wide,
+its row space is a proper subspace and names the tokens; otherwise it is the whole space and names none. In the first block,
+a repeated token is the same input again (apart from its position, where the model adds one), so different tokens are
+counted. Counted with repeats, a batch of 1.0 d tokens can be read in full, and the words of a batch of 2.25 d
+(benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ NAME = "accumulate"
 
 
 def width(model: nn.Module) -> int:
-    """The width d of the model's hidden states. Raises ``InputError`` for what is no language model."""
+    """The width d of the model's hidden states. Raises ``InputError`` for a model that is not a language model."""
     config: Any = getattr(model, "config", None)
     found = getattr(config, "hidden_size", None)
     if not isinstance(found, int):
-        raise InputError(f"{NAME}: {type(model).__name__} has no hidden size; expected a language model, or pass tokens")
+        raise InputError(
+            f"{NAME}: {type(model).__name__} has no hidden size; pass a language model, or give the option tokens"
+        )
     return found
 
 
 def least_tokens(mechanisms: Iterable[Mechanism], model: nn.Module) -> int:
-    """How many different tokens an update of ``model`` must hold to be sent behind ``mechanisms``; 0 where none asks."""
+    """How many different tokens an update of ``model`` must hold to be sent under ``mechanisms``; 0 if none of them sets a
+    minimum."""
     least = 0
     for one in mechanisms:
         if one.name == NAME:
@@ -47,12 +50,14 @@ def least_tokens(mechanisms: Iterable[Mechanism], model: nn.Module) -> int:
 def tokens_in(inputs: Mapping[str, Tensor]) -> frozenset[int]:
     """The different tokens of a step's inputs that leave a gradient. Raises ``InputError`` for images.
 
-    Padding leaves none; nor does, where every token is predicted from those before it (labels ``(texts, length)``), a text's
-    last token, from which nothing is predicted.
+    Padding leaves none. In a causal model (labels ``(texts, length)``), neither does a text's last token, since nothing is
+    predicted from it.
     """
     ids, mask, labels = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("labels")
     if ids is None or mask is None:
-        raise InputError(f"{NAME} counts tokens, and these inputs have no input_ids; expected a language model's")
+        raise InputError(
+            f"{NAME} counts tokens, but these inputs have no input_ids; expected the inputs of a language model"
+        )
     heard = mask.bool()
     if labels is not None and labels.dim() == 2:
         predicted = (labels != -100).long()
@@ -61,12 +66,13 @@ def tokens_in(inputs: Mapping[str, Tensor]) -> frozenset[int]:
 
 
 def counted(rows: Iterable[Batch]) -> frozenset[int]:
-    """What ``tokens_in`` counts of several batches together."""
+    """The tokens that ``tokens_in`` counts, for several batches together."""
     return frozenset[int]().union(*(tokens_in(row.inputs()) for row in rows))
 
 
 def gathered(batches: Sequence[Collection[int]], min_tokens: int) -> tuple[list[list[int]], list[int]]:
-    """Places of consecutive batches that hold at least ``min_tokens`` different tokens together, and those left over.
+    """The indices of consecutive batches that together hold at least ``min_tokens`` different tokens, and the indices left
+    over.
 
     ``batches``: the tokens of each. Every group ends with the batch that fills it.
     """
@@ -84,12 +90,11 @@ def gathered(batches: Sequence[Collection[int]], min_tokens: int) -> tuple[list[
 
 @dataclass
 class Accumulator:
-    """Holds a client's updates back until they were made of at least ``min_tokens`` different tokens, then gives their mean.
+    """Holds a client's updates back until they contain at least ``min_tokens`` different tokens, then returns their mean.
 
-    For a client that sends updates of its own making (weights after local training minus weights before, or gradients):
-    ``sent = held.add(update, tokens, weight=texts)`` is None while the client keeps quiet. ``total``, ``tokens`` and
-    ``weight`` are all there is to keep between two rounds. The same text again adds nothing to hide behind, and does not
-    count again.
+    For a client that computes its own updates (weights after local training minus weights before, or gradients): ``sent =
+    held.add(update, tokens, weight=texts)`` is None while the client should send nothing. ``total``, ``tokens`` and
+    ``weight`` are the whole state between two rounds. A repeated text adds no new tokens and does not count again.
     """
 
     min_tokens: int
@@ -102,12 +107,12 @@ class Accumulator:
             raise InputError(f"{NAME}: {self.min_tokens} tokens; expected at least 1")
 
     def add(self, update: Gradients, tokens: Collection[int], *, weight: float = 1.0) -> Gradients | None:
-        """Take in an update made of texts with these ``tokens``, as ``tokens_in`` counts them; the mean of all held, by
-        weight, once there are enough."""
+        """Add an update computed on texts with these ``tokens``, as counted by ``tokens_in``. Returns the weighted mean of
+        all held updates once there are enough tokens."""
         if not weight > 0:
             raise InputError(f"{NAME}: an update of weight {weight}; expected a number above 0")
         if self.total and {n: t.shape for n, t in self.total.items()} != {n: u.shape for n, u in update.items()}:
-            raise InputError(f"{NAME}: the update has other tensors than those held; expected one and the same model's")
+            raise InputError(f"{NAME}: the update's tensors differ from those held; expected updates of the same model")
         for name, entries in update.items():
             part = entries.detach() * weight
             self.total[name] = self.total[name] + part if name in self.total else part

@@ -1,4 +1,5 @@
-"""The values of attacks on models that answer: who a trained model was trained on, and what a model service is sent."""
+"""The values of attacks on models that answer queries: membership in the training data, and the data sent to a model
+service."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ from rasura.core.values import Grant, Granted, Mechanism, Parameter, Task, Vocab
 class Membership:
     """A guess for each candidate: the higher the score, the likelier a member.
 
-    ``threshold``: where the attack itself takes a text for a member, the score above it, settled without knowing who is one.
-    None where its paper leaves that to whoever uses it.
+    ``threshold``: the score above which the attack itself calls a text a member, chosen without knowing the members. None
+    where the paper sets no threshold.
     """
 
     scores: Tensor
@@ -28,10 +29,11 @@ class Membership:
 
 @dataclass(frozen=True)
 class Answers:
-    """What one model answers to ``n`` texts, in float64.
+    """One model's answers to ``n`` texts, in float64.
 
-    ``losses`` ``(n,)``: nats of the label; of a causal model the mean over predicted tokens. ``margins`` ``(n,)``: the log
-    odds of that probability, ``log(p / (1 - p))``. ``logits`` ``(n, classes)``, without columns for a causal model.
+    ``losses`` ``(n,)``: the loss of the label in nats; for a causal model, the mean over predicted tokens. ``margins``
+    ``(n,)``: the log odds of that probability, ``log(p / (1 - p))``. ``logits`` ``(n, classes)``, without columns for a
+    causal model.
     """
 
     losses: Tensor
@@ -41,7 +43,7 @@ class Answers:
 
 @dataclass(frozen=True)
 class ShadowModel:
-    """A model that the adversary trained as the audited one was trained, on texts of its choice.
+    """A model that the adversary trained in the same way as the audited model, on texts of its choice.
 
     ``inside`` ``(candidates,)`` bool: the candidates among them. ``reference``: its answers to the reference texts.
     """
@@ -53,9 +55,10 @@ class ShadowModel:
 
 @dataclass(frozen=True)
 class ModelObservation(Granted):
-    """What one adversary has of a *trained* model, to tell which candidates it was trained on; nothing says who was.
+    """What one adversary sees of a *trained* model to decide which candidates it was trained on. It does not contain the
+    answer.
 
-    The model is asked, never opened: what is granted under ``MODEL`` is a function from texts to ``Answers``.
+    The adversary can only query the model: ``MODEL`` grants a function from texts to ``Answers``.
     """
 
     task: Task
@@ -63,43 +66,43 @@ class ModelObservation(Granted):
 
     @property
     def candidates(self) -> tuple[Batch, ...]:
-        """The texts in question, one a batch, with their labels, in an order that says nothing."""
+        """The texts in question, one per batch, with their labels, in an uninformative order."""
         candidates: tuple[Batch, ...] = self._get(Grant.CANDIDATES)
         return candidates
 
     @property
     def ask(self) -> Callable[[Sequence[Batch]], Answers]:
-        """What the trained model answers to any texts; the candidates are asked once."""
+        """The trained model's answers to any texts; the candidates are queried once."""
         ask: Callable[[Sequence[Batch]], Answers] = self._get(Grant.MODEL)
         return ask
 
     @property
     def base(self) -> tuple[torch.nn.Module, Vocabulary]:
-        """The public model that training began with, and its vocabulary."""
+        """The public model from which training started, and its vocabulary."""
         base: tuple[torch.nn.Module, Vocabulary] = self._get(Grant.BASE_MODEL)
         return base
 
     @property
     def reference(self) -> tuple[Batch, ...]:
-        """Texts of the same kind that the model was not trained on, one a batch, with their labels."""
+        """Texts of the same kind that the model was not trained on, one per batch, with their labels."""
         reference: tuple[Batch, ...] = self._get(Grant.REFERENCE_TEXT)
         return reference
 
     @property
     def shadow_models(self) -> tuple[ShadowModel, ...]:
-        """The adversary's shadow models, trained when first asked for."""
+        """The adversary's shadow models, trained at the first access."""
         train: Callable[[], tuple[ShadowModel, ...]] = self._get(Grant.TRAINING)
         return train()
 
 
 @dataclass(frozen=True)
 class ServiceTranscript:
-    """The truth of a model service that is sent token ids, secrets inside. Only ``observe_service`` and metrics read it.
+    """The truth of a model service that receives token ids, with its secrets. Only ``observe_service`` and metrics read it.
 
     ``public`` is the model as published, ``served`` the obfuscated one, ``tokens`` ``(vocabulary,)`` int64 the secret: the
-    id that each token has there. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
-    ``sent``: the ids as sent, where a protection draws other ones in place of the private. ``vectors``: what was sent where
-    it is no ids but states, ``(length, hidden)`` a text; ``served`` is then a ``rasura.service_protections.split.Split``.
+    id of each token at the service. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
+    ``sent``: the ids as sent, where a protection replaces private ids. ``vectors``: the states sent, ``(length, hidden)``
+    per text, where states are sent instead of ids; ``served`` is then a ``rasura.service_protections.split.Split``.
     """
 
     public: torch.nn.Module
@@ -114,11 +117,11 @@ class ServiceTranscript:
 
 @dataclass(frozen=True)
 class ServiceObservation:
-    """What the operator of that service sees: the model that was uploaded and every id that clients send, as ``ids``.
+    """What the operator of a model service sees: the uploaded model and every id that clients send, as ``ids``.
 
-    Public besides: the base model, its ``vocabulary``, the mechanism, text of the same kind. Special tokens keep their ids.
-    Where states are sent instead, ``vectors`` holds them, ``(length, hidden)`` a text, and ``ids`` are ``UNKNOWN`` but where
-    special tokens stand; the client's half of ``served`` is public, since every client has it.
+    Also public are the base model, its ``vocabulary``, the mechanism, and text of the same kind. Special tokens keep their
+    ids. Where states are sent instead, ``vectors`` holds them, ``(length, hidden)`` per text, and ``ids`` are ``UNKNOWN``
+    except at special tokens; the client's half of ``served`` is public, since every client has it.
     """
 
     public: torch.nn.Module
@@ -132,8 +135,9 @@ class ServiceObservation:
 
 @dataclass(frozen=True)
 class TokenReading:
-    """A guess at the tokens behind the ids of a service: ``ranked`` holds ``(length, guesses)`` int64 for every text, public
-    ids, the likeliest first, ``UNKNOWN`` where there is none. ``ordered`` is false for a bag of tokens, one in each row."""
+    """A guess at the tokens behind the ids of a service: ``ranked`` holds ``(length, guesses)`` int64 for every text: public
+    ids, the likeliest first, ``UNKNOWN`` where there is no guess. ``ordered`` is false for a bag of tokens, one in each
+    row."""
 
     ranked: tuple[Tensor, ...]
     ordered: bool = True

@@ -1,4 +1,4 @@
-"""Private texts and images as models take them. This module imports nothing else of the package."""
+"""Private texts and images in the form that models take. This module imports nothing else from the package."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Batch:
-    """Private texts as the model takes them.
+    """Private texts in the form that the model takes.
 
     ``input_ids``, ``attention_mask`` (0/1) and ``token_type_ids`` are ``(batch, length)`` int64. ``labels`` is ``(batch,)``
     for classification, ``(batch, length)`` with -100 where no loss is taken for a causal model. ``texts`` are the texts as
-    given; ``seen`` the decoded ids without special tokens, which is what an attack could give back at best.
+    given; ``seen`` are the decoded ids without special tokens, the most that an attack could recover.
     """
 
     input_ids: Tensor
@@ -64,7 +64,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Private images as the model takes them.
+    """Private images in the form that the model takes.
 
     ``pixel_values`` is ``(batch, channels, height, width)`` in ``[0, 1]``, ``labels`` ``(batch,)`` int64; ``names`` say
     where each image came from.

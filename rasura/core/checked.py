@@ -1,4 +1,4 @@
-"""Fields of frozen dataclasses that say what they may be, and the check of their values."""
+"""Fields of frozen dataclasses with rules for their values, and the check of these rules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rasura.core.values import Parameter
 
 @dataclass(frozen=True)
 class Rule:
-    """What a field may be: a number between bounds (``open`` ones left out), one of ``words``, a flag; or None."""
+    """The allowed values of a field: a number between bounds (``open`` bounds excluded), one of ``words``, a flag, or
+    None."""
 
     kind: type[float] | type[int] | type[str] | type[bool]
     minimum: float = -math.inf
@@ -57,13 +58,13 @@ class Rule:
 
 
 def _is(*default: Any, absent: bool = False, **rule: Any) -> Any:
-    """A field with its rule, and a ``default`` where one is given. ``absent``: no parameter where it is None."""
+    """A field with its rule, and a ``default`` if one is given. ``absent``: the field is no parameter when it is None."""
     known = {"rule": Rule(**rule), "absent": absent}
     return field(default=default[0], metadata=known) if default else field(metadata=known)
 
 
 def number(*default: float | None, **rule: Any) -> Any:
-    """A field that is a number, with its ``Rule``; ``default`` where one is given."""
+    """A field that is a number, with its ``Rule``, and a ``default`` if one is given."""
     return _is(*default, kind=float, **rule)
 
 
@@ -73,7 +74,7 @@ def whole(*default: int | None, **rule: Any) -> Any:
 
 
 def word(*default: str | None, **rule: Any) -> Any:
-    """A field that is a text, one of ``words`` where they are given."""
+    """A field that is a text: one of ``words``, if they are given."""
     return _is(*default, kind=str, **rule)
 
 
@@ -88,7 +89,7 @@ def rules(kind: Any) -> dict[str, Field[Any]]:
 
 
 def settle(made: Any, owner: str) -> dict[str, Parameter]:
-    """Every field with a rule checked and set to its plain value; returned without those that are absent.
+    """Check every field with a rule and set it to its plain value. Returns these values without the absent ones.
 
     ``made`` may be frozen. Raises ``InputError``, which names ``owner``, for a value that breaks its rule.
     """

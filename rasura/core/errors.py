@@ -1,4 +1,4 @@
-"""How things go wrong, in words for the person who can mend it. Imports nothing."""
+"""The errors of the package. Each message is written for the person who can fix the problem. Imports nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class InputError(ValueError):
-    """The user's input was wrong: one line that says what was found, what was expected and what to do."""
+    """The user's input was wrong. The message is one line: what was found, what was expected and what to do."""
 
 
 class MissingExtra(InputError):
@@ -14,7 +14,7 @@ class MissingExtra(InputError):
 
 
 class AttackFailed(RuntimeError):
-    """The attack ran and found nothing that it can stand behind; recorded as ``failed`` with this reason.
+    """The attack ran and found nothing reliable; recorded as ``failed`` with this reason.
 
     ``details``: plain figures for the record.
     """
@@ -29,7 +29,7 @@ class NotApplicable(RuntimeError):
 
 
 class NotSent(RuntimeError):
-    """A protection held the update back: there is none to attack. Recorded as ``not_applicable`` with this reason."""
+    """A protection held the update back, so there is nothing to attack. Recorded as ``not_applicable`` with this reason."""
 
 
 class Unavailable(RuntimeError):
@@ -37,7 +37,8 @@ class Unavailable(RuntimeError):
 
 
 def broken(error: Exception) -> str:
-    """The kind of an error and where it arose. Words that are not ours may hold private text, so they are left out."""
+    """The type of an error and where it arose. The messages of other libraries may contain private text, so they are left
+    out."""
     if isinstance(error, AttackFailed | InputError):
         return f"{type(error).__name__}: {error}"
     place, trace = "", error.__traceback__

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and small files from elsewhere that are read within a limit. No torch."""
+"""Files that are written completely or not at all, and small files from elsewhere that are read within a limit. No torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from rasura.core.errors import InputError
 
 
 def write_whole(path: str | Path, content: str | bytes, *, private: bool = True, replace: bool = True) -> None:
-    """Write ``content`` so that a reader, or a kill at any point, finds the old file or the new one, never a part.
+    """Write ``content`` so that a reader finds either the old file or the new one, never a part, even after a kill.
 
-    ``private``: its owner alone can read it, from its first byte on; else the process's umask decides. ``replace``: whether
-    an existing file gives way. Raises ``InputError`` where the file cannot be written, or exists and must not give way.
+    ``private``: only its owner can read it, from the first byte on; otherwise the process's umask decides. ``replace``:
+    whether an existing file is replaced. Raises ``InputError`` if the file cannot be written, or exists and must not be
+    replaced.
     """
     target = Path(path)
     data = content.encode() if isinstance(content, str) else content
@@ -34,15 +35,15 @@ def write_whole(path: str | Path, content: str | bytes, *, private: bool = True,
         finally:
             part.unlink(missing_ok=True)
     except FileExistsError:
-        raise InputError(f"{target} exists already and is not overwritten; remove it or choose another name") from None
+        raise InputError(f"{target} already exists and is not overwritten; remove it or choose another name") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
-        why = getattr(error, "strerror", None) or "not a name of a file"
+        why = getattr(error, "strerror", None) or "not a valid file name"
         raise InputError(f"{target} cannot be written ({why}); choose another place") from None
     _keep_name(target.parent)
 
 
 def _keep_name(folder: Path) -> None:
-    """Have the new name outlast a power cut, where the system lets folders be synchronised."""
+    """Make the new name survive a power cut, on systems that can synchronise folders."""
     with suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:
@@ -51,10 +52,9 @@ def _keep_name(folder: Path) -> None:
             os.close(number)
 
 
-def read_limited(path: str | Path, what: str, most: int) -> tuple[bytes, bool]:
-    """The bytes of a file of at most ``most``, and whether others than its owner can read or write it.
-
-    Raises ``InputError``, which calls it ``what``, for one that is longer, that is not a plain file or cannot be read.
+def read_limited(path: str | Path, what: str, max_bytes: int) -> tuple[bytes, bool]:
+    """The content of a file of at most ``max_bytes``, and whether anyone but its owner can read or write it. Raises
+    ``InputError``, which calls it ``what``, if it is larger, is not a plain file or cannot be read.
     """
     try:
         # A pipe must not keep the reader waiting.
@@ -63,20 +63,20 @@ def read_limited(path: str | Path, what: str, most: int) -> tuple[bytes, bool]:
             about = os.fstat(number)
             if not stat.S_ISREG(about.st_mode):
                 raise InputError(f"the {what} {path} is not a file")
-            data = file.read(most + 1)
+            data = file.read(max_bytes + 1)
     except (OSError, ValueError) as error:
         if isinstance(error, InputError):
             raise
-        why = getattr(error, "strerror", None) or "not a name of a file"
+        why = getattr(error, "strerror", None) or "not a valid file name"
         raise InputError(f"the {what} {path} cannot be read ({why})") from None
-    if len(data) > most:
-        raise InputError(f"the {what} {path} has more than {most} bytes, which no such file has")
+    if len(data) > max_bytes:
+        raise InputError(f"the {what} {path} has more than {max_bytes} bytes; expected a smaller file")
     return data, bool(about.st_mode & 0o077)
 
 
-def read_private(path: str | Path, what: str, most: int) -> bytes:
-    """As ``read_limited``, for a file that its owner alone may read. Raises ``InputError`` where others can."""
-    data, others = read_limited(path, what, most)
+def read_private(path: str | Path, what: str, max_bytes: int) -> bytes:
+    """As ``read_limited``, for a file that only its owner may read. Raises ``InputError`` if others can."""
+    data, others = read_limited(path, what, max_bytes)
     if others:
-        raise InputError(f"the {what} {path} can be read by others; chmod 600 it")
+        raise InputError(f"the {what} {path} can be read by other users; run: chmod 600 {path}")
     return data

@@ -1,4 +1,4 @@
-"""Everything that plugs in: attacks, defenses (transforms), metrics, priors; and how they say that something went wrong."""
+"""The interfaces of attacks, defenses (transforms), metrics and priors, and the errors they raise."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Budget:
-    """How much work an attack may do: in work units, never seconds, so that the same seed gives the same result.
+    """How much work an attack may do, in units of work rather than seconds, so that the same seed gives the same result.
 
     ``quick`` is for tests and first looks, ``default`` for audits, ``paper`` spends what the papers spend.
     """
 
     level: Literal["quick", "default", "paper"] = "default"
     memory_mb: int = 4096
-    """What an attack may hold at once beyond the model, in MiB, where it can choose: it works in smaller parts then."""
+    """Memory that an attack may use beyond the model, in MiB. Attacks that can do so work in smaller parts to stay within
+    it."""
     entries: float | None = None
-    """Share of the visible entries that a matching attack forms for L1 and for masks, drawn at random; None: by level."""
+    """Fraction of the visible entries, drawn at random, on which a matching attack evaluates L1 and masks; None: set by the
+    level."""
 
 
 class Adversary(Protocol):
-    """What every attack says of itself: its name, the grants it cannot do without, and those that help."""
+    """What every attack declares: its name, the grants that it requires, and those that help."""
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ class Adversary(Protocol):
 
 @runtime_checkable
 class Attack(Adversary, Protocol[G_co]):
-    """A guess from an observation. ``needs`` must be granted; ``uses`` helps when granted. Nothing else may be read.
+    """Makes a guess from an observation. ``needs`` must be granted; ``uses`` helps if granted. Nothing else may be read.
 
     Raises ``NotApplicable`` (cannot be tried here) or ``AttackFailed`` (tried, found nothing).
     """
@@ -73,10 +75,10 @@ class Attack(Adversary, Protocol[G_co]):
 
 @runtime_checkable
 class ActiveAttack(Attack[G_co], Protocol[G_co]):
-    """An attack whose adversary first sends weights of its own making, then reads the update to them as any attack does.
+    """An attack whose adversary first sends crafted weights, then reads the update on them as other attacks do.
 
-    ``craft`` returns a new model with the parameters' names and shapes of ``model``, which is left as it is. What it needs
-    later it reads from the model that it is granted then. Raises ``NotApplicable`` for models that it cannot craft.
+    ``craft`` returns a new model with the parameters' names and shapes of ``model``, which is left as it is. Whatever it
+    needs later, it reads from the model that is granted then. Raises ``NotApplicable`` for models that it cannot craft.
     """
 
     def craft(self, model: nn.Module, task: Task, *, rng: Generator) -> nn.Module:
@@ -86,7 +88,8 @@ class ActiveAttack(Attack[G_co], Protocol[G_co]):
 
 @runtime_checkable
 class MembershipAttack(Adversary, Protocol):
-    """As ``Attack``, from a trained model instead of an update: one score a candidate, the higher the likelier a member."""
+    """As ``Attack``, on a trained model instead of an update: one score per candidate; higher scores mean likelier
+    members."""
 
     def __call__(self, seen: ModelObservation, *, rng: Generator) -> Membership:
         """One score for each candidate of ``seen``, in their order."""
@@ -98,9 +101,9 @@ class Transform(Generic[X, Y, S]):
     """One protection, as two pure functions.
 
     ``stage`` fixes ``X`` and ``Y``: DATA ``Batch -> Batch``, MODEL ``Module -> Module`` (may change it in place; ``undo``
-    then puts it back), AGGREGATE ``PerExample -> Gradients``, WIRE ``Message -> Message``. ``init`` makes the state from the
-    model (DATA: from the model and its vocabulary, a pair; WIRE: from the model and the inputs of the step);
-    ``apply(x, state, rng)`` gives the result and the next state. ``undo`` is for the rightful receiver.
+    then restores it), AGGREGATE ``PerExample -> Gradients``, WIRE ``Message -> Message``. ``init`` makes the state from the
+    model (DATA: from the pair of model and vocabulary; WIRE: from the model and the inputs of the step); ``apply(x, state,
+    rng)`` returns the result and the next state. ``undo`` is for the authorised receiver.
     """
 
     stage: Stage
@@ -116,15 +119,16 @@ Defense = tuple[Transform[Any, Any, Any], ...]
 
 @runtime_checkable
 class Metric(Protocol[G_contra]):
-    """Judges a guess against the truth: one value for every text of the batch.
+    """Compares a guess with the truth: one value for every text of the batch.
 
-    ``bounds``: the least and the greatest value that there can be, which an interval of the mean stands on; None where there
-    is no such range, and then no interval is given. Raises ``Unavailable`` when this machine lacks what the metric needs.
+    ``bounds``: the smallest and the largest possible value, from which an interval of the mean is computed; None without
+    such a range, and then no interval is given. Raises ``Unavailable`` if this machine lacks something that the metric
+    needs.
     """
 
     @property
     def name(self) -> str:
-        """The name by which plans and Records know it."""
+        """The metric's name in plans and Records."""
         ...
 
     @property
@@ -134,7 +138,7 @@ class Metric(Protocol[G_contra]):
 
     @property
     def higher_is(self) -> Literal["worse", "better"]:
-        """What a higher value means for the person whose text it is."""
+        """Whether a higher value is better or worse for the person whose text it is."""
         ...
 
     @property
@@ -181,7 +185,7 @@ class ModelService(Protocol):
         ...
 
     def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:
-        """The ids that the client sends for ``texts`` in its own ids."""
+        """The ids that the client sends for ``texts``, which are in its own ids."""
         ...
 
     def states(self, texts: Sequence[Sequence[int]], rng: Randomness) -> tuple[Tensor, ...] | None:
@@ -191,7 +195,7 @@ class ModelService(Protocol):
 
 @runtime_checkable
 class ServiceAttack(Protocol):
-    """A guess at what clients sent to a service. Raises as an ``Attack`` does."""
+    """Makes a guess at what clients sent to a service. Raises as an ``Attack`` does."""
 
     @property
     def name(self) -> str:
@@ -205,7 +209,8 @@ class ServiceAttack(Protocol):
 
 @runtime_checkable
 class ServiceMetric(Protocol):
-    """Judges it: a value in ``[0, 1]`` for every text, or None where it cannot be judged so (the order of a bag)."""
+    """Scores such a guess: a value in ``[0, 1]`` for every text, or None if it cannot be scored (the order of a bag of
+    words)."""
 
     @property
     def name(self) -> str:
@@ -218,7 +223,7 @@ class ServiceMetric(Protocol):
 
 
 class Prior(Protocol):
-    """What the adversary knows of the language."""
+    """The adversary's knowledge of the language."""
 
     def log_probability(self, ids: Sequence[int]) -> float:
         """Natural log of the probability of ``ids``, in nats."""

@@ -1,7 +1,7 @@
-"""A client's work between two messages as one value: what an audit audits, ``rasura train`` trains and a client runs.
+"""A client's local training between two messages, as one value. Audits, ``rasura train`` and clients all use it.
 
-``run`` is the loop: it draws the mini-batches, accumulates, clips, follows the schedule and steps the optimizer. Whoever
-calls it says how a mini-batch's gradient is taken.
+``run`` is the loop: it draws the mini-batches, accumulates, clips, follows the schedule and steps the optimizer. The caller
+defines how the gradient of a mini-batch is computed.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from rasura.core.protection import Protection
 from rasura.core.values import Gradients, Mechanism, Stage
 
 WEIGHT_DECAY = 0.01
-"""AdamW's default."""
+"""The default of AdamW."""
 
 MOMENTUM = 0.9
 """The usual momentum of SGD."""
 
 TARGETS = ("attention", "all")
-"""Layers that adapters can be put on: queries and values, as in the LoRA paper; or every linear layer of the blocks."""
+"""Layers that can have adapters: queries and values, as in the LoRA paper, or every linear layer of the blocks."""
 
 
 class Adapter(NamedTuple):
-    """LoRA adapters: their ``rank``, 0 for none; the layers, one of ``TARGETS``; the dropout of what they read."""
+    """LoRA adapters: their ``rank`` (0 for none), their layers (one of ``TARGETS``), and the dropout on their inputs."""
 
     rank: int = 0
     targets: str = "attention"
@@ -40,20 +40,21 @@ class Adapter(NamedTuple):
 
 @dataclass(frozen=True)
 class FedAvgMomentum(FedAvgSgd, named="fedavg-momentum", at=Stage.AGGREGATE):
-    """Several steps of SGD with momentum, which starts anew with every message."""
+    """Several steps of SGD with momentum, which is reset with every message."""
 
 
 @dataclass(frozen=True)
 class Round(Protection, named="local", at=Stage.AGGREGATE):
-    """One round of local training, as users write it behind ``local:``.
+    """One round of local training, as users write it after ``local:``.
 
-    ``epochs`` over the client's texts in random order, ``batch`` texts a mini-batch (0: all). ``examples``: texts of a
-    round, 0 for all that the client has. ``optimizer`` sgd or adamw at ``lr``, with ``momentum`` (sgd), ``decay`` of the
-    weights and ``beta1``, ``beta2`` (adamw); its state begins anew with every round. ``accumulate``: mini-batches a step,
-    whose gradients are averaged. ``clip``: the largest Euclidean norm of a step's gradient, 0 for none. ``schedule``:
-    constant, linear or cosine, which fall to 0 at the end of the round, after a rise over ``warmup``, a fraction of its
-    steps. ``lora``: rank of adapters that are trained instead of the weights, 0 for none; ``targets``, one of ``TARGETS``;
-    ``dropout`` of what they read. ``precision``: of the forward and backward pass; bf16 by autocast.
+    ``epochs`` over the client's texts in random order, ``batch`` texts per mini-batch (0: all). ``examples``: texts per
+    round, 0 for all texts of the client. ``optimizer`` sgd or adamw at ``lr``, with ``momentum`` (sgd), ``decay`` of the
+    weights and ``beta1``, ``beta2`` (adamw); the optimizer's state is reset with every round. ``accumulate``: mini-batches
+    per step, whose gradients are averaged. ``clip``: the maximum Euclidean norm of a step's gradient, 0 for none.
+    ``schedule``: constant, linear or cosine; the last two fall to 0 at the end of the round, after a rise over ``warmup``, a
+    fraction of its steps. ``lora``: rank of adapters that are trained instead of the weights, 0 for none; ``targets``: their
+    layers, one of ``TARGETS``; ``dropout``: the dropout on their inputs. ``precision``: of the forward and backward pass;
+    bf16 by autocast.
     """
 
     epochs: int = whole(1, minimum=1)
@@ -77,18 +78,18 @@ class Round(Protection, named="local", at=Stage.AGGREGATE):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.momentum and self.optimizer != "sgd":
-            raise InputError("local: momentum is for optimizer=sgd; adamw has beta1")
+            raise InputError("local: momentum needs optimizer=sgd; for adamw, set beta1")
         if self.warmup and self.schedule == "constant":
-            raise InputError("local: warmup is for the linear and cosine schedules; a constant learning rate has none")
+            raise InputError("local: warmup needs the schedule linear or cosine; a constant learning rate has no warm-up")
         if (self.dropout or self.targets != TARGETS[0]) and not self.lora:
-            raise InputError("local: targets and dropout are the adapters'; pass lora=RANK, too")
+            raise InputError("local: targets and dropout apply to adapters; also pass lora=RANK")
 
     @property
     def dropout_rate(self) -> float:
         return self.dropout
 
     def rate(self, done: float) -> float:
-        """The learning rate when a fraction ``done`` of the round's steps was taken."""
+        """The learning rate after a fraction ``done`` of the round's steps."""
         if self.schedule == "constant":
             return self.lr
         if done < self.warmup:
@@ -97,21 +98,21 @@ class Round(Protection, named="local", at=Stage.AGGREGATE):
         return self.lr * (left if self.schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left)))
 
     def mini_batches(self, size: int) -> int:
-        """Mini-batches of an epoch over ``size`` texts."""
+        """Number of mini-batches in an epoch over ``size`` texts."""
         return math.ceil(size / (self.batch or size))
 
     def steps(self, size: int) -> int:
-        """Steps that a round over ``size`` texts takes."""
+        """Number of steps in a round over ``size`` texts."""
         return self.epochs * math.ceil(self.mini_batches(size) / self.accumulate)
 
     def kept(self, size: int) -> float:
-        """What the weights' own decay leaves of a weight that no gradient moves, over a round of ``size`` texts."""
+        """The factor by which weight decay alone shrinks a weight without a gradient, over a round of ``size`` texts."""
         count = self.steps(size)
         return math.prod(1 - self.rate(k / count) * self.decay for k in range(count))
 
     def optimizing(self, own: Iterable[Tensor], *, fused: bool = False) -> torch.optim.Optimizer:
         """The optimizer of the parameters ``own``. ``fused``: the same step in one pass over the weights, eight times faster
-        on a laptop (MiniLM: 0.02 s for 0.16 s), and rounded otherwise."""
+        on a laptop (MiniLM: 0.02 s instead of 0.16 s), with different rounding."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(own, lr=self.lr, momentum=self.momentum, weight_decay=self.decay, fused=fused)
         betas = (self.beta1, self.beta2)
@@ -123,22 +124,23 @@ SHORT: Mapping[str, tuple[float, Mapping[str, str | float]]] = {
     "fedavg-momentum": (0.01, {"optimizer": "sgd", "decay": 0.0, "momentum": MOMENTUM}),
     "fedavg-adamw": (5e-5, {"optimizer": "adamw", "decay": WEIGHT_DECAY}),
 }
-"""Kinds whose every step takes the whole batch: their usual learning rate, and what else they are as a ``Round``."""
+"""The kinds of update whose steps all take the whole batch: their default learning rate, and their other fields as a
+``Round``."""
 
 KINDS = ("fedsgd", *SHORT, "local")
-"""What a client can send: one gradient, or what a training changed."""
+"""The kinds of update: one gradient, or the change made by local training."""
 
 RATES: Mapping[str, float] = {"fedsgd": 1.0, **{kind: rate for kind, (rate, _) in SHORT.items()}, "local": 1e-4}
-"""The usual learning rate of each kind, where none is given."""
+"""The default learning rate of each kind."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """One client's work between two messages.
+    """One client's local training between two messages.
 
     ``kind``: ``fedsgd``, the gradient; ``fedavg-*``: ``steps`` of training on the whole batch at ``learning_rate``; or
-    ``local``, a whole ``plan``, which gives the other fields. What training changed is sent. ``lora``: rank of the adapters
-    that are trained instead of the weights, 0 for none. Raises ``InputError`` for what cannot be.
+    ``local``, a whole ``plan``, which sets the other fields. The client sends what training changed. ``lora``: rank of the
+    adapters that are trained instead of the weights, 0 for none. Raises ``InputError`` for invalid combinations.
     """
 
     kind: str = "fedsgd"
@@ -151,7 +153,7 @@ class Local:
         if self.kind not in KINDS:
             raise InputError(f"unknown update {self.kind!r}; known: {', '.join(KINDS)}")
         if (self.kind == "local") != (self.plan is not None):
-            raise InputError("update local takes a plan, and no other kind does")
+            raise InputError("update kind local needs a plan, and no other kind takes one")
         if self.plan is not None:
             for name, value in (("steps", self.plan.epochs), ("learning_rate", self.plan.lr), ("lora", self.plan.lora)):
                 object.__setattr__(self, name, value)
@@ -161,7 +163,9 @@ class Local:
                 "expected at least 1 step, a rank of at least 0, and a learning rate above 0"
             )
         if self.kind == "fedsgd" and self.steps > 1:
-            raise InputError(f"update fedsgd sends one gradient, found {self.steps} steps; use fedavg-sgd or fedavg-adamw")
+            raise InputError(
+                f"update fedsgd sends one gradient, but {self.steps} steps were given; use fedavg-sgd or fedavg-adamw"
+            )
 
     @property
     def round(self) -> Round:
@@ -178,16 +182,16 @@ class Local:
 
     @property
     def adaptive(self) -> bool:
-        """Whether each entry is scaled by its own history, so that little but signs is left of its size."""
+        """Whether each entry is scaled by its own history, so that it carries little more than its sign."""
         return self.kind != "fedsgd" and self.round.optimizer == "adamw"
 
     def repeatable(self, size: int) -> bool:
-        """Whether whoever knows the ``size`` texts can take the same steps: no hidden order, no dropout."""
+        """Whether anyone who knows the ``size`` texts can repeat the steps: no hidden order, no dropout."""
         return self.kind == "fedsgd" or (self.round.mini_batches(size) == 1 and not self.round.dropout)
 
     @property
     def mechanism(self) -> Protection:
-        """What everybody knows of it."""
+        """Its public description."""
         if self.plan is not None:
             return self.plan
         decay = self.round.decay if self.kind != "fedsgd" else 0.0
@@ -200,7 +204,7 @@ FEDSGD = Local()
 
 
 def announced(mechanisms: Iterable[Mechanism]) -> Local:
-    """How an update came about, as one of ``mechanisms`` tells it; one gradient where none does."""
+    """How an update was computed, according to ``mechanisms``; one gradient if none of them says so."""
     for m in mechanisms:
         if m.name == "local":
             made = mechanism(m.name, m.parameters)
@@ -213,19 +217,17 @@ def announced(mechanisms: Iterable[Mechanism]) -> Local:
 
 
 Order = Callable[[int], Tensor]
-"""A random order of so many texts."""
+"""A function that returns a random order of a given number of texts."""
 
 Gradient = Callable[[Tensor], tuple[Gradients, float]]
-"""Places of the texts of a mini-batch ``(texts,)`` to its gradient, by parameter, and its mean loss."""
+"""A function from the indices of a mini-batch's texts ``(texts,)`` to its gradient by parameter and its mean loss."""
 
 
 def run(
     own: Mapping[str, Tensor], size: int, course: Round, gradient: Gradient, order: Order = torch.randperm
 ) -> list[float]:
-    """Train the parameters ``own`` in place on ``size`` texts as ``course`` says; the loss of every mini-batch.
-
-    ``order`` draws each epoch's order, where a mini-batch is not all texts. A parameter that no gradient names stays as it
-    is.
+    """Train the parameters ``own`` in place on ``size`` texts by ``course``. Returns the loss of every mini-batch. ``order``
+    draws the order of each epoch, unless a mini-batch holds all texts. A parameter without a gradient is unchanged.
     """
     optimizer, taken, count = course.optimizing(own.values()), 0, course.steps(size)
     losses: list[float] = []

@@ -1,9 +1,9 @@
-"""What is publicly known of each protection of an update, as typed values that answer what an adaptive attack asks.
+"""The public description of each protection of an update, as typed values that answer the questions of adaptive attacks.
 
-One frozen class a protection and a kind of update. ``mechanism(name, parameters)`` makes one from its plain form (``.name``
-and ``.parameters``, which may have been JSON) and refuses what it does not know: an unknown protection must never count as
-one without noise.
-Protections of model services have their own attacks, which know them by name, and are no part of this.
+There is one frozen class for each protection and each kind of update. ``mechanism(name, parameters)`` makes one from its
+plain form (``.name`` and ``.parameters``, which may come from JSON) and refuses unknown ones: an unknown protection must
+never count as one without noise. Protections of model services are not included; they have their own attacks, which know
+them by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rasura.core.values import Mechanism, Stage
 
 
 def mechanism(name: str, parameters: Mapping[str, Any] | None = None) -> Protection:
-    """The protection called ``name`` with these parameters. Raises ``InputError`` for a name or a parameter that is none.
+    """The protection called ``name`` with these parameters. Raises ``InputError`` for unknown names, bad values.
 
     >>> mechanism("gaussian", {"sigma": 0.1})
     Gaussian(sigma=0.1, clip=1.0)
@@ -34,12 +34,12 @@ def mechanism(name: str, parameters: Mapping[str, Any] | None = None) -> Protect
             raise InputError(f"{name}: unknown parameter {one!r}; known: {', '.join(names) or 'none'}")
     lacking = [n for n, one in names.items() if n not in given and one.default is one.default_factory]
     if lacking:
-        raise InputError(f"{name}: no {lacking[0]}; expected a mechanism to tell it")
+        raise InputError(f"{name}: the parameter {lacking[0]} is missing; a mechanism must state it")
     return made(**given)
 
 
 def typed(described: Mechanism) -> Protection:
-    """``described`` as the protection that it describes: itself where it is one. Raises as ``mechanism`` does."""
+    """``described`` as a typed protection; unchanged if it already is one. Raises as ``mechanism`` does."""
     return described if isinstance(described, Protection) else mechanism(described.name, described.parameters)
 
 
@@ -54,12 +54,12 @@ def _texts(batch_size: int) -> int:
 
 @dataclass(frozen=True)
 class Mean(Protection, named="mean", at=Stage.AGGREGATE):
-    """The gradient of the mean loss, as it is."""
+    """The unchanged gradient of the mean loss."""
 
 
 @dataclass(frozen=True)
 class _Trained(Protection):
-    """What a client's own training changed; with ``lora`` above 0, of adapters of that rank."""
+    """The change made by a client's local training; with ``lora`` above 0, the change of adapters of that rank."""
 
     steps: int = whole(1, minimum=1)
     learning_rate: float = number(1.0, minimum=0, open="low")
@@ -86,7 +86,7 @@ class FedAvgAdamW(_Trained, named="fedavg-adamw", at=Stage.AGGREGATE):
 
 
 class _Clipped(Protection):
-    """What is clipped before noise is added."""
+    """Clipping before noise is added."""
 
     clip: float
 
@@ -119,10 +119,10 @@ class Laplace(_Clipped, named="laplace", at=Stage.WIRE):
 
 @dataclass(frozen=True)
 class DpSgd(_Clipped, named="dp-sgd", at=Stage.AGGREGATE):
-    """Every text's gradient clipped to ``clip``, noise of ``sigma * clip`` on their sum, all over the number of texts.
+    """Each text's gradient clipped to ``clip``, noise of ``sigma * clip`` on their sum, divided by the number of texts.
 
-    The clip bounds the mean of the texts' gradients, too. With Laplace noise, ``sigma * clip`` is its scale b, and the norm
-    is that of absolute values, which the Euclidean one does not exceed.
+    The clip also bounds the mean of the texts' gradients. With Laplace noise, ``sigma * clip`` is its scale b, and the norm
+    is the L1 norm, which is at least the Euclidean one.
     """
 
     sigma: float = number(minimum=0, open="low")
@@ -136,7 +136,7 @@ class DpSgd(_Clipped, named="dp-sgd", at=Stage.AGGREGATE):
 
 @dataclass(frozen=True)
 class Normalised(_Clipped, named="normalised", at=Stage.AGGREGATE):
-    """Every text's gradient scaled to norm 1, Gaussian noise of ``sigma`` on their sum, all over the number of texts."""
+    """Each text's gradient scaled to norm 1, Gaussian noise of ``sigma`` on their sum, divided by the number of texts."""
 
     sigma: float = number(minimum=0, open="low")
     clip: float = number(1.0, minimum=1, maximum=1)
@@ -148,18 +148,18 @@ class Normalised(_Clipped, named="normalised", at=Stage.AGGREGATE):
 
 @dataclass(frozen=True)
 class Directional(Protection, named="directional", at=Stage.AGGREGATE):
-    """The mean of one unit vector a text, drawn around its direction at concentration ``kappa`` (von Mises-Fisher)."""
+    """The mean of one unit vector per text, drawn around its direction with concentration ``kappa`` (von Mises-Fisher)."""
 
     kappa: float = number(minimum=0, open="low")
     blocks: str = word("whole", words=("whole", "parameters"))
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
-        """What a draw strays from its expectation, spread evenly over ``entries``.
+        """The deviation of a draw from its expectation, spread evenly over ``entries``.
 
-        A draw has norm 1 and the expectation ``A mu``, so it strays by ``1 - A^2`` in all; ``A`` is a ratio of Bessel
-        functions, for which stands a lower bound (Amos 1974). Parameters as blocks share kappa by their size, which leaves
-        the figure as it is, but for blocks of few entries. Without ``entries``: across the direction an entry's variance is
-        ``A / kappa``, at most ``1 / kappa``.
+        A draw has norm 1 and the expectation ``A mu``, so its total variance is ``1 - A^2``. ``A`` is a ratio of Bessel
+        functions, replaced here by a lower bound (Amos 1974). Parameters as blocks share kappa in proportion to their size,
+        which leaves the figure unchanged except for blocks of few entries. Without ``entries``: across the direction an
+        entry's variance is ``A / kappa``, at most ``1 / kappa``.
         """
         if entries is None:
             return 1 / math.sqrt(self.kappa * _texts(batch_size))
@@ -179,7 +179,7 @@ class Directional(Protection, named="directional", at=Stage.AGGREGATE):
 
 @dataclass(frozen=True)
 class _Hiding(Protection):
-    """Something of the update does not arrive."""
+    """A part of the update does not arrive."""
 
     @property
     def hides_entries(self) -> bool:
@@ -188,19 +188,19 @@ class _Hiding(Protection):
 
 @dataclass(frozen=True)
 class FrozenEmbeddings(_Hiding, named="frozen-embeddings", at=Stage.MODEL):
-    """The embeddings are not trained, so nothing of them is sent."""
+    """The embeddings are not trained, so their gradients are not sent."""
 
 
 @dataclass(frozen=True)
 class FrozenBlocks(_Hiding, named="frozen-blocks", at=Stage.MODEL):
-    """Nor are the first ``n`` blocks."""
+    """The embeddings and the first ``n`` blocks are not trained."""
 
     n: int = whole(minimum=0)
 
 
 @dataclass(frozen=True)
 class Pruning(_Hiding, named="pruning", at=Stage.WIRE):
-    """The smallest share ``ratio`` of the entries is left out."""
+    """The fraction ``ratio`` of the entries that is smallest is left out."""
 
     ratio: float = number(minimum=0, maximum=1, open="high")
 
@@ -211,12 +211,12 @@ class Pruning(_Hiding, named="pruning", at=Stage.WIRE):
 
 @dataclass(frozen=True)
 class RandomPruning(Pruning, named="random-pruning", at=Stage.WIRE):
-    """A random share ``ratio`` of the entries is left out."""
+    """A random fraction ``ratio`` of the entries is left out."""
 
 
 @dataclass(frozen=True)
 class Sealing(_Hiding, named="sealing", at=Stage.WIRE):
-    """Entries are encrypted: the share ``ratio`` that matters most by ``metric``, or the tensors that ``metric`` names."""
+    """Entries are encrypted: the fraction ``ratio`` that matters most by ``metric``, or the tensors named by it."""
 
     metric: str = word()
     ratio: float | None = number(None, minimum=0, maximum=1, optional=True)
@@ -228,7 +228,7 @@ class Sealing(_Hiding, named="sealing", at=Stage.WIRE):
 
 @dataclass(frozen=True)
 class Fp16(Protection, named="fp16", at=Stage.WIRE):
-    """Entries in half precision. Rounding is no noise: the same entry is rounded the same way."""
+    """Entries in half precision. Rounding is not noise: equal entries are rounded alike."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Bf16(Protection, named="bf16", at=Stage.WIRE):
 
 @dataclass(frozen=True)
 class Sign(Protection, named="sign", at=Stage.WIRE):
-    """The signs of the entries alone."""
+    """Only the signs of the entries."""
 
 
 # What is done to the model, the texts, the moment
@@ -257,7 +257,7 @@ class Dropout(Protection, named="dropout", at=Stage.MODEL):
 
 @dataclass(frozen=True)
 class Ghost(Protection, named="ghost", at=Stage.DATA):
-    """Tokens give way to others before training; the parameters are those of ``ShadowSettings`` and ``Selection``."""
+    """Tokens are replaced by others before training; the parameters are those of ``ShadowSettings`` and ``Selection``."""
 
     k: int = whole(minimum=1)
     overlap: float = number(minimum=0, maximum=1)
@@ -285,7 +285,7 @@ class Ghost(Protection, named="ghost", at=Stage.DATA):
 
 @dataclass(frozen=True)
 class Accumulate(Protection, named="accumulate", at=Stage.WIRE):
-    """Nothing is sent below so many different ``tokens``, or ``widths`` times the hidden size: one of the two."""
+    """Nothing is sent below this many different ``tokens``, or ``widths`` times the hidden size: one of the two."""
 
     tokens: int | None = whole(None, minimum=1, optional=True, absent=True)
     widths: float | None = number(None, minimum=0, open="low", optional=True, absent=True)

@@ -1,4 +1,4 @@
-"""Names and options as users write them: ``k=30/overlap=0.2/lemma=false``."""
+"""Names and options in the form that users write: ``k=30/overlap=0.2/lemma=false``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def name_of(part: str) -> str:
 
 
 def options(name: str, text: str, usual: Mapping[str, Any]) -> dict[str, Any]:
-    """The values that ``text`` gives, each of the type that ``usual`` has for it; ``none`` where that is text is None.
+    """The values in ``text``, each with the type of its default in ``usual``. Where that type is text, ``none`` means None.
 
-    Raises ``InputError`` for options that the protection ``name`` does not have, and for values that are none.
+    Raises ``InputError`` for options that the protection ``name`` does not have, and for invalid values.
     """
     out: dict[str, Any] = {}
     for part in filter(None, text.split("/")):
@@ -40,7 +40,7 @@ def _value(name: str, key: str, value: str, usual: Any) -> Any:
 
 
 def known(kind: str, name: str, names: Iterable[str]) -> str:
-    """``name`` if it is one of ``names``; else ``InputError`` that offers the nearest ones."""
+    """``name`` if it is one of ``names``; otherwise raises ``InputError`` with the nearest ones."""
     every = list(names)
     if name in every:
         return name

@@ -1,6 +1,6 @@
-"""What every protection of an update answers to an adaptive attack, and the register of all by name.
+"""The questions that an adaptive attack asks of every protection of an update, and the register of protections by name.
 
-Values are checked when made, so that a noise that is no number or a share above 1 cannot be described.
+Values are checked on construction, so noise that is not a number, or a fraction above 1, cannot be described.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KNOWN: dict[str, type[Protection]] = {}
 
 @dataclass(frozen=True)
 class Protection(Mechanism):
-    """A mechanism that answers for itself. What a subclass does not answer otherwise, it does not do."""
+    """A mechanism that answers these questions. The default answers mean that the mechanism does none of these things."""
 
     name: str = field(init=False, repr=False, compare=False)
     stage: Stage = field(init=False, repr=False, compare=False)
@@ -42,32 +42,32 @@ class Protection(Mechanism):
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         """The standard deviation of the noise on one entry of what is sent for ``batch_size`` texts; 0 where none is added.
 
-        It is added after any clipping, and no later part of this protection shrinks it. ``entries``: how many entries the
-        update has in all, which only noise of directions asks; without it that is an upper bound.
+        It is added after any clipping, and no later part of this protection shrinks it. ``entries``: the total number of
+        entries of the update, used only by directional noise; without it the result is an upper bound.
         """
         return 0.0
 
     @property
     def largest_norm(self) -> float:
-        """What the Euclidean norm of the update cannot exceed before noise is added: its clip. Infinite without one."""
+        """The largest Euclidean norm of the update before noise is added: its clip. Infinite without clipping."""
         return math.inf
 
     @property
     def dropout_rate(self) -> float:
-        """The share of activations that is dropped while the gradient is taken."""
+        """The fraction of activations that is dropped while the gradient is computed."""
         return 0.0
 
     @property
     def hides_entries(self) -> bool:
-        """Whether entries of the update do not arrive, or not readably; which, the message's masks tell."""
+        """Whether some entries of the update do not arrive or are unreadable; the message's masks say which."""
         return False
 
     @property
     def changes_texts(self) -> bool:
-        """Whether the update is made of other texts than the private ones."""
+        """Whether the update is computed on texts other than the private ones."""
         return False
 
     @property
     def accumulates(self) -> bool:
-        """Whether an update waits until it is made of enough different tokens."""
+        """Whether an update is held back until it contains enough different tokens."""
         return False

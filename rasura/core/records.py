@@ -1,4 +1,4 @@
-"""One finished cell as a ``Record``, its key, and the form that a stored one must have. No torch."""
+"""One finished cell as a ``Record``, its id, and the required form of a stored record. No torch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ from typing import Any
 SCHEMA = 3
 
 Details = Mapping[str, Any]
-"""What an attack tells beside its scores: of any form. A verdict takes ``ran`` and ``attack`` of the portfolio, as texts."""
+"""What an attack reports besides its scores, in any form. Verdicts read ``ran`` and ``attack`` of the portfolio, as
+texts."""
 
 Adversaries = Mapping[str, Any]
-"""Who knows the protection: ``attacks``, ``unknown`` parts, ``protection_readers``; see ``rasura.registry.Adversaries``."""
+"""Which attacks know the protection: ``attacks``, ``unknown`` parts, ``protection_readers``; see
+``rasura.registry.Adversaries``."""
 
 
 CLIENT = "client"
-"""In place of an attack: what the client of a model service itself reads of what the model generates."""
+"""Stored in place of an attack: what the client of a model service itself reads from the model's output."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One cell: an attack on one batch behind one defense under one threat model.
+    """One cell: an attack on one batch under one defense and one threat model.
 
-    ``update``: what the adversary has: a kind of update; ``model`` of an attack on a trained model; of a model service the
-    weights that it reads, ``uploaded`` or ``trained``. ``batch_size``: its texts or images.
-    ``scores`` and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is, bounds. ``status``, with
-    ``reason``: ok, failed (the attack looked and gave up), crashed (it broke) or not_applicable; scores are empty unless ok.
-    ``examples``: a number for each text or image of the batch, the same for the same one. ``recovered`` is masked unless
-    asked for. ``known_by``: the attacks that know the protection, without which no verdict says that anything is stopped.
-    ``sent_bytes``: of the message on the wire where something is sealed, else of its entries;
-    ``defense_seconds``: wall, of the protections on data and message. ``crafted``: the server made the weights up.
+    ``update``: what the adversary has: a kind of update; ``model`` for an attack on a trained model; for a model service,
+    the weights that the adversary reads, ``uploaded`` or ``trained``. ``batch_size``: number of texts or images. ``scores``
+    and ``blind``: metric -> per_record, mean, low, high, worst, n, unit, higher_is, bounds. ``status``, with ``reason``: ok,
+    failed (the attack ran and found nothing), crashed (an error) or not_applicable; scores are empty unless ok.
+    ``examples``: a number for each text or image of the batch, equal for equal examples. ``recovered`` is masked unless
+    requested. ``known_by``: the attacks that know the protection; without them, no verdict says that the protection stops
+    anything. ``sent_bytes``: size of the message on the wire if something is sealed, otherwise of its entries;
+    ``defense_seconds``: wall-clock seconds of the protections on data and message. ``crafted``: the server crafted the
+    weights.
     """
 
     key: str
@@ -72,22 +75,23 @@ class Record:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Record:
-        """The Record of the plain values ``found``, as a run store gives them."""
+        """The Record with the plain values ``found``, as read from a run store."""
         return cls(**{one.name: found[one.name] for one in fields(cls)})
 
 
 def canonical(value: Any) -> str:
-    """Canonical JSON: the same text for the same value, in every process. Refuses what JSON does not have."""
+    """Canonical JSON: the same text for the same value, in every process. Refuses values that JSON cannot represent."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
 def cell_key(**coordinates: Any) -> str:
-    """Names a cell by its coordinates, the same in every process."""
+    """The id of a cell, made from its coordinates; the same in every process."""
     return hashlib.sha256(canonical(coordinates).encode()).hexdigest()[:24]
 
 
 def wrong_in(record: object) -> str:
-    """What is wrong with a stored record: which of the fields that a report relies on. Empty where nothing is."""
+    """What is wrong with a stored record: the first field that a report relies on and that is not as expected. Empty if
+    nothing is wrong."""
     if not isinstance(record, dict):
         return "it is not a record"
     for one in fields(Record):
@@ -107,7 +111,7 @@ def _words(value: object) -> bool:
 
 
 def _scores(value: object) -> bool:
-    """Metric -> what was measured of it: numbers, or null where there is none."""
+    """Metric -> its measured values: numbers, or null where there is none."""
     if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
         return False
     every = [v for score in value.values() for v in score.get("per_record", [])] if _lists(value) else [""]
@@ -133,4 +137,4 @@ _FORMS: Mapping[str, Callable[[Any], bool]] = {
     "list[dict[str, Any]]": lambda value: isinstance(value, list) and all(isinstance(v, dict) for v in value),
     "Mapping[str, str]": lambda value: isinstance(value, dict) and all(isinstance(v, str) for v in value.values()),
 }
-"""By the annotation of a field of ``Record``: whether a stored value has its form."""
+"""By the annotation of a field of ``Record``: a check of the stored value's form."""

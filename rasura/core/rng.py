@@ -1,8 +1,8 @@
-"""Randomness: one seed makes named, independent generators; secrets and real noise come from the operating system.
+"""Randomness: one seed gives named, independent generators; secrets and real noise come from the operating system.
 
-A secret must not hang on a seed: PyTorch's CPU generator keeps 32 bits of one, and its dropout draws each mask from as many,
-which a laptop tries out in minutes. ``SecretGenerator`` is therefore no generator of PyTorch, which refuses to draw from it;
-the functions here draw from either kind.
+A secret must not depend on a seed: PyTorch's CPU generator keeps 32 bits of a seed, and its dropout draws each mask from as
+many, which a laptop can try in minutes. ``SecretGenerator`` is therefore not a PyTorch generator, and PyTorch refuses to
+draw from it; the functions here draw from either kind.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _AT_ONCE = 1 << 20
-"""Numbers that are drawn from the operating system at once."""
+"""How many numbers are drawn from the operating system at once."""
 
 
 class SecretGenerator:
-    """Randomness of the operating system (on Linux ChaCha20), every draw anew: no seed, no state, nothing repeats it.
+    """Randomness of the operating system (ChaCha20 on Linux). It has no seed and no state, and no draw can be repeated.
 
-    No ``torch.Generator``: ``torch.rand(3, generator=secret)`` raises ``TypeError``. Draw with the functions of this module.
+    It is not a ``torch.Generator``: ``torch.rand(3, generator=secret)`` raises ``TypeError``. Draw with the functions of
+    this module.
     """
 
     __slots__ = ()
@@ -40,11 +41,11 @@ class SecretGenerator:
 
 
 Randomness: TypeAlias = torch.Generator | SecretGenerator
-"""What the functions here draw from: a seeded generator, for experiments, or the operating system."""
+"""The source of random numbers: a seeded generator, for experiments, or the operating system."""
 
 
 def derive(seed: int, *names: str | int) -> int:
-    """A 63-bit seed for the stream called ``names``; the same on every machine and in every process.
+    """A 63-bit seed for the stream ``names``; the same on every machine and in every process.
 
     >>> derive(0, "step") == derive(0, "step"), derive(0, "step") == derive(1, "step")
     (True, False)
@@ -54,7 +55,7 @@ def derive(seed: int, *names: str | int) -> int:
 
 
 def generator(seed: int, *names: str | int) -> torch.Generator:
-    """A CPU generator for the stream called ``names``. For experiments only: whoever knows the seed can replay it."""
+    """A CPU generator for the stream ``names``. For experiments only: anyone who knows the seed can repeat its draws."""
     return torch.Generator().manual_seed(derive(seed, *names))
 
 
@@ -64,17 +65,16 @@ def secret_generator() -> SecretGenerator:
 
 
 def child(rng: torch.Generator) -> int:
-    """A fresh seed drawn from ``rng``, to start an independent stream of an experiment.
-
-    Raises ``TypeError`` for a ``SecretGenerator``: a seed would be all that is secret of the stream.
+    """A new seed drawn from ``rng``, to start an independent stream of an experiment. Raises ``TypeError`` for a
+    ``SecretGenerator``: the stream would be only as secret as a 63-bit seed.
     """
     if not isinstance(rng, torch.Generator):
-        raise TypeError(f"a seed of a {type(rng).__name__} would be all that is secret; pass the generator itself on")
+        raise TypeError(f"a seed drawn from a {type(rng).__name__} would hold all of its secret; pass the generator itself")
     return int(torch.randint(1 << 62, (1,), generator=rng))
 
 
 def uniform(shape: Sequence[int], rng: Randomness) -> Tensor:
-    """Numbers between 0 and 1, both left out, float64, of 52 random bits each."""
+    """Numbers strictly between 0 and 1, float64, with 52 random bits each."""
     # 52 bits and half a step fit a float64: never 0, never 1.
     if isinstance(rng, torch.Generator):
         return (torch.randint(1 << 52, tuple(shape), generator=rng).double() + 0.5) * 2.0**-52
@@ -92,11 +92,11 @@ def laplace(shape: Sequence[int], rng: Randomness) -> Tensor:
 
 
 def normal(shape: Sequence[int], rng: Randomness, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Standard normal numbers of kind ``dtype``; of a ``SecretGenerator`` by Box and Muller.
+    """Standard normal numbers of type ``dtype``; from a ``SecretGenerator``, by Box and Muller.
 
-    They are formed in float64 from uniforms of 52 bits, then rounded: the largest is 8.6, which 1 in 10^17 would exceed.
-    Drawn on the CPU, so that a seed gives the same noise on every device. What the rounding of a floating-point sum tells
-    (Mironov 2012) is not addressed.
+    They are computed in float64 from uniforms of 52 bits, then rounded; the largest is 8.6, which 1 in 10^17 draws would
+    exceed. They are drawn on the CPU, so a seed gives the same noise on every device. Leaks through floating-point rounding
+    (Mironov 2012) are not addressed.
     """
     if isinstance(rng, torch.Generator):
         return torch.randn(tuple(shape), generator=rng, dtype=dtype)
@@ -111,7 +111,7 @@ def normal(shape: Sequence[int], rng: Randomness, dtype: torch.dtype = torch.flo
 
 
 def gamma(shape: Tensor, rng: Randomness) -> Tensor:
-    """A draw of the gamma distribution at scale 1 for each entry of ``shape``, float64 (Marsaglia, Tsang 2000)."""
+    """A draw from the gamma distribution of scale 1 for each entry of ``shape``, float64 (Marsaglia, Tsang 2000)."""
     # Below 1 their method starts from shape + 1.
     small = shape < 1
     boost = torch.where(small, uniform(shape.shape, rng) ** (1 / shape), 1.0) if bool(small.any()) else 1.0
@@ -130,7 +130,7 @@ def gamma(shape: Tensor, rng: Randomness) -> Tensor:
 
 
 def integers(below: int, shape: Sequence[int], rng: Randomness) -> Tensor:
-    """Whole numbers of ``0 .. below - 1``, each as likely, int64."""
+    """Uniform whole numbers from ``0 .. below - 1``, int64."""
     if isinstance(rng, torch.Generator):
         return torch.randint(below, tuple(shape), generator=rng)
     if below < 1:
@@ -144,7 +144,7 @@ def integers(below: int, shape: Sequence[int], rng: Randomness) -> Tensor:
 
 
 def permutation(count: int, rng: Randomness) -> Tensor:
-    """A random order of ``0 .. count - 1``, int64."""
+    """A random permutation of ``0 .. count - 1``, int64."""
     if isinstance(rng, torch.Generator):
         return torch.randperm(count, generator=rng)
     # By random names of 128 bits, of which no two are alike.
@@ -152,7 +152,7 @@ def permutation(count: int, rng: Randomness) -> Tensor:
 
 
 def bernoulli(chance: float, shape: Sequence[int], rng: Randomness) -> Tensor:
-    """True with probability ``chance``, to 2^-32 of 1, bool: masks of dropout."""
+    """Bool, true with probability ``chance`` to within 2^-32: masks of dropout."""
     if not 0 <= chance <= 1:
         raise ValueError(f"chance {chance}; expected between 0 and 1")
     if isinstance(rng, torch.Generator):
@@ -167,11 +167,11 @@ def bernoulli(chance: float, shape: Sequence[int], rng: Randomness) -> Tensor:
 
 @contextmanager
 def drawing(rng: Randomness) -> Iterator[None]:
-    """Inside, what PyTorch draws by itself in this thread (masks of dropout, noise of a layer) comes from ``rng``.
+    """Inside the block, what PyTorch draws in this thread (dropout masks, noise of a layer) comes from ``rng``.
 
-    From a seeded generator by a seed for PyTorch's global one, which is put back afterwards. From a ``SecretGenerator`` the
-    numbers are put in their place below autograd; a draw that is not known here raises ``RuntimeError``, and so does one in
-    a backward pass (gradient checkpointing repeats the forward pass and would get another mask).
+    A seeded generator seeds PyTorch's global generator, which is restored afterwards. With a ``SecretGenerator``, the
+    numbers are replaced below autograd. An unknown drawing operation raises ``RuntimeError``, and so does a draw in a
+    backward pass (gradient checkpointing repeats the forward pass and would get another mask).
     """
     if isinstance(rng, torch.Generator):
         with torch.random.fork_rng(devices=[]):
@@ -185,7 +185,7 @@ def drawing(rng: Randomness) -> Iterator[None]:
 
 
 class _PlainAttention(TorchFunctionMode):
-    """Attention with dropout step by step: fused kernels draw where nobody can put a mask in its place."""
+    """Attention with dropout, step by step: fused kernels draw their masks where they cannot be replaced."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -208,18 +208,18 @@ class _SecretDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of to
             return func(*args, **kwargs)
         drawn = _DRAWN.get(func)
         if drawn is None or kwargs.get("generator") is not None:
-            _refused(f"{func} draws from PyTorch's generator, of which 32 bits are secret")
+            _refused(f"{func} draws from PyTorch's generator, which has only 32 secret bits")
         if torch._C._current_graph_task_id() != -1:
-            _refused(f"{func} draws anew in the backward pass; turn off gradient checkpointing, or dropout")
+            _refused(f"{func} draws again in the backward pass; turn off gradient checkpointing or dropout")
         return drawn(self.rng, *args, **kwargs)
 
 
 def _refused(why: str) -> NoReturn:
-    raise RuntimeError(f"{why}; in a step whose randomness is secret it is refused")
+    raise RuntimeError(f"{why}; it is refused in a step with secret randomness")
 
 
 def _draws_nothing(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this call of an operation that may draw has dropout off."""
+    """Whether dropout is off in this call of an operation that may draw."""
     arguments = func._schema.arguments
     given = {a.name: a.default_value for a in arguments} | dict(zip((a.name for a in arguments), args)) | kwargs
     names = ["dropout_p", "dropout", *(["p"] if "dropout" in func._schema.name else [])]
@@ -259,4 +259,4 @@ _DRAWN: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.rand.default: _rand,
     torch.ops.aten.randn_like.default: _normal_like,
 }
-"""Operations of PyTorch that draw, and what draws in their place."""
+"""PyTorch operations that draw, and their replacements."""

@@ -1,4 +1,5 @@
-"""The run store: one Record a finished cell, in SQLite, one transaction each. Survives a kill; knows its plan. No torch."""
+"""The run store: one Record per finished cell, in SQLite, one transaction each. It survives a kill and knows its plan. No
+torch."""
 
 from __future__ import annotations
 
@@ -16,10 +17,10 @@ from rasura.core.files import write_whole
 from rasura.core.records import SCHEMA, Record, canonical, wrong_in
 
 LONGEST = 1 << 28
-"""Bytes of one stored value, at most."""
+"""Maximum bytes of one stored value."""
 
 BROKEN = (sqlite3.Error, UnicodeDecodeError, OverflowError, MemoryError)
-"""What Python's SQLite raises for a damaged file."""
+"""The errors that Python's SQLite raises for a damaged file."""
 
 TABLES = (
     "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL, digest TEXT NOT NULL)",
@@ -28,11 +29,10 @@ TABLES = (
 
 
 class RunStore:
-    """The records of one run, in ``folder/run.sqlite``. Open it with the plan to write, without one to read.
-
-    Its files are readable by their owner alone, since records tell of private texts. Every row is stored with a digest, so
-    that a damaged one is never taken for a result. Raises ``InputError`` for a folder that holds another plan, a store of
-    another schema, one that is damaged, and one that cannot be written.
+    """The records of one run, in ``folder/run.sqlite``. Open it with the plan to write, without a plan to read. Only their
+    owner can read its files, since records are about private texts. Every row is stored with a digest, so a damaged row is
+    never taken for a result. Raises ``InputError`` if the folder holds another plan, or if the store has another schema, is
+    damaged, or cannot be written.
     """
 
     def __init__(self, folder: str | Path, plan: Mapping[str, Any] | None = None) -> None:
@@ -45,7 +45,7 @@ class RunStore:
         try:
             self._open(plan)
         except (OSError, *BROKEN) as error:
-            raise InputError(f"{self.path} cannot be used ({error}); check the disk and the folder's rights") from None
+            raise InputError(f"{self.path} cannot be used ({error}); check the disk and the folder's permissions") from None
         try:
             self._check(plan)
         except BaseException:
@@ -78,7 +78,7 @@ class RunStore:
         if tables != set(TABLES):
             raise InputError(f"{self.path} is not a run store of this version; run again with another --out")
         if self._rows("PRAGMA integrity_check(1)") != [("ok",)]:
-            raise self._damaged("its pages do not fit together")
+            raise self._damaged("its pages are inconsistent")
         schema = self._rows("SELECT value FROM meta WHERE name = 'schema'")
         if schema != [(str(SCHEMA),)]:
             found = str(schema[0][0])[:9] if schema else "none"
@@ -87,7 +87,7 @@ class RunStore:
         if plan is not None and self._meta("plan") != canonical(plan):
             new = json.loads(canonical(plan))
             differs = ", ".join(sorted(k for k in {*held, *new} if held.get(k) != new.get(k)))
-            raise InputError(f"{self.folder} holds another plan's results (different: {differs}); choose another --out")
+            raise InputError(f"{self.folder} holds the results of another plan (different: {differs}); choose another --out")
 
     def _damaged(self, why: str) -> InputError:
         return InputError(f"{self.path} is damaged ({why}); restore it from a copy, or run again with another --out")
@@ -106,7 +106,7 @@ class RunStore:
 
     @property
     def plan(self) -> dict[str, Any]:
-        """The plan that the run was started with."""
+        """The plan with which the run was started."""
         found = _parsed(self._meta("plan"))
         if not isinstance(found, dict):
             raise self._damaged("its plan is not a plan")
@@ -116,20 +116,22 @@ class RunStore:
         return bool(self._rows("SELECT 1 FROM records WHERE key = ?", key))
 
     def __getitem__(self, key: str) -> dict[str, Any]:
-        """The record of a finished cell. Raises ``KeyError`` for one that is not there."""
+        """The record of a finished cell. Raises ``KeyError`` if there is none."""
         for found in self._found("SELECT key, record, digest FROM records WHERE key = ?", key):
             return found
         raise KeyError(key)
 
     def add(self, record: Record) -> None:
-        """Store a finished cell. Raises ``InputError`` when the disk does not take it."""
+        """Store a finished cell. Raises ``InputError`` if it cannot be written to disk."""
         text = json.dumps(_finite(record.to_dict()), sort_keys=True, ensure_ascii=False, allow_nan=False)
         try:
             with self._db:
                 row = (record.key, text, _digest(record.key, text))
                 self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?, ?)", row)
         except sqlite3.Error as error:
-            raise InputError(f"{self.folder}: a record could not be stored ({error}); free some space, resume") from None
+            raise InputError(
+                f"{self.folder}: a record could not be stored ({error}); free some disk space and resume the run"
+            ) from None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from self._found("SELECT key, record, digest FROM records ORDER BY key")
@@ -146,7 +148,7 @@ class RunStore:
         return int(self._rows("SELECT COUNT(*) FROM records")[0][0])
 
     def export(self, summary: Mapping[str, Any]) -> None:
-        """Write ``records.jsonl`` and ``summary.json`` beside the store, each whole or not at all."""
+        """Write ``records.jsonl`` and ``summary.json`` beside the store, each completely or not at all."""
         lines = "".join(json.dumps(r, sort_keys=True, ensure_ascii=False) + "\n" for r in self)
         write_whole(self.folder / "records.jsonl", lines)
         write_whole(self.folder / "summary.json", json.dumps(_finite(dict(summary)), indent=2, ensure_ascii=False) + "\n")
@@ -158,7 +160,7 @@ class RunStore:
 
 @contextmanager
 def refused_if_damaged(folder: str | Path) -> Iterator[None]:
-    """Around what reports on a run: records whose contents do not have the expected form are refused by ``InputError``."""
+    """For code that reports on a run: records whose contents do not have the expected form raise ``InputError``."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, ValueError) as error:
@@ -175,7 +177,7 @@ def _digest(name: object, text: object) -> str:
 
 
 def _parsed(text: object) -> Any:
-    """The JSON value of ``text``, or None; None also where it holds what no file of text can, half of a character."""
+    """The JSON value of ``text``, or None; also None if it holds a lone surrogate, which no text file can."""
     if not isinstance(text, str):
         return None
     try:
@@ -188,7 +190,7 @@ def _parsed(text: object) -> Any:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: a value that does not exist is null."""
+    """Replaces NaN, which JSON does not have, by null."""
     if isinstance(value, float):
         return value if value == value and abs(value) != float("inf") else None
     if isinstance(value, Mapping):

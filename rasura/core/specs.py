@@ -1,7 +1,7 @@
-"""What is known of a method, in one frozen value that stands beside its code.
+"""The description of a method, in one frozen value beside its code.
 
 The registry (``rasura.registry``) collects these values from the package and from installed plug-ins. Names, lists, help
-texts, estimates, calibration, the rule for adversaries who know a protection, and the contract laws come from them.
+texts, estimates, calibration, the rule for adversaries who know a protection, and the contract laws are derived from them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ IMAGES: frozenset[Task] = frozenset({"vision"})
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec:
-    """What every method says of itself.
+    """The description of any method.
 
-    ``name`` is what users write, ``about`` one sentence for lists and help texts, ``source`` the paper with its section, or
-    ``Rasura``. Raises ``InputError`` for a name that the command line could not take and for empty texts.
+    ``name`` is what users write, ``about`` is one sentence for lists and help texts, ``source`` the paper with its section,
+    or ``Rasura``. Raises ``InputError`` for names that the command line could not take, and for empty texts.
     """
 
     name: str
@@ -44,7 +44,7 @@ class MethodSpec:
 
 @dataclass(frozen=True)
 class Home:
-    """A setting in which an attack must make a guess, for the contract laws: model family, task, and protection.
+    """A setting in which an attack must return a guess, for the contract laws: model family, task, and protection.
 
     ``reads``: the attack recovers the whole text there, with certainty.
     """
@@ -59,9 +59,9 @@ class Home:
 class AttackSpec(MethodSpec):
     """An attack on an update.
 
-    ``make`` builds it, ``seconds`` is a rough cost in CPU seconds for one short text on MiniLM (or one image), used for
-    estimates only. ``embedding``: it reads the gradient of the word embedding and nothing else. ``protection``: it reads the
-    protection itself, so that without one there is nothing to read.
+    ``make`` builds it. ``seconds`` is a rough cost in CPU seconds for one short text on MiniLM (or one image), used only for
+    estimates. ``embedding``: it reads only the gradient of the word embedding. ``protection``: it reads the protection
+    itself, so it cannot run without one.
     """
 
     make: Callable[[], Attack[Reconstruction]]
@@ -74,12 +74,12 @@ class AttackSpec(MethodSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Strength:
-    """The one figure that sets how strong a protection is, and the range in which calibration looks for it.
+    """The single number that sets the strength of a protection, and the range in which calibration searches for it.
 
-    ``points``: how many values are tried first, ``weakest`` and ``strongest`` among them; values in between grow by ratios.
-    ``dropped``: the figure is the fraction that is dropped, and the rest shrinks by ratios. ``whole``: a whole number.
-    ``entries``: it is counted in units of the model's trained entries. ``end``: what is written behind it. ``keys``: where
-    the figure is an option, the options that can carry it, the usual one first.
+    ``points``: how many values are tried first, including ``weakest`` and ``strongest``; the values in between are spaced
+    geometrically. ``dropped``: the number is the fraction that is dropped, and the rest is spaced geometrically. ``whole``:
+    it is a whole number. ``entries``: it is in units of the model's trained entries. ``end``: what is written after it.
+    ``keys``: if the number is given as an option, the options that can carry it, the default first.
     """
 
     name: str
@@ -93,11 +93,11 @@ class Strength:
     keys: tuple[str, ...] = ()
 
     def positions(self) -> tuple[float, ...]:
-        """Where the figure is set at first, from weak (0) to strong (1)."""
+        """The positions tried first, from weak (0) to strong (1)."""
         return tuple(k / (self.points - 1) for k in range(self.points))
 
     def value(self, position: float, entries: int = 1) -> float:
-        """The figure at ``position``, to two digits."""
+        """The number at ``position``, to two digits."""
         first, last = (1 - self.weakest, 1 - self.strongest) if self.dropped else (self.weakest, self.strongest)
         at: float = first * (last / first) ** position * (entries if self.entries else 1)
         if self.whole:
@@ -110,12 +110,12 @@ class Strength:
 class DefenseSpec(MethodSpec):
     """A protection of an update.
 
-    ``make`` builds it: without an argument where ``parameter`` is None, else with one of that type; ``str`` stands for
-    options, which may be empty. ``example`` is the protection as users write it, at a setting at which it acts; ``neutral``
-    builds it at a setting at which it does nothing, where there is one. ``guarantee``: the formal guarantee, or ``none``.
-    ``known_by``: the attacks that know how it works; without all of them in a run, nothing is said to be stopped. None means
-    that no attack knows it. ``known_by_on_images``: the same for images. ``waits``: it acts by sending nothing. ``draws``:
-    it draws numbers, so that two updates of the same texts differ.
+    ``make`` builds it: without an argument if ``parameter`` is None, otherwise with an argument of that type; ``str`` means
+    options, which may be empty. ``example`` is the protection as users write it, at a setting that has an effect;
+    ``neutral`` builds it at a setting without effect, if there is one. ``guarantee``: the formal guarantee, or ``none``.
+    ``known_by``: the attacks that know how it works; a run must include all of them before a verdict says that the
+    protection stops anything. None means that no attack knows it. ``known_by_on_images``: the same for images. ``waits``: it
+    acts by sending nothing. ``draws``: it is random, so two updates of the same texts differ.
     """
 
     make: Callable[..., Any]
@@ -135,8 +135,8 @@ class DefenseSpec(MethodSpec):
 class MetricSpec(MethodSpec):
     """A metric of recovered texts or images.
 
-    ``make`` builds it; where ``encoder`` is set, from a function that embeds texts, which the registry makes of the model
-    that follows the name (``sentence_cosine:FOLDER``). ``usual``: an audit computes it without being asked.
+    ``make`` builds it; if ``encoder`` is set, from a function that embeds texts, which the registry makes from the model
+    given after the name (``sentence_cosine:FOLDER``). ``usual``: an audit computes it by default.
     """
 
     make: Callable[..., Metric[Reconstruction]]
@@ -149,7 +149,7 @@ class MetricSpec(MethodSpec):
 class UpdateSpec(MethodSpec):
     """A kind of update: what a client sends.
 
-    ``make`` builds it from the figures behind the name, as text: at least ``needed``, at most ``figures``.
+    ``make`` builds it from the figures after the name, as text: at least ``needed`` and at most ``figures`` of them.
     """
 
     make: Callable[..., Any]
@@ -160,7 +160,7 @@ class UpdateSpec(MethodSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipSpec(MethodSpec):
-    """An attack on a trained model, which tells whether an example was trained on."""
+    """An attack on a trained model, which infers whether the model was trained on an example."""
 
     make: Callable[[], MembershipAttack]
 
@@ -169,8 +169,8 @@ class MembershipSpec(MethodSpec):
 class ServiceAttackSpec(MethodSpec):
     """An attack by a service's operator.
 
-    ``home``: a protection and a model family at which it must make a guess. ``protection``: it reads the protection itself,
-    so that without one there is nothing to read.
+    ``home``: a protection and a model family for which it must return a guess. ``protection``: it reads the protection
+    itself, so it cannot run without one.
     """
 
     make: Callable[[], ServiceAttack]
@@ -189,9 +189,9 @@ class ServiceMetricSpec(MethodSpec):
 class ServiceProtectionSpec(MethodSpec):
     """A protection of a model service. ``make`` takes the model, its vocabulary, and options by name.
 
-    ``example``: as users write it, at a setting at which it acts. ``known_by``: the attacks that know how it works; without
-    all of them in a run, nothing is said to be stopped. None means that no attack knows it. ``known_by_with``: by an option,
-    the attacks that take their place where that option is set.
+    ``example``: the protection as users write it, at a setting that has an effect. ``known_by``: the attacks that know how
+    it works; a run must include all of them before a verdict says that the protection stops anything. None means that no
+    attack knows it. ``known_by_with``: for an option, the attacks that replace them when that option is set.
     """
 
     make: Callable[..., Any]
@@ -204,7 +204,7 @@ class ServiceProtectionSpec(MethodSpec):
 class ModelSpec(MethodSpec):
     """An adapter for a model family whose parts are not found by structure.
 
-    ``name`` is the model's ``config.model_type``; ``make`` takes the model and gives its ``Parts``.
+    ``name`` is the model's ``config.model_type``; ``make`` takes the model and returns its ``Parts``.
     """
 
     make: Callable[..., Any]

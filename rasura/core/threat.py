@@ -1,4 +1,4 @@
-"""Who the adversary is, and the one door from the truth to what the adversary sees."""
+"""The adversaries, and the only functions that turn the truth into what an adversary sees."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from rasura.core.values import UNKNOWN, Grant, Mechanism, Message, Observation, 
 
 @dataclass(frozen=True)
 class ThreatModel:
-    """An adversary, by what is granted to it. ``active``: the server may send a crafted model. ``plain`` is for reports."""
+    """An adversary, defined by what it is granted. ``active``: the server may send a crafted model. ``plain``: the
+    description in reports."""
 
     name: str
     grants: frozenset[Grant]
@@ -35,25 +36,30 @@ _PUBLIC = frozenset(
 HONEST_SERVER = ThreatModel(
     "honest-server",
     _PUBLIC,
-    "the server operator, who follows the protocol but looks (honest-but-curious): knows the model, which protection is "
-    "used, and how many texts are in an update",
+    "the server operator, who follows the protocol but inspects the updates (honest-but-curious). The operator "
+    "knows the model, the protection in use and the number of texts in an update",
 )
 WITH_LABELS_AND_LENGTHS = ThreatModel(
     "with-labels-and-lengths",
     _PUBLIC | {Grant.LABELS, Grant.LENGTHS},
-    "the same operator, who also knows every text's label and length in tokens (the assumption of the older papers)",
+    "the honest-but-curious server operator, who also knows the label of every text and its length in tokens "
+    "(the assumption of earlier papers)",
 )
 
 WITH_LENGTHS = ThreatModel(
-    "with-lengths", _PUBLIC | {Grant.LENGTHS}, "the same operator, who also knows every text's length in tokens"
+    "with-lengths",
+    _PUBLIC | {Grant.LENGTHS},
+    "the honest-but-curious server operator, who also knows the length of every text in tokens",
 )
-WITH_LABELS = ThreatModel("with-labels", _PUBLIC | {Grant.LABELS}, "the same operator, who also knows every text's label")
+WITH_LABELS = ThreatModel(
+    "with-labels", _PUBLIC | {Grant.LABELS}, "the honest-but-curious server operator, who also knows the label of every text"
+)
 
 MALICIOUS_SERVER = ThreatModel(
     "malicious-server",
     _PUBLIC,
-    "a server operator who may send weights of its own making instead of the model (an active attack), and knows which "
-    "protection is used and how many texts are in an update",
+    "a malicious server operator, who may send crafted weights instead of the model (an active attack). The "
+    "operator knows the protection in use and the number of texts in an update",
     active=True,
 )
 
@@ -64,23 +70,24 @@ THREATS: Mapping[str, ThreatModel] = {
 MODEL_USER = ThreatModel(
     "model-user",
     frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.CANDIDATES, Grant.REFERENCE_TEXT, Grant.MECHANISM, Grant.TRAINING}),
-    "an adversary with query access to the trained model and its probabilities, who holds candidate texts with their "
-    "labels and knows how the model was trained: the public model, the recipe and the protection",
+    "an adversary who can query the trained model for probabilities, holds candidate texts with their labels, "
+    "and knows how the model was trained: the public model, the recipe and the protection",
 )
-"""The adversary of membership inference: has the trained model but no update of its training."""
+"""The adversary of membership inference. It can query the trained model but sees no update of its training."""
 
 SERVICE_OPERATOR = ThreatModel(
     "service-operator",
     frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.REFERENCE_TEXT, Grant.MECHANISM}),
-    "the operator of a model service, who follows the protocol but inspects the data (honest-but-curious): sees the "
-    "uploaded model and everything that clients send, and knows the public model, the protection in use and texts of the "
-    "same kind",
+    "the operator of a model service, who follows the protocol but inspects the data (honest-but-curious). The "
+    "operator sees the uploaded model and everything that clients send, and knows the public model, the "
+    "protection in use and texts of the same kind",
 )
 """The adversary of a model service: reads the data that clients send."""
 
 
 def adversary_copy(model: nn.Module) -> nn.Module:
-    """The adversary's copy of the model, on the CPU, in eval mode, without gradients: own modules, shared read-only weights.
+    """The adversary's copy of the model, on the CPU, in eval mode and without gradients. It has its own modules but shares
+    the read-only weights.
 
     A victim on another device is copied.
     """
@@ -97,7 +104,8 @@ def observe(
     reference_text: tuple[str, ...] | None = None,
     language_model: tuple[nn.Module, Vocabulary] | None = None,
 ) -> Observation:
-    """What ``threat`` sees of ``truth``: the message, and what it is granted. The one door from truth to adversary.
+    """What ``threat`` sees of ``truth``: the message, and what it is granted. For updates, this is the only way from the
+    truth to an adversary.
 
     Pass ``adversary_model`` (from ``adversary_copy``) to save making one for every observation.
     """
@@ -132,9 +140,9 @@ def observe_update(
     reference_text: tuple[str, ...] | None = None,
     language_model: tuple[nn.Module, Vocabulary] | None = None,
 ) -> Observation:
-    """What somebody has who captured ``message``: there is no truth here, so what is not given is not granted.
+    """The view of someone who captured ``message``. There is no truth here, so what is not passed is not granted.
 
-    ``model``: the model that the update was made with; the adversary gets a copy.
+    ``model``: the model with which the update was computed; the adversary gets a copy.
     """
     known: dict[Grant, Any] = {
         Grant.MODEL: adversary_copy(model),
@@ -160,10 +168,11 @@ def observe_model(
     mechanism: tuple[Mechanism, ...] = (),
     shadow_models: Callable[[], tuple[ShadowModel, ...]] | None = None,
 ) -> ModelObservation:
-    """What ``threat`` has of a trained model, which ``ask`` answers for. Who is a member is not passed, so it cannot leak.
+    """What ``threat`` sees of a trained model, which is queried through ``ask``. The members are not passed, so they cannot
+    leak.
 
-    ``candidates`` must stand in an order that says nothing (shuffle them). ``shadow_models`` trains the adversary's models
-    when it is first called.
+    ``candidates`` must be in an uninformative order (shuffle them). ``shadow_models`` trains the adversary's models at its
+    first call.
     """
     sources: dict[Grant, Any] = {
         Grant.MODEL: ask, Grant.CANDIDATES: tuple(candidates), Grant.BASE_MODEL: base, Grant.MECHANISM: mechanism,
@@ -188,7 +197,8 @@ def service_transcript(
 
 
 def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...] = ()) -> ServiceObservation:
-    """What the operator of a model service sees; ``reference_text`` of the same kind is public. The one door there."""
+    """What the operator of a model service sees; ``reference_text`` of the same kind is public. For services, this is the
+    only way from the truth to an adversary."""
     sent = truth.sent or tuple(tuple(truth.tokens[list(text)].tolist()) for text in truth.ids)
     if truth.vectors is not None:
         special = truth.vocabulary.special_ids

@@ -1,4 +1,4 @@
-"""What a client makes of a batch before it sends: one gradient, or what several steps of local training changed.
+"""What a client computes from a batch: one gradient, or the change after several steps of local training.
 
 Used by the step that sends, and by attacks that recompute what a guess would have sent.
 """
@@ -20,7 +20,7 @@ from rasura.core.values import Gradients, Grant, Observation
 
 
 def announced_update(seen: Observation) -> Local:
-    """How the update came about, as the mechanism tells it; one gradient where it tells nothing."""
+    """How the update was computed, according to the mechanism; one gradient if it does not say."""
     return announced(seen.mechanism) if Grant.MECHANISM in seen else FEDSGD
 
 
@@ -31,11 +31,10 @@ def changed(
     local: Local = FEDSGD,
     order: Order = torch.randperm,
 ) -> tuple[Gradients, float]:
-    """What ``model`` would send for ``inputs``: one tensor for each of the parameters ``names`` that has one, and the loss.
-
-    For local training: (weights before - weights after) / learning rate, which after one step of SGD is the gradient; the
-    loss is the first mini-batch's. ``order`` draws the order of texts. ``model`` and its ``.grad`` are left as they are;
-    tensors are on the CPU.
+    """What a client would send for ``inputs``: one tensor for each of the parameters ``names`` that has one, and the loss.
+    For local training, the tensor is (weights before - weights after) / learning rate, which after one step of SGD is the
+    gradient; the loss is that of the first mini-batch. ``order`` draws the order of texts. ``model`` and its ``.grad`` are
+    unchanged; tensors are on the CPU.
     """
     start: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if n in set(names)}
     if local.kind == "fedsgd":
@@ -68,7 +67,7 @@ def changed(
 
 
 def mini_batch(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-    """The texts at the places ``rows`` of a step's ``inputs``, without padding that none of them needs."""
+    """The texts at the indices ``rows`` of a step's ``inputs``, without padding that none of them needs."""
     some = {name: value[rows.to(value.device)] for name, value in inputs.items()}
     mask = some.get("attention_mask")
     if mask is None:
@@ -80,7 +79,8 @@ def mini_batch(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
 def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) -> Tensor:
     """Logits ``(texts, classes)`` of a classifier for word embeddings ``(texts, length, hidden)``, padded on the right.
 
-    A decoder's classifier reads the last token, which it looks for in the ids; given embeddings it would read the padding.
+    A decoder with a classification head reads the last token, which it finds by the ids; given embeddings, it would read the
+    padding.
     """
     whole: Any = getattr(model, "get_base_model", lambda: model)()  # without the shell of LoRA
     inputs = {"inputs_embeds": embedded, "attention_mask": mask, **rest}

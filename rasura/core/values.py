@@ -1,9 +1,8 @@
 """The values that flow from a private batch to a score.
 
 One way through: ``Batch`` -> ``PerExample`` -> ``Message`` -> ``Transcript`` (the truth) -> ``Observation`` (what one
-adversary sees) -> ``Reconstruction`` (a guess). Every value is frozen: a stage hands on a new one. What a trained model or a
-model service shows is in ``rasura.core.answers``. This module imports nothing of the package but
-``rasura.core.batches``.
+adversary sees) -> ``Reconstruction`` (a guess). Every value is frozen: each stage returns a new one. The values of trained
+models and model services are in ``rasura.core.answers``. This module imports only ``rasura.core.batches`` from the package.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ ProofName = Literal["gradient", "embedding-rows"]
 Parameter = float | int | str | bool | None
 
 UNKNOWN = -1
-"""Stands in a reconstruction for a position whose token was not recovered."""
+"""Marks a position in a reconstruction whose token was not recovered."""
 
 
 class Grant(enum.Enum):
     """One thing that an adversary may know besides the message itself."""
 
-    MODEL = "the weights of the model that was trained, as they were before the step"
+    MODEL = "the weights of the trained model before the step"
     BASE_MODEL = "the public pretrained model and its tokenizer"
     LABELS = "the labels of the batch"
     LENGTHS = "the number of tokens of every text in the batch"
@@ -39,11 +38,11 @@ class Grant(enum.Enum):
     REFERENCE_TEXT = "public text of the same kind as the private text"
     LANGUAGE_MODEL = "a public causal language model of such text"
     MECHANISM = "which protection is used, with its parameters (never its keys)"
-    TRAINING = "how the model was trained, so that models like it can be trained on texts of one's choice"
+    TRAINING = "how the model was trained, so that similar models can be trained on chosen texts"
 
 
 class Stage(enum.Enum):
-    """Where in the flow a defense acts."""
+    """The stage of training at which a defense acts."""
 
     DATA = "data"
     MODEL = "model"
@@ -62,9 +61,9 @@ class Mechanism:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the public tokenizer tells: sizes, special ids, and how ids become text.
+    """The facts of the public tokenizer: sizes, special ids, and how ids become text.
 
-    ``prefix`` and ``suffix`` are the ids that the tokenizer puts around every single text (BERT: ``[CLS]`` and ``[SEP]``).
+    ``prefix`` and ``suffix`` are the ids that the tokenizer puts around each text (BERT: ``[CLS]`` and ``[SEP]``).
     """
 
     size: int
@@ -90,17 +89,17 @@ Gradients = Mapping[str, Tensor]
 
 
 Weigh = Callable[[Tensor], Tensor]
-"""Norms of gradients, ``(texts,)``, to the weights of a sum."""
+"""A function from gradient norms, ``(texts,)``, to the weights of a sum."""
 
 
 @dataclass(frozen=True)
 class PerExample:
-    """The gradients of a batch before they are aggregated; computed when asked for, since most defenses need the mean only.
+    """The gradients of a batch before aggregation, computed on demand, since most defenses need only the mean.
 
     ``mean()`` is the gradient of the batch loss; ``each()`` yields the gradient of every text's own loss, one at a time;
-    ``weighted(weigh)`` is the sum of these, each times what ``weigh`` makes of its Euclidean norm, without holding any:
-    ``weigh`` maps norms ``(texts,)`` to weights one by one. ``expected`` is the size that a batch has on average where texts
-    join by chance (Poisson sampling): what a sum is divided by then, since the true size is private.
+    ``weighted(weigh)`` is their sum, each weighted by ``weigh`` of its Euclidean norm, without keeping any of them:
+    ``weigh`` maps norms ``(texts,)`` to weights element by element. ``expected`` is the average batch size under Poisson
+    sampling; a sum is then divided by it, since the true size is private.
     """
 
     mean: Callable[[], Gradients]
@@ -115,9 +114,9 @@ class Message:
     """What leaves the client.
 
     ``gradients`` holds the clear tensors. ``visible`` (bool, same shapes; a missing name means all visible) is false where
-    an entry was sealed or dropped in a way that the receiver can tell; the clear tensor holds zeros there. ``sealed`` holds
-    ciphertexts. ``kind`` names the update kind, ``"fedsgd"`` being one gradient. ``header`` tells the receiver what it must
-    know of the sealing: the scheme, which keys, a digest of the mask.
+    an entry was sealed, or dropped in a way that the receiver can see; the clear tensor holds zeros there. ``sealed`` holds
+    ciphertexts. ``kind`` is the update kind; ``"fedsgd"`` is one gradient. ``header`` holds what the receiver must know
+    about the sealing: the scheme, which keys, and a digest of the mask.
     """
 
     gradients: Gradients
@@ -129,7 +128,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Transcript:
-    """The truth of one step, secrets inside. Only ``threat.observe`` and metrics read it."""
+    """The truth of one step, with its secrets. Only ``threat.observe`` and metrics read it."""
 
     batch: Batch | ImageBatch
     model: torch.nn.Module
@@ -139,20 +138,20 @@ class Transcript:
     task: Task
     vocabulary: Vocabulary
     seconds: float = 0.0
-    """Wall seconds that the protections took on data and message, beside the training itself."""
+    """Wall-clock seconds of the protections on data and message, without the training itself."""
 
     @property
     def text_batch(self) -> Batch:
         """The batch of a language model's step. Raises ``TypeError`` for images."""
         if not isinstance(self.batch, Batch):
-            raise TypeError("this step was taken on images, not texts")
+            raise TypeError("this step was computed on images, not texts")
         return self.batch
 
     @property
     def image_batch(self) -> ImageBatch:
         """The batch of an image classifier's step. Raises ``TypeError`` for texts."""
         if not isinstance(self.batch, ImageBatch):
-            raise TypeError("this step was taken on texts, not images")
+            raise TypeError("this step was computed on texts, not images")
         return self.batch
 
 
@@ -182,7 +181,7 @@ class Granted:
 
 @dataclass(frozen=True)
 class Observation(Granted):
-    """What one adversary sees: the message, and the granted values. There is no way back to the Transcript."""
+    """What one adversary sees: the message and the granted values. It holds no reference to the Transcript."""
 
     message: Message
     task: Task
@@ -195,7 +194,8 @@ class Observation(Granted):
 
     @property
     def visible(self) -> Mapping[str, Tensor]:
-        """Boolean masks of the visible entries, each with its gradient's shape; a missing name means all."""
+        """Boolean masks of the visible entries, each with the shape of its gradient; a missing name means that all are
+        visible."""
         return self.message.visible
 
     @property
@@ -224,7 +224,7 @@ class Observation(Granted):
 
     @property
     def batch_size(self) -> int:
-        """How many texts the batch holds."""
+        """The number of texts in the batch."""
         size: int = self._get(Grant.BATCH_SIZE)
         return size
 
@@ -268,8 +268,8 @@ class Reconstruction:
 
     ``tokens`` holds one id sequence per guessed text, special tokens included where the attack places them and ``UNKNOWN``
     where a position stayed open. ``ordered`` is false for a bag of tokens. ``confidence``: ``verified`` (a ``proof`` says
-    so), ``span`` (every token lies in the observed row space, and hardly any other would), ``matched`` (the best that a
-    search found) or ``none``. ``residual`` is the attack's own measure of misfit, smaller is better. ``details`` holds
+    so), ``span`` (every token lies in the observed row space, and hardly any other token would), ``matched`` (the best
+    result of a search) or ``none``. ``residual`` is the attack's own measure of misfit, smaller is better. ``details`` holds
     plain figures for the record. ``texts`` is filled in by the caller, with the vocabulary.
 
     A guess at private images has no tokens but ``images``, ``(batch, channels, height, width)`` in ``[0, 1]``.
@@ -288,6 +288,6 @@ class Reconstruction:
 
     def __post_init__(self) -> None:
         if (self.confidence == "verified") != (self.proof is not None):
-            raise ValueError(f"confidence {self.confidence!r}: verified takes a proof, and nothing else does")
+            raise ValueError(f"confidence {self.confidence!r}: verified needs a proof, and no other confidence takes one")
         if self.proof is not None and (self.proof.tokens != self.tokens or not self.ordered):
-            raise ValueError("the proof is one of other tokens")
+            raise ValueError("the proof is for other tokens")

@@ -17,15 +17,15 @@ G = TypeVar("G")
 Status = Literal["ok", "failed", "crashed", "not_applicable"]
 
 MACHINE: tuple[type[Exception], ...] = (OSError, MemoryError)
-"""Faults of the machine, not of an attack: the same command goes on once they are mended."""
+"""Faults of the machine, not of an attack. Once they are fixed, the same command resumes."""
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[G]):
-    """How an attempt ended: its guess if ``ok``, else the reason in words.
+    """How an attempt ended: with its guess if ``ok``, otherwise with the reason in words.
 
-    ``details``: plain figures that a failed attack left; those of a guess are its own. ``wall_seconds``, ``cpu_seconds``:
-    time of the call. ``peak_mb``: the most memory that the process has held so far, in MiB.
+    ``details``: plain figures of a failed attack; those of a guess are in the guess. ``wall_seconds``, ``cpu_seconds``: time
+    of the call. ``peak_mb``: the peak memory of the process so far, in MiB.
     """
 
     status: Status
@@ -42,13 +42,11 @@ def attempt(
     *,
     raises: tuple[type[Exception], ...] = (),
 ) -> Outcome[G]:
-    """Call ``call`` and say how it ended.
+    """Call ``call`` and report how it ended.
 
-    ``NotApplicable`` ends as ``not_applicable``, ``AttackFailed`` as ``failed``, any other exception as ``crashed``.
-    An attack that breaks is a finding about the attack: it does not end the run, and it is no sign of protection.
-
-    ``raises``: exceptions that reach the caller instead, such as ``MACHINE``. ``NotApplicable`` and ``AttackFailed`` never
-    do.
+    ``NotApplicable`` ends as ``not_applicable``, ``AttackFailed`` as ``failed``, any other exception as ``crashed``. A crash
+    is a finding about the attack: it does not end the run and is no evidence of protection. ``raises``: exceptions that are
+    raised to the caller instead, such as ``MACHINE``. ``NotApplicable`` and ``AttackFailed`` never are.
     """
     wall, cpu = time.perf_counter(), time.process_time()
     guess: G | None = None
@@ -71,7 +69,8 @@ def attempt(
 
 
 def lacking(attack: Adversary, seen: Granted, threat: str) -> Outcome[Any] | None:
-    """The outcome of an attack that needs what the threat model ``threat`` does not grant; None where nothing is missing."""
+    """The outcome of an attack that needs something that the threat model ``threat`` does not grant; None if nothing is
+    missing."""
     missing = sorted(g.name for g in attack.needs if g not in seen)
     if not missing:
         return None
@@ -79,5 +78,5 @@ def lacking(attack: Adversary, seen: Granted, threat: str) -> Outcome[Any] | Non
 
 
 def peak_mb() -> float:
-    """The most memory that this process has held so far, in MiB."""
+    """The peak memory of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

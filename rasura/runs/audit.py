@@ -46,15 +46,15 @@ from rasura.victims.loading import Victim, in_memory
 from rasura.victims.step import step
 
 WORK = {"quick": 0.25, "default": 1.0, "paper": 30.0}
-"""What a budget makes of an attack's usual cost."""
+"""The factor of each budget level on an attack's usual cost."""
 
 
 class Audit:
-    """A prepared audit: inputs checked, model loaded, cells known. Iterate ``run`` to do what is not done yet.
+    """A prepared audit: inputs checked, model loaded, cells known. Iterate ``run`` to run the remaining cells.
 
-    ``baseline``: without protection every attack is run as well, whether the plan has ``none`` or not. Only an attack that
-    is seen to read there can say anything of a protection; without the baseline every verdict is 'not measured'.
-    ``methods``: what the names of the plan stand for.
+    ``baseline``: also run every attack without protection, even if the plan does not list ``none``. Only an attack that
+    works there can show anything about a protection; without the baseline, every verdict is 'not measured'. ``methods``: the
+    methods behind the names in the plan.
     """
 
     def __init__(
@@ -83,22 +83,22 @@ class Audit:
         self.unavailable: dict[str, str] = {}
 
     def estimate(self) -> float:
-        """Rough CPU seconds of the whole audit on a small model, for the user to decide before it starts."""
+        """Rough CPU seconds of the whole audit on a small model, so the user can decide before it starts."""
         return WORK[self.plan.budget] * sum(self.methods.attacks[c.attack].seconds * c.batch_size for c in self.cells)
 
     def run(self, store: RunStore, progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
-        """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
+        """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
         for cells in self.left(store):
             for record in self.records(cells, progress):
                 store.add(record)
                 yield record
 
     def left(self, store: RunStore) -> list[list[Cell]]:
-        """The cells that ``store`` lacks, those that share a step together."""
+        """The cells that ``store`` lacks, grouped by the step that they share."""
         return by_step(self.cells, store)
 
     def records(self, cells: Sequence[Cell], progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
-        """The Records of ``cells`` that share a step, which is taken once."""
+        """The Records of ``cells`` that share a step. The step is computed once."""
         truth: Transcript | tuple[str, str] | None = None
         for cell in cells:
             if progress is not None:
@@ -107,7 +107,7 @@ class Audit:
             yield self._cell(cell, truth)
 
     def _step(self, cell: Cell) -> Transcript | tuple[str, str]:
-        """The step that the cell attacks; or why there is none to attack, as the status and the reason of its cells."""
+        """The step that the cell attacks. If there is none, the status and the reason for its cells."""
         # Seeded by the cell's place, not by what ran before, so that a resumed run takes the same step.
         rng = generator(cell.seed, "step", *cell.protected_update, cell.batch_size, cell.batch)
         batch = self.batches[cell.defense, cell.batch_size][cell.batch]
@@ -123,14 +123,14 @@ class Audit:
         except InputError:
             raise
         except Exception as error:
-            return "crashed", f"the training step broke: {broken(error)}"
+            return "crashed", f"the training step failed: {broken(error)}"
 
     def _cell(self, cell: Cell, truth: Transcript | tuple[str, str]) -> Record:
         threat = THREATS[cell.threat]
         if isinstance(truth, tuple):
             return self._record(cell, threat, *truth)
         if isinstance(self.attacks[cell.attack], ActiveAttack) and not threat.active:
-            reason = f"it crafts the weights that are trained on, and {cell.threat} sends the model as it is"
+            reason = f"it needs crafted weights, but the server of {cell.threat} sends the model unchanged"
             return self._record(cell, threat, "not_applicable", f"{reason}; pass --threat malicious-server")
         outcome = self._attempt(self.attacks[cell.attack], cell, truth, threat)
         blind = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
@@ -200,7 +200,8 @@ class Audit:
         return attempt(guess)
 
     def scores(self, guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
-        """All metrics of one guess; a metric that this machine cannot compute is noted with its remedy, not faked."""
+        """All metrics of one guess. A metric that this machine cannot compute is recorded with the remedy instead of a
+        value."""
         out = {}
         for name, metric in self.metrics.items():
             try:
@@ -232,14 +233,15 @@ def audit(
     seed: int | None = None,
     device: str = "cpu",
 ) -> Iterator[Record]:
-    """Run an audit into the folder ``out``, yielding each Record as it is done; what ``out`` holds is not redone.
+    """Run an audit into the folder ``out`` and yield each Record when it is finished. Cells that ``out`` holds are not run
+    again.
 
-    ``plan``: the whole plan, whose fields the other arguments replace. ``model``: a folder, a hub id, or a Hugging Face
-    model in memory with its ``tokenizer``. ``data``: a file, or the private texts themselves. ``attacks``, ``defenses``,
-    ``metrics``: names, specs, or objects that keep the protocols ``Attack``, ``Transform`` and ``Metric``. No attack is
-    taken to know a protection that is given as a ``Transform``, so no verdict says that it stops anything: give a
-    ``DefenseSpec`` with ``known_by`` for that. The baseline without protection is run where ``plan`` lacks it. Raises
-    ``InputError`` for bad input, before anything runs.
+    ``plan``: the whole plan; the other arguments replace its fields. ``model``: a folder, a hub id, or a Hugging Face model
+    in memory with its ``tokenizer``. ``data``: a file, or the private texts themselves. ``attacks``, ``defenses``,
+    ``metrics``: names, specs, or objects with the protocols ``Attack``, ``Transform`` and ``Metric``. No attack is assumed
+    to know a protection that is given as a ``Transform``, so no verdict says that it stops anything; pass a ``DefenseSpec``
+    with ``known_by`` to change this. The baseline without protection always runs. Raises ``InputError`` for bad input,
+    before anything runs.
     """
     wanted: dict[str, Any] = {"task": task, "limit": limit, "budget": budget, "seed": seed}
     if data is not None and not isinstance(data, str | Path):
@@ -253,11 +255,11 @@ def audit(
     victim, learned = None, cast(Task, task or chosen.task)
     if isinstance(model, nn.Module):
         if tokenizer is None:
-            raise InputError("model is in memory; expected its tokenizer, too")
+            raise InputError("the model is in memory, but no tokenizer was given; pass its tokenizer as well")
         victim = in_memory(model, tokenizer, learned, device=device)
         wanted["model"] = victim.name
     elif tokenizer is not None:
-        raise InputError("tokenizer is for a model in memory; a folder or hub id brings its own")
+        raise InputError("a tokenizer was given for a folder or hub id, which has its own; leave it out")
     elif model is not None:
         wanted["model"] = str(model)
     chosen = replace(chosen, **{name: value for name, value in wanted.items() if value is not None})

@@ -1,4 +1,4 @@
-"""What an audit runs over: private texts or images, loaded, checked and tokenized into batches."""
+"""The data of an audit: private texts or images, loaded, checked and tokenized into batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rasura.victims.loading import Victim
 class AuditData:
     """The private ``examples`` or ``images``, one of them empty, and public text of the same kind, if any.
 
-    ``label_names``: what labels stand for that are text in a data file; None where no file of texts was read.
+    ``label_names``: the names of labels that are text in a data file; None if no file of texts was read.
     """
 
     examples: Sequence[Example]
@@ -43,17 +43,17 @@ class AuditData:
 
     @property
     def reference_name(self) -> str | None:
-        """The same of the public text; None without any."""
+        """The same for the public text; None without any."""
         return None if self.reference is None else data_hash([Example(t) for t in self.reference])
 
     @property
     def num_labels(self) -> int:
-        """Classes that the labels need, at least two."""
+        """The number of classes that the labels need, at least two."""
         return max(2, 1 + max((e.label or 0) for e in self.private))
 
     @property
     def numbers(self) -> list[int]:
-        """A number for each text or image, the same for the same one: what comes twice counts once."""
+        """A number for each text or image, equal for equal ones, so that a duplicate counts once."""
         numbers: dict[Any, int] = {}
         return [numbers.setdefault(_content(one), len(numbers)) for one in self.private]
 
@@ -63,8 +63,8 @@ def _content(one: Any) -> Any:
 
 
 def load_data(plan: Plan) -> AuditData:
-    """The data of a checked plan. Raises ``InputError`` for files that cannot be read, empty texts, a ``skip`` that leaves
-    nothing, and a reference that holds private texts."""
+    """The data of a checked plan. Raises ``InputError`` for unreadable files, empty texts, a ``skip`` that leaves nothing,
+    and a reference that contains private texts."""
     if plan.task == "vision":
         pictures = demo_images() if plan.data is None else load_images(plan.data, limit=plan.skip + plan.limit)
         return AuditData([], _wanted(pictures, plan))
@@ -85,7 +85,7 @@ def load_data(plan: Plan) -> AuditData:
 
 def _wanted(found: list[E], plan: Plan) -> list[E]:
     if plan.skip and len(found) <= plan.skip:
-        raise InputError(f"skip is {plan.skip}, and there are {len(found)} texts or images; expected less")
+        raise InputError(f"skip is {plan.skip}, but there are only {len(found)} texts or images; expected a smaller number")
     return found[plan.skip : plan.skip + plan.limit]
 
 
@@ -99,16 +99,15 @@ def _reference(plan: Plan, examples: Sequence[Example]) -> tuple[str, ...] | Non
 
 @dataclass(frozen=True)
 class EncodedData:
-    """By protection and batch size: the ``batches`` that clients send, and the numbers of the ``examples`` in each."""
+    """By protection and batch size: the ``batches`` that clients send, and the numbers of the ``examples`` in each batch."""
 
     batches: dict[tuple[str, int], list[Any]]
     examples: Mapping[tuple[str, int], list[list[int]]]
 
 
 def encoded_data(data: AuditData, plan: Plan, victim: Victim, defenses: Mapping[str, Defense]) -> EncodedData:
-    """``data`` as batches. All is tokenized here, before the first cell, so that a bad text is refused at once.
-
-    Behind ``accumulate`` a client sends several batches as one.
+    """``data`` as batches. Everything is tokenized here, before the first cell, so that a bad text is refused at once. Under
+    ``accumulate``, a client sends several batches as one.
     """
     batches = {size: [_encoded(group, plan, victim) for group in groups(data.private, size)] for size in plan.batch_sizes}
     numbers = {size: list(groups(data.numbers, size)) for size in plan.batch_sizes}
@@ -129,9 +128,8 @@ def _encoded(group: Sequence[Any], plan: Plan, victim: Victim) -> Any:
 
 
 def _sent_together(defense: Defense, batches: Sequence[Any], model: nn.Module) -> list[list[int]]:
-    """The places of the batches that a client sends as one: behind ``accumulate`` several, so that it is sent at all.
-
-    What is left over is not sent, and not audited; where nothing is, one batch of all that there is says so.
+    """The indices of the batches that a client sends as one. Under ``accumulate`` these are several. Batches left over are
+    not sent and not audited; if nothing is sent at all, one batch of all texts records this.
     """
     least = least_tokens((p.mechanism for p in defense), model)
     if not least:

@@ -1,4 +1,4 @@
-"""The models of an audit: those that are trained, those that a server made up, and the adversary's copies of them."""
+"""The models of an audit: the trained ones, those that a server crafted, and the adversary's copies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rasura.victims.loading import Victim, load
 
 
 def load_victim(plan: Plan, num_labels: int, device: str) -> Victim:
-    """The model of ``plan``, its fresh head for ``num_labels`` classes where the plan names no number."""
+    """The model of ``plan``. A new head has ``num_labels`` classes unless the plan sets a number."""
     task: Any = plan.task
     return load(plan.model, task, num_labels=plan.num_labels or num_labels, seed=plan.seed, device=device)
 
@@ -31,7 +31,7 @@ def load_language_model(plan: Plan) -> tuple[nn.Module, Vocabulary] | None:
 
 
 class AuditModels:
-    """One model for each of the ``adapters``: the one that is trained, and the adversary's copy of it."""
+    """For each of the ``adapters``, the model that is trained and the adversary's copy of it."""
 
     def __init__(self, victim: Victim, adapters: Iterable[Adapter], seed: int) -> None:
         self.task = victim.task
@@ -46,7 +46,8 @@ class AuditModels:
         return self._public[adapter]
 
     def trained(self, adapter: Adapter, attack: Attack[Reconstruction], cell: Cell) -> nn.Module:
-        """The model that is trained on: the public one, or what the server sends instead under an active threat model."""
+        """The model that the client trains: the public one, or the one that the server sends instead under an active threat
+        model."""
         public = self.public(adapter)
         if not (THREATS[cell.threat].active and isinstance(attack, ActiveAttack)):
             return public
@@ -57,5 +58,5 @@ class AuditModels:
         return self._crafted[key]
 
     def adversary(self, adapter: Adapter, sent: nn.Module) -> nn.Module:
-        """The adversary's copy of ``sent``, the model that was trained on."""
+        """The adversary's copy of ``sent``, the model that the client trained."""
         return self._copies[adapter] if sent is self.public(adapter) else adversary_copy(sent)

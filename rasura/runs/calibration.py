@@ -1,9 +1,10 @@
-"""The least protection whose risk's upper bound meets a target, found and verified by audits (calibration paper, sec. III).
+"""The weakest protection whose upper bound of the risk meets a target, found and verified by audits (calibration paper, sec.
+III).
 
-For each protection with one open figure: audits from weak to strong, then between the weakest setting that holds and the
-next that does not. A setting holds where the 95 % interval of the risk ends at or below the target, for every attack and for
-guessing, its verdict (``report/verdicts.py``) allows to say so, and so do all stronger ones that were tried. What is found
-must pass a fresh audit with other seeds.
+For each protection with one open number: audits from weak to strong, then between the weakest setting that holds and the
+next weaker one. A setting holds if the 95 % interval of the risk ends at or below the target, for every attack and for
+guessing, if its verdict (``report/verdicts.py``) supports this, and if all stronger settings that were tried hold too. The
+setting found must pass a new audit with other seeds.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Progress = Callable[[Cell], None]
 
 
 class Calibration:
-    """A prepared calibration: inputs checked, model loaded. ``run`` does what the folder does not hold yet."""
+    """A prepared calibration: inputs checked, model loaded. ``run`` computes what the folder does not hold yet."""
 
     def __init__(self, wanted: CalibrationPlan, folder: str | Path, *, device: str = "cpu") -> None:
         self.wanted = wanted = wanted.checked()
@@ -58,14 +59,14 @@ class Calibration:
         self.store = RunStore(folder, wanted.identity())
 
     def _fresh(self) -> tuple[Plan, str]:
-        """The plan of the audit that verifies, and which texts it takes: others where there are as many."""
+        """The plan of the verifying audit, and which texts it uses: other texts if there are enough."""
         other = replace(self.plan, seed=self.plan.seed + self.plan.seeds)
         try:
             found = Audit(replace(other, skip=self.plan.skip + self.plan.limit, defenses=("none",)), victim=self.victim)
         except InputError as reason:
             return other, f"the same texts, other seeds ({reason})"
         if len(found.data.private) < self.n_texts:
-            return other, f"the same texts, other seeds: there are no {self.n_texts} others"
+            return other, f"the same texts, other seeds: there are fewer than {self.n_texts} other texts"
         return replace(other, skip=found.plan.skip), "other texts, other seeds"
 
     def _training(self, defenses: tuple[str, ...]) -> Training:
@@ -80,7 +81,7 @@ class Calibration:
         )  # fmt: skip
 
     def estimate(self) -> float:
-        """Rough CPU seconds for a small model, training not counted."""
+        """Rough CPU seconds for a small model, without training."""
         each = Audit(replace(self.plan, defenses=("none",)), victim=self.victim).estimate()
         return each * sum(one.strength.points + self.wanted.steps + 2 for one in self.families)
 
@@ -89,7 +90,8 @@ class Calibration:
         self.store.close()
 
     def run(self, progress: Progress | None = None) -> dict[str, Any]:
-        """Find, verify and price a setting for every protection; the result is also ``summary.json`` of the folder."""
+        """Find and verify a setting for every protection, and measure its cost. The result is also written to
+        ``summary.json`` in the folder."""
         w, p = self.wanted, self.plan
         found = [self._family(one, progress) for one in self.families]
         if w.utility is not None:
@@ -165,7 +167,7 @@ class Calibration:
         return found
 
     def _guarantee(self, setting: str) -> dict[str, Any]:
-        """What the setting guarantees to the texts of a training run with the plan's recipe and secure noise."""
+        """The setting's guarantee for the texts of a training run with the plan's recipe and secure noise."""
         parts = self.defenses[setting]
         mechanisms, recipe = [p.mechanism for p in parts], self.wanted.recipe
         source = self.wanted.train or self.plan.data
@@ -186,7 +188,7 @@ class Calibration:
             return {"statement": f"not computed: {missing}", **about}
 
     def _utility(self, found: Sequence[dict[str, Any]]) -> None:
-        """Train behind each setting that was found, and without its open part, and add what it costs."""
+        """Train under each setting found, and without its open part, and add the cost."""
         name = str(self.wanted.utility)
         rests = {one.text: one.rest for one in self.families}
         for part in found:
@@ -208,14 +210,15 @@ class Calibration:
             }  # fmt: skip
 
     def too_few(self) -> list[str]:
-        """What to say where the texts cannot settle the target, whatever is found."""
+        """The note for the case that there are too few texts to decide about the target."""
         need, at_most = texts_needed(self.wanted.at_most), self.wanted.at_most
         if need <= self.n_texts:
             return []
-        return [f"{self.n_texts} texts: even if none is read, the bound is above {100 * at_most:.3g} %; it takes {need}."]
+        why = f"even if nothing is recovered, the upper bound is above {100 * at_most:.3g} %"
+        return [f"{self.n_texts} texts are too few: {why}. At least {need} are needed."]
 
     def _checks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
-        """What the figures must be held against."""
+        """Warnings that the figures must be read with."""
         out, names = self.too_few(), self.plan.attacks
         for f in found:
             # The strongest setting is the one that the rest of the search stands on.
@@ -226,19 +229,19 @@ class Calibration:
             tried = {level["attack"] for level in f["chosen"]["levels"]} if f["setting"] else set(names)
             for name in (n for n in names if n not in tried):
                 why = next((r for r in f["chosen"]["reasons"] if r.startswith(f"{name}: ")), name)
-                out.append(f"{f['setting']}: an attack could not be tried there; {why}.")
+                out.append(f"{f['setting']}: an attack could not be run there; {why}.")
         if not any(y["well_behaved"] for f in found for y in f["yardsticks"]):
-            out.append("No attack is a well-behaved yardstick of any of these protections; see why below.")
+            out.append("No attack is a reliable measure of any of these protections; see the reasons below.")
         return out
 
 
 def calibrate(wanted: CalibrationPlan, *, out: str | Path, device: str = "cpu") -> dict[str, Any]:
-    """Find the least protection that meets a target, for each protection of ``wanted.plan``, into the folder ``out``.
+    """Find the weakest setting that meets a target, for each protection of ``wanted.plan``, into the folder ``out``.
 
     ``calibrate(CalibrationPlan(Plan(data="notes.jsonl", defenses=("gaussian",)), at_most=0.2), out="runs/calibrate")``.
-    Interrupted, the same call goes on; another target reuses what was measured. The result says for each protection whether
-    a setting was ``found``, there is ``no need``, the target is ``unreached``, what held was ``not verified``, or it could
-    not be judged (``not measured``).
+    After an interruption, the same call resumes; another target reuses the measurements. The result says for each protection
+    whether a setting was ``found``, there is ``no need`` for one, the target was ``unreached``, the setting that held was
+    ``not verified``, or it could not be judged (``not measured``).
     """
     prepared = Calibration(wanted, out, device=device)
     try:

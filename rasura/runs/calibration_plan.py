@@ -1,4 +1,4 @@
-"""What a calibration is to find, checked before anything runs."""
+"""The plan of a calibration, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rasura.victims.recipe import Recipe
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """What is to be found: for each of ``plan.defenses``, which have one open figure each (``gaussian``,
-    ``frozen-embeddings+pruning``), the least that keeps ``risk`` at or below ``at_most`` under the attacks of ``plan``.
-
-    ``risk``: a metric of texts, or ``ssim`` of images. ``steps``: settings tried between the last that fails and the first
-    that holds. ``utility``: a figure of ``rasura train``, measured behind what was found, on ``train`` (None: the data of
-    ``plan``) and ``test``, with at most ``train_limit`` texts; ``recipe`` is also what a formal guarantee is counted for.
+    """What to find: for each of ``plan.defenses``, which have one open number each (``gaussian``,
+    ``frozen-embeddings+pruning``), the weakest setting that keeps ``risk`` at or below ``at_most`` under the attacks of
+    ``plan``. ``risk``: a metric of texts, or ``ssim`` for images. ``steps``: settings tried between the last that fails and
+    the first that holds. ``utility``: a figure of ``rasura train``, measured under the setting found, on ``train`` (None:
+    the data of ``plan``) and ``test``, with at most ``train_limit`` texts; a formal guarantee is also computed for
+    ``recipe``.
     """
 
     plan: Plan
@@ -33,7 +33,7 @@ class CalibrationPlan:
     recipe: Recipe = field(default_factory=lambda: Recipe(epochs=3))
 
     def checked(self) -> CalibrationPlan:
-        """This plan with the metrics it needs, or ``InputError`` for what is wrong with it."""
+        """This plan with the metrics it needs. Raises ``InputError`` if it is wrong."""
         images = self.plan.task == "vision"
         bare = known("risk", self.risk, ("ssim",) if images else for_task(METRICS, "classification"))
         if not 0 < self.at_most < 1:
@@ -44,7 +44,9 @@ class CalibrationPlan:
             ("threat", self.plan.threats), ("batch size", self.plan.batch_sizes), ("update", self.plan.updates)
         ):  # fmt: skip
             if len(found) != 1:
-                raise InputError(f"calibrate takes one {name}, found {len(found)}; give each its own --out")
+                raise InputError(
+                    f"calibrate takes one {name}, found {len(found)}; run it once for each, with different --out folders"
+                )
         if self.utility is not None:
             figures = {"classification": ("accuracy", "f1", "mcc", "loss"), "causal": ("loss", "perplexity")}
             if self.plan.task not in figures:
@@ -56,16 +58,19 @@ class CalibrationPlan:
         for text in self.plan.defenses:
             family(text)
         if len(set(self.plan.defenses)) < len(self.plan.defenses) or not self.plan.defenses:
-            raise InputError("no protection was given, or one twice; expected each one once")
+            raise InputError("no protection was given, or one was given twice; pass each protection once")
         attacks = tuple(a for a in self.plan.attacks if a != "blind")
         if not attacks:
-            raise InputError("only the attack blind was given, which is always counted; expected one that reads the update")
+            raise InputError(
+                "only the attack blind was given, which always runs; pass at least one attack that reads the update"
+            )
         plan = replace(self.plan, metrics=metrics, attacks=attacks)
         unprotected = replace(plan, defenses=("none",)).checked()
         return replace(self, plan=replace(unprotected, defenses=plan.defenses))
 
     def identity(self) -> dict[str, Any]:
-        """What names the folder: the model and the texts. Targets, protections, attacks and seeds may change in it."""
+        """The folder's identity: the model and the texts. Targets, protections, attacks and seeds may change within a
+        folder."""
         found = self.plan.canonical()
         for name in ("attacks", "defenses", "seeds", "seed", "show_text"):
             del found[name]

@@ -1,4 +1,4 @@
-"""``rasura read --candidates``: for each given text whether it was in the round, and how much such an answer is worth."""
+"""``rasura read --candidates``: for each given text, whether it was in the round, and how reliable such an answer is."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ from rasura.victims.batching import joined, split
 from rasura.victims.loading import Victim
 
 LEVEL = 0.01
-"""False positives among texts that were not in the round, at most, where a candidate is said to have been in it."""
+"""Maximum false positive rate, among texts that were not in the round, of the answer that a candidate was in it."""
 
 ENOUGH = needed(LEVEL) - 1
-"""Reference texts without which no answer can hold that level."""
+"""Minimum number of reference texts for an answer at that level."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One given text. ``score``: higher is likelier. ``p``: the fraction of texts that were not in the round and score as
-    high or higher, from the reference texts; None without them. ``verdict``: ``in the round``, ``not told`` or ``no level``.
+    """One given text. ``score``: higher is likelier. ``p``: the fraction of texts outside the round that score as high or
+    higher, estimated from the reference texts; None without them. ``verdict``: ``in the round``, ``not told`` or ``no
+    level``.
     """
 
     text: str
@@ -44,8 +45,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class CandidatesRead:
-    """The candidates in the file's order, and what the score is worth: its AUC and its true positives at 1 % false ones in
-    ``simulated`` rounds of reference texts; None where none was simulated, or with fewer texts than the level needs."""
+    """The candidates in the file's order, and the reliability of the score: its AUC and its true positive rate at 1 % false
+    positives in ``simulated`` rounds of reference texts; None without simulated rounds, or with fewer texts than the level
+    needs."""
 
     candidates: tuple[Candidate, ...]
     references: int
@@ -61,19 +63,19 @@ class CandidatesRead:
 def read_candidates(
     path: str | Path, candidates: str | Path, victim: Victim, request: ReadRequest | None = None, simulated: int = 0
 ) -> CandidatesRead:
-    """Say for each text of the file ``candidates`` whether it was in the round behind the update in ``path``.
+    """Decide for each text of the file ``candidates`` whether it was in the round that produced the update in ``path``.
 
     ``request.reference``: texts of the same kind that were not in the round. With ``ENOUGH`` of them a candidate's ``p`` is
-    at most ``LEVEL`` for one in a hundred texts that were not in the round; with fewer there is no level and no answer.
-    ``simulated``: rounds trained here on half of the reference texts (``request.size`` where it is known), as
-    ``request.update`` says, to measure the score where the truth is known. Raises ``InputError`` for bad input.
+    at most ``LEVEL`` for one in a hundred texts that were not in the round; with fewer there is no answer. ``simulated``:
+    rounds trained here on half of the reference texts (``request.size`` if it is known), as in ``request.update``, to
+    measure the score where the truth is known. Raises ``InputError`` for bad input.
     """
     request = request or ReadRequest()
     given = load_examples(candidates)
     references = [] if request.reference is None else list(load_examples(request.reference))
     known = {e.text.strip() for e in given}
     if both := sum(e.text.strip() in known for e in references):
-        raise InputError(f"{request.reference} holds {both} of the candidates; expected other texts of their kind")
+        raise InputError(f"{request.reference} contains {both} of the candidates; expected other texts of the same kind")
     rows, local = rows_of(victim, references), request.local
     with observed(path, victim, request) as (_, seen):
         sent, visible = seen.gradients, seen.visible
@@ -87,7 +89,7 @@ def read_candidates(
 
 
 def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:
-    """The p-value of ``score`` among ``others``, which were not in the round, and what it says at ``LEVEL``."""
+    """The p-value of ``score`` among ``others``, which were not in the round, and the answer at ``LEVEL``."""
     if not others:
         return None, "no level"
     p = (1 + sum(not other < score for other in others)) / (1 + len(others))
@@ -105,11 +107,13 @@ def simulate(
     rounds: int,
     seed: int,
 ) -> tuple[list[float], list[bool]]:
-    """Scores of ``rows`` in ``rounds`` rounds that each trained the parameters ``names`` on ``size`` of them (half where it
-    is not known), those of a round less their mean outside it; and which were in."""
+    """Scores of ``rows`` in ``rounds`` rounds that each trained the parameters ``names`` on ``size`` of them (half if the
+    size is unknown); and which rows were in. The mean score outside a round is subtracted from the scores of that round."""
     inside = size or len(rows) // 2
     if inside < 1 or len(rows) - inside < 1:
-        raise InputError(f"{len(rows)} reference texts for rounds of {inside}; expected more, so that some stay outside")
+        raise InputError(
+            f"{len(rows)} reference texts for rounds of {inside} texts; expected more, so that some stay outside each round"
+        )
     values: list[float] = []
     members: list[bool] = []
     for number in range(rounds):
@@ -135,7 +139,8 @@ def inputs_of(rows: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
 
 
 def rows_of(victim: Victim, examples: Sequence[Example]) -> list[Batch]:
-    """``examples`` as the model takes them, one text each; cut where they are too long, as training does."""
+    """``examples`` in the form that the model takes, one text each; texts that are too long are truncated, as in
+    training."""
     if not examples:
         return []
     labels = victim.num_labels if victim.task == "classification" else 2

@@ -1,4 +1,4 @@
-"""The matrix of an audit, enumerated: its cells, their keys in the store, and which of them share a training step."""
+"""The matrix of an audit: its cells, their ids in the store, and which cells share a training step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Cell:
 
     @property
     def protected_update(self) -> list[str]:
-        """What names the sent message's kind: the same seeds as ever where it is one gradient."""
+        """The name of the kind of message; for one gradient it leaves the seeds as they always were."""
         return [self.defense] if self.update == "fedsgd" else [self.update, self.defense]
 
     @property
     def of_step(self) -> tuple[Any, ...]:
-        """What the cells of one step share."""
+        """The coordinates that the cells of one step share."""
         # An active adversary has the step taken on weights of its own.
         own = self.attack if THREATS[self.threat].active else ""
         return self.update, self.defense, self.batch_size, self.seed, self.batch, own

@@ -1,4 +1,4 @@
-"""Checking an audit's plan: what the names in it stand for, each made once."""
+"""The methods behind the names in an audit's plan, each made once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rasura.runs.plans import Plan
 
 @dataclass(frozen=True)
 class ChosenMethods:
-    """The methods of a plan. ``defenses`` has every column of the matrix by its text, the baseline first where it is added;
-    ``updates`` the local training of each kind of update, and what happens to its message behind every protection.
+    """The methods of a plan. ``defenses`` has every defense of the matrix by its text, with the added baseline first;
+    ``updates`` has the local training of each kind of update, and what happens to its message after every protection.
     """
 
     attacks: dict[str, Attack[Reconstruction]]
@@ -26,7 +26,8 @@ class ChosenMethods:
 
 
 def chosen_methods(plan: Plan, methods: Methods, baseline: bool) -> ChosenMethods:
-    """What the names of a checked ``plan`` stand for; with ``baseline`` also no protection, named or not."""
+    """The methods behind the names of a checked ``plan``. With ``baseline``, no protection is included even if it is not
+    named."""
     added = () if "none" in plan.defenses or not baseline else ("none",)
     return ChosenMethods(
         attacks={name: methods.attacks[name].make() for name in plan.attacks},

@@ -1,7 +1,7 @@
-"""Loaders that draw texts as a guarantee assumes, and keep account of what they drew.
+"""Loaders that draw texts as a guarantee assumes, and record their draws.
 
-Each batch that is handed out can be released once: the protected model takes its draw from here, so that a batch from
-anywhere else, or one that is used twice, is not counted as if it had been drawn by chance.
+Each batch can be released once: the protected model takes its draw from here, so a batch from elsewhere, or a batch that is
+used twice, is not counted as a random draw.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from rasura.victims.batching import drawn
 
 
 class Batches:
-    """Row numbers of an epoch's batches. ``poisson``: each row joins each batch by chance, as many batches as ``size`` rows
-    a batch would make. Otherwise all rows in random order, ``size`` at a time: which row is where depends on no text."""
+    """The row numbers of an epoch's batches. ``poisson``: each row joins each batch at random, in as many batches as with
+    ``size`` rows per batch. Otherwise all rows in random order, ``size`` at a time; the order does not depend on the
+    texts."""
 
     def __init__(self, count: int, size: int, rng: Randomness, *, poisson: bool) -> None:
         self.count, self.size, self.rng, self.poisson = count, size, rng, poisson
@@ -32,7 +33,7 @@ class Batches:
 
     @property
     def rate(self) -> float:
-        """Probability of each row to be in a batch."""
+        """The probability that a row is in a batch."""
         return min(1.0, self.size / self.count)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -47,17 +48,18 @@ class Batches:
 
 
 class DrawnLoader(DataLoader[Any]):
-    """A ``DataLoader`` that notes how each batch was drawn. An empty batch has the first row's tensors without any row."""
+    """A ``DataLoader`` that records how each batch was drawn. An empty batch has the tensors of the first row, with zero
+    rows."""
 
     def __init__(self, loader: Any, ledger: Ledger, rng: Randomness, *, poisson: bool) -> None:
         data, size = loader.dataset, loader.batch_size
         if size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not len(data):
-            raise InputError("the loader has no batch size, or a data set without a length; drawing texts needs both: pass "
-                             "a DataLoader over a list or map-style data set")  # fmt: skip
+            raise InputError("the loader has no batch size, or its data set has no length; both are needed to "
+                "draw texts. Pass a DataLoader over a list or a map-style data set")  # fmt: skip
         if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
             raise InputError(
-                f"the loader chooses texts by a {type(loader.sampler).__name__}, which no guarantee can stand on; pass a "
-                "DataLoader over just the texts to train on (torch.utils.data.Subset)"
+                f"the loader chooses texts by a {type(loader.sampler).__name__}, for which no guarantee holds; "
+                "pass a DataLoader over only the texts to train on (torch.utils.data.Subset)"
             )
         if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
             raise InputError("the loader draws texts with replacement, which no guarantee covers; pass replacement=False")
@@ -86,18 +88,18 @@ class DrawnLoader(DataLoader[Any]):
     def take(self, rows: int) -> Draw:
         """The draw of the earliest batch of ``rows`` texts that was handed out and not released yet.
 
-        Raises ``InputError`` where there is none, and where an empty batch was passed over: that nothing was released for it
-        would tell that it was empty.
+        Raises ``InputError`` if there is none, and if an empty batch was skipped: a missing release would reveal that the
+        batch was empty.
         """
         sizes = [size for size, _ in self.waiting]
         if rows not in sizes:
             raise InputError(
-                f"no batch of {rows} texts waits: take batches from the loader that protect_training returned, each for one "
-                "backward pass; to evaluate, use torch.no_grad()"
+                f"no batch of {rows} texts is waiting: use each batch of the loader that protect_training "
+                "returned for one backward pass; to evaluate, use torch.no_grad()"
             )
         place = sizes.index(rows)
         if 0 in sizes[:place]:
-            raise InputError("an empty batch was left out; release it as well: its noise hides that it was empty")
+            raise InputError("an empty batch was skipped; run its backward pass as well: its noise hides that it was empty")
         draw = self.waiting[place][1]
         for _ in range(place + 1):
             self.waiting.popleft()

@@ -1,4 +1,4 @@
-"""Plain values from a TOML file as the fields of a plan: names and types are checked before anything is made of them."""
+"""Plain values from a TOML file as the fields of a plan. Names and types are checked before the values are used."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from rasura.core.errors import InputError
 from rasura.core.options import known
 
-MOST = 1 << 63
-"""Whole numbers are below this, as TOML has them."""
+MAX_WHOLE = 1 << 63
+"""Whole numbers are below this limit, as in TOML."""
 
 MAX_FILE = 1 << 22
-"""Bytes of a plan or a study, at most."""
+"""Maximum bytes of a plan or a study."""
 
 
 def toml(path: Path, what: str) -> dict[str, Any]:
-    """The values of a TOML file. Raises ``InputError`` where it is missing, huge, nested too deep or not valid TOML."""
+    """The values of a TOML file. Raises ``InputError`` if the file is missing, too large, nested too deeply or not valid
+    TOML."""
     import tomllib
 
     if not path.is_file():
@@ -32,15 +33,14 @@ def toml(path: Path, what: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is not valid TOML: {error}") from None
     except (OSError, ValueError, RecursionError) as error:
-        why = {UnicodeDecodeError: "not UTF-8", RecursionError: "nested too deep"}.get(type(error), "not readable")
+        why = {UnicodeDecodeError: "not UTF-8", RecursionError: "nested too deeply"}.get(type(error), "not readable")
         raise InputError(f"{path} is not valid TOML: {why}; expected {what}") from None
 
 
 def typed(cls: type, found: Any, source: str, names: Iterable[str] | None = None) -> dict[str, Any]:
-    """``found`` as arguments of the data class ``cls``: lists as tuples, a single value for a list of one.
-
-    ``names``: the fields that may be given, None for all. Raises ``InputError`` for other names, and for values of another
-    type: NaN, infinity and numbers beyond 64 bits have none.
+    """``found`` as arguments of the data class ``cls``: lists become tuples, and a single value stands for a list of one.
+    ``names``: the fields that may be given; None for all. Raises ``InputError`` for other names, and for values of the wrong
+    type, including NaN, infinity and numbers beyond 64 bits.
     """
     if not isinstance(found, Mapping):
         raise InputError(f"{source}: found {_called(found)}, expected a table")
@@ -54,17 +54,17 @@ def typed(cls: type, found: Any, source: str, names: Iterable[str] | None = None
 
 
 def text(value: Any, place: str) -> str:
-    """``value``, or ``InputError`` where it is no text."""
+    """``value``. Raises ``InputError`` if it is not a text."""
     return str(_typed(str, value, place))
 
 
 def texts(value: Any, place: str) -> tuple[str, ...]:
-    """``value`` as texts; ``InputError`` where one is not."""
+    """``value`` as texts. Raises ``InputError`` if one of them is not a text."""
     return tuple(_typed(tuple[str, ...], value, place))
 
 
 def whole(value: Any, place: str) -> int:
-    """``value``, or ``InputError`` where it is no whole number."""
+    """``value``. Raises ``InputError`` if it is not a whole number."""
     return int(_typed(int, value, place))
 
 
@@ -85,16 +85,16 @@ def _typed(wanted: Any, value: Any, place: str) -> Any:
     if not fits:
         expected = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
         raise InputError(f"{place} is {_called(value)}; expected {expected.get(wanted, wanted.__name__)}")
-    if wanted in (int, float) and not (math.isfinite(value) if isinstance(value, float) else abs(value) < MOST):
+    if wanted in (int, float) and not (math.isfinite(value) if isinstance(value, float) else abs(value) < MAX_WHOLE):
         raise InputError(f"{place} is a number beyond 64 bits, NaN or infinity; expected a finite number")
     return float(value) if wanted is float else value
 
 
 def _called(value: Any) -> str:
-    """``value`` in a message: its type, and itself where that is short."""
+    """``value`` for a message: its type, and the value if it is short."""
     kinds: dict[type, str] = {str: "the text", bool: "the truth value", list: "a list", dict: "a table"}
     kinds |= {int: "the number", float: "the number"}
     kind = kinds.get(type(value), f"a {type(value).__name__}")
-    if isinstance(value, int) and abs(value) >= MOST:
+    if isinstance(value, int) and abs(value) >= MAX_WHOLE:
         return "a number beyond 64 bits"
     return f"{kind} {value!r}" if isinstance(value, str | bool | int | float) and len(str(value)) <= 60 else kind

@@ -1,4 +1,4 @@
-"""GHOST for a whole file of texts: what is written, its report and its data card; an interrupted run goes on."""
+"""GHOST for a whole file of texts, with a report and a data card. An interrupted run can be resumed."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from rasura.runs.ghost_obfuscator import GhostObfuscator
 from rasura.victims.loading import load
 
 CHUNK = 16
-"""Rows between two points at which an interrupted protection resumes."""
+"""Number of rows between the points at which an interrupted run can resume."""
 
 POLICIES = ("keep_punctuation", "keep_numbers", "round_trip")
 
 COLUMNS = ("text", "text_pair", "input_ids", "token_type_ids", "label", NAMES)
-"""Columns of the file that is written, as far as there is something for them."""
+"""Columns of the written file, if there is data for them."""
 
 FORMATS = (".jsonl", ".csv", ".parquet")
 
 
 @dataclass(frozen=True)
 class Protected:
-    """What a protection came to: rows, tokens that were replaced, places that kept a weak substitute or the private token
-    itself, rows resumed from an earlier run, the mean squared difference of the hidden states, and the search's settings."""
+    """The result of a run: rows, replaced tokens, positions with a weak substitute or with the private token itself, rows
+    resumed from an earlier run, the mean squared difference of the hidden states, and the settings of the search."""
 
     rows: int
     tokens: int
@@ -59,11 +59,12 @@ def obfuscate_file(
 ) -> Protected:
     """Obfuscate a file of texts for training ``model``, with GHOST: ``obfuscate_file("notes.jsonl", "hidden.jsonl")``.
 
-    Writes ``target`` (JSONL, CSV or Parquet by its name: ``text``, ``input_ids``, ``label``; of pairs ``text_pair`` and
-    ``token_type_ids``; ``label_text`` where labels are text), a report of every row beside it (``.report.jsonl``) and a
-    data card (``.card.md``). ``columns``: where the source has unusual names. Every ``CHUNK`` rows are kept: interrupted,
-    the same call goes on there. ``progress(rows done, rows)`` is called before the first row, too. Raises ``InputError``
-    for bad input, a target that exists or that other settings began, and a ``table`` of other settings than asked.
+    Writes ``target`` (JSONL, CSV or Parquet by its name) with the columns ``text``, ``input_ids`` and ``label``; for pairs
+    also ``text_pair`` and ``token_type_ids``; and ``label_text`` if labels are text. Beside it, it writes a report on every
+    row (``.report.jsonl``) and a data card (``.card.md``). ``columns``: unusual column names of the source. Every ``CHUNK``
+    rows are saved: after an interruption, the same call resumes. ``progress(rows done, rows)`` is also called before the
+    first row. Raises ``InputError`` for bad input, a target that exists or was begun with other settings, and a ``table``
+    made with settings other than those requested.
     """
     path = Path(target)
     if path.suffix not in FORMATS:
@@ -71,7 +72,7 @@ def obfuscate_file(
     if path.suffix == ".parquet":
         check_installed()
     if path.exists():
-        raise InputError(f"{path} exists already; remove it or choose another name")
+        raise InputError(f"{path} already exists; remove it or choose another name")
     examples = load_examples(source, columns=columns)
     obfuscator = GhostObfuscator(load(model, "classification", attacked=False), table=table, shadows=shadows, beam=beam)
     obfuscator.check(examples)
@@ -128,14 +129,14 @@ def _chunk(
 
 
 def _resumed(part: Path, about: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of whole chunks that an earlier run left; starts the file where there is none."""
+    """The rows of complete chunks from an earlier run; starts the file if there is none."""
     first = json.dumps(about, sort_keys=True)
     if not part.exists():
         part.write_text(first + "\n", encoding="utf-8")
         return []
     lines = part.read_text(encoding="utf-8").split("\n")
     if lines[0] != first:
-        raise InputError(f"{part} was begun with other data or settings; remove it to start anew")
+        raise InputError(f"{part} was begun with other data or settings; remove it to start over")
     whole = lines[1:-1]  # behind the last line break stands nothing, or half a row
     keep = len(whole) // CHUNK * CHUNK
     part.write_text("\n".join([first, *whole[:keep]]) + "\n", encoding="utf-8")
@@ -189,22 +190,27 @@ def _lines(found: Protected, about: Mapping[str, Any]) -> Iterator[str]:
     shadows = about["shadows"]
     yield f"# {found.path.name}: training text obfuscated with GHOST"
     yield ""
-    yield f"{found.rows} texts, {found.tokens} tokens, for training the model `{about['model']}` and no other."
+    yield f"{found.rows} texts, {found.tokens} tokens, only for training the model `{about['model']}`."
     yield ""
     yield "| what | |"
     yield "|---|---|"
     yield f"| method | GHOST (Feng et al. 2026): {found.settings} |"
     yield f"| tokens whose substitute broke a criterion | {found.weak} (which: the report beside this file) |"
-    yield f"| tokens that stayed as they were, for want of any substitute | {found.kept} |"
+    yield f"| tokens left unchanged because no substitute was found | {found.kept} |"
     yield f"| mean squared difference of the hidden states | {found.error:.4f} |"
     yield ""
-    yield "Protects: what a gradient gives back is this text, not the original, from an adversary who stops there."
+    yield (
+        "Protects: an attack on the gradient recovers this text instead of the original, if the adversary does nothing more."
+    )
     yield ""
-    yield "Does not protect: the substitution is no secret. Whoever knows the method and the public model can compute"
-    yield "which tokens a substitute may stand for, and language does the rest: of 64 sentences on this package's default"
+    yield "Does not protect: the substitution is not secret. Anyone who knows the method and the public model can compute"
+    yield "which tokens a substitute may stand for, and choose by word order: of 64 sentences on this package's default"
     words, same_kind = (13, 42) if shadows["group"] > 1 else (52, 72)
     balanced = ", balanced in groups of 8," if shadows["group"] > 1 else ""
     yield f"model{balanced} {words} % of the tokens came back by word frequencies, {same_kind} % with text of the same kind."
-    yield "On yours, `rasura audit --defense ghost --attack ghost-lattice --reference TEXTS` measures it. Labels and lengths"
+    yield (
+        "To measure this on your texts, run `rasura audit --defense ghost --attack ghost-lattice --reference "
+        "TEXTS`. Labels and lengths"
+    )
     yield "are unchanged. No formal guarantee."
-    yield "Train on `input_ids`: the text, tokenized again, may give other ids."
+    yield "Train on `input_ids`: tokenizing the text again may give different ids."

@@ -20,9 +20,9 @@ from rasura.victims.loading import Victim
 class GhostObfuscator:
     """GHOST for the texts of one model: ``data.map(GhostObfuscator(load("minilm", "classification")), batched=True)``.
 
-    ``shadows``: the settings asked for, or some of them by their names; None for those of ``table``, else the paper's.
-    ``table``: a file of shadow tokens, which is written where it does not exist. Raises ``InputError`` for a table of
-    another model, and for one of other settings than asked.
+    ``shadows``: the settings, or some of them by name; None for those of ``table``, or the paper's without a table.
+    ``table``: a file of shadow tokens, which is written if it does not exist. Raises ``InputError`` for a table of another
+    model, and for a table with other settings than requested.
     """
 
     def __init__(
@@ -39,7 +39,9 @@ class GhostObfuscator:
         if table is not None and Path(table).exists():
             made = ShadowTable.load(table, embedding_digest(token_embedding(victim.model)))
             if differs := made.differs(asked):
-                raise InputError(f"{table} was made with other settings ({differs}); ask for its own, or name another file")
+                raise InputError(
+                    f"{table} was made with other settings ({differs}); request the same settings, or name another file"
+                )
         shadows = replace(PAPER, **asked) if made is None else made.settings
         self.table = made or made_for(victim.model, victim.vocabulary, shadows)
         if table is not None and made is None:
@@ -47,8 +49,8 @@ class GhostObfuscator:
         self.selector = ghost(self.table, shadows, Selection(beam=beam)).init((victim.model, victim.vocabulary))
 
     def __call__(self, rows: Mapping[str, Sequence[Any]], *, seed: int = 0, name: str = "map") -> dict[str, list[Any]]:
-        """The columns ``text`` (and ``text_pair``) of ``rows`` obfuscated, with ``input_ids`` beside them: of a pair
-        those of both texts as the model takes them, and ``token_type_ids`` where it tells them apart by these."""
+        """The columns ``text`` (and ``text_pair``) of ``rows`` obfuscated, with their ``input_ids``: for a pair, the ids of
+        both texts in the form that the model takes, and ``token_type_ids`` if the model uses them."""
         pairs = rows.get("text_pair")
         examples = [Example(t or "", p) for t, p in zip(rows["text"], pairs or [None] * len(rows["text"]))]
         done = self.examples(examples, seed, (f"{name}/text", f"{name}/text_pair"))
@@ -57,8 +59,9 @@ class GhostObfuscator:
         return {n: [d.get(n) for d in done] for n in names}
 
     def examples(self, examples: Sequence[Example], seed: int, names: tuple[str, str]) -> list[dict[str, Any]]:
-        """Each example as a dictionary: ``text``, ``input_ids``, ``weak`` (place: what was given up), ``kept``, ``error``;
-        of pairs ``text_pair``, ``weak_pair``, ``kept_pair``, too, and ids of both. ``names``: of the random draws."""
+        """Each example as a dictionary: ``text``, ``input_ids``, ``weak`` (position: the criterion that was given up),
+        ``kept``, ``error``; for pairs also ``text_pair``, ``weak_pair``, ``kept_pair``, and the ids of both texts.
+        ``names``: names of the random streams."""
         self.check(examples)
         rows = self.texts([e.text for e in examples], seed, names[0])
         if not any(e.text_pair for e in examples):
@@ -76,7 +79,7 @@ class GhostObfuscator:
         return rows
 
     def check(self, examples: Sequence[Example]) -> None:
-        """Raises ``InputError`` for an example that the model cannot take, a pair as a whole, with its row."""
+        """Raises ``InputError``, with the row, for an example that the model cannot take; a pair counts as a whole."""
         most = self.victim.max_length
         for number, e in enumerate(examples, 1):
             ids = self.victim.tokenizer(e.text, e.text_pair or None)["input_ids"]
@@ -86,7 +89,7 @@ class GhostObfuscator:
                 )
 
     def _together(self, example: Example, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], list[int] | None]:
-        """Substitutes of both texts of a pair in the places of their tokens, as the model takes the two together."""
+        """The substitutes of both texts of a pair at the positions of their tokens, in the form that the model takes."""
         tokenizer, words = self.victim.tokenizer, self.victim.vocabulary
         coded = tokenizer(example.text, example.text_pair or None)
         ids, types = list(coded["input_ids"]), coded.get("token_type_ids")
@@ -98,13 +101,16 @@ class GhostObfuscator:
             old, chosen = list(tokenizer(text)["input_ids"])[inner], list(new)[inner]
             places = [k for k in range(start, len(ids) - len(old) + 1) if ids[k : k + len(old)] == old]
             if not places:
-                raise InputError(f"{place_of(example, 1)}: the pair has other tokens than its texts alone; split it")
+                raise InputError(
+                    f"{place_of(example, 1)}: the tokens of the pair differ from those of its two texts alone; split it"
+                )
             start = places[0] + len(old)
             ids[places[0] : start] = chosen
         return ids, types
 
     def texts(self, texts: Sequence[str], seed: int, name: str) -> list[dict[str, Any]]:
-        """Each text as a dictionary: ``text``, ``input_ids``, ``weak`` (place: what was given up), ``kept``, ``error``."""
+        """Each text as a dictionary: ``text``, ``input_ids``, ``weak`` (position: the criterion that was given up),
+        ``kept``, ``error``."""
         tokenizer = self.victim.tokenizer
         coded = [tokenizer(text)["input_ids"] if text else [] for text in texts]
         done = self.selector([ids for ids in coded if ids], generator(seed, "ghost", name))

@@ -1,9 +1,10 @@
-"""A guard over a model's gradients: what reaches ``.grad``, and what an optimizer takes, was made by a protected step.
+"""A guard over a model's gradients: everything that reaches ``.grad``, and every gradient that an optimizer uses, comes from
+a protected step.
 
-Hooks on every parameter compare what autograd brings with what the release handed out, so that no other backward pass
-goes through: not by a submodule's own call, nor added to the protected loss. A hook before each optimizer's step refuses
-gradients that were put in by hand. In-place changes of a released gradient (clipping, scaling) are let through, since they
-cannot be told from others: never add to it what was computed from the texts.
+Hooks on every parameter compare the gradients from autograd with those of the release, so no other backward pass gets
+through: neither a submodule's own call nor a term added to the protected loss. A hook before each optimizer step refuses
+gradients that were set by hand. In-place changes of a released gradient (clipping, scaling) are allowed, since they cannot
+be distinguished from others: never add anything computed from the texts.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ KEY = "_rasura_guard"
 """The attribute of a protected model that holds its guard."""
 
 BYPASS = (
-    "a backward pass reached {name} by another way than the protected loss: the gradient would not be private. Call "
-    "model(**batch) with labels and its loss.backward(), once for each batch; nothing else may train this model"
+    "a backward pass reached {name}, but not through the protected loss: the gradient would not be private. "
+    "Call model(**batch) with labels and its loss.backward(), once for each batch; nothing else may train this model"
 )
 
 
 class Guard:
-    """Watches ``model`` from now on. ``answer`` is called in place of its forward, with the forward itself first;
-    ``copied``: the model is a copy of a protected one, which may not be trained before it is protected itself."""
+    """Watches ``model`` from now on. ``answer`` is called instead of its forward, with that forward as the first argument;
+    ``copied``: the model is a copy of a protected one and must be protected itself before training."""
 
     def __init__(self, model: nn.Module, answer: Callable[..., Any], *, copied: bool) -> None:
         self.model, self.answer, self.copied = weakref.ref(model), answer, copied
@@ -59,7 +60,7 @@ class Guard:
         return {} if model is None else dict(model.named_parameters())
 
     def watch(self) -> None:
-        """Put hooks on all parameters that are trained, those too that were not when it was last called."""
+        """Put hooks on all trainable parameters, including those that became trainable since the last call."""
         for name, parameter in self._parameters().items():
             if parameter.requires_grad and self._watched.get(name) is not parameter:
                 self._watched[name] = parameter
@@ -75,20 +76,21 @@ class Guard:
         self._hooks.clear()
 
     def forget(self) -> None:
-        """Before a forward pass: drop what an earlier one left unfinished, and gradients that are no longer in use."""
+        """Before a forward pass: drop the unfinished state of an earlier one, and gradients that are no longer in use."""
         self._pending.clear()
         parameters = self._parameters()
         self._left = {n: g for n, g in self._left.items() if n in parameters and parameters[n].grad is g}
 
     def expect(self, gradients: Mapping[str, Tensor]) -> None:
-        """These gradients arrive in the backward pass that runs now. Raises ``InputError`` where others still wait."""
+        """Expect these gradients in the current backward pass. Raises ``InputError`` if others are still expected."""
         if self._pending:
             raise InputError("two protected losses in one backward pass; call loss.backward() for each batch by itself")
         self._pending = dict(gradients)
         self.released += 1
 
     def arrived(self, name: str, gradient: Tensor | None) -> None:
-        """Raises ``InputError`` for a ``gradient`` that no release handed out; None is none, which autograd may bring."""
+        """Raises ``InputError`` for a ``gradient`` that does not come from a release. None stands for no gradient, which
+        autograd may pass."""
         if self.inside or gradient is None:
             return
         expected = self._pending.pop(name, None)
@@ -99,12 +101,12 @@ class Guard:
             raise InputError(BYPASS.format(name=name))
 
     def left(self, name: str, gradient: Tensor | None) -> None:
-        """Note what is now in ``.grad``: it arrived from a release."""
+        """Record what is now in ``.grad``: it came from a release."""
         if gradient is not None and not self.inside:
             self._left[name] = gradient
 
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ``InputError`` where ``optimizer`` would take gradients of this model that no release left there."""
+        """Raises ``InputError`` if ``optimizer`` would use gradients of this model that do not come from a release."""
         taken = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         named = {id(p): name for name, p in self._parameters().items()}
         if not any(id(p) in named for p in taken):
@@ -112,12 +114,14 @@ class Guard:
         for parameter in taken:
             name = named.get(id(parameter))
             if name is None:
-                raise InputError("the optimizer trains parameters that the protected model does not have; give them another")
+                raise InputError(
+                    "the optimizer trains parameters that the protected model does not have; use another optimizer for them"
+                )
             if self._left.get(name) is not parameter.grad:
-                raise InputError(f"optimizer.step(): the gradient of {name} was made by no protected backward pass; "
-                                 "call model(**batch).loss.backward() and leave .grad to it")  # fmt: skip
+                raise InputError(f"optimizer.step(): the gradient of {name} does not come from a protected "
+                    "backward pass; call model(**batch).loss.backward() and do not set .grad")  # fmt: skip
         if self._steps.get(optimizer, 0) == self.released:
-            raise InputError("optimizer.step(): no protected backward pass was made since the last step")
+            raise InputError("optimizer.step(): there was no protected backward pass since the last step")
         self._steps[optimizer] = self.released
 
 
@@ -134,13 +138,14 @@ def _left(guard: weakref.ref[Guard], name: str, parameter: Tensor) -> None:
 
 
 def guarded(model: nn.Module) -> Guard | None:
-    """The guard of ``model``; None where it has none."""
+    """The guard of ``model``; None if it has none."""
     found: Guard | None = vars(model).get(KEY)
     return found
 
 
 def put(model: nn.Module, answer: Callable[..., Any], *, copied: bool = False) -> Guard:
-    """Guard ``model``: the same object, of a class of the same name whose forward asks ``answer``."""
+    """Guard ``model``: the object stays the same; its class is replaced by one of the same name whose forward calls
+    ``answer``."""
     plain = type(model)
 
     @functools.wraps(plain.forward)
@@ -166,14 +171,14 @@ def _plain(model: nn.Module) -> type[nn.Module]:
 
 
 def taken_off(model: nn.Module) -> None:
-    """Make ``model`` a plain one again."""
+    """Remove the guard from ``model``."""
     guard = vars(model).pop(KEY)
     guard.release()
     model.__class__ = _plain(model)
 
 
 def _eager(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward``, which ``torch.compile`` leaves as it is: gradients of single texts are taken by hooks."""
+    """``forward``, left uncompiled by ``torch.compile``: hooks compute the gradients of single texts."""
     compiler: Any = torch.compiler
     made: Any = compiler.disable(forward)
     made.__signature__ = inspect.signature(forward)
@@ -189,7 +194,7 @@ def _refusing(own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
 
 
 def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy that can be asked but not trained: a guarantee belongs to one training of one model."""
+    """A copy that can be evaluated but not trained: a guarantee belongs to one training of one model."""
     swapped, guard = type(self), vars(self).pop(KEY)
     try:
         self.__class__ = _plain(self)
@@ -202,5 +207,5 @@ def _copied(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _not_pickled(self: nn.Module, protocol: Any) -> Any:
-    raise InputError("a protected model is not pickled: keep model.state_dict() or model.save_pretrained(folder), and the "
-                     "ledger's state_dict() beside it")  # fmt: skip
+    raise InputError("a protected model cannot be pickled; save model.state_dict() or use "
+        "model.save_pretrained(folder), and keep the ledger's state_dict() beside it")  # fmt: skip

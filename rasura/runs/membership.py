@@ -1,4 +1,4 @@
-"""`rasura membership`: can those who may ask a trained model tell whose texts it was trained on?"""
+"""`rasura membership`: can someone who queries a trained model infer which texts it was trained on?"""
 
 from __future__ import annotations
 
@@ -33,24 +33,25 @@ from rasura.victims.outputs import answers
 from rasura.victims.train import FineTuning, protected
 
 FPRS = (0.01, 0.001)
-"""False positive rates that are looked at where there are texts enough."""
+"""The default false positive rates, as far as there are enough texts."""
 
 NO_THRESHOLD = "the attack has no threshold of its own"
 
 POINTS = 120
-"""Points of a ROC curve that are kept for the plot."""
+"""Points of a ROC curve kept for the plot."""
 
 
 @dataclass(frozen=True)
 class Told:
-    """What came of one attack: its figures, and what is kept beside them."""
+    """The result of one attack: its figures, and what is stored with them."""
 
     scores: dict[str, Any]
     details: dict[str, Any]
 
 
 class MembershipAudit:
-    """A prepared attack on a trained model: files read and tokenized, so that what is wrong is said now. Iterate ``run``."""
+    """A prepared attack on a trained model. Files are read and tokenized here, so that errors show early. Iterate
+    ``run``."""
 
     def __init__(self, plan: MembershipPlan, folder: str | Path, *, device: str = "cpu") -> None:
         self.plan = plan = plan.checked()
@@ -76,8 +77,8 @@ class MembershipAudit:
         self.base = self._fresh(plan.recipe.seed)
         if self.base.vocabulary.size != self.victim.vocabulary.size:
             raise InputError(
-                f"{plan.base} has {self.base.vocabulary.size} tokens, {plan.model} {self.victim.vocabulary.size}; "
-                "expected the public model that its training began with: pass --base"
+                f"{plan.base} has {self.base.vocabulary.size} tokens, but {plan.model} has "
+                f"{self.victim.vocabulary.size}; pass the public model from which training started as --base"
             )
         limits: Any = {"max_length": plan.max_length, "truncate": plan.truncate}
         self.rows = tuple(encoded(self.victim, self.examples, **limits))
@@ -108,7 +109,7 @@ class MembershipAudit:
             trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise InputError(
-                f"{plan.rows} does not name rows of {plan.members}; expected rows.json of its training"
+                f"{plan.rows} does not list rows of {plan.members}; expected the rows.json of its training run"
             ) from None
         if others is None:  # a text that occurs twice may stand on both sides: it was trained on
             seen = set(map(wording_of, trained))
@@ -116,7 +117,8 @@ class MembershipAudit:
         return [trained[: plan.limit], others[: plan.limit]]
 
     def _read(self, source: str, limit: int | None = None) -> list[Example]:
-        """A file's texts, their labels by the names of the first file that was read (the members), else of the model."""
+        """A file's texts. Labels are numbered by the names in the first file read (the members), or otherwise by those of
+        the model."""
         read = load_examples(
             source, limit=limit, columns=columns_of(self.plan), label_names=self.label_names, model=self.plan.model
         )
@@ -131,7 +133,7 @@ class MembershipAudit:
             (plan.reference, "candidates", beside & (inside | outside)),
         ):
             if both:
-                raise InputError(f"{name} holds {len(both)} texts that are {what} as well; remove them from it")
+                raise InputError(f"{name} contains {len(both)} texts that are also {what}; remove them")
 
     def _fresh(self, seed: int) -> Victim:
         task: Any = self.plan.task
@@ -139,7 +141,7 @@ class MembershipAudit:
         return load(self.plan.base, task, num_labels=labels, seed=seed, device=self.device, attacked=False)
 
     def ask(self, rows: Sequence[Batch]) -> Answers:
-        """What the audited model answers; candidates and reference texts are asked once."""
+        """The audited model's answers; candidates and reference texts are queried once."""
         known = {id(self.rows): "candidates", id(self.reference): "reference"}.get(id(rows))
         if known is None:
             return answers(self.victim.model, rows, self.pad)
@@ -150,7 +152,7 @@ class MembershipAudit:
     def shadow_models(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[ShadowModel, ...]:
         """The adversary's shadow models: trained in pairs, one on a random half of all texts, one on the other half.
 
-        The answers of each are kept in the run's folder, where an interrupted run finds them; the weights are not.
+        The answers of each are kept in the run's folder for resumption; the weights are not kept.
         """
         if self._shadow_models is None:
             found = []
@@ -192,7 +194,7 @@ class MembershipAudit:
         return Answers(**load_file(str(path)))
 
     def run(self, store: RunStore, progress: Callable[[str, int, int], None] | None = None) -> Iterator[Record]:
-        """Do the attacks that ``store`` lacks, storing and yielding each."""
+        """Run the attacks that ``store`` lacks; store and yield each Record."""
         beside: dict[str, Any] = {}
         for number, name in enumerate(self.plan.attacks):
             key = cell_key(kind="membership", attack=name, plan=self.identity)
@@ -206,7 +208,7 @@ class MembershipAudit:
             yield record
 
     def _beside(self) -> dict[str, Any]:
-        """What stands beside every figure: the blind attack, and how far words alone tell members from others."""
+        """The baselines beside every figure: the blind attack, and how well words alone separate members from others."""
         told = self._attempt("blind", None).guess
         texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
         words = split_check(texts, self.members.tolist(), self.plan.recipe.seed)
@@ -248,10 +250,10 @@ class MembershipAudit:
         return attempt(told, raises=MACHINE)
 
     def scores(self, guess: Membership) -> dict[str, Any]:
-        """AUC, true positives at each asked rate of false ones, and privacy leakage, with their intervals.
+        """AUC, true positive rate at each requested false positive rate, and privacy leakage, with their intervals.
 
-        ``leakage`` is that at the attack's own threshold, None with a reason where it has none; ``largest_leakage`` the
-        greatest over thresholds, with the level that a coin reaches.
+        ``leakage`` is measured at the attack's own threshold; it is None, with a reason, without such a threshold.
+        ``largest_leakage`` is the maximum over thresholds, with the level that random guessing reaches.
         """
         values, members = guess.scores.tolist(), self.members.tolist()
         found = {"auc": auc(values, members)} | {f"tpr@{fpr:g}": tpr_at(values, members, fpr) for fpr in self.fprs}
@@ -274,10 +276,10 @@ class MembershipAudit:
 
 
 def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[Record]:
-    """Attack a trained model as ``plan`` says into the folder ``out``; returns the Records, in the order of their keys.
+    """Attack a trained model by ``plan``, into the folder ``out``; returns the Records, in the order of their ids.
 
-    ``infer_membership(MembershipPlan("my-model", "train.jsonl", "other.jsonl"), out="runs/membership")``. What ``out`` holds
-    is not redone. ``rasura.write_report(out)`` makes the page.
+    ``infer_membership(MembershipPlan("my-model", "train.jsonl", "other.jsonl"), out="runs/membership")``. Attacks that
+    ``out`` holds are not run again. ``rasura.write_report(out)`` writes the report.
     """
     prepared = MembershipAudit(plan, out, device=device)
     store = RunStore(out, prepared.identity)

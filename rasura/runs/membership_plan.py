@@ -1,4 +1,4 @@
-"""Which attacks on a trained model are to be run, checked before anything runs."""
+"""The plan of attacks on a trained model, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from rasura.victims.recipe import Recipe
 
 @dataclass(frozen=True)
 class MembershipPlan:
-    """Which attacks tell ``members`` from ``non_members`` (files of texts with labels) of the trained ``model``.
+    """Attacks that separate ``members`` from ``non_members`` (files of texts with labels) of the trained ``model``.
 
-    ``rows``: the ``rows.json`` that a training left, which names the rows of ``members`` that it trained on; those that it
-    held out are the others then, where ``non_members`` is None.
-    ``base``: the public model that training began with. ``defense``, ``recipe``: how the model was trained, which the
-    adversary imitates in ``shadow_models`` models, each on a random half of the candidates and of ``reference``, a file of
-    other texts. ``fprs``: false positive rates; empty for those of 1 % and .1 % that the number of texts allows.
-    ``epsilon``, ``delta``: a guarantee that the figures are held against. ``limit``: texts of each side.
-    ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text
-    stand for the model's classes of the same names.
+    ``rows``: the ``rows.json`` of a training run, which lists the rows of ``members`` that were used. If ``non_members`` is
+    None, the rows held out are the non-members. ``base``: the public model from which training started. ``defense``,
+    ``recipe``: how the model was trained. The adversary trains ``shadow_models`` models in the same way, each on a random
+    half of the candidates and of ``reference``, a file of other texts. ``fprs``: false positive rates; empty for 1 % and 0.1
+    %, if there are enough texts. ``epsilon``, ``delta``: a guarantee with which the figures are compared. ``limit``: maximum
+    number of texts on each side. ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files.
+    Labels that are text stand for the model's classes of the same names.
     """
 
     model: str
@@ -54,15 +53,17 @@ class MembershipPlan:
 
     @cached_property
     def parts(self) -> Defense:
-        """What ``defense`` does in a training, parsed once."""
+        """The parts of ``defense`` in training, parsed once."""
         return parse_defense(self.defense)
 
     def checked(self) -> MembershipPlan:
-        """This plan, or ``InputError`` for what is wrong with it."""
+        """This plan. Raises ``InputError`` if it is wrong."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         _ = self.parts
         if self.non_members is None and self.rows is None:
-            raise InputError("no texts that the model was not trained on; pass --non-members, or --rows of a training")
+            raise InputError(
+                "there are no texts that the model was not trained on; pass --non-members, or --rows of a training run"
+            )
         if not self.attacks:
             raise InputError(f"no attack given; expected at least one of {', '.join(MEMBERSHIP)}")
         for name in self.attacks:
@@ -78,17 +79,17 @@ class MembershipPlan:
         if self.epsilon is not None:
             auc_bound(self.epsilon, self.delta)
         elif self.delta:
-            raise InputError(f"delta is {self.delta} without an epsilon; pass --epsilon, too")
+            raise InputError(f"delta is {self.delta} without an epsilon; also pass --epsilon")
         return self
 
 
 def classes_of(model: str) -> int | None:
-    """How many classes a folder's classifier has; None where the folder does not say."""
+    """The number of classes of the classifier in a folder; None if the folder does not say."""
     path = Path(model) / "config.json"
     if not path.is_file():
         return None
     try:
         labels = json.loads(path.read_text(encoding="utf-8")).get("id2label")
     except (OSError, ValueError, AttributeError, RecursionError):
-        raise InputError(f"{path} is no JSON object; expected the config.json of a model") from None
+        raise InputError(f"{path} is not a JSON object; expected the config.json of a model") from None
     return len(labels) if isinstance(labels, dict) and labels else None

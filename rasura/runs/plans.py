@@ -1,4 +1,4 @@
-"""What an audit is to do: from the command line or a TOML file, checked once, before anything runs."""
+"""The plan of an audit, from the command line or a TOML file, checked once before anything runs."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Plan:
     """One audit: every attack x update x defense x threat x batch size x seed, over the texts of ``data``.
 
     ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, ``language_model``: folder or
-    hub id of a causal model; both are granted to the adversary. ``references``: so many of the reference texts, the first;
-    None for all. ``limit``: texts used, after the first ``skip``.
-    ``num_labels``: size of a fresh head; None takes what the labels need. ``max_memory``: MiB that an attack may hold at
-    once. ``entries``: share of the entries that matching attacks form where they need them one by one. ``text_column``,
-    ``pair_column``, ``label_column``: where ``data`` and ``reference`` have unusual names for them. ``label_names``: what
-    labels stand for that are text in ``data``; the audit fills it in.
+    hub id of a causal model; both are granted to the adversary. ``references``: how many of the reference texts are used,
+    from the first on; None for all. ``limit``: texts used, after the first ``skip``. ``num_labels``: number of classes of a
+    new head; None for the number that the labels need. ``max_memory``: memory limit of an attack in MiB. ``entries``:
+    fraction of the entries on which matching attacks evaluate L1 and masks. ``text_column``, ``pair_column``,
+    ``label_column``: unusual column names of ``data`` and ``reference``. ``label_names``: the names of labels that are text
+    in ``data``; the audit fills it in.
 
     >>> plan = Plan(attacks=("blind", "span"), defenses=("none", "dropout:0.1"), limit=8).checked()
     >>> plan.defenses
@@ -76,9 +76,9 @@ class Plan:
     references: int | None = None
 
     def checked(self, methods: Methods = REGISTERED) -> Plan:
-        """This plan, for the task ``vision`` with images' defaults; or ``InputError`` for what is wrong with it.
+        """This plan, with the defaults for images if the task is ``vision``. Raises ``InputError`` if it is wrong.
 
-        ``methods``: what its names stand for.
+        ``methods``: the methods behind its names.
         """
         from rasura.core.threat import THREATS
 
@@ -98,7 +98,7 @@ class Plan:
             metric(name, methods.metrics)
         for update in self.updates:
             if parse_update(update)[0].lora and self.task == "vision":
-                raise InputError("update lora is for language models; on images train all weights")
+                raise InputError("update lora is for language models; for images, train all weights")
         for defense in self.defenses:
             for name, _ in parts(defense):
                 self._usable("defense", named(name, methods.defenses, "defense"), methods.defenses)
@@ -112,7 +112,7 @@ class Plan:
         if self.skip < 0:
             raise InputError(f"skip is {self.skip}; expected a number of texts, 0 for none")
         if self.entries is not None and not 0 < self.entries <= 1:
-            raise InputError(f"entries is {self.entries}; expected a share above 0 and up to 1")
+            raise InputError(f"entries is {self.entries}; expected a fraction above 0 and at most 1")
         for name in self.attacks:
             self._usable("attack", methods.attacks[name], methods.attacks)
         if self.task == "vision" and (self.texts or self.reference):
@@ -132,7 +132,7 @@ class Plan:
         raise InputError(f"{kind} {spec.name} {what}; {'pass --task vision' if images else others}")
 
     def _of_images(self) -> Plan:
-        """This plan, with images' defaults where a field has the default of texts."""
+        """This plan, with the defaults for images in place of the defaults for texts."""
         texts = Plan()
         images: dict[str, Any] = {
             "model": "lenet", "attacks": for_task(ATTACKS, "vision"), "metrics": usual_metrics("vision"),
@@ -146,7 +146,7 @@ class Plan:
         return Budget(self.budget, self.max_memory, self.entries)  # type: ignore[arg-type]  # checked above
 
     def canonical(self) -> dict[str, Any]:
-        """What the results depend on, as plain JSON values: the identity of a run's folder."""
+        """Everything that the results depend on, as plain JSON values: the identity of a run's folder."""
         found = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         del found["max_memory"]
         for name in ("updates", "language_model", "entries", "skip", *COLUMNS, "label_names", "references"):

@@ -1,5 +1,5 @@
-"""A protected training loop in one line: the model gives private gradients, the loader draws texts as accounting assumes,
-and a ledger counts what was released."""
+"""A protected training loop in one line: the model returns private gradients, the loader draws texts as the accounting
+assumes, and a ledger counts the releases."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from rasura.victims.train import local
 class ProtectedTraining(NamedTuple):
     """A protected training loop: what ``protect_training`` returns.
 
-    ``model`` is the object that was passed, ``loader`` the one to train with. ``ledger`` knows the guarantee of the plan
-    (``ledger.planned``) and of the releases made so far (``ledger.spent()``).
+    ``model`` is the object that was passed; train with ``loader``. ``ledger`` holds the guarantee of the plan
+    (``ledger.planned``) and of the releases so far (``ledger.spent()``).
     """
 
     model: nn.Module
@@ -35,7 +35,7 @@ class ProtectedTraining(NamedTuple):
 
 
 class _Step:
-    """One batch's gradients, private already, until its backward pass hands them out."""
+    """The private gradients of one batch, kept until its backward pass returns them."""
 
     def __init__(self, guard: Guard, ledger: Ledger, draw: Draw, rows: int, secret: bool) -> None:
         self.guard, self.ledger, self.draw, self.rows, self.secret = guard, ledger, draw, rows, secret
@@ -44,9 +44,9 @@ class _Step:
         self.done = False
 
     def hand_out(self, factor: Tensor) -> list[Tensor | None]:
-        """The gradients times ``factor``, counted as one release."""
+        """The gradients multiplied by ``factor``, counted as one release."""
         if self.done:
-            raise InputError("this loss had its backward pass; a batch is released once")
+            raise InputError("this loss already had its backward pass; a batch can be released only once")
         self.ledger.made(self.draw, self.sizes, secret=self.secret)
         self.done = True
         found = [None if g is None else factor * g for _, g in self.gradients]
@@ -56,7 +56,7 @@ class _Step:
 
 
 class _Release(torch.autograd.Function):
-    """A loss whose backward pass hands out gradients that were made before."""
+    """A loss whose backward pass returns gradients that were computed before."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, step: _Step, *parameters: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _Release(torch.autograd.Function):
 
 
 class _Protected:
-    """The forward of a protected model: a loss whose gradients are private; without autograd, the model's own."""
+    """The forward of a protected model: a loss with private gradients or, without autograd, the model's own forward."""
 
     def __init__(
         self, model: nn.Module, defense: Defense, ledger: Ledger, rng: Randomness, loader: DrawnLoader | None,
@@ -92,7 +92,7 @@ class _Protected:
         inputs = {k: v for k, v in inputs.items() if v is not None and k not in ("num_items_in_batch", "return_dict")}
         labels = inputs.get("labels")
         if labels is None:
-            raise InputError("the protected model takes its loss itself: pass labels with the batch while it trains")
+            raise InputError("the protected model computes its own loss; pass labels with the batch during training")
         other = [k for k, v in inputs.items() if not isinstance(v, Tensor) or v.shape[:1] != labels.shape[:1]]
         if other:
             raise InputError(f"{', '.join(other)}: expected tensors with a row for each of the {len(labels)} texts")
@@ -100,7 +100,7 @@ class _Protected:
 
     def _step(self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int) -> Any:
         if self.last is not None and not self.last.done and not self.last.rows:
-            raise InputError("an empty batch had no backward pass; make it as well: its noise hides that it was empty")
+            raise InputError("an empty batch had no backward pass; run it as well: its noise hides that the batch was empty")
         draw = Draw() if self.loader is None else self.loader.take(rows)
         self.ledger.room(draw)
         self.guard.watch()
@@ -134,30 +134,32 @@ def protect_training(
     poisson: bool = True,
     seed: int | None = None,
 ) -> ProtectedTraining:
-    """Protect a training loop; for a file of training texts there is ``obfuscate_file``.
+    """Protect a training loop. To protect a file of training texts instead, use ``obfuscate_file``.
 
     ``model, optimizer, loader, ledger = protect_training(model, optimizer, loader, "dp-sgd:1.0")``.
 
-    From then on ``model(**batch).loss.backward()``, labels in the batch, leaves protected gradients in ``.grad``, whether
-    the model is in training or in eval mode; every optimizer and schedule works behind it. Any other backward pass to the
-    model's weights raises ``InputError``, and so does ``optimizer.step()`` on gradients that were put in by hand. Under
-    ``torch.no_grad()`` the model is as it was. The returned loader draws texts as the guarantee assumes (Poisson sampling
-    for DP-SGD, disjoint batches for DirDP-SGD); each of its batches is released once. The ledger counts each release, gives
-    epsilon, and refuses a step beyond ``epochs`` passes.
+    From then on, ``model(**batch).loss.backward()``, with labels in the batch, leaves protected gradients in ``.grad``, in
+    training mode and in eval mode. Every optimizer and schedule works with them. Any other backward pass to the model's
+    weights raises ``InputError``, and so does ``optimizer.step()`` on gradients that were set by hand. Under
+    ``torch.no_grad()`` the model is unchanged. The returned loader draws texts as the guarantee assumes (Poisson sampling
+    for DP-SGD, disjoint batches for DirDP-SGD); each of its batches can be released once. The ledger counts each release,
+    computes epsilon, and refuses a step beyond ``epochs`` passes.
 
-    ``poisson=False`` keeps the given loader: then nothing is proven for the run, which the ledger says. Noise comes from the
-    operating system unless ``seed`` is given, which is for experiments. Not covered: the loss that is returned, and whatever
-    else is told of the texts.
+    ``poisson=False`` keeps the given loader; then nothing is proven for the run, and the ledger says so. Noise comes from
+    the operating system unless ``seed`` is given, which is for experiments. Not covered: the returned loss, and anything
+    else that is published about the texts.
 
-    Raises ``InputError`` for a defense of the data, for ``sealing`` and ``accumulate``, which belong to a client and its
-    server, and for an optimizer of parameters that the model does not have.
+    Raises ``InputError`` for a defense of the data, for ``sealing`` and ``accumulate``, which need a client and a server,
+    and for an optimizer of parameters that the model does not have.
     """
     parts = local(parse_defense(defense) if isinstance(defense, str) else defense)
     if any(p.stage is Stage.DATA for p in parts):
-        raise InputError("a protection of the data acts before training; make the texts with rasura protect ghost first")
+        raise InputError(
+            "a protection of the data is applied before training; obfuscate the texts with rasura protect ghost first"
+        )
     if any(p.mechanism.name == "accumulate" for p in parts):
-        raise InputError("accumulate holds an update back until it has enough text, which a backward pass cannot do; gather "
-                         "batches first (rasura.core.accumulation), or use rasura train")  # fmt: skip
+        raise InputError("accumulate holds an update back until it contains enough tokens, which a backward "
+            "pass cannot do; collect batches first (rasura.core.accumulation), or use rasura train")  # fmt: skip
     _trainable(model, optimizer)
     mechanisms = [p.mechanism for p in parts]
     carrier = formal(mechanisms)
@@ -166,7 +168,9 @@ def protect_training(
     if carrier is None:
         run = Run(1, 1, epochs)
     elif not hasattr(loader.dataset, "__len__"):
-        raise InputError("the loader's data set has no length, which the guarantee depends on")
+        raise InputError(
+            "the loader's data set has no length, but the guarantee depends on it; pass a data set with a length"
+        )
     else:
         run = Run(len(loader.dataset), size, epochs, delta, "poisson" if by_chance and poisson else "shuffled")
     with defended(model, parts):
@@ -184,14 +188,14 @@ def protect_training(
 
 
 def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises ``InputError`` for a model that cannot be protected, and for an optimizer of other parameters."""
+    """Raises ``InputError`` for a model that cannot be protected, and for an optimizer with other parameters."""
     earlier = guarded(model)
     if earlier is not None and not earlier.copied:
-        raise InputError("the model is protected already; load it anew to protect it otherwise")
+        raise InputError("the model is already protected; load it again to protect it differently")
     if hasattr(model, "_orig_mod"):
-        raise InputError("protect the model before torch.compile; a compiled one gives no gradients of single texts")
+        raise InputError("protect the model before torch.compile; a compiled model cannot return gradients of single texts")
     if "forward" in vars(model):
-        raise InputError("the model's forward was replaced (by accelerate?); protect the model before anything wraps it")
+        raise InputError("the model's forward was replaced (by accelerate?); protect the model before it is wrapped")
     own = {id(p) for p in model.parameters()}
     if optimizer is not None and any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
         raise InputError(

@@ -1,4 +1,5 @@
-"""Reading an update that somebody captured elsewhere, in the file of any framework, any subset of the parameters."""
+"""Recovering text from an update that was captured elsewhere, in a file of any framework, with any subset of the
+parameters."""
 
 from __future__ import annotations
 
@@ -27,19 +28,18 @@ __all__ = ["ReadRequest", "ReadResult", "adapter_among", "load_hidden", "load_up
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """How to read an update, and what is known of it. The attacks estimate whatever is not given.
+    """How to read an update, and what is known about it. The attacks estimate whatever is not given.
 
     ``batch_size``, ``labels`` and ``lengths`` describe the texts behind the update: their number, and for each text its
-    class id and its length in tokens. ``dropout``: its rate while the
-    update was made. ``frozen_embeddings``: leave the embeddings' gradients unread. ``hidden``: a file that says which
-    entries the adversary does not see (``load_hidden``). ``reference``: a file of texts of the same kind.
-    ``language_model``: the folder or hub id of a causal model. ``update``: how the file came about, as in
-    ``rasura audit --update``; with ``fedavg-sgd:4:0.01`` it holds the weights after minus the weights before.
-    ``before``: a file or folder with the weights before the round, where the update's file holds the weights after it;
-    ``before_round``: the round whose global weights these are, looked for beside the file. ``names_from``: an adapter or
-    model whose weights a list without names holds.
+    class id and its length in tokens. ``dropout``: the dropout rate when the update was computed. ``frozen_embeddings``: do
+    not use the embeddings' gradients. ``hidden``: a file that marks the entries which the adversary does not see
+    (``load_hidden``). ``reference``: a file of texts of the same kind. ``language_model``: the folder or hub id of a causal
+    model. ``update``: how the update was computed, as in ``rasura audit --update``; with ``fedavg-sgd:4:0.01`` the file
+    holds the weights after minus the weights before. ``before``: a file or folder with the weights before the round, if the
+    update's file holds the weights after it; ``before_round``: the round of these global weights, which are searched for
+    beside the file. ``names_from``: an adapter or model whose weights are in a list without names.
 
-    Raises ``InputError`` for what is wrong with it.
+    Raises ``InputError`` if a value is wrong.
     """
 
     attack: str = "best"
@@ -70,19 +70,21 @@ class ReadRequest:
             if given and len(given) != self.size:
                 raise InputError(f"{len(given)} {name} for a batch of {self.size}; give one for each text")
         if self.local.kind == "fedsgd" and self.local.lora:
-            raise InputError("update lora: pass the adapter's folder as --model instead; its gradient is fedsgd")
+            raise InputError(
+                "update lora: pass the folder of the adapter as --model instead; its gradient has the update kind fedsgd"
+            )
         if self.before is not None and self.before_round is not None:
-            raise InputError("before and before_round both say which weights came before; give one of them")
+            raise InputError("before and before_round were both given; pass one of them")
         if (self.before is not None or self.before_round is not None) and self.local.kind == "fedsgd":
             raise InputError(
-                "a difference of weights is not a gradient: say how it was trained, with the learning rate, as in "
-                "--update fedavg-sgd:1:0.01 or --update fedavg-adamw:4:5e-5"
+                "a difference of weights is not a gradient; pass how it was trained, with the learning rate, "
+                "for example --update fedavg-sgd:1:0.01 or --update fedavg-adamw:4:5e-5"
             )
         _ = self.method
 
     @property
     def size(self) -> int | None:
-        """How many texts are in the batch; None where nothing says so."""
+        """The number of texts in the batch; None if it is unknown."""
         return self.batch_size or len(self.lengths or self.labels or ()) or None
 
     @cached_property
@@ -92,7 +94,7 @@ class ReadRequest:
 
     @cached_property
     def parsed_update(self) -> tuple[Local, Defense]:
-        """``update`` as local training, and what happened to the message after it."""
+        """``update`` as local training, and what was then applied to the message."""
         return parse_update(self.update)
 
     @property
@@ -102,7 +104,7 @@ class ReadRequest:
 
     @property
     def mechanism(self) -> tuple[Mechanism, ...]:
-        """The public description of how the update was made."""
+        """The public description of how the update was computed."""
         local, wire = self.parsed_update
         made: list[Mechanism] = [local.mechanism, *(p.mechanism for p in wire)] if self.update != "fedsgd" else []
         made += [FrozenEmbeddings()] if self.frozen_embeddings else []
@@ -111,13 +113,13 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class ReadResult:
-    """What was read of an update.
+    """What was recovered from an update.
 
     ``status``: ``ok``, or ``failed`` or ``not_applicable`` with the ``reason``; there are no texts then. ``confidence``:
-    ``verified``, ``span``, ``matched`` or ``none``, as in ``Reconstruction``. ``attack``: the one that gave the answer.
-    ``tokens``: the token ids of each text, None where a position stayed open. ``labels``: a class id for each
-    text. ``ordered``: false for a bag of tokens. ``seconds``: what the attack took.
-    ``file``: what the update's file was recognised as and how its names were matched, one line each.
+    ``verified``, ``span``, ``matched`` or ``none``, as in ``Reconstruction``. ``attack``: the attack that gave the answer.
+    ``tokens``: the token ids of each text, None where a position stayed open. ``labels``: a class id for each text.
+    ``ordered``: false for a bag of tokens. ``seconds``: duration of the attack. ``file``: the recognised format of the
+    update's file, and how its names were matched, one line each.
     """
 
     status: Status
@@ -147,17 +149,17 @@ class ReadResult:
 
 
 def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = None) -> ReadResult:
-    """Read the text behind the update in the file ``path``, which was made with the model ``victim``.
+    """Recover text from the update in the file ``path``, which was computed with the model ``victim``.
 
-    ``read_update("update.safetensors", victim, ReadRequest(batch_size=2, dropout=0.1)).texts``. An attack that finds nothing
-    or cannot be tried is the result's ``status``. Raises ``InputError`` for bad input.
+    ``read_update("update.safetensors", victim, ReadRequest(batch_size=2, dropout=0.1)).texts``. If the attack finds nothing
+    or is not applicable, ``status`` says so. Raises ``InputError`` for bad input.
     """
     request = request or ReadRequest()
     with observed(path, victim, request) as (update, seen):
 
         def guess() -> Reconstruction:
             if all(n in seen.visible and not bool(seen.visible[n].any()) for n in seen.gradients):
-                raise NotApplicable("every entry of the update is hidden, so that there is nothing to read")
+                raise NotApplicable("every entry of the update is hidden, so there is nothing to read")
             return request.method(seen, rng=generator(request.seed, "read"), budget=request.budget)
 
         outcome = attempt(guess, raises=(Exception,))
@@ -165,7 +167,7 @@ def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = 
 
 
 def adapter_among(model: str | Path, *places: str | Path | None) -> Path | None:
-    """The first of ``places`` that is the folder of a PEFT adapter, for a ``model`` that is not one; else None."""
+    """The first of ``places`` that is the folder of a PEFT adapter, if ``model`` is not one itself; otherwise None."""
     if (Path(model) / "adapter_config.json").is_file():
         return None
     return next((Path(p) for p in places if p is not None and (Path(p) / "adapter_config.json").is_file()), None)
@@ -173,8 +175,8 @@ def adapter_among(model: str | Path, *places: str | Path | None) -> Path | None:
 
 @contextmanager
 def observed(path: str | Path, victim: Victim, request: ReadRequest) -> Iterator[tuple[Update, Observation]]:
-    """The update in the file ``path``, and what whoever captured it sees; inside, the victim's model holds the weights that
-    the client had, of which all that an attack computes must be."""
+    """The update in the file ``path``, and the view of someone who captured it. Inside the block, the victim's model holds
+    the weights that the client had; everything that an attack computes must use these."""
     before = request.before if request.before_round is None else of_round(Path(path), request.before_round)
     update = open_update(path, victim, before=before, names_from=request.names_from)
     with holding(victim.model, update.before):
@@ -182,7 +184,7 @@ def observed(path: str | Path, victim: Victim, request: ReadRequest) -> Iterator
 
 
 def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observation:
-    """What whoever captured the update sees."""
+    """The view of someone who captured the update."""
     from rasura.victims.models import parts
 
     entries, local = dict(update.entries), request.local

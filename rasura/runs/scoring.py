@@ -1,4 +1,4 @@
-"""What is made of a guess: its scores, what was read of each example, and the versions that the figures depend on."""
+"""The evaluation of a guess: its scores, the recovered part of each example, and the versions that the figures depend on."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _score(values: list[float], unit: str, higher_is: str, bounds: tuple[float, 
 
 
 def service_scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, Any]:
-    """As ``score``, all metrics of a guess at the texts of a service that it can be measured by.
+    """As ``score``, for all applicable metrics of a guess at the texts of a service.
 
     Raises ``InputError`` where a figure is not a number for every text.
     """
@@ -47,7 +47,7 @@ def service_scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, A
 
 
 def fractions_of(name: str, values: Sequence[float], texts: int, higher_is: str = "worse") -> dict[str, Any]:
-    """As ``score``, of a fraction of each text that was read. Raises ``InputError`` unless there is a number for each."""
+    """As ``score``, for the recovered fraction of each text. Raises ``InputError`` unless there is a number for each."""
     if len(values) != texts or not all(map(math.isfinite, values)):
         raise InputError(f"{name} is not a number for every text")
     return _score(list(values), "share", higher_is, (0.0, 1.0))
@@ -56,8 +56,8 @@ def fractions_of(name: str, values: Sequence[float], texts: int, higher_is: str 
 def likeness(
     read: Sequence[Sequence[int]], true: Sequence[Sequence[int]], vocabulary: Vocabulary, higher_is: str = "worse"
 ) -> dict[str, Any]:
-    """ROUGE of the continuations ``read`` with the ``true`` ones, each the ids of a text. ``higher_is``: ``worse`` where an
-    adversary reads them, ``better`` where the client does."""
+    """ROUGE of the continuations ``read`` with the ``true`` ones, each the ids of a text. ``higher_is``: ``worse`` if an
+    adversary reads them, ``better`` if the client does."""
     out = {}
     for kind in ("rouge1", "rougeL"):
         metric = rouge(kind).score
@@ -67,9 +67,8 @@ def likeness(
 
 
 def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
-    """What was read of each text, word by word: (word, read back?, sensitive?); masked unless ``show``.
-
-    Of images, both as ``data:`` URLs; unless ``show``, only how alike they are.
+    """What was recovered from each text, word by word: (word, recovered?, sensitive?); masked unless ``show``. For images,
+    the original and the guess as ``data:`` URLs; unless ``show``, only their similarity.
     """
     if guess.images is not None:
         return _recovered_images(guess, truth, show)
@@ -83,7 +82,7 @@ def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict
 
 
 def recovered_texts(guess: TokenReading, truth: ServiceTranscript, show: bool) -> list[dict[str, Any]]:
-    """The same of the texts that a service was sent: of each the first guesses."""
+    """The same for the texts sent to a service, with the first guess at each token."""
     text, metric = truth.vocabulary.text, rouge("rouge1")
     pairs = [(text(ids), text(ranked[:, 0].tolist())) for ids, ranked in zip(truth.ids, guess.ranked, strict=True)]
     return [_recovered_text(sent, read, metric.score(sent, read), show) for sent, read in pairs]
@@ -109,7 +108,7 @@ def _recovered_images(guess: Reconstruction, truth: Transcript, show: bool) -> l
 
 
 def versions() -> dict[str, str]:
-    """Versions of what the figures depend on."""
+    """The versions of the libraries that the figures depend on."""
     found = {"python": platform.python_version()}
     for name in ("rasura", "torch", "transformers", "tokenizers", "numpy", "rouge-score"):
         try:

@@ -1,4 +1,4 @@
-"""What an audit of a model service is to do, checked once, before anything runs."""
+"""The plan of an audit of a model service, checked once before anything runs."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from rasura.registry.services import ServiceProtection, parse_service_protection
 from rasura.runs.fields import typed
 
 WEIGHTS = ("uploaded", "trained")
-"""What the operator reads: the service as it was uploaded, before any training, or as it was trained since."""
+"""The weights that the operator reads: those uploaded, before any training, or those after training."""
 
 
 @dataclass(frozen=True)
 class ServicePlan:
-    """``limit`` texts of ``data`` of at least four words, sent behind each of ``protections`` (``obfuslm:k=10/epsilon=0.1``;
-    see ``rasura list service-protections``) and read by each of ``attacks``. Their ``references`` texts come from
-    ``reference``, which may hold none of the audited ones; with ``drop_shared`` those are left out.
-
-    ``key``: which of the keys, of independent draws, the service has; the texts are those of ``seed``.
-    ``weights``: what is read is the service as it was ``uploaded``, before any training, or as it was ``trained`` since.
-    ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. ``show_text``: what was
-    read is kept unmasked.
+    """``limit`` texts of ``data`` with at least four words, sent under each of ``protections``
+    (``obfuslm:k=10/epsilon=0.1``; see ``rasura list service-protections``) and read by each of ``attacks``. The attacks use
+    ``references`` texts from ``reference``, which must not contain audited texts; with ``drop_shared``, shared texts are
+    left out. ``key``: the number of the service's key, among independent draws; the texts are those of ``seed``.
+    ``weights``: attack the service as it was ``uploaded``, before any training, or as it was after training (``trained``).
+    ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. ``show_text``: keep the recovered
+    text unmasked.
     """
 
     data: str
@@ -51,11 +50,11 @@ class ServicePlan:
 
     @cached_property
     def parsed(self) -> Mapping[str, ServiceProtection]:
-        """Each of ``protections`` as a value, parsed once; and the baseline ``none``."""
+        """Each of ``protections``, parsed once, and the baseline ``none``."""
         return {text: parse_service_protection(text) for text in ("none", *self.protections)}
 
     def checked(self) -> ServicePlan:
-        """This plan, or ``InputError`` for what is wrong with it."""
+        """This plan. Raises ``InputError`` if it is wrong."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         known("budget", self.budget, ("quick", "default", "paper"))
         _ = self.parsed
@@ -64,10 +63,10 @@ class ServicePlan:
         for name in self.attacks:
             known("attack on a service", name, SERVICE_ATTACKS)
         if self.key < 0:
-            raise InputError(f"key is {self.key}; expected a number from 0")
+            raise InputError(f"key is {self.key}; expected a whole number of at least 0")
         for kind in ("protections", "attacks", "weights"):
             if not getattr(self, kind) or len(set(getattr(self, kind))) < len(getattr(self, kind)):
-                raise InputError(f"no {kind} were given, or one twice; expected each one once")
+                raise InputError(f"no {kind} were given, or one was given twice; pass each one once")
         for name in ("limit", "references"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected at least 1")
@@ -83,5 +82,5 @@ def service_plan_of(found: Mapping[str, Any], source: str) -> ServicePlan:
     values = typed(ServicePlan, found, source)
     for name in ("data", "reference"):
         if name not in values:
-            raise InputError(f"{source}: no {name}; expected a data file")
+            raise InputError(f"{source}: {name} is missing; expected a data file")
     return ServicePlan(**values)

@@ -1,4 +1,4 @@
-"""What the operator of a model service reads: protections x attacks on the same texts, as a stream of Records."""
+"""The audit of a model service: protections x attacks on the same texts, as a stream of Records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from rasura.victims.loading import load
 
 @dataclass(frozen=True)
 class ServiceCell:
-    """One cell: an attack on the service behind a protection, with the weights that were ``uploaded`` or ``trained``."""
+    """One cell: an attack on the service under a protection, with the weights that were ``uploaded`` or ``trained``."""
 
     protection: str
     attack: str
@@ -45,8 +45,8 @@ class ServiceCell:
 
 @dataclass(frozen=True)
 class Sent:
-    """The texts behind a protection: the truth, what the operator sees of it, what guessing scores, and the seconds that the
-    protection took."""
+    """The texts under a protection: the truth, what the operator sees of it, the scores of guessing, and the seconds that
+    the protection took."""
 
     truth: ServiceTranscript
     seen: ServiceObservation
@@ -55,12 +55,11 @@ class Sent:
 
 
 class ServiceAudit:
-    """A prepared audit: files read, so that what is wrong is said now. Iterate ``run`` to do what is not done yet.
-
-    ``training``: of the same model behind the same protections, which was run; needed where trained weights are read. What a
-    model that generates was sent is then the first half of every text, and how it goes on, which its client reads too.
-    ``baseline``: without protection every attack is run as well, whether the plan has ``none`` or not. Only an attack that
-    is seen to read there can say anything of a protection; without the baseline every verdict is 'not measured'.
+    """A prepared audit: files are read here, so that errors show early. Iterate ``run`` to run the remaining cells.
+    ``training``: a finished training of the same model under the same protections, needed for trained weights. A generating
+    model then receives the first half of every text and continues it, and its client reads this, too. ``baseline``: also run
+    every attack without protection, even if the plan does not list ``none``. Only an attack that works there can show
+    anything about a protection; without the baseline, every verdict is 'not measured'.
     """
 
     def __init__(self, plan: ServicePlan, training: Training | None = None, *, baseline: bool = True) -> None:
@@ -68,15 +67,19 @@ class ServiceAudit:
         added = () if "none" in plan.protections or not baseline else ("none",)
         self.columns = (*added, *plan.protections)
         if training is not None and plan.key:
-            raise InputError("a training has the key of its seed; expected key 0 beside it")
+            raise InputError("a training uses the key of its seed; with a training, key must be 0")
         self.drawn = plan.seed + plan.key
         for text in self.columns:
             if "trained" not in self._weights(text):
                 continue
             if training is None:
-                raise InputError(f"{text}: reading it as it was trained needs a training, and this audit has none")
+                raise InputError(
+                    f"{text}: attacking its trained weights needs a training, and this audit has none; pass one"
+                )
             if text not in training.plan.defenses:
-                raise InputError(f"{text}: reading it as it was trained needs a training behind it; train behind it, too")
+                raise InputError(
+                    f"{text}: attacking its trained weights needs a training under this protection; train under it as well"
+                )
         columns = columns_of(plan)
         texts = [e for e in load_examples(plan.data, columns=columns) if len(_text(e).split()) > 3]
         if len(texts) < plan.limit:
@@ -114,7 +117,7 @@ class ServiceAudit:
                 yield ServiceCell(protection, attack, weights, cell_key(plan=self.identity, **where))
 
     def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
-        """Do the cells that ``store`` lacks, storing and yielding each. The same Records whatever was done before."""
+        """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
@@ -139,18 +142,18 @@ class ServiceAudit:
         return self.training.trained_service(uploaded(), protection, self.plan.seed)
 
     def _answers(self, store: RunStore, protection: str) -> list[tuple[int, ...]] | None:
-        """How the service went on, by the client's Record, which comes first; None where it generates nothing."""
+        """The service's continuations, from the client's Record, which comes first; None if it generates nothing."""
         if not self._generates:
             return None
         key = next(c.key for c in self.cells if (c.protection, c.attack) == (protection, CLIENT))
         return [tuple(ids) for ids in store[key]["details"]["answers"]]
 
     def _continued(self, cell: ServiceCell, service: Service) -> Record:
-        """How the service goes on after the first half of every text, in the client's ids, and how near that is to the other
-        half."""
+        """The service's continuations of the first half of every text, in the client's ids, and their similarity to the
+        second half."""
         wall, start = time.perf_counter(), time.process_time()
         if not hasattr(service.served, "generate"):
-            raise InputError(f"{service.mechanism.name}: a client that sends states cannot have text generated")
+            raise InputError(f"{service.mechanism.name}: text generation does not work for a client that sends states")
         back = service.tokens.argsort()
         sent = service.sent(self.prompts, generator(self.plan.seed, "prompts"))
         answers: list[list[int]] = []
@@ -173,7 +176,7 @@ class ServiceAudit:
         return [ids[len(p) :] for ids, p in zip(self.ids, self.prompts)]
 
     def _sent(self, service: Callable[[], Service], answers: Sequence[tuple[int, ...]] | None) -> Outcome[Sent]:
-        """The texts behind a protection, the same for every attack; or why there is no such service to attack."""
+        """The texts under a protection, the same for every attack; or the reason why there is no such service to attack."""
 
         def made() -> Sent:
             start = time.perf_counter()
@@ -191,7 +194,7 @@ class ServiceAudit:
 
     def _read(self, cell: ServiceCell, sent: Outcome[Sent]) -> Record:
         if sent.guess is None:
-            return self._record(cell, sent.status, f"there is no such service to attack: {sent.reason}")
+            return self._record(cell, sent.status, f"the protected service cannot be built: {sent.reason}")
         truth, seen = sent.guess.truth, sent.guess.seen
 
         def read() -> tuple[TokenReading, dict[str, Any]]:
@@ -219,8 +222,8 @@ class ServiceAudit:
         )  # fmt: skip
 
     def scores(self, guess: TokenReading, truth: ServiceTranscript) -> dict[str, Any]:
-        """All metrics of one guess; of a model that generates, what was read of the prompts, of the answers, and how near
-        these, as read, are to how the texts go on."""
+        """All metrics of one guess. For a generating model: the recovered fraction of the prompts and of the answers, and
+        the similarity of the recovered answers to the true continuations."""
         if not self._generates:
             return service_scores(guess, truth)
         cuts = [len(p) for p in self.prompts]
@@ -236,15 +239,15 @@ class ServiceAudit:
 
 
 def _sent_bytes(seen: ServiceObservation) -> int:
-    """Of the states that were sent, or of the ids as 64-bit numbers."""
+    """The bytes of the states sent, or of the ids as 64-bit numbers."""
     return sum(v.numel() * v.element_size() for v in seen.vectors) or 8 * sum(map(len, seen.ids))
 
 
 def _reference(plan: ServicePlan, picked: Sequence[Example]) -> tuple[str, ...]:
-    """The adversary's texts; those that hold one of the ``picked`` are refused, or left out where the plan says so."""
+    """The adversary's texts. Texts that contain one of the ``picked`` are refused, or left out if the plan says so."""
     other = load_examples(plan.reference, columns=columns_of(plan))
     if not plan.drop_shared:
-        refuse_shared(picked, other, plan.reference, ", or drop_shared = true, which leaves them out")
+        refuse_shared(picked, other, plan.reference, ", or set drop_shared = true to leave them out")
     left_out = set(shared(picked, other))
     return tuple(_text(e) for k, e in enumerate(other) if k not in left_out)[: plan.references]
 
@@ -254,11 +257,12 @@ def _text(example: Example) -> str:
 
 
 def audit_service(plan: ServicePlan, *, out: str | Path, training: Training | None = None) -> Iterator[Record]:
-    """Audit a model service into the folder ``out``, yielding each Record as it is done; what ``out`` holds is not redone.
+    """Audit a model service into the folder ``out`` and yield each Record when it is finished. Cells that ``out`` holds are
+    not run again.
 
-    ``audit_service(ServicePlan("notes.jsonl", "public.jsonl"), out="runs/service")``. The baseline without protection is run
-    where ``plan`` lacks it. ``training``: as of ``ServiceAudit``. ``rasura.write_report(out)`` makes the page. Raises
-    ``InputError`` for bad input, before anything runs.
+    ``audit_service(ServicePlan("notes.jsonl", "public.jsonl"), out="runs/service")``. The baseline without protection always
+    runs. ``training``: as in ``ServiceAudit``. ``rasura.write_report(out)`` writes the report. Raises ``InputError`` for bad
+    input, before anything runs.
     """
     return _recorded(ServiceAudit(plan, training), out)
 

@@ -1,4 +1,4 @@
-"""What a training is to do, checked before anything runs."""
+"""The plan of a training, checked before anything runs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rasura.victims.train import local
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """What is trained: ``data`` behind each of ``defenses`` and from each seed, judged on ``test``.
+    """A training on ``data`` under each of ``defenses`` and from each seed, evaluated on ``test``.
 
-    ``holdout``: share of the training texts that early stopping looks at, unprotected; without ``test`` they are what the
-    model is judged on. ``limit``: training texts used, drawn by the first seed; None for all. ``max_length``: tokens that a
-    text may have, or is cut to with ``truncate``. ``lora``: rank of adapters, 0 for all weights; ``targets`` and
-    ``adapter_dropout`` as in ``core.local.Adapter``. ``delta``: probability with
-    which a formal guarantee may fail; None for a tenth of 1 / number of training texts. ``service``: ``defenses`` are
-    protections of a model service (``rasura list service-protections``), which is sent all texts, those it is judged on too.
-    ``text_column``, ``pair_column``, ``label_column``: where the files have unusual names for them. Labels that are text are
-    numbered; ``result.json`` and the model's folder say what each number stands for.
+    ``holdout``: fraction of the training texts held out, unprotected, for early stopping; without ``test``, the model is
+    also evaluated on them. ``limit``: number of training texts, drawn by the first seed; None for all. ``max_length``:
+    maximum length of a text in tokens; with ``truncate``, longer texts are cut. ``lora``: rank of adapters, 0 for all
+    weights; ``targets`` and ``adapter_dropout`` as in ``core.local.Adapter``. ``delta``: probability with which a formal
+    guarantee may fail; None for 0.1 / number of training texts. ``service``: ``defenses`` are protections of a model service
+    (``rasura list service-protections``), which receives all texts, including those for evaluation. ``text_column``,
+    ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text are numbered; ``result.json``
+    and the model's folder list the names.
     """
 
     data: str
@@ -55,20 +55,20 @@ class TrainPlan:
 
     @cached_property
     def parts(self) -> Mapping[str, Defense]:
-        """What each of ``defenses`` does in a training, parsed once; nothing where it protects a service."""
+        """The parts of each of ``defenses`` in training, parsed once; empty if they protect a service."""
         return {text: () if self.service else local(parse_defense(text)) for text in self.defenses}
 
     @cached_property
     def protections(self) -> Mapping[str, ServiceProtection]:
-        """Each of ``defenses``, parsed once, where they protect a service; else none."""
+        """Each of ``defenses``, parsed once, if they protect a service; otherwise empty."""
         return {text: parse_service_protection(text) for text in self.defenses} if self.service else {}
 
     def checked(self) -> TrainPlan:
-        """This plan, or ``InputError`` for what is wrong with it."""
+        """This plan. Raises ``InputError`` if it is wrong."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         _ = self.parts, self.protections
         if not 0 < self.holdout < 1:
-            raise InputError(f"holdout is {self.holdout}; expected a share of the training texts between 0 and 1")
+            raise InputError(f"holdout is {self.holdout}; expected a fraction of the training texts between 0 and 1")
         for name in ("limit", "seeds", "max_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -81,5 +81,7 @@ class TrainPlan:
         if not 0 <= self.adapter_dropout < 1:
             raise InputError(f"adapter_dropout is {self.adapter_dropout}; expected at least 0 and below 1")
         if self.service and self.lora:
-            raise InputError(f"lora is {self.lora}; behind protections of a service all weights are trained")
+            raise InputError(
+                f"lora is {self.lora}, but under protections of a service all weights are trained; leave it out"
+            )
         return self

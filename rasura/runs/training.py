@@ -1,4 +1,4 @@
-"""`rasura train`: fine-tune behind any protection, and say what the model is then worth on original text."""
+"""`rasura train`: fine-tune under any protection, and measure the model's utility on original text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from rasura.victims.train import FineTuning, enough, protected
 
 
 class Training:
-    """A prepared training: files read and tokenized, so that what is wrong is said now. Iterate ``run``."""
+    """A prepared training: files are read and tokenized here, so that errors show early. Iterate ``run``."""
 
     def __init__(self, plan: TrainPlan, folder: str | Path, *, device: str = "cpu") -> None:
         self.plan = plan = plan.checked()
@@ -67,7 +67,7 @@ class Training:
         self._claim()
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
-        """A ledger for a training behind ``parts``, of all epochs that it may take."""
+        """A ledger for a training under ``parts``, planned for the maximum number of epochs."""
         known, recipe = [p.mechanism for p in parts], self.plan.recipe
         run = Run(
             len(self.rows), recipe.batch_size, max(1, recipe.epochs), self.plan.delta,
@@ -76,18 +76,18 @@ class Training:
         return Ledger(known, run, sizes=sizes, secure=recipe.noise == "secure")
 
     def victim(self, seed: int) -> Victim:
-        """The model before training, its head drawn from ``seed``."""
+        """The model before training, with a head drawn from ``seed``."""
         task: Any = self.plan.task
         attacked = self.plan.service or self.plan.lora > 0  # both look for the model's parts
         return load(self.plan.model, task, num_labels=self.labels, seed=seed, device=self.device, attacked=attacked)
 
     def _parted(self, everything: Sequence[Example]) -> tuple[list[Example], list[Example]]:
-        """Training texts and held-out ones, drawn once for all defenses and seeds."""
+        """The training texts and the held-out texts, drawn once for all defenses and seeds."""
         order = torch.randperm(len(everything), generator=generator(self.plan.recipe.seed, "part")).tolist()
         some = order[: self.plan.limit]
         count = max(1, round(self.plan.holdout * len(some)))
         if count >= len(some):
-            raise InputError(f"{self.plan.data}: {len(some)} texts are too few to hold some out; expected at least 2")
+            raise InputError(f"{self.plan.data}: {len(some)} texts are too few to hold any out; expected at least 2")
         self.parted = {"trained": some[count:], "held_out": some[:count]}
         return [everything[k] for k in some[count:]], [everything[k] for k in some[:count]]
 
@@ -95,11 +95,12 @@ class Training:
         return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
 
     def _claim(self) -> None:
-        """Take the folder for this plan. Raises ``InputError`` where another plan has it; defenses and seeds may grow."""
+        """Claim the folder for this plan. Raises ``InputError`` if it belongs to another plan; defenses and seeds may be
+        added."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "plan.json"
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) != self.about:
-            raise InputError(f"{self.folder} holds a training with other settings or data; choose another --out")
+            raise InputError(f"{self.folder} already holds a training with other settings or data; choose another --out")
         write_whole(path, canonical(self.about) + "\n")
         # Which rows of the file were trained on: what membership inference is held against.
         write_whole(self.folder / "rows.json", canonical(self.parted) + "\n")
@@ -107,14 +108,14 @@ class Training:
     def protected_rows(
         self, defense: str, victim: Victim, progress: Callable[[int, int], None] | None = None
     ) -> list[Batch]:
-        """The training texts behind the DATA part of ``defense``; kept, so that they are the same for every seed."""
+        """The training texts under the DATA part of ``defense``. They are kept, so that they are the same for every seed."""
         return protected(
             self.rows, self.plan.parts[defense], victim.model, victim.vocabulary, self.folder / "protected" / _slug(defense),
             self.plan.recipe.seed, progress,
         )  # fmt: skip
 
     def run(self, progress: Callable[[str, int, int, Mapping[str, float]], None] | None = None) -> Iterator[dict[str, Any]]:
-        """Train behind every defense from every seed, yielding each result; what is done already is read, not done anew."""
+        """Train under every defense from every seed and yield each result. Finished trainings are read, not repeated."""
         first = self.plan.recipe.seed
         for defense in self.plan.defenses:
             for seed in range(first, first + self.plan.seeds):
@@ -182,7 +183,7 @@ class Training:
         return result
 
     def _name_classes(self, model: nn.Module) -> None:
-        """Let the saved model's folder say what its classes stand for, so that they are read alike from then on."""
+        """Write the class names into the saved model's folder, so that they are read in the same way from then on."""
         config: Any = getattr(model, "config", None)
         if self.plan.task == "classification" and self.label_names and config is not None:
             names = [*self.label_names, *(f"unused {k}" for k in range(len(self.label_names), self.labels))]
@@ -197,12 +198,12 @@ class Training:
             return causal(*nats(model, rows, self.pad))
 
     def service(self, protection: str, victim: Victim, seed: int) -> Service:
-        """The service of ``victim`` behind ``protection`` before training; it shares no weight with the public model."""
+        """The service of ``victim`` under ``protection`` before training. It shares no weights with the public model."""
         made = self.plan.protections[protection].of(victim, seed, [row.ids(0) for row in self.rows])
         return replace(made, served=copy.deepcopy(made.served)) if made.served is made.public else made
 
     def trained_service(self, made: Service, protection: str, seed: int) -> Service:
-        """A copy of ``made``, the service behind ``protection``, after training, which ``run`` has done."""
+        """A copy of ``made``, the service under ``protection``, after the training by ``run``."""
         served = copy.deepcopy(made.served).eval()
         load_model(served, str(self.folder / folder_of(protection, seed) / SERVED))
         return replace(made, served=served)
@@ -213,13 +214,13 @@ SERVED = "served.safetensors"
 
 
 def sent(service: Service, rows: Sequence[Batch], rng: Randomness) -> list[Batch]:
-    """Texts, one a batch, as a client sends them (or, where states are sent, what it computes them of)."""
+    """Texts, one per batch, as a client sends them (or, if states are sent, the ids from which it computes the states)."""
     drawn = service.sent([row.ids(0) for row in rows], rng)
     return [renamed(row, torch.tensor([new])) for row, new in zip(rows, drawn, strict=True)]
 
 
 def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | None, truncate: bool) -> list[Batch]:
-    """``examples`` as the model takes them, one text each. Raises ``InputError`` as ``data.text.encode`` does."""
+    """``examples`` in the form that the model takes, one text each. Raises ``InputError`` as ``data.text.encode`` does."""
     longest = min(victim.max_length, max_length or victim.max_length)
     return [
         row
@@ -234,7 +235,7 @@ def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | No
 
 
 def folder_of(defense: str, seed: int) -> str:
-    """The folder, within a training's own, of what was trained behind ``defense`` from ``seed``."""
+    """The subfolder for the model trained under ``defense`` from ``seed``."""
     return f"{_slug(defense)}-{seed}"
 
 
@@ -243,9 +244,9 @@ def _slug(defense: str) -> str:
 
 
 def train(plan: TrainPlan, *, out: str | Path, device: str = "cpu") -> list[dict[str, Any]]:
-    """Fine-tune as ``plan`` says into the folder ``out``: ``train(TrainPlan("notes.jsonl"), out="runs/train")``.
+    """Fine-tune by ``plan``, into the folder ``out``: ``train(TrainPlan("notes.jsonl"), out="runs/train")``.
 
-    Every defense and seed has a folder with the model and ``result.json``: figures on the test texts before and after,
-    by epoch on the held-out ones. Interrupted, the same call goes on.
+    Every defense and seed has a folder with the model and ``result.json``: figures on the test texts before and after
+    training, and on the held-out texts by epoch. After an interruption, the same call resumes.
     """
     return list(Training(plan, out, device=device).run())

@@ -74,12 +74,12 @@ class Client:
         model.safetensors), for ``transformers`` and ``rasura.ObfuscatedTokenizer``. What did not come whole is not kept."""
         target = Path(folder)
         if target.exists():
-            raise InputError(f"{target} exists already; remove it or choose another name")
+            raise InputError(f"{target} already exists; remove it or choose another name")
         part = target.resolve().with_name(target.name + ".part")
         try:
             part.mkdir(mode=0o700)
         except FileExistsError:
-            raise InputError(f"{part} exists already: another download, or one that was killed; remove it") from None
+            raise InputError(f"{part} already exists: another download, or one that was killed; remove it") from None
         except OSError as error:
             raise InputError(f"{target} cannot be written ({error.strerror}); choose another place") from None
         try:

@@ -123,7 +123,7 @@ def check_start(start: bytes, size: int, name: str) -> None:
     """Raises ``Refused`` where the first 9 bytes of a file of ``size`` bytes cannot begin a safetensors file."""
     head = int.from_bytes(start[:8], "little")
     if len(start) < 9 or start[8:] != b"{" or not 2 <= head <= min(TENSOR_HEADER, size - 8):
-        raise Refused(415, f"{name} is no safetensors file; pickles and archives are not taken")
+        raise Refused(415, f"{name} is not a safetensors file; pickles and archives are not accepted")
 
 
 def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -139,7 +139,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             slices = {name: file.get_slice(name) for name in names}
             return {name: (str(s.get_dtype()), tuple(s.get_shape())) for name, s in slices.items()}
     except (SafetensorError, OSError):
-        raise Refused(415, f"{path.name} is no safetensors file") from None
+        raise Refused(415, f"{path.name} is not a safetensors file") from None
 
 
 def checked_name(name: Any, what: str) -> str:

@@ -1,8 +1,8 @@
 """The victim: any Hugging Face sequence classifier or causal language model, its parts found by structure.
 
-Nothing here depends on a model family's class: word and position embeddings, blocks, Q/K/V and heads are recognised by
-where they stand and by a short list of the names that the families use. A model built otherwise gets an adapter through
-``register``, or from a package with the entry point ``rasura.models``.
+Nothing here depends on a model family's class: word and position embeddings, blocks, Q/K/V layers and heads are recognised
+by their place in the model and by a short list of names that the families use. A model with another structure needs an
+adapter, through ``register`` or from a package with the entry point ``rasura.models``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ QKV_NAMES = frozenset(
     {"query", "key", "value", "query_proj", "key_proj", "value_proj", "q_proj", "k_proj", "v_proj"}
     | {"q_lin", "k_lin", "v_lin", "q", "k", "v", "c_attn", "query_key_value", "qkv_proj", "Wqkv", "in_proj"}
 )
-"""What BERT, DeBERTa, Llama, DistilBERT, MPNet, GPT-2, GPT-NeoX, Phi, ModernBERT and MPT call attention's input layers."""
+"""Names of the attention's input layers in BERT, DeBERTa, Llama, DistilBERT, MPNet, GPT-2, GPT-NeoX, Phi, ModernBERT and
+MPT."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Block:
-    """One transformer block. ``qkv``: the linear layers that read the attention's input (after its norm, if any)."""
+    """One transformer block. ``qkv``: the linear layers that take the attention's input (after its norm, if any)."""
 
     index: int
     module: str
@@ -47,9 +48,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Parts:
-    """Where things are in a model; names as in ``named_modules()`` and ``named_parameters()``.
+    """The parts of a model, with names as in ``named_modules()`` and ``named_parameters()``.
 
-    ``causal``: a position sees only what stands before it. ``tied``: the output layer is the word embedding.
+    ``causal``: a position sees only itself and earlier positions. ``tied``: the output layer is the word embedding.
     """
 
     word_embedding: str
@@ -68,7 +69,7 @@ _KNOWN: WeakKeyDictionary[nn.Module, Parts] = WeakKeyDictionary()
 
 
 def register(model_type: str, finder: Callable[[nn.Module], Parts]) -> None:
-    """Use ``finder`` for models whose ``config.model_type`` is ``model_type``, where ``parts`` cannot find its way."""
+    """Use ``finder`` for models whose ``config.model_type`` is ``model_type`` and whose parts ``parts`` cannot find."""
     _ADAPTERS[model_type] = finder
 
 
@@ -108,9 +109,9 @@ def _block_list(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
 
 
 def parts(model: nn.Module) -> Parts:
-    """The parts of ``model``, found by structure; remembered as long as the model lives.
+    """The parts of ``model``, found by structure and cached for the model's lifetime.
 
-    Raises ``InputError`` that names what was looked for when something is not found; ``register`` an adapter then.
+    Raises ``InputError`` if a part is not found, with what was looked for; ``register`` an adapter then.
     """
     if model not in _KNOWN:
         _KNOWN[model] = _find(model)
@@ -199,9 +200,9 @@ class _Stop(Exception):
 
 @contextmanager
 def recorded_inputs(model: nn.Module, modules: Sequence[str], *, stop: bool = True) -> Iterator[dict[str, Tensor]]:
-    """Record what goes into ``modules`` while the model runs inside the block.
+    """Record the inputs of ``modules`` while the model runs inside the block.
 
-    With ``stop``, the forward pass ends at the last of them (``run`` catches that), so that the rest costs nothing.
+    With ``stop``, the forward pass ends at the last of them (``run`` catches that), so the rest costs nothing.
     """
     found: dict[str, Tensor] = {}
     handles = []
@@ -225,7 +226,7 @@ def recorded_inputs(model: nn.Module, modules: Sequence[str], *, stop: bool = Tr
 
 
 def layer_inputs(model: nn.Module, modules: Sequence[str], **inputs: Any) -> dict[str, Tensor]:
-    """Run ``model`` on ``inputs`` up to the last of ``modules`` (in forward order); returns what went into each.
+    """Run ``model`` on ``inputs`` up to the last of ``modules`` (in forward order) and return the input of each.
 
     Shapes are those of the layers: ``(batch, length, hidden)`` inside blocks.
     """
@@ -243,7 +244,7 @@ def key_value_cache(model: nn.Module) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Dropout off and no graph inside the block; the model's mode as it was behind it."""
+    """Inside the block, dropout is off and no graph is kept; afterwards the model's mode is restored."""
     training = model.training
     model.eval()
     try:
@@ -271,22 +272,22 @@ def layer_output(model: nn.Module, module: str, **inputs: Any) -> Tensor | None:
 
 
 def _sees_only_the_past(model: nn.Module, last: str, size: int) -> bool:
-    """Whether what leaves the ``last`` block at a place stays the same when a later token changes."""
+    """Whether the output of the ``last`` block at a position stays the same when a later token changes."""
     device = next(model.parameters()).device
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 7, 9]], device=device) % size
     seen = layer_output(model, last, input_ids=ids, attention_mask=torch.ones_like(ids))
     if seen is None:
-        raise InputError(f"{type(model).__name__}: the block {last} was found, but the model does not run it")
+        raise InputError(f"{type(model).__name__}: block {last} was found, but the model does not run it")
     if not bool(torch.isfinite(seen).all()):
-        raise InputError(f"{type(model).__name__}: the block {last} gives NaN or infinity on a text of four tokens")
+        raise InputError(f"{type(model).__name__}: block {last} returns NaN or infinity for a text of four tokens")
     return torch.allclose(seen[0, :3], seen[1, :3], rtol=1e-6, atol=1e-6 * float(seen.abs().max()))
 
 
 def is_eager(model: nn.Module) -> bool:
-    """Whether attention can be differentiated twice; fused attention cannot, and fails only at the first step."""
+    """Whether attention can be differentiated twice. Fused attention cannot, and fails only at the first step."""
     return getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager"
 
 
 def parameter_shapes(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
-    """Names and shapes of all parameters, each once."""
+    """Names and shapes of all parameters, each listed once."""
     return {n: tuple(p.shape) for n, p in model.named_parameters()}

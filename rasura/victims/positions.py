@@ -24,10 +24,10 @@ def filler(model: nn.Module) -> int:
 
 
 def first_position(model: nn.Module) -> int | None:
-    """The row of its position embedding that the model uses for a text's first token, or None where it has none.
+    """The row of the model's position embedding for a text's first token, or None without a position embedding.
 
-    RoBERTa counts from its padding id plus one, OPT from 2. The model is asked: what leaves the position embedding is
-    looked up in its table. Raises ``InputError`` where that is not one row after the other.
+    RoBERTa counts from its padding id plus one, OPT from 2. This is measured: the outputs of the position embedding are
+    looked up in its table. Raises ``InputError`` if they are not consecutive rows.
     """
     name = parts(model).position_embedding
     if name is None:
@@ -38,13 +38,13 @@ def first_position(model: nn.Module) -> int | None:
 
 
 def position_rows(model: nn.Module, length: int) -> Tensor | None:
-    """The rows of its position embedding for ``length`` tokens, or None where it has none. Raises as ``first_position``."""
+    """The rows of the position embedding for ``length`` tokens, or None without one. Raises as ``first_position``."""
     first = first_position(model)
     return None if first is None else torch.arange(first, first + length, device=next(model.parameters()).device)
 
 
 def positions(model: nn.Module) -> int | None:
-    """How many tokens the position embedding has rows for, or None where there is none. Raises as ``first_position``."""
+    """The number of tokens for which the position embedding has rows, or None without one. Raises as ``first_position``."""
     name, first = parts(model).position_embedding, first_position(model)
     return None if name is None or first is None else len(model.get_parameter(name)) - first
 
@@ -58,16 +58,16 @@ def _first_row(model: nn.Module, name: str) -> int:
     starts = [n for n in used[0] if n + 1 in used[1] and n + 2 in used[2]] if len(used) == 3 else []
     if len(starts) != 1:
         raise InputError(
-            f"{type(model).__name__}: {name} was found as the position embedding, but three tokens do not take three "
-            "neighbouring rows of it; register an adapter with rasura.victims.models.register"
+            f"{type(model).__name__}: {name} was found as the position embedding, but three tokens do not use "
+            "three neighbouring rows of it; register an adapter with rasura.victims.models.register"
         )
     return int(starts[0])
 
 
 def position_ids(model: nn.Module, length: int) -> Tensor | None:
-    """What to pass as ``position_ids`` for ``length`` tokens, or None where the model has no position embedding.
+    """The ``position_ids`` to pass for ``length`` tokens, or None where the model has no position embedding.
 
-    Most models take the row itself; one whose table has an ``offset`` (OPT) adds it to what it is passed.
+    Most models take the row itself; a table with an ``offset`` (OPT) adds it to the ids passed.
     """
     rows, name = position_rows(model, length), parts(model).position_embedding
     if rows is None or name is None:
@@ -81,12 +81,12 @@ def _forward_names(model: nn.Module) -> frozenset[str]:
 
 
 def takes_positions(model: nn.Module) -> bool:
-    """Whether the model has a position embedding and can be told ``position_ids``."""
+    """Whether the model has a position embedding and accepts ``position_ids``."""
     return parts(model).position_embedding is not None and "position_ids" in _forward_names(model)
 
 
 def segment_types(model: nn.Module) -> int:
-    """How many segment types the model knows; 1 where it takes none."""
+    """The number of segment types; 1 for a model without segments."""
     table = next((n for n in parts(model).embedding_names if "token_type" in n), None)
     if table is None or "token_type_ids" not in _forward_names(model):
         return 1
@@ -95,9 +95,9 @@ def segment_types(model: nn.Module) -> int:
 
 @torch.no_grad()
 def first_inputs(model: nn.Module, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
-    """What goes into block 0's attention for each of ``tokens`` ``(k,)`` alone at ``position``: ``(k, hidden)``.
+    """The input of block 0's attention for each of ``tokens`` ``(k,)`` alone at ``position``: ``(k, hidden)``.
 
-    Nothing mixes tokens before it, which ``rasura.victims.structure`` verifies of every model that is loaded.
+    Nothing before it mixes tokens; ``rasura.victims.structure`` verifies this for every model that is loaded.
     """
     known = parts(model)
     extra: dict[str, Tensor] = {}
@@ -118,7 +118,7 @@ def first_inputs(model: nn.Module, tokens: Tensor, position: int, segment: int =
 def read_position(model: nn.Module) -> int | None:
     """The one position that a classifier's head reads: 0 for the first, -1 for the last token; None if it reads several.
 
-    Asked of the model: the place in a short text where the last block's output matters to the logits.
+    Measured on the model: the position in a short text at which the last block's output affects the logits.
     """
     known = parts(model)
     module = model.get_submodule(known.blocks[-1].module)

@@ -29,7 +29,7 @@ def new_app(folder: str | Path, clients: int = 4) -> Path:
     place = Path(folder).resolve()
     taken = [target for target in (*PLACES.values(), "keys") if (place / target).exists()]
     if taken:
-        raise InputError(f"{place / taken[0]} exists already; choose a new folder")
+        raise InputError(f"{place / taken[0]} already exists; choose a new folder")
     if '"' in str(place) or "\\" in str(place):
         raise InputError(f"{place} cannot be written into TOML; choose a folder without quotes and backslashes")
     if clients < MIN_CLIENTS:

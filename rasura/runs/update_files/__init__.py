@@ -1,4 +1,4 @@
-"""Update files of strangers, whichever framework wrote them: checked before anything is made of them, never executed."""
+"""Untrusted update files of any framework: checked before use, and never executed."""
 
 from __future__ import annotations
 
@@ -16,20 +16,18 @@ from rasura.runs.update_files.names import Matched, listed, matched, targets, us
 from rasura.runs.update_files.sources import opened
 from rasura.victims.loading import Victim
 
-__all__ = ["MOST", "Update", "holding", "load_hidden", "load_update", "of_round", "open_update"]
+__all__ = ["MAX_ENTRY", "Update", "holding", "load_hidden", "load_update", "of_round", "open_update"]
 
-MOST = 1e14
-"""Entries are at most this in size, so that the squared norm of 10^10 of them is finite in float32."""
+MAX_ENTRY = 1e14
+"""Maximum absolute value of an entry, so that the squared norm of 10^10 entries is finite in float32."""
 
 HIDDEN = "bool, true where an entry is hidden"
 
 
 @dataclass(frozen=True)
 class Update:
-    """What a file holds of a model's parameters, in float32.
-
-    ``before``: the weights before the round, where they were given. ``notes``: what the file was recognised as and how its
-    names were matched, one line each, for people.
+    """The tensors in a file by parameter of the model, in float32. ``before``: the weights before the round, if they were
+    given. ``notes``: the recognised format and how names were matched, one line each, for people.
     """
 
     entries: Mapping[str, Tensor]
@@ -47,7 +45,7 @@ def load_hidden(path: str | Path, victim: Victim) -> dict[str, Tensor]:
 
 
 def load_update(path: str | Path, victim: Victim) -> dict[str, Tensor]:
-    """The tensors of an update file in float32, as ``open_update`` gives them."""
+    """The tensors of an update file in float32, as returned by ``open_update``."""
     return dict(open_update(path, victim).entries)
 
 
@@ -57,9 +55,9 @@ def open_update(
     """The update in a file or folder of any framework, checked against the model.
 
     ``before``: the weights before the round; the update is the weights in ``path`` minus these. ``names_from``: an adapter
-    or model, whose weights are those of a list without names. Raises ``InputError`` for a missing or damaged file, names and
-    shapes that the model does not have, whole numbers, NaN, infinity, entries above ``MOST``, weights where an update was
-    expected, and everything that could run code.
+    or model whose weights are in a list without names. Raises ``InputError`` for a missing or damaged file, names and shapes
+    that the model does not have, integers, NaN, infinity, entries above ``MAX_ENTRY``, weights where an update was expected,
+    and everything that could run code.
     """
     file, model = Path(path), victim.model
     names = None if names_from is None else _names(Path(names_from), model)
@@ -83,13 +81,13 @@ def _matched(file: Path, model: nn.Module, names: Sequence[str | None] | None) -
 def _names(path: Path, model: nn.Module) -> Sequence[str | None]:
     """The parameters of the adapter or model in ``path``, in the order in which a list of its weights is sent.
 
-    A file that keeps no order, such as safetensors, says which weights; their order is the model's.
+    A file without an order, such as safetensors, only says which weights; the order is then that of the model.
     """
     with refusing(path):
         source = opened(path)
         found, _ = targets(source, model) if source.named else ([], ())
     if not source.named:
-        raise InputError(f"{path} has no names either; pass the adapter or model whose weights the list holds")
+        raise InputError(f"{path} has no names either; pass the adapter or model whose weights are in the list")
     if source.ordered:
         return found
     held = set(found) - {None}
@@ -105,9 +103,9 @@ def _floats(found: Matched, model: nn.Module, file: Path) -> dict[str, Tensor]:
         wide = tensor if tensor.dtype == torch.float64 else tensor.float()
         if not bool(torch.isfinite(wide).all()):
             raise InputError(f"{file}: {name} holds NaN or infinity; expected finite gradients")
-        if wide.numel() and float(wide.abs().max()) > MOST:
+        if wide.numel() and float(wide.abs().max()) > MAX_ENTRY:
             raise InputError(
-                f"{file}: {name} holds entries above {MOST:g} in size; expected gradients, scaled to be smaller"
+                f"{file}: {name} holds entries above {MAX_ENTRY:g} in size; expected gradients of a smaller scale"
             )
         out[name] = wide.float()
     return out
@@ -119,7 +117,8 @@ def _read(found: Matched, model: nn.Module, file: Path, dtypes: Sequence[str], e
     for name, entry in found.entries.items():
         if entry.shape != shapes[name]:
             raise InputError(
-                f"{file}: {name} has shape {entry.shape}, the model's is {shapes[name]}; pass the model it came from"
+                f"{file}: {name} has shape {entry.shape}, but the model's is {shapes[name]}; pass the model "
+                "that the update was computed with"
             )
         if entry.dtype not in dtypes:
             raise InputError(f"{file}: {name} is {entry.dtype[:60]}; expected {expected}")
@@ -130,5 +129,5 @@ def _read(found: Matched, model: nn.Module, file: Path, dtypes: Sequence[str], e
 def _whole(entry: Entry, file: Path, name: str) -> Tensor:
     tensor = entry.read()
     if tuple(tensor.shape) != entry.shape:
-        raise InputError(f"{file}: {name} has another shape than its file says")
+        raise InputError(f"{file}: the shape of {name} differs from the one that the file states")
     return tensor

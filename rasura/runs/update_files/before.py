@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from rasura.core.interfaces import InputError
 
 ROUND = re.compile(r"(?:round|peft|server|global)\D{0,8}?(\d+)", re.IGNORECASE)
-"""Names that tell a round: ``round-3``, ``peft_3``, ``round-3-weights.npz``, ``model_round_3.pth``."""
+"""Names with a round number: ``round-3``, ``peft_3``, ``round-3-weights.npz``, ``model_round_3.pth``."""
 
 LEVELS = 2
-"""Folders above the update in which the weights are looked for."""
+"""Number of folders above the update in which the weights are searched for."""
 
 NEAR = 0.25
-"""Squared distance from the model's weights, over their squared norm, below which tensors are weights and no update."""
+"""Squared distance from the model's weights, relative to their squared norm, below which tensors are weights and not an
+update."""
 
 
 def of_round(update: Path, number: int) -> Path:
-    """The file or folder with the global weights of round ``number``, beside the update or above it.
-
-    Looked for are names that tell the round, such as ``round-3``, ``peft_3`` or ``round-3-weights.npz``; in a folder
-    ``model`` inside it where there is one. Raises ``InputError`` where there is none, or several.
+    """The file or folder with the global weights of round ``number``, beside the update or above it. It is searched for by
+    names with the round, such as ``round-3``, ``peft_3`` or ``round-3-weights.npz``; if a folder found has a folder
+    ``model``, that is used. Raises ``InputError`` if there is none, or several.
     """
     update = update.resolve()
     folders = [update.parent, *update.parents[1 : 1 + LEVELS]]
@@ -42,36 +42,36 @@ def of_round(update: Path, number: int) -> Path:
             raise InputError(f"round {number}: {folder} holds {len(found)} candidates ({names}); pass one as --before")
         if found:
             return found[0]
-    raise InputError(f"round {number}: no file or folder near {update} tells that round in its name; pass it as --before")
+    raise InputError(f"round {number}: no file or folder near {update} has this round in its name; pass it as --before")
 
 
 def subtracted(after: Mapping[str, Tensor], before: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
-    """The weights after minus the weights before, in float32. Raises ``InputError`` where one has none before, and where
+    """The weights after minus the weights before, in float32. Raises ``InputError`` if a tensor is missing before, and if
     nothing changed."""
     lacking = [name for name in after if name not in before]
     if lacking:
-        raise InputError(f"the weights before lack {len(lacking)} of those after ({lacking[0]})")
+        raise InputError(f"the weights before the round lack {len(lacking)} of the tensors after it ({lacking[0]})")
     out = {name: (tensor.double() - before[name].double()).float() for name, tensor in after.items()}
     if not any(bool(tensor.any()) for tensor in out.values()):
-        raise InputError(f"{where}: the weights after are those before; there is nothing to read")
+        raise InputError(f"{where}: the weights before and after the round are the same; there is nothing to read")
     return out
 
 
 def check_update(found: Mapping[str, Tensor], model: nn.Module, where: str) -> None:
-    """Raises ``InputError`` where what should be an update are the model's own weights, or near them."""
+    """Raises ``InputError`` if the supposed update equals the model's own weights or is near them."""
     own = dict(model.named_parameters())
     apart = sum(float((t.double() - own[n].detach().cpu().double()).square().sum()) for n, t in found.items())
     norm = sum(float(own[n].detach().double().square().sum()) for n in found)
     if norm > 0 and apart < NEAR * norm:
         raise InputError(
-            f"{where} holds weights, not an update: they are near the model's own; pass the weights before the round with "
-            "--before, and how they were trained with --update"
+            f"{where} holds weights, not an update: they are near the model's own. Pass the weights before the "
+            "round with --before, and how they were trained with --update"
         )
 
 
 @contextmanager
 def holding(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """``model`` with other ``weights`` inside the block, for those parameters that it names."""
+    """Inside the block, ``model`` has other ``weights`` for the parameters named there."""
     own = dict(model.named_parameters())
     kept: dict[str, Tensor] = {}
     try:

@@ -26,7 +26,7 @@ REMEDY = "merge it with accelerate merge-weights or torch.distributed.checkpoint
 
 @dataclass(frozen=True)
 class _Piece:
-    """Where a piece of a tensor lies: its corner and sizes in the tensor, its file, the bytes there."""
+    """The location of a piece of a tensor: its corner and sizes in the tensor, its file, and the bytes there."""
 
     corner: tuple[int, ...]
     file: Path
@@ -35,7 +35,7 @@ class _Piece:
 
 
 def opened(folder: Path) -> Source:
-    """The tensors of a distributed checkpoint. Raises ``InputError`` for what is not one; nothing of it is executed."""
+    """The tensors of a distributed checkpoint. Raises ``InputError`` for anything else; nothing is executed."""
     file = folder / METADATA
     if file.stat().st_size > MOST_BYTES:
         raise InputError(f"{file} has {file.stat().st_size} bytes; expected at most {MOST_BYTES}")
@@ -55,16 +55,16 @@ def opened(folder: Path) -> Source:
 
 
 def _pieces(folder: Path, stored: object) -> dict[str, list[_Piece]]:
-    """By name, where the pieces of each tensor lie."""
+    """The locations of the pieces of each tensor, by name."""
     out: dict[str, list[_Piece]] = {}
     for key, value in getattr(stored, "pairs", ()):
         index, info = (words(v.state) if isinstance(v, Made) else {} for v in (key, value))
         name, path, corner = index.get("fqn"), info.get("relative_path"), plain(index.get("offset") or ())
         start, length = info.get("offset"), info.get("length")
         if not isinstance(name, str) or not isinstance(path, str) or corner is None:
-            raise InputError(f"{folder}/{METADATA} describes a piece that it does not place; {REMEDY}")
+            raise InputError(f"{folder}/{METADATA} describes a piece without its location; {REMEDY}")
         if info.get("transform_descriptors"):
-            raise InputError(f"{folder} is a compressed checkpoint, which is not read; {REMEDY}")
+            raise InputError(f"{folder} is a compressed checkpoint, which is not supported; {REMEDY}")
         if Path(path).name != path or path in ("", ".", ".."):
             raise InputError(f"{folder}/{METADATA} names {path[:100]!r}; expected a file in the same folder")
         (first, size) = checked_shape((start, length), f"{folder}/{METADATA}: a place")
@@ -89,7 +89,7 @@ def _entry(where: str, name: str, about: Mapping[str, object], pieces: list[_Pie
 
 
 def _merged(where: str, shape: tuple[int, ...], pieces: list[_Piece]) -> Tensor:
-    """The whole tensor. Raises ``InputError`` where pieces are missing, overlap or lie outside of it."""
+    """The whole tensor. Raises ``InputError`` if pieces are missing, overlap or lie outside of it."""
     out: Tensor | None = None
     done = torch.zeros(shape, dtype=torch.bool)
     for piece in pieces:
@@ -106,7 +106,7 @@ def _merged(where: str, shape: tuple[int, ...], pieces: list[_Piece]) -> Tensor:
         out[place] = values
         done[place] = True
     if out is None or not bool(done.all()):
-        raise InputError(f"{where}: pieces of it are missing; the folder needs the files of every process")
+        raise InputError(f"{where}: some of its pieces are missing; the folder needs the files of every process")
     return out
 
 

@@ -1,4 +1,4 @@
-"""What every family of update files is turned into: tensors that are described and not yet read."""
+"""The common form of all update files: tensors that are described but not yet read."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch import Tensor
 from rasura.core.interfaces import InputError
 
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-"""Types that hold gradients and weights, by PyTorch's names."""
+"""Types of gradients and weights, by their PyTorch names."""
 
 MOST_TENSORS = 200_000
-"""Tensors of one file, at most: a model with 1,000 blocks of 100 tensors has half as many."""
+"""Maximum number of tensors in a file: a model with 1,000 blocks of 100 tensors has half as many."""
 
 MOST_DIMENSIONS = 16
-"""Of a tensor: no layer has more than five."""
+"""Maximum dimensions of a tensor: no layer has more than five."""
 
 DAMAGE = (
     OSError, RuntimeError, TypeError, ValueError, LookupError, OverflowError, EOFError, MemoryError, RecursionError,
     SyntaxError, tokenize.TokenError, struct.error, zipfile.BadZipFile, zlib.error,
 )  # fmt: skip
-"""What libraries raise for files that are not what they seem."""
+"""The errors that libraries raise for malformed files."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Source:
-    """An opened file or folder. ``kind``: what it was recognised as; ``ordered``: whether the order of the entries is the
-    writer's; ``states``: what undoes the quantisation of a tensor, by its name: numbers, words, and tensors."""
+    """An opened file or folder. ``kind``: its recognised format; ``ordered``: whether the entries are in the writer's order;
+    ``states``: the quantisation state of a tensor by its name: numbers, words, and tensors."""
 
     file: Path
     kind: str
@@ -64,15 +64,15 @@ class Source:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, cut to one short line."""
+    """The first line of an error's message, shortened."""
     return (str(error).splitlines() or [type(error).__name__])[0][:120] or type(error).__name__
 
 
 @contextmanager
 def refusing(place: Path, what: str = "is damaged or not an update file") -> Iterator[None]:
-    """Whatever reading ``place`` raises inside the block is an ``InputError`` of one printable line.
+    """Any error from reading ``place`` inside the block becomes an ``InputError`` of one printable line.
 
-    Names come from the file, so that a message may hold anything.
+    Names come from the file, so a message may contain anything.
     """
     try:
         yield
@@ -87,14 +87,14 @@ def refusing(place: Path, what: str = "is damaged or not an update file") -> Ite
 
 
 def checked_shape(found: Sequence[object], where: str) -> tuple[int, ...]:
-    """``found`` as a shape. Raises ``InputError`` where it is not one."""
+    """``found`` as a shape. Raises ``InputError`` if it is not one."""
     if len(found) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 48 for n in found):
         raise InputError(f"{where} has the shape {str(tuple(found))[:60]}; expected sizes of 0 to 2^48")
     return tuple(n for n in found if isinstance(n, int))
 
 
 def check_names(entries: Sequence[Entry], file: Path) -> None:
-    """Raises ``InputError`` where a file holds no tensor, too many, or one twice."""
+    """Raises ``InputError`` if a file holds no tensor, too many, or one twice."""
     if not entries:
         raise InputError(f"{file} holds no tensor; expected one per parameter name")
     if len(entries) > MOST_TENSORS:
@@ -102,5 +102,5 @@ def check_names(entries: Sequence[Entry], file: Path) -> None:
     seen: set[str] = set()
     for entry in entries:
         if entry.name is not None and entry.name in seen:
-            raise InputError(f"{file}: {entry.name} stands in it twice; expected one tensor per parameter name")
+            raise InputError(f"{file}: {entry.name} occurs twice; expected one tensor per parameter name")
         seen |= {entry.name} if entry.name is not None else set()

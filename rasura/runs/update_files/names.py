@@ -1,4 +1,4 @@
-"""Which tensor of a file belongs to which parameter: names as frameworks wrap them, and lists without names."""
+"""Matching of tensors to parameters: names with the prefixes of frameworks, and lists without names."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rasura.core.options import known
 from rasura.runs.update_files.entries import Entry, Source
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"})
-"""What DDP, torch.compile, FSDP, activation checkpointing and PEFT put between the parts of a name."""
+"""What DDP, torch.compile, FSDP, activation checkpointing and PEFT insert between the parts of a name."""
 
 ADAPTED = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "modules_to_save"})
-"""After these PEFT puts the adapter's name, which its files leave out."""
+"""After these, PEFT puts the adapter's name, which its files leave out."""
 
 COUNTED = frozenset({"position_ids", "inv_freq", "num_batches_tracked", "masked_bias"})
-"""Buffers that older state dicts hold: they are constants."""
+"""Buffers in older state dicts. They are constants."""
 
 
 @dataclass(frozen=True)
 class Matched:
-    """Tensors by parameter; ``notes``: what was done with their names, for people."""
+    """Tensors by parameter; ``notes``: how their names were changed, for people."""
 
     entries: Mapping[str, Entry]
     notes: tuple[str, ...]
 
 
 def plain(name: str) -> str:
-    """``name`` without what wrappers and adapters put into it."""
+    """``name`` without the parts that wrappers and adapters insert."""
     out: list[str] = []
     parts = iter(name.split("."))
     for part in parts:
@@ -50,8 +50,8 @@ def plain(name: str) -> str:
 def matched(source: Source, model: nn.Module) -> Matched:
     """The entries of ``source`` by the parameter of ``model`` that each belongs to.
 
-    Prefixes that all names share are taken off or added. Buffers are left out. Raises ``InputError`` for a name that fits no
-    parameter, and for two tensors that fit the same one.
+    Prefixes that all names share are removed or added. Buffers are left out. Raises ``InputError`` for a name that fits no
+    parameter, and for two tensors that fit the same parameter.
     """
     pairs, notes = targets(source, model)
     out: dict[str, Entry] = {}
@@ -67,7 +67,7 @@ def matched(source: Source, model: nn.Module) -> Matched:
             continue
         out[target] = entry
     if not out:
-        raise InputError(f"{source.file} holds no parameter of the model; pass the model it came from")
+        raise InputError(f"{source.file} holds no parameter of the model; pass the model that the update was computed with")
     count = sum(1 for _ in model.parameters())
     left = len(source.entries) - sum(target is not None for target in pairs)
     told = [f"{source.file.name}: {source.kind}, {len(out)} of the model's {count} parameters"]
@@ -76,9 +76,9 @@ def matched(source: Source, model: nn.Module) -> Matched:
 
 
 def targets(source: Source, model: nn.Module) -> tuple[list[str | None], tuple[str, ...]]:
-    """The parameter that each entry belongs to, None for buffers; and what was done with the names, for people.
+    """The parameter of each entry, None for buffers; and how the names were changed, for people.
 
-    Raises ``InputError`` for a name that fits nothing in the model.
+    Raises ``InputError`` for a name without a match in the model.
     """
     own = _own(model)
     names = [plain(entry.name or "") for entry in source.entries]
@@ -91,13 +91,13 @@ def targets(source: Source, model: nn.Module) -> tuple[list[str | None], tuple[s
         if target is None and short not in buffers and name.rsplit(".", 1)[-1] not in COUNTED:
             raise InputError(_unknown(str(entry.name), source, model))
         out.append(target)
-    changes = [f"the prefix {off!r} was taken off"] * bool(off) + [f"the prefix {on!r} was added"] * bool(on)
-    changes += next(([f"{e.name} was taken for {n}"] for e, n in zip(source.entries, out) if n and e.name != n), [])
+    changes = [f"the prefix {off!r} was removed"] * bool(off) + [f"the prefix {on!r} was added"] * bool(on)
+    changes += next(([f"{e.name} was matched to {n}"] for e, n in zip(source.entries, out) if n and e.name != n), [])
     return out, (f"names: {'; '.join(changes)}",) if changes else ()
 
 
 def _own(model: nn.Module) -> dict[str, str]:
-    """The model's parameters by plain name; tied ones under each of their names."""
+    """The model's parameters by plain name; tied parameters under each of their names."""
     first = {id(p): n for n, p in model.named_parameters()}
     out: dict[str, str] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
@@ -108,7 +108,7 @@ def _own(model: nn.Module) -> dict[str, str]:
 
 
 def _shift(names: Sequence[str], own: Mapping[str, str], source: Source) -> tuple[str, str]:
-    """The prefix to take off all names and the one to put before them, so that most fit a parameter."""
+    """The prefix to remove from all names and the prefix to add, so that the largest number of names fit a parameter."""
     fitting: Counter[tuple[str, str]] = Counter()
     ends: dict[str, list[str]] = {}
     for target in own:
@@ -126,8 +126,8 @@ def _shift(names: Sequence[str], own: Mapping[str, str], source: Source) -> tupl
         return "", ""
     if len(best) > 1:
         raise InputError(
-            f"{source.file}: {names[0]} could be {len(best)} parameters of the model; expected the names of the model's "
-            "parameters, with one prefix"
+            f"{source.file}: {names[0]} matches {len(best)} parameters of the model; expected the names of the "
+            "model's parameters, with one common prefix"
         )
     return best[0]
 
@@ -143,21 +143,21 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
 def _unknown(name: str, source: Source, model: nn.Module) -> str:
     if "lora_" in name and not any("lora_" in n for n, _ in model.named_parameters()):
         return (
-            f"{source.file} holds LoRA weights ({name[:100]}) and the model has no adapter; pass the adapter's folder "
-            "of the round before as --before or --model"
+            f"{source.file} holds LoRA weights ({name[:100]}), but the model has no adapter; pass the folder of "
+            "the previous round's adapter as --before or --model"
         )
     try:
         known(f"parameter in {source.file.name}", name[:200], [n for n, _ in model.named_parameters()])
     except InputError as error:
         return str(error)
-    return f"{source.file}: {name[:200]} stands beside names with another prefix; expected one prefix for all"
+    return f"{source.file}: {name[:200]} has another prefix than the other names; expected one prefix for all"
 
 
 def listed(source: Source, model: nn.Module, names: Sequence[str | None] | None) -> Matched:
-    """A list without names by the model's parameters.
+    """A list without names, matched to the model's parameters.
 
-    ``names``: the parameters of the list in its order, None where it has a buffer; without them the orders that frameworks
-    use are tried, by number and shapes. Raises ``InputError`` where none fits, or several do.
+    ``names``: the parameters of the list in its order, None for a buffer; without them, the orders that frameworks use are
+    tried by number and shapes. Raises ``InputError`` if none or several fit.
     """
     shapes = [entry.shape for entry in source.entries]
     held = {n: tuple(p.shape) for n, p in model.named_parameters()}
@@ -170,12 +170,13 @@ def listed(source: Source, model: nn.Module, names: Sequence[str | None] | None)
     if not fitting:
         counts = ", ".join(f"{len(order)} ({label})" for label, order in orders.items())
         raise InputError(
-            f"{source.file} is a list of {len(shapes)} arrays without names, whose shapes fit no known order: {counts}; "
-            "pass --names-from with the adapter or model whose weights it holds"
+            f"{source.file} is a list of {len(shapes)} arrays without names, and their shapes fit no known "
+            f"order: {counts}; pass the adapter or model whose weights it holds as --names-from"
         )
     if len(set(fitting.values())) > 1:
         raise InputError(
-            f"{source.file} is a list without names that fits several orders ({', '.join(fitting)}); pass --names-from"
+            f"{source.file} is a list without names that fits several orders ({', '.join(fitting)}); pass the "
+            "adapter or model whose weights it holds as --names-from"
         )
     label, order = next(iter(fitting.items()))
     entries: dict[str, Entry] = {}
@@ -187,7 +188,7 @@ def listed(source: Source, model: nn.Module, names: Sequence[str | None] | None)
 
 
 def usual_orders(model: nn.Module) -> dict[str, tuple[str | None, ...]]:
-    """The orders in which frameworks send a model's weights without names: parameters, None for a buffer."""
+    """The orders in which frameworks send a model's weights without names: lists of parameters, None for a buffer."""
     first = {id(p): n for n, p in model.named_parameters()}
     state = [(n, first.get(id(t))) for n, t in model.state_dict(keep_vars=True).items()]
     tuned = [p for n, p in state if "lora_" in n]

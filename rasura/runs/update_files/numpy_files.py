@@ -1,4 +1,4 @@
-"""Arrays of NumPy: ``.npz`` archives, ``.npy`` files, several ``.npy`` buffers in a row. Arrays of objects are refused."""
+"""NumPy arrays: ``.npz`` archives, ``.npy`` files, and several ``.npy`` buffers in a row. Arrays of objects are refused."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from rasura.core.interfaces import InputError
 from rasura.runs.update_files.entries import MOST_TENSORS, Entry, Source, check_names, checked_shape
 
 PLACE = re.compile(r"(?:arr_|array_|)(\d{1,7})")
-"""The names that a list gets: numpy's ``arr_0``, or ``0``."""
+"""The names of list items: numpy's ``arr_0``, or ``0``."""
 
 TYPES = frozenset({"float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"})
 
 
 def archived(file: Path) -> Source:
-    """The arrays of an ``.npz`` archive; without names where numpy numbered them (``np.savez(file, *arrays)``)."""
+    """The arrays of an ``.npz`` archive, without names if numpy numbered them (``np.savez(file, *arrays)``)."""
 
     def member(name: str) -> Callable[[], AbstractContextManager[IO[bytes]]]:
         return lambda: _Member(file, name)
@@ -34,7 +34,7 @@ def archived(file: Path) -> Source:
     with zipfile.ZipFile(file) as archive:
         infos = archive.infolist()
     if len(infos) > MOST_TENSORS or any(i.flag_bits & 1 for i in infos):
-        raise InputError(f"{file} is an archive that numpy does not write")
+        raise InputError(f"{file} is not an archive in the form that numpy writes")
     other = [i.filename for i in infos if not i.filename.endswith(".npy")]
     if other:
         raise InputError(f"{file}: {other[0][:100]!r} is not an array; expected an archive of numpy.savez")
@@ -44,7 +44,7 @@ def archived(file: Path) -> Source:
 
 
 def buffers(file: Path) -> Source:
-    """One or more ``.npy`` buffers, one behind the other, as a list of arrays is sent: without names."""
+    """One or more consecutive ``.npy`` buffers, as frameworks send a list of arrays without names."""
     size, at = file.stat().st_size, 0
     entries: list[Entry] = []
     while at < size and len(entries) <= MOST_TENSORS:
@@ -62,7 +62,7 @@ def folder(place: Path, files: list[Path]) -> Source:
 
 
 def _ordered(parts: list[Entry]) -> list[Entry]:
-    """Numbered arrays in their order and without names; named ones as they are."""
+    """Numbered arrays in their order, without names; named arrays unchanged."""
     places = [PLACE.fullmatch(entry.name or "") for entry in parts]
     if not all(places):
         return parts
@@ -87,16 +87,16 @@ class _Member:
 
 
 def _head(readable: IO[bytes], where: str) -> tuple[tuple[int, ...], bool, np.dtype[np.generic]]:
-    """Shape, whether the order is Fortran's, and type of the array that begins here."""
+    """The shape, the order (Fortran or not) and the type of the array that begins here."""
     version = npy.read_magic(readable)
     if version not in ((1, 0), (2, 0)):
-        raise InputError(f"{where} has the version {version} of numpy's format, which holds no plain numbers")
+        raise InputError(f"{where} has version {version} of numpy's format, which is not for plain numbers")
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of headers that Python 2 wrote
         shape, fortran, dtype = read(readable, max_header_size=10_000)
     if dtype.kind == "O":
-        raise InputError(f"{where} holds Python objects, which are pickled and not opened; expected plain numbers")
+        raise InputError(f"{where} holds pickled Python objects, which are not opened; expected plain numbers")
     if dtype.name not in TYPES:
         raise InputError(f"{where} is {str(dtype)[:60]}; expected float64, float32 or float16 (convert others to float32)")
     return checked_shape(shape, where), fortran, dtype
@@ -107,7 +107,7 @@ def _array(readable: IO[bytes], told: tuple[tuple[int, ...], bool, np.dtype[np.g
     wanted = math.prod(shape) * dtype.itemsize
     data = readable.read(wanted)
     if len(data) != wanted:
-        raise InputError(f"{where} ends in the middle of its numbers")
+        raise InputError(f"{where} ends before the last of its numbers")
     flat = np.frombuffer(data, dtype=dtype)
     whole = flat.reshape(shape, order="F" if fortran else "C").astype(dtype.newbyteorder("="), order="C")
     return torch.from_numpy(whole)

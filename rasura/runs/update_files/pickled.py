@@ -1,8 +1,8 @@
-"""Pickles as data. Their instructions are listed by ``pickletools`` and followed on values alone.
+"""Pickles as data. ``pickletools`` lists their instructions, and these are followed on plain values only.
 
 A pickle is a program: it names functions, and loading it calls them. Here no name is looked up and nothing is called. A name
-is a word, and a call is a note of what would have been called with which values. So a stranger's file can be asked for its
-numbers, whatever else it would have done.
+is a word, and a call is a note of the function and the values. So the numbers of an untrusted file can be read, whatever
+else it would have done.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from rasura.core.interfaces import InputError
 
 MOST_BYTES = 32 << 20
-"""Of a pickle: descriptions of tensors have a few hundred bytes each."""
+"""Maximum bytes of a pickle: the description of a tensor has a few hundred bytes."""
 
 
 @dataclass(frozen=True)
 class Name:
-    """A name that the pickle would have looked up: ``torch.FloatStorage``."""
+    """A name that the pickle would look up: ``torch.FloatStorage``."""
 
     text: str
 
 
 @dataclass(eq=False)
 class Made:
-    """What a call would have made. ``state``: what would have been set on it; ``pairs``: its items, of a dict."""
+    """The object that a call would make. ``state``: the state that would be set on it; ``pairs``: its items, for a dict."""
 
     call: object
     arguments: object
@@ -36,31 +36,31 @@ class Made:
 
     @property
     def name(self) -> str:
-        """The name of what would have been called."""
+        """The name of the function that would be called."""
         return self.call.text if isinstance(self.call, Name) else "a value"
 
 
 @dataclass(eq=False)
 class Table:
-    """A dict, as pairs: keys are not hashed, since a stranger's key can take forever to hash."""
+    """A dict as pairs. Keys are not hashed, since hashing an untrusted key can take forever."""
 
     pairs: list[tuple[object, object]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """What the pickle holds elsewhere: ``key`` says where."""
+    """Data that is stored outside the pickle, at ``key``."""
 
     key: object
 
 
 def words(value: object) -> dict[str, object]:
-    """The items of a dict whose keys are words; others are left out. Raises ``InputError`` where a key stands twice."""
+    """The items of a dict whose keys are words; others are left out. Raises ``InputError`` if a key occurs twice."""
     found: dict[str, object] = {}
     for key, item in value.pairs if isinstance(value, Table | Made) else ():
         if isinstance(key, str):
             if key in found:
-                raise InputError(f"{key[:100]!r} stands twice")
+                raise InputError(f"{key[:100]!r} occurs twice")
             found[key] = item
     return found
 
@@ -81,7 +81,7 @@ def followed(data: bytes) -> object:
         elif name in _STEPS:
             _STEPS[name](machine, argument)
         elif name not in ("PROTO", "FRAME"):
-            raise InputError(f"a pickle with the instruction {name}, which descriptions of tensors do not need")
+            raise InputError(f"a pickle with the instruction {name}, which is not needed to describe tensors")
     raise InputError("a pickle without an end")
 
 
@@ -108,7 +108,7 @@ class _Machine:
 
     def last(self) -> object:
         if not self.stack or self.stack[-1] is _MARK:
-            raise InputError("a pickle that takes what it does not hold")
+            raise InputError("a pickle that uses a value which it does not hold")
         return self.stack.pop()
 
     def marked(self) -> list[object]:
@@ -119,7 +119,7 @@ class _Machine:
             if value is _MARK:
                 return out[::-1]
             out.append(value)
-        raise InputError("a pickle that takes what it does not hold")
+        raise InputError("a pickle that uses a value which it does not hold")
 
     def top(self) -> object:
         self.stack.append(self.last())
@@ -132,7 +132,7 @@ def _put(machine: _Machine, argument: Any) -> None:
 
 def _get(machine: _Machine, argument: Any) -> None:
     if argument not in machine.memo:
-        raise InputError("a pickle that takes what it does not hold")
+        raise InputError("a pickle that uses a value which it does not hold")
     machine.stack.append(machine.memo[argument])
 
 
@@ -162,21 +162,21 @@ def _call(machine: _Machine, _: Any) -> None:
 def _build(machine: _Machine, _: Any) -> None:
     state, target = machine.last(), machine.top()
     if not isinstance(target, Made):
-        raise InputError("a pickle that changes what it did not make")
+        raise InputError("a pickle that changes an object which it did not make")
     target.state = state
 
 
 def _items(machine: _Machine, values: Sequence[object]) -> None:
     target = machine.top()
     if not isinstance(target, Table | Made) or len(values) % 2:
-        raise InputError("a pickle that puts items into what is not a dict")
+        raise InputError("a pickle that sets items on a value that is not a dict")
     target.pairs.extend(zip(values[::2], values[1::2]))
 
 
 def _appended(machine: _Machine, values: Sequence[object]) -> None:
     target = machine.top()
     if not isinstance(target, list):
-        raise InputError("a pickle that appends to what is not a list")
+        raise InputError("a pickle that appends to a value that is not a list")
     target.extend(values)
 
 

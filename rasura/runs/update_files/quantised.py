@@ -1,8 +1,9 @@
-"""Quantised tensors, undone: blockwise 8-bit, fp4 and nf4, as bitsandbytes makes them and NVFlare sends them.
+"""Dequantisation: blockwise 8-bit, fp4 and nf4, as made by bitsandbytes and sent by NVFlare.
 
-Every number is a place in a table of values, times the largest size in its block: Dettmers et al. 2022 (8-bit optimizers,
-sec. 2.1) for 8 bits, and Dettmers et al. 2023 (QLoRA, sec. 3) for nf4. Two numbers of 4 bits share a byte, the first in its
-upper half. The table and the blocks' sizes are in the file, so that nothing here depends on how they were chosen.
+Every number is an index into a table of values, multiplied by the largest absolute value of its block: Dettmers et al. 2022
+(8-bit optimizers, sec. 2.1) for 8 bits, and Dettmers et al. 2023 (QLoRA, sec. 3) for nf4. Two numbers of 4 bits share a
+byte, the first in its upper half. The table and the scales of the blocks are in the file, so nothing here depends on how
+they were chosen.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from rasura.core.interfaces import InputError
 from rasura.runs.update_files.entries import Entry, Source, checked_shape
 
 PACKED = ".quant_state.bitsandbytes__"
-"""Between a name and the kind: bitsandbytes' description of a tensor in safetensors, JSON as bytes."""
+"""Separates a name from the kind: bitsandbytes' description of a tensor in safetensors, JSON as bytes."""
 
 BLOCK_8 = 4096
-"""Entries of a block of 8-bit numbers, where nothing else is said: the default of bitsandbytes."""
+"""The default number of entries in a block of 8-bit numbers, as in bitsandbytes."""
 
 MOST_PACKED = 10_000
-"""Bytes of such a description."""
+"""Maximum bytes of such a description."""
 
 TABLES = ("quant_map", "code")
 
 
 def restored(source: Source) -> Source:
-    """The same tensors with quantised ones as they were before. Raises ``InputError`` for a state that does not fit."""
+    """The same tensors, dequantised. Raises ``InputError`` for a state that does not fit."""
     states = {name: dict(state) for name, state in source.states.items()}
     by_name = {entry.name: entry for entry in source.entries if entry.name is not None}
     used: set[str] = set()
@@ -50,7 +51,7 @@ def restored(source: Source) -> Source:
         return source
     unknown = sorted(set(states) - set(by_name))
     if unknown:
-        raise InputError(f"{source.file}: {unknown[0][:100]} has a state of quantisation and no tensor")
+        raise InputError(f"{source.file}: {unknown[0][:100]} has a quantisation state but no tensor")
     entries = [
         _restored(entry, states[entry.name], source.file) if entry.name in states else entry
         for entry in source.entries
@@ -60,7 +61,7 @@ def restored(source: Source) -> Source:
 
 
 def _packed(entry: Entry, file: Path) -> dict[str, object]:
-    """What bitsandbytes says of a tensor: ``quant_type``, ``blocksize``, ``shape``, ``dtype``."""
+    """The description of a tensor by bitsandbytes: ``quant_type``, ``blocksize``, ``shape``, ``dtype``."""
     if entry.dtype != "uint8" or math.prod(entry.shape) > MOST_PACKED:
         raise InputError(f"{file}: {entry.name} is not a description of a quantised tensor")
     found: Any = json.loads(bytes(entry.read().flatten().tolist()))
@@ -76,20 +77,25 @@ def _restored(entry: Entry, state: Mapping[str, object], file: Path) -> Entry:
     if not isinstance(sizes, Entry) or not isinstance(table, Entry):
         raise InputError(f"{where} lacks absmax or its table of values (code or quant_map)")
     if any(key.startswith("nested") for key in state):
-        raise InputError(f"{where} is quantised twice (nested absmax), which is not read; send it quantised once")
+        raise InputError(f"{where} is quantised twice (nested absmax), which is not supported; send it quantised once")
     kind = str(state.get("quant_type", "blockwise8"))
     four = kind in ("fp4", "nf4")
     if entry.dtype not in ("uint8", "int8") or not (four or kind == "blockwise8"):
         raise InputError(f"{where} is {entry.dtype}, quantised as {kind[:20]}; expected bytes of blockwise8, fp4 or nf4")
     block = state.get("blocksize", 64 if four else BLOCK_8)
     if type(block) is not int or not 0 < block <= 1 << 20:
-        raise InputError(f"{where}: a block has {str(block)[:20]} entries; expected 1 to {1 << 20}")
+        raise InputError(f"{where}: the block size is {str(block)[:20]}; expected 1 to {1 << 20}")
     shape = checked_shape(_listed(state.get("shape", () if four else entry.shape), where), where)
     count, held = math.prod(shape), math.prod(entry.shape)
     if held != (-(-count // 2) if four else count):
-        raise InputError(f"{where}: {held} bytes do not hold {count} numbers of {4 if four else 8} bits")
+        raise InputError(
+            f"{where}: {held} bytes for {count} numbers of {4 if four else 8} bits; expected as "
+            "many bytes as the shape needs"
+        )
     if math.prod(sizes.shape) != -(-count // block) or math.prod(table.shape) != (16 if four else 256):
-        raise InputError(f"{where}: absmax has {math.prod(sizes.shape)} sizes for {count} numbers in blocks of {block}")
+        raise InputError(
+            f"{where}: absmax has {math.prod(sizes.shape)} values, which does not fit {count} numbers in blocks of {block}"
+        )
 
     def read() -> Tensor:
         codes = entry.read().flatten().view(torch.uint8)
@@ -109,5 +115,5 @@ def _listed(value: object, where: str) -> tuple[object, ...]:
     if isinstance(inner, Entry) and inner.dtype == "int64" and math.prod(inner.shape) < 17:
         return tuple(inner.read().flatten().tolist())
     if not isinstance(inner, tuple | list):
-        raise InputError(f"{where} has no shape from before it was quantised")
+        raise InputError(f"{where} does not state its shape before quantisation")
     return tuple(inner)

@@ -14,7 +14,7 @@ from rasura.core.interfaces import InputError
 from rasura.runs.update_files.entries import Entry, Source, check_names, checked_shape, first_line, refusing
 
 MAX_HEADER = 100_000_000
-"""Bytes of a safetensors header, at most: the format's own limit."""
+"""Maximum bytes of a safetensors header: the limit of the format."""
 
 TYPES: Mapping[str, str] = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
@@ -24,7 +24,7 @@ TYPES: Mapping[str, str] = {
 
 
 def opened(file: Path) -> Source:
-    """The tensors of a safetensors file. Raises ``InputError`` for what is not one."""
+    """The tensors of a safetensors file. Raises ``InputError`` for anything else."""
     from safetensors import SafetensorError, safe_open
 
     remedy = "is not a safetensors file; write it with rasura.capture"
@@ -58,7 +58,7 @@ def _reading(held: Any, file: Path, name: str) -> Callable[[], Tensor]:
 
 
 def _check_header(file: Path) -> None:
-    """Raises ``InputError`` where ``file`` cannot be safetensors, and where a tensor stands in it twice."""
+    """Raises ``InputError`` if ``file`` cannot be safetensors, or if a tensor occurs twice in it."""
     twice: list[str] = []
 
     def pairs(found: list[tuple[str, Any]]) -> Mapping[str, Any]:
@@ -69,7 +69,7 @@ def _check_header(file: Path) -> None:
     with file.open("rb") as readable:
         length = int.from_bytes(readable.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER):
-            raise InputError(f"{file} is not a safetensors file (its header does not fit); write it with rasura.capture")
+            raise InputError(f"{file} is not a safetensors file (its header is invalid); write it with rasura.capture")
         json.loads(readable.read(length), object_pairs_hook=pairs)
     if twice:
-        raise InputError(f"{file}: {twice[0]} stands in it twice; expected one tensor per parameter name")
+        raise InputError(f"{file}: {twice[0]} occurs twice; expected one tensor per parameter name")

@@ -1,4 +1,4 @@
-"""What a file or folder is, by its first bytes, and the reader of its kind. Pickles are never executed."""
+"""Recognises files and folders by their first bytes and chooses the reader. Pickles are never executed."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from rasura.runs.update_files.torch_files import opened as torch_file
 
 INDEX = re.compile(r".*\.(safetensors|bin)\.index\.json")
 MAX_INDEX = 50_000_000
-"""Bytes of an index of shards, at most."""
+"""Maximum bytes of an index of shards."""
 
 WEIGHTS = ("adapter_model.safetensors", "model.safetensors", "adapter_model.bin", "pytorch_model.bin")
-"""The file of a folder that holds the weights, in the order in which they are looked for."""
+"""The names of weight files in a folder, in the order in which they are searched for."""
 
 PROTOCOLS = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 REFUSED = (
-    "which can run code and is never opened; where you trust the sender, load it there and write "
+    "which can run code and is never opened. If you trust the sender, load it yourself and write "
     "safetensors.torch.save_file({name: tensor}, 'update.safetensors')"
 )
 
 
 def opened(path: str | Path) -> Source:
-    """The tensors of a file or folder, whichever framework wrote it, with quantisation undone.
-
-    Raises ``InputError``, in one line, for what is missing, damaged, or could run code.
+    """The dequantised tensors of a file or folder of any framework. Raises ``InputError``, in one line, for a file that is
+    missing or damaged, or that could run code.
     """
     place = Path(path)
     with refusing(place):
@@ -80,9 +79,9 @@ def _file(file: Path) -> Source:
         return _shards(file)
     # The length of a safetensors header may begin as a pickle does; its header begins with a brace.
     if head.startswith(PROTOCOLS) and head[8:9] != b"{":
-        raise InputError(f"{file} is a pickle (or of torch.save before 1.6), {REFUSED}")
+        raise InputError(f"{file} is a pickle (or a file of torch.save before 1.6), {REFUSED}")
     if _base64_pickle(head):
-        raise InputError(f"{file} is base64 of a pickle, as FederatedScope sends it, {REFUSED}")
+        raise InputError(f"{file} is a pickle in base64, as sent by FederatedScope, {REFUSED}")
     return safetensors_file(file)
 
 
@@ -110,7 +109,7 @@ def _shards(index: Path) -> Source:
         if Path(name).name != name or name in ("", ".", ".."):
             raise InputError(f"{index} names {name[:100]!r}; expected a file in the same folder")
         if not (index.parent / name).is_file():
-            raise InputError(f"{index} names {name[:100]}, which is not there")
+            raise InputError(f"{index} names {name[:100]}, which does not exist")
         entries |= {str(e.name): e for e in reader(index.parent / name).entries if places.get(str(e.name)) == name}
     lacking = [name for name in places if name not in entries]
     if lacking:

@@ -22,45 +22,45 @@ STORAGES: Mapping[str, torch.dtype] = {
     "torch.ShortStorage": torch.int16, "torch.CharStorage": torch.int8, "torch.ByteStorage": torch.uint8,
     "torch.BoolStorage": torch.bool,
 }  # fmt: skip
-"""The types of the storages that ``torch.save`` writes."""
+"""The storage types that ``torch.save`` writes."""
 
 LATER: Mapping[str, torch.dtype] = {
     "torch.float8_e4m3fn": torch.float8_e4m3fn, "torch.float8_e5m2": torch.float8_e5m2,
 }  # fmt: skip
-"""Types that have no storage of their own and are named beside the tensor."""
+"""Types without a storage type of their own; they are named beside the tensor."""
 
 INSIDE = ("model", "state_dict", "model_state_dict", "module", "params", "weights", "data", "cur_model")
-"""Where frameworks put the weights: NVFlare ``model``, its messages ``data``, FederatedScope and trainers ``model``,
-Lightning ``state_dict``, FLModel ``params``."""
+"""The entries in which frameworks store the weights: NVFlare ``model``, its messages ``data``, FederatedScope and trainers
+``model``, Lightning ``state_dict``, FLModel ``params``."""
 
 REMEDY = "save tensors by parameter name, with torch.save or rasura.capture"
 
 
 @dataclass(frozen=True)
 class _Archive:
-    """An archive of ``torch.save``: ``open`` opens its bytes anew."""
+    """An archive of ``torch.save``. Each call of ``open`` opens its bytes again."""
 
     where: str
     open: Callable[[], AbstractContextManager[IO[bytes]]]
 
     def described(self) -> object:
-        """The value that was saved, tensors as notes of how to make them."""
+        """The saved value, with tensors as notes of how to make them."""
         with self.open() as readable, zipfile.ZipFile(readable) as archive:
             infos = archive.infolist()
             if len(infos) > 2 * MOST_TENSORS or any(i.compress_type or i.flag_bits & 1 for i in infos):
-                raise InputError(f"{self.where} is an archive that torch.save does not write; {REMEDY}")
+                raise InputError(f"{self.where} is not an archive in the form that torch.save writes; {REMEDY}")
             top = [i for i in infos if i.filename.count("/") == 1 and i.filename.endswith("/data.pkl")]
             if len(top) != 1 or len({i.filename for i in infos}) < len(infos):
                 raise InputError(f"{self.where} is a zip archive without one data.pkl or .npy files; {REMEDY}")
             order = next((i for i in infos if i.filename.endswith("/byteorder")), None)
             if order is not None and archive.read(order)[:8] != b"little":
-                raise InputError(f"{self.where} was written on a big-endian machine, which is not read; {REMEDY}")
+                raise InputError(f"{self.where} was written on a big-endian machine, which is not supported; {REMEDY}")
             if top[0].file_size > MOST_BYTES:
                 raise InputError(f"{self.where}: its description has {top[0].file_size} bytes; {REMEDY}")
             return followed(archive.read(top[0]))
 
     def numbers(self, key: str, start: int, count: int, dtype: torch.dtype) -> Tensor:
-        """``count`` numbers of the storage ``key`` from ``start`` on."""
+        """``count`` numbers of the storage ``key``, from ``start``."""
         size = dtype.itemsize
         with self.open() as readable, zipfile.ZipFile(readable) as archive:
             infos = [i for i in archive.infolist() if i.filename.split("/", 1)[1:] == [f"data/{key}"]]
@@ -75,7 +75,7 @@ class _Archive:
 
 
 def opened(file: Path) -> Source:
-    """The tensors of a file of ``torch.save``. Raises ``InputError`` for what is not one; nothing of it is executed."""
+    """The tensors of a ``torch.save`` file. Raises ``InputError`` for anything else; nothing is executed."""
     archive = _Archive(str(file), lambda: file.open("rb"))
     inner, around = _weights(archive.described(), str(file))
     entries = []
@@ -89,11 +89,11 @@ def opened(file: Path) -> Source:
 
 
 def single(where: str, open_part: Callable[[], AbstractContextManager[IO[bytes]]]) -> Entry:
-    """The one tensor that an archive holds, as a distributed checkpoint keeps each of its pieces."""
+    """The single tensor in an archive, which is how a distributed checkpoint stores its pieces."""
     archive = _Archive(where, open_part)
     found = _entry(archive, None, archive.described())
     if found is None:
-        raise InputError(f"{where} holds something else than a tensor")
+        raise InputError(f"{where} holds something other than a tensor")
     return found
 
 
@@ -107,12 +107,12 @@ def _weights(value: object, where: str) -> tuple[Sequence[tuple[str | None, obje
         if isinstance(inner, Table | Made) and not _is_tensor(inner) and words(inner):
             return list(words(inner).items()), found
     if not found:
-        raise InputError(f"{where} holds something else than tensors by parameter name; {REMEDY}")
+        raise InputError(f"{where} holds something other than tensors by parameter name; {REMEDY}")
     return [(k, v) for k, v in found.items() if k not in ("quant_state", "meta")], found
 
 
 def _states(archive: _Archive, around: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """NVFlare's ``quant_state``, beside the weights or in the ``meta`` of a message: by name, what undoes it."""
+    """NVFlare's ``quant_state``, beside the weights or in the ``meta`` of a message: by name."""
     told = words(around.get("quant_state") or words(around.get("meta")).get("quant_state"))
     out: dict[str, dict[str, object]] = {}
     for name, state in told.items():
@@ -148,7 +148,7 @@ def _entry(archive: _Archive, name: str | None, value: object) -> Entry | None:
         dtype = LATER.get(told[6].text) if isinstance(told[6], Name) else None
     key = held[2]
     if dtype is None or not isinstance(key, str) or not isinstance(size, tuple) or not isinstance(stride, tuple):
-        raise InputError(f"{where} has a type that is not read; {REMEDY}")
+        raise InputError(f"{where} has an unsupported type; {REMEDY}")
     shape, steps = checked_shape(size, where), checked_shape(stride, f"{where}: stride")
     (first,) = checked_shape((start,), f"{where}: offset")
     if len(steps) != len(shape):
@@ -164,7 +164,7 @@ def _entry(archive: _Archive, name: str | None, value: object) -> Entry | None:
 
 
 def plain(found: object) -> tuple[int, ...] | None:
-    """Whole numbers that a pickle holds as a tuple, a list or a ``torch.Size``; None for everything else."""
+    """Whole numbers in a tuple, a list or a ``torch.Size`` of a pickle; None for everything else."""
     if isinstance(found, Made) and found.name == "torch.Size" and isinstance(found.arguments, tuple):
         found = found.arguments[0] if found.arguments else ()
     if not isinstance(found, tuple | list) or not all(type(n) is int for n in found):

@@ -58,7 +58,7 @@ def obfuscate_model(
     target, secret = Path(folder), Path(key)
     for path in (target, secret):
         if path.exists():
-            raise InputError(f"{path} exists already; remove it or choose another name")
+            raise InputError(f"{path} already exists; remove it or choose another name")
     if target.resolve() in secret.resolve().parents:
         raise InputError(f"the key {secret} would lie in the server's folder {target}; choose another place for it")
     if not secret.resolve().parent.is_dir():
