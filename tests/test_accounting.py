@@ -132,7 +132,7 @@ def test_a_guarantee_says_what_weakens_it() -> None:
     good = guarantee(known, Run(1000, 50, 2))
     assert good.warnings == () and good.delta == pytest.approx(1e-4) and good.cross_check > good.epsilon  # type: ignore[operator]
     weak = guarantee(known, Run(1000, 50, 2, delta=0.001), secure=False)
-    assert "seeded" in weak.warnings[0] and "one text at random in full" in weak.warnings[1]
+    assert "seeded" in weak.warnings[0] and "one random text in full" in weak.warnings[1]
     shuffled = guarantee(known, Run(1000, 50, 2, sampling="shuffled"))
     assert shuffled.statement.startswith("no formal guarantee for this run") and "not proven" in shuffled.warnings[0]
     pure = guarantee([p.mechanism for p in parse_defense("dp-sgd:1.0/noise=laplace")], Run(1000, 50, 2))
@@ -147,7 +147,7 @@ def test_a_guarantee_says_what_weakens_it() -> None:
         (lambda: epsilon(1.0, 1.1, 10, 1e-5), "rate 1.1"),
         (lambda: epsilon(1.0, 0.1, 0, 1e-5), "0 steps"),
         (lambda: epsilon(1.0, 0.1, 10, 0.0), "delta is 0.0"),
-        (lambda: epsilon(1.0, 0.1, 10, 1e-5, by="rdp", noise="laplace"), "knows Gaussian noise only"),
+        (lambda: epsilon(1.0, 0.1, 10, 1e-5, by="rdp", noise="laplace"), "supports only Gaussian noise"),
         (lambda: epsilon(1.0, 0.1, 10, 1e-5, by="moments"), "unknown accountant 'moments'"),  # type: ignore[arg-type]
         (lambda: sigma_for(0.0, 0.1, 10, 1e-5), "target epsilon is 0.0"),
         (lambda: directional_epsilon(-1.0, [10], 1, 1e-5), "kappa is -1.0"),

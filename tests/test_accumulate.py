@@ -176,7 +176,8 @@ def test_the_audit_sees_the_accumulated_update_of_several_batches(tmp_path: Path
     assert {(r.status, r.reason) for r in by["accumulate:500"]} == {
         (
             "not_applicable",
-            f"nothing is sent: the texts hold {len(frozenset().union(*seen))} different tokens, accumulate waits for 500",
+            f"nothing is sent: the texts hold {len(frozenset().union(*seen))} different tokens, but accumulate "
+            "waits for 500",
         )
     }
 

@@ -50,7 +50,7 @@ def test_every_step_is_counted_with_what_was_drawn(tmp_path: Path) -> None:
 
 def test_a_training_does_not_go_beyond_its_plan(tmp_path: Path) -> None:
     private = run(tmp_path, epochs=1)
-    with pytest.raises(InputError, match="3 releases were planned"):
+    with pytest.raises(InputError, match="all 3 planned releases"):
         private.run()
     assert private.ledger.releases == 3
 

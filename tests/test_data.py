@@ -34,19 +34,23 @@ def test_three_formats_give_the_same_examples(tmp_path: Path) -> None:
         ("a.jsonl", "", "is empty"),
         ("a.jsonl", '{"words": "x"}', r"row 1: no column text \(found: words\)"),
         ("a.jsonl", '{"text": "x"}\n{"text": "  "}', "row 2: the text is empty"),
-        ("a.jsonl", '{"text": "x"}\n{oops', "line 2: not JSON"),
-        ("a.jsonl", "[1]", "found list, expected one object"),
+        ("a.jsonl", '{"text": "x"}\n{oops', "line 2: not valid JSON"),
+        ("a.jsonl", "[1]", "found list; expected one object"),
         ("a.jsonl", '{"text": "x", "label": "good"}\n{"text": "y", "label": 1}', "row 2: the label is a number"),
-        ("a.csv", "text,label\nx,1.5\n", "row 1: label 1.5 is no whole number"),
+        ("a.csv", "text,label\nx,1.5\n", "row 1: label 1.5 is not a whole number"),
         ("a.csv", "text,label\nx,0\ny,nan\n", "row 2: the label is NaN"),
         ("a.csv", "text,label\nx,0\ny,1e300\n", "row 2: the label is a number above 9999"),
-        ("a.jsonl", '{"text": "x", "label": 1' + "0" * 5000 + "}", "line 1: JSON nested too deep or with a number too long"),
-        ("a.jsonl", "[" * 100_000, "line 1: JSON nested too deep"),
+        (
+            "a.jsonl",
+            '{"text": "x", "label": 1' + "0" * 5000 + "}",
+            "line 1: JSON is nested too deeply or has a number that is too long",
+        ),
+        ("a.jsonl", "[" * 100_000, "line 1: JSON is nested too deeply"),
         ("a.jsonl", '{"text": "x", "label": [1]}', "row 1: the label is a list"),
-        ("a.jsonl", '{"text": "a \\ud800"}', "row 1: the text holds half a character"),
-        ("a.jsonl", '{"text": "x", "input_ids": [1e999]}', "row 1: input_ids are no whole numbers"),
+        ("a.jsonl", '{"text": "a \\ud800"}', "row 1: the text contains half a character"),
+        ("a.jsonl", '{"text": "x", "input_ids": [1e999]}', "row 1: input_ids are not whole numbers"),
         ("a.csv", 'text;label\n"one;0\n', "row 1 .line 2.: a quote is not closed"),
-        ("a.csv", "text,label\none, two,0\n", "row 1 .line 2.: 3 cells, the header has 2"),
+        ("a.csv", "text,label\none, two,0\n", "row 1 .line 2.: 3 cells, but the header has 2"),
         ("a.csv", "text,text\na,b\n", "two columns are named text"),
         ("a.csv", "review,comment\na,b\n", "text may be column comment, review; choose with --text-column"),
         ("a.csv", "a\0b\n", "zero bytes"),
@@ -98,7 +102,7 @@ def test_pairs_keep_their_segments(tokenizer: transformers.PreTrainedTokenizerBa
 
 def test_encode_refuses_what_the_model_cannot_take(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     long = [Example("one " * 30, None, 0)]
-    with pytest.raises(InputError, match="has 32 tokens but the model takes 16; pass --truncate"):
+    with pytest.raises(InputError, match="has 32 tokens, but the model takes at most 16; pass --truncate"):
         encode(long, tokenizer, "classification", max_length=16, num_labels=2)
     assert encode(long, tokenizer, "classification", max_length=16, num_labels=2, truncate=True).lengths == (16,)
     with pytest.raises(InputError, match=r"label 1 is outside the head's 0 .. 0"):

@@ -94,7 +94,7 @@ def test_labels_of_two_files_mean_the_same(tmp_path: Path) -> None:
     names = load_examples(train).label_names
     assert [e.label for e in load_examples(test, label_names=names)] == [1, 0]
     test.write_text("text,label\nc,neg\nd,other\n")
-    with pytest.raises(InputError, match=r"row 2: the label is none of the other file's: pos, neg"):
+    with pytest.raises(InputError, match=r"row 2: the label does not occur in the other file: pos, neg"):
         load_examples(test, label_names=names)
     test.write_text("text,label\nc,1\n")
     with pytest.raises(InputError, match="row 1: the label is a number; expected, as in the other file, pos, neg"):
@@ -117,7 +117,7 @@ def test_names_are_stored_with_the_model_and_read_by_them(tmp_path: Path, model_
     other = load_examples(tmp_path / "other.csv", model=model)
     assert [e.label for e in other] == [1, 0] and other.label_names == ("ham", "spam")
     (tmp_path / "other.csv").write_text("text,label\na,spam\nb,eggs\n")
-    with pytest.raises(InputError, match=r"row 2: the label is none of the model's classes \(ham, spam\)"):
+    with pytest.raises(InputError, match=r"row 2: the label is not one of the model's classes \(ham, spam\)"):
         load_examples(tmp_path / "other.csv", model=model)
 
 
@@ -139,7 +139,7 @@ def test_a_limit_reads_no_more_than_it_needs(tmp_path: Path, monkeypatch: pytest
 
 def test_damaged_utf8_is_not_taken_for_another_encoding(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("text\nGröße für Müller\n".encode() + b"\xff\n")
-    with pytest.raises(InputError, match="read as UTF-8, and behind line 1 are bytes that it does not have"):
+    with pytest.raises(InputError, match="read as UTF-8, but bytes after line 1 are not valid in it"):
         load_examples(tmp_path / "a.csv")
 
 
@@ -352,7 +352,7 @@ def test_a_plan_that_is_not_utf8_or_has_a_mark(tmp_path: Path) -> None:
         ('[train]\ndata = "a"\nschedule = "linaer"', "did you mean linear"),
         ('[train]\ndefenses = ["none"]', "train has no data"),
         ('[train]\ndata = "a"\n[membership]\nfprs = ["x"]', "fprs is the text 'x'; expected a number"),
-        ("[service]\nlimit = 3", "no data"),
+        ("[service]\nlimit = 3", "data is missing"),
         ('[service]\ndata = "a"\nreference = "b"\nattacks = [1]', "attacks is the number 1"),
         ('[train]\ndata = "a"\n[deviations]\ntexts = "x"', "deviations compare|texts is the text"),
     ],
@@ -396,5 +396,5 @@ def test_a_date_in_an_image_s_name_makes_no_head_of_millions(tmp_path: Path) -> 
     from rasura.data.images import load_images
 
     image.new("RGB", (4, 4)).save(tmp_path / "IMG_20240131.png")
-    with pytest.raises(InputError, match="is its label, 9999 at most; rename it"):
+    with pytest.raises(InputError, match=r"is its label; expected at most 9999. Rename the file"):
         load_images(tmp_path)

@@ -182,17 +182,17 @@ def test_what_is_no_number_is_refused_and_never_counted_as_zero(call: object) ->
         call()  # type: ignore[operator]
 
 
-NOTHING = "nothing is guaranteed, choose other values"
+NOTHING = "nothing is guaranteed; choose other values"
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
         (lambda: renyi_divergence(1.0, 1.0, 3), "orders [1.0]; expected finite numbers above 1"),
-        (lambda: renyi_divergence(2.0**30, 1e300, 3), f"kappa times the order came out as inf; {NOTHING}"),
+        (lambda: renyi_divergence(2.0**30, 1e300, 3), f"kappa times the order is inf, so {NOTHING}"),
         (lambda: renyi_divergence(2.0, 1.0, 0), "kappa 1.0 in 0 dimensions; expected a finite number, at least 1 dimension"),
-        (lambda: directional_epsilon(1e300, [3], 10**10, 1e-5), f"kappa times the order came out as inf; {NOTHING}"),
-        (lambda: directional_epsilon(1e298, [3], 10**11, 1e-5), f"epsilon came out as inf; {NOTHING}"),
+        (lambda: directional_epsilon(1e300, [3], 10**10, 1e-5), f"kappa times the order is inf, so {NOTHING}"),
+        (lambda: directional_epsilon(1e298, [3], 10**11, 1e-5), f"epsilon is inf, so {NOTHING}"),
         (lambda: directional_epsilon(math.inf, [3], 1, 1e-5), "kappa is inf; expected a finite number above 0"),
         (lambda: directional_epsilon(0.0, [3], 1, 1e-5), "kappa is 0.0; expected a finite number above 0"),
         (lambda: directional_epsilon(1.0, [3], 0, 1e-5), "0 releases of blocks [3]; expected at least one of each"),

@@ -123,7 +123,7 @@ def test_a_conversion_to_the_digit() -> None:
 
 def test_what_cannot_be_is_said() -> None:
     assert said(lambda: finite("x", math.nan)) == (
-        "accounting: x came out as nan; nothing is guaranteed. Use more noise or fewer steps"
+        "accounting: x is nan, so nothing is guaranteed; use more noise or fewer steps"
     )
     assert finite("x", -1.0) == -1.0
     rates = "expected a rate above 0 and at most 1, at least 1 step"
@@ -198,8 +198,8 @@ def test_a_target_that_cannot_be_is_said() -> None:
         (lambda: sigma_for(1.0, 1.0, 1, 0.0), "delta is 0.0"),
         (lambda: sigma_for(1.0, 1.0, 1, 1e-5, noise="uniform"), "unknown noise 'uniform'"),
         (lambda: sigma_for(1.0, 1.0, 1, 1e-5, by="moments"), "unknown accountant 'moments'; known: pld, rdp, paper"),  # type: ignore[arg-type]
-        (lambda: sigma_for(1.0, 1.0, 1, 1e-5, by="rdp", noise="laplace"), "the accountant rdp knows Gaussian noise only"),
-        (lambda: sigma_for(1.0, 1.0, 1, 1e-5, by="paper", noise="laplace"), "accountant paper knows Gaussian noise only"),
+        (lambda: sigma_for(1.0, 1.0, 1, 1e-5, by="rdp", noise="laplace"), "the accountant rdp supports only Gaussian noise"),
+        (lambda: sigma_for(1.0, 1.0, 1, 1e-5, by="paper", noise="laplace"), "accountant paper supports only Gaussian noise"),
     ):  # fmt: skip
         assert words in said(call)
 
@@ -210,7 +210,7 @@ def test_the_first_search_comes_within_a_hundredth() -> None:
         assert 1 / target <= found <= 1.01 / target
     assert _least(lambda sigma: 1 / sigma, 1e-5) == pytest.approx(1e5, rel=1e-12), "the end itself is allowed"
     assert said(lambda: _least(lambda sigma: 1 / sigma, 0.999e-5)) == (
-        "no noise up to 100000 gives epsilon 9.99e-06; ask for a larger epsilon or a larger delta"
+        "no noise up to 100000 gives epsilon 9.99e-06; choose a larger epsilon or a larger delta"
     )
     tries: list[float] = []
 
@@ -236,5 +236,5 @@ def test_the_search_of_the_papers_step_by_step(spent: Callable[[float], float], 
 
 
 def test_the_search_of_the_papers_ends() -> None:
-    words = "no noise up to 1e6 gives epsilon 1.0; ask for a larger epsilon or a larger delta"
+    words = "no noise up to 1e6 gives epsilon 1.0; choose a larger epsilon or a larger delta"
     assert said(lambda: _as_opacus(lambda sigma: 2.0 if sigma < 1_310_720 else 0.5, 1.0)) == words

@@ -303,7 +303,7 @@ def test_the_app_holds_keys_for_its_owner_and_sends_code_alone(tmp_path: Path) -
     assert {n for n in names if not n.startswith(("federated/", ".info"))} == {"pyproject.toml"}
     with pytest.raises(InputError, match="already exists"):
         new_app(place)
-    with pytest.raises(InputError, match="fits 64 clients, found 65"):
+    with pytest.raises(InputError, match="fits at most 64 clients, but 65 were requested"):
         new_app(tmp_path / "other", 65)
     with pytest.raises(InputError, match=r"2 clients: of two, .*expected at least 3"):
         new_app(tmp_path / "other", 2)

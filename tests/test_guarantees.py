@@ -21,9 +21,9 @@ RUN = Run(100, 10, 2, 1e-5)
 
 SHUFFLED = replace(RUN, sampling="shuffled")
 
-SEEDED = "the noise is seeded: nothing is guaranteed against whoever knows or guesses the seed"
-LOADER = "the loader shuffles where the accountant assumes Poisson sampling: epsilon is not proven for this run"
-OVERLAP = "batches overlap within an epoch, so that every step counts; a loader that shuffles needs the epochs only"
+SEEDED = "the noise is seeded: nothing is guaranteed against anyone who knows or guesses the seed"
+LOADER = "the loader shuffles, but the accountant assumes Poisson sampling: epsilon is not proven for this run"
+OVERLAP = "batches overlap within an epoch, so every step counts; with a loader that shuffles, only epochs count"
 
 
 def mechanisms(text: str) -> list[Mechanism]:
@@ -88,7 +88,7 @@ def test_a_seed_and_a_loader_that_shuffles_void_it() -> None:
 
 
 def test_a_delta_of_one_text_in_full_is_told() -> None:
-    note = "delta 0.01 is not below 1 / 100 texts: publishing one text at random in full would meet this guarantee"
+    note = "delta 0.01 is not below 1 / 100 texts: publishing one random text in full would satisfy this guarantee"
     at = guarantee(mechanisms("dp-sgd:2.0"), replace(RUN, delta=0.01))
     assert at.warnings == (note,) and at.epsilon is not None
     assert guarantee(mechanisms("dp-sgd:2.0"), replace(RUN, delta=0.00999)).warnings == ()
@@ -98,11 +98,11 @@ def test_a_delta_of_one_text_in_full_is_told() -> None:
 
 def test_too_little_noise_is_told() -> None:
     told = after((DP_SGD, 1), (replace(DP_SGD, multiplier=0.0009), 1), run=replace(RUN, delta=0.5))
-    assert told.statement == "no formal guarantee: sigma 0.0009 is too small for any"
+    assert told.statement == "no formal guarantee: sigma 0.0009 is too small for a guarantee"
     assert told.epsilon is None and told.warnings[0].startswith("delta 0.5 is not below") and len(told.warnings) == 1
     weak = guarantee(mechanisms("normalised:0.000123456"), RUN, secure=False)
-    assert weak == Guarantee("no formal guarantee: sigma 0.000123 is too small for any", warnings=(SEEDED,))
-    with pytest.raises(InputError, match="epsilon came out as inf; nothing is guaranteed"):
+    assert weak == Guarantee("no formal guarantee: sigma 0.000123 is too small for a guarantee", warnings=(SEEDED,))
+    with pytest.raises(InputError, match="epsilon is inf, so nothing is guaranteed;"):
         after((replace(DP_SGD, noise="laplace", multiplier=1e-3), 1))  # enough to be asked for
     least = after((replace(DIRECTION, multiplier=1e-4), 1), carrier="directional").epsilon
     assert least is not None and 0 < least < 2e-4, "little is told of a direction where kappa is small"
@@ -111,10 +111,10 @@ def test_too_little_noise_is_told() -> None:
 def test_without_a_proof_nothing_is_said_but_why() -> None:
     nothing = "nothing is proven for gaussian"
     assert guarantee(mechanisms("gaussian:0.1"), RUN) == Guarantee(
-        f"no formal guarantee: {nothing}; only an audit says what it stops"
+        f"no formal guarantee: {nothing}; only an audit can show what it stops"
     )
     assert Ledger(mechanisms("gaussian:0.1"), RUN).spent().statement == guarantee(mechanisms("gaussian:0.1"), RUN).statement
-    unproven = "no formal guarantee: its releases were made without a proof; only an audit says what it stops"
+    unproven = "no formal guarantee: its releases were made without a proof; only an audit can show what it stops"
     assert after((DP_SGD, 1), (Release(UNPROVEN), 1)) == Guarantee(unproven) == after(carrier=None)
 
 
@@ -152,7 +152,7 @@ def test_directions_of_batches_that_overlap_count_by_steps() -> None:
     mixed = after((DIRECTION, 2), (poisson, 3), carrier="directional")
     assert mixed.steps == 5 and mixed.metric == 20 and mixed.sampling == "poisson" and mixed.warnings == (OVERLAP,)
     unknown = after((DIRECTION, 1), (replace(DIRECTION, sampling="unknown"), 1), carrier="directional")
-    assert unknown == Guarantee("no formal guarantee: how its batches were drawn is not known")
+    assert unknown == Guarantee("no formal guarantee: it is not known how its batches were drawn")
     also = after(
         (replace(DIRECTION, sampling="unknown", secret=False), 1), run=replace(RUN, delta=0.5), carrier="directional"
     )

@@ -84,11 +84,11 @@ def test_keys_are_files_that_only_their_owner_reads(tmp_path: Path, keys: Contex
     with pytest.raises(InputError, match="not overwritten"):
         keys.save(tmp_path / "secret.keys")
     (tmp_path / "secret.keys").chmod(0o644)
-    with pytest.raises(InputError, match="others can read"):
+    with pytest.raises(InputError, match="other users can read"):
         Context.load(tmp_path / "secret.keys")
     for content in (b"", b"rasura keys 1\nbfv 4 0\nnonsense", b"x" * 100):
         (tmp_path / "broken").write_bytes(content)
-        with pytest.raises(InputError, match="no keys of Rasura"):
+        with pytest.raises(InputError, match="does not hold keys of Rasura"):
             Context.load(tmp_path / "broken")
     with pytest.raises(InputError, match="cannot be read"):
         Context.load(tmp_path / "nothing")
@@ -105,11 +105,11 @@ def test_without_tenseal_the_extra_is_named_and_not_the_file(
 
 def test_a_server_with_a_secret_key_is_refused(keys: Context) -> None:
     sealed, _ = seal(np.ones(3), np.ones(3), keys)
-    with pytest.raises(InputError, match="the server could open"):
+    with pytest.raises(InputError, match="the server could decrypt"):
         added([sealed], keys)
-    with pytest.raises(InputError, match="the server could open"):
+    with pytest.raises(InputError, match="the server could decrypt"):
         server_context(Context(keys.parameters, False, keys.key, keys.data))
-    with pytest.raises(InputError, match="cannot open"):
+    with pytest.raises(InputError, match="cannot decrypt"):
         opened_sum(sealed, np.ones(3), keys.public())
 
 
@@ -124,7 +124,7 @@ def test_malformed_ciphertexts_are_refused_with_a_reason(keys: Context) -> None:
         foreign, _ = seal(np.ones(10), np.ones(10), context)
         with pytest.raises(InputError, match="ciphertext 0"):
             added([good, foreign], public)
-    with pytest.raises(InputError, match="different counts"):
+    with pytest.raises(InputError, match="different numbers"):
         added([good, Sealed(good.ciphertexts * 2)], public)
     with pytest.raises(InputError, match="fit 1 to 4"):
         added([good] * 5, public)
@@ -174,7 +174,7 @@ def test_counts_add_up_with_the_sums_in_any_grouping(
     secret, public, sums = counting
     told = [sums[k - 1] for k in parts]
     if sum(parts) > secret.parameters.max_clients:
-        with pytest.raises(InputError, match=f"{sum(parts)} clients' values are to be added; these keys fit 1 to"):
+        with pytest.raises(InputError, match=f"{sum(parts)} clients are to be added, but these keys fit 1 to"):
             added(told, public)
         return
     total = added(told, public)
@@ -187,13 +187,13 @@ def test_ninety_six_clients_under_keys_for_64_do_not_open() -> None:
     public = secret.public()
     one, _ = seal(np.full(3, 0.1), np.ones(3), public)
     half = added([one] * 48, public)
-    with pytest.raises(InputError, match="96 clients' values are to be added; these keys fit 1 to 64"):
+    with pytest.raises(InputError, match="96 clients are to be added, but these keys fit 1 to 64"):
         added([half, half], public)
     both = added([replace(half, clients=1), replace(half, clients=1)], public)
     for said in (2, 64):
-        with pytest.raises(InputError, match=f"is the sum of 96 clients, not of {said} as was said"):
+        with pytest.raises(InputError, match=f"is the sum of 96 clients, not of {said} as claimed"):
             opened_sum(replace(both, clients=said), np.ones(3), secret)
-    with pytest.raises(InputError, match="a sum of 96 clients; these keys fit 1 to 64"):
+    with pytest.raises(InputError, match="a sum of 96 clients, but these keys fit 1 to 64"):
         opened_sum(replace(both, clients=96), np.ones(3), secret)
 
 
@@ -206,14 +206,14 @@ def test_every_ciphertext_counts_for_itself(keys: Context) -> None:
     with pytest.raises(InputError, match="ciphertext 1 is the sum of 1 clients, not of 2"):
         opened_sum(mixed, scale, keys)
     assert opened_sum(two, scale, keys) == pytest.approx(scale, abs=2 / HALF)
-    with pytest.raises(InputError, match=f"{2 * keys.parameters.values} values were sealed, 5 are expected|expected"):
+    with pytest.raises(InputError, match=f"{2 * keys.parameters.values} values were sealed, 5 expected"):
         opened_sum(two, np.ones(2 * keys.parameters.values + 5), keys)
 
 
 def test_what_was_sealed_under_another_key_or_changed_does_not_open(keys: Context) -> None:
     tenseal = pytest.importorskip("tenseal")
     foreign, _ = seal(COUNTING, np.ones(4), make_keys(4))
-    with pytest.raises(InputError, match="not of 1 as was said"):
+    with pytest.raises(InputError, match="not of 1 as claimed"):
         opened_sum(foreign, np.ones(4), keys)
     context = tenseal.context_from(keys.public().data, 1)
     slots = [0] * keys.parameters.degree
@@ -225,7 +225,7 @@ def test_what_was_sealed_under_another_key_or_changed_does_not_open(keys: Contex
         if good:
             assert opened_sum(made, np.ones(4), keys).shape == (4,)
         else:
-            with pytest.raises(InputError, match="values that 1 clients cannot have"):
+            with pytest.raises(InputError, match="values that are impossible for 1 clients"):
                 opened_sum(made, np.ones(4), keys)
 
 
@@ -236,19 +236,19 @@ def test_counts_that_no_keys_fit_are_refused(keys: Context, clients: int) -> Non
         lambda: added([replace(good, clients=clients)], keys.public()),
         lambda: opened_sum(replace(good, clients=clients), np.ones(4), keys),
     ):
-        with pytest.raises(InputError, match=f"a sum of {clients} clients; these keys fit 1 to 4"):
+        with pytest.raises(InputError, match=f"a sum of {clients} clients, but these keys fit 1 to 4"):
             call()
-    with pytest.raises(InputError, match="0 clients' values"):
+    with pytest.raises(InputError, match="the values of 0 clients"):
         added([], keys.public())
 
 
 def test_more_clients_than_fit_and_values_that_are_none() -> None:
     assert parameters_for(4).degree == 4096 and parameters_for(5).degree == 8192
-    with pytest.raises(InputError, match="fits 64 clients, found 65"):
+    with pytest.raises(InputError, match="fits at most 64 clients, but 65 were requested"):
         parameters_for(65)
     with pytest.raises(InputError, match="unknown scheme"):
         parameters_for(2, "rot13")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="1 values are no finite"):
+    with pytest.raises(InputError, match="1 values are not finite"):
         quantise(np.array([1.0, np.nan]), np.ones(2))
     with pytest.raises(InputError, match="not above 0"):
         quantise(np.ones(2), np.array([1.0, 0.0]))
@@ -261,7 +261,7 @@ def test_the_command_makes_both_files_and_never_prints_a_key(tmp_path: Path) -> 
     secret, public = Context.load(told["secret"]), Context.load(told["public"])
     assert secret.secret and not public.secret and secret.key == public.key == told["key"] and told["clients"] == 4
     assert "not overwritten" in refused("keys", tmp_path / "keys")
-    assert "fits 64 clients" in refused("keys", tmp_path / "other", "--clients", "100")
+    assert "fits at most 64 clients" in refused("keys", tmp_path / "other", "--clients", "100")
     plain = rasura_command("keys", tmp_path / "third")
     assert len(plain.stdout) < 500 and "clients.secret" in plain.stdout
 

@@ -108,7 +108,7 @@ def test_files_and_folders_become_examples(tmp_path: Path) -> None:
     assert images_hash(found) != images_hash(found[::-1])
     image.new("L", (60, 40), 128).save(tmp_path / "wide_1.jpg")
     wide = load_images(tmp_path / "wide_1.jpg")
-    with pytest.raises(InputError, match="60x40 pixels but the model takes 32x32; pass --truncate"):
+    with pytest.raises(InputError, match="60x40 pixels, but the model takes 32x32; pass --truncate"):
         encode_images(wide, size=32, num_labels=2)
     assert encode_images(wide, size=32, num_labels=2, truncate=True).pixel_values.shape == (1, 3, 32, 32)
 

@@ -37,14 +37,14 @@ def test_case_spaces_and_punctuation_do_not_tell_texts_apart() -> None:
     public = [Example("four"), Example("one  two"), Example("five", "THREE!"), Example("Of a pair?")]
     assert shared(private, public) == [1, 2, 3]
     refuse_shared(private, public[:1], "file")
-    with pytest.raises(InputError, match="file holds 3 of the audited texts"):
+    with pytest.raises(InputError, match="file contains 3 of the audited texts"):
         refuse_shared(private, public, "file")
 
 
 def test_an_audit_refuses_and_caps_reference_text(tmp_path: Path) -> None:
     data = rows(tmp_path / "data.jsonl", "The first text.", "the second text")
     plan = Plan(data=data, reference=rows(tmp_path / "same.jsonl", "other", "the FIRST text"))
-    with pytest.raises(InputError, match=r"same\.jsonl holds 1 of the audited texts"):
+    with pytest.raises(InputError, match=r"same\.jsonl contains 1 of the audited texts"):
         load_data(plan)
     others = rows(tmp_path / "others.jsonl", "a", "b", "c")
     assert load_data(replace(plan, reference=others)).reference == ("a", "b", "c")
@@ -58,7 +58,7 @@ def test_a_service_refuses_reference_text_or_leaves_it_out(tmp_path: Path, model
     data = rows(tmp_path / "data.jsonl", *TEXTS)
     other = rows(tmp_path / "other.jsonl", "w1 w2 w3 w4 w5", TEXTS[0].upper() + " !", "w6 w7 w8")
     plan = ServicePlan(data, other, model=str(model_folder), limit=len(TEXTS))
-    with pytest.raises(InputError, match=r"other\.jsonl holds 1 of the audited texts.*drop_shared"):
+    with pytest.raises(InputError, match=r"other\.jsonl contains 1 of the audited texts.*drop_shared"):
         ServiceAudit(plan)
     assert ServiceAudit(replace(plan, drop_shared=True)).reference == ("w1 w2 w3 w4 w5", "w6 w7 w8")
 

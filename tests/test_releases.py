@@ -60,7 +60,7 @@ def test_a_release_as_plain_values() -> None:
         ({"sampling": "shuffled"}, "sampling 'shuffled'"),
         ({"rate": 1.001}, "rate 1.001, expected above 0 and at most 1"),
         ({"rate": 0}, "rate 0, expected above 0 and at most 1"),
-        ({"rate": None}, "no rate of a batch that was drawn by chance"),
+        ({"rate": None}, "no rate for a batch drawn by Poisson sampling"),
         ({"sampling": "disjoint"}, "pass None, expected a whole number from 1 on"),
         ({"sampling": "disjoint", "number": 0}, "pass 0, expected a whole number from 1 on"),
         ({"sampling": "disjoint", "number": True}, "pass True, expected a whole number from 1 on"),
@@ -87,15 +87,15 @@ def test_the_ends_of_what_a_release_may_be(changed: dict[str, Any]) -> None:
 def test_what_is_no_release_is_said() -> None:
     known = "dp-sgd, normalised, directional"
     assert said(lambda: Release("x" * 3)) == f"accounting: unknown mechanism 'xxx'; known: {known}"
-    wanted = f"is no release; expected an object with {FIELDS}"
+    wanted = f"is not a release; expected an object with {FIELDS}"
     long = {"a": "x" * 200}
     assert said(lambda: Release.read(long)) == f"accounting: {str(long)[:80]} {wanted}"
     assert said(lambda: Release.read([*DP_SGD.to_dict()])).endswith(wanted)
     assert (
         said(lambda: Release.read({**DP_SGD.to_dict(), "blocks": (10,)}))
-        == "accounting: the blocks of a release are no list"
+        == "accounting: the blocks of a release are not a list"
     )
-    figures = "accounting: a release without a formal guarantee has figures of one"
+    figures = "accounting: a release without a formal guarantee must not have the figures of a guarantee"
     for changed in (
         {"noise": "gaussian"}, {"multiplier": 1.0}, {"clip": 1.0}, {"sampling": "poisson"}, {"rate": 0.1}, {"number": 1},
         {"blocks": (1,)},
@@ -150,7 +150,7 @@ def test_a_sum_that_is_no_number_is_refused() -> None:
     kinds = [replace(DIRECTION, sampling="poisson", rate=0.1, multiplier=k * 1e297) for k in range(10, 20)]
     assert spent([(kinds[0], 10**9)], 1e-5).pure == pytest.approx(2e307)
     assert said(lambda: spent([(one, 10**9) for one in kinds], 1e-5)) == (
-        "accounting: epsilon came out as inf; nothing is guaranteed. Use more noise or fewer steps"
+        "accounting: epsilon is inf, so nothing is guaranteed; use more noise or fewer steps"
     )
 
 
@@ -159,7 +159,7 @@ def test_what_is_not_proven_is_said() -> None:
         "accounting: a release without a formal guarantee has no epsilon"
     )
     assert said(lambda: spent([(DP_SGD, 1), (replace(DP_SGD, sampling="unknown"), 1)], 1e-5)) == (
-        "accounting: the batch of a release was drawn in a way that is not known; nothing is proven for it"
+        "accounting: it is not known how the batch of a release was drawn, so nothing is proven for it"
     )
     by_pass = replace(DP_SGD, sampling="disjoint", number=1)
     other = Release("normalised", "gaussian", 1.0, 1.0, "poisson", 0.1, None, (10,))
@@ -168,7 +168,7 @@ def test_what_is_not_proven_is_said() -> None:
         ([other, by_pass, DP_SGD], "dp-sgd, normalised"),
     ):  # fmt: skip
         words = said(lambda those=runs: spent([(one, 1) for one in those], 1e-5))  # type: ignore[misc]
-        assert words == f"accounting: no composition is proven of {names} with these batches"
+        assert words == f"accounting: no composition is proven for {names} with these batches"
     assert spent([(DP_SGD, 1), (replace(other, multiplier=2.0), 1)], 1e-5) == spent([(DP_SGD, 2)], 1e-5)
 
 
@@ -179,7 +179,7 @@ def test_the_words_of_a_composition() -> None:
     assert composition([Gaussian(1.0), Gaussian(2.0)]).why == "nothing is proven for gaussian + gaussian"
     both = composition([DpSgd(1.0), Gaussian(1.0), Directional(1.0)])
     assert (both.verdict, both.why) == ("refused", "'dp-sgd' and 'directional' both aggregate the batch")
-    afterwards = "computed from the protected update alone, so that it tells no more (post-processing)"
+    afterwards = "computed from the protected update alone, so it reveals nothing more (post-processing)"
     mean = Mechanism("mean", Stage.AGGREGATE)
     beside = composition([mean, DpSgd(1.0), Gaussian(1.0), Gaussian(2.0)])
     assert beside.why == f"nothing is added; {afterwards}" and beside.formal == DpSgd(1.0)
@@ -193,7 +193,7 @@ def test_the_words_of_a_composition() -> None:
     new = composition([Mechanism("new", Stage.WIRE), DpSgd(1.0)])
     assert new.why == "nothing is proven for new + dp-sgd: new is not in the table of proven compositions"
     waiting = composition([DpSgd(1.0), Mechanism("accumulate", Stage.WIRE)])
-    assert waiting.why.endswith("accumulate: when it sends depends on the texts, and batches drawn by chance are merged")
+    assert waiting.why.endswith("accumulate: the time of sending depends on the texts, and random batches are merged")
 
 
 # --- the ledger
@@ -231,7 +231,7 @@ def test_a_ledgers_file_can_be_read_by_a_person(tmp_path: Path) -> None:
     assert parsed(tmp_path / "b.json") == [1]
     (tmp_path / "b.json").write_text("{")
     assert said(lambda: parsed(tmp_path / "b.json")) == (
-        f"{tmp_path / 'b.json'} is no ledger: JSONDecodeError; expected a JSON file that a training wrote"
+        f"{tmp_path / 'b.json'} is not a ledger: JSONDecodeError; expected a JSON file that a training wrote"
     )
 
 
@@ -246,10 +246,10 @@ def test_what_a_file_says_was_spent(tmp_path: Path) -> None:
     free.made(Draw(), [10], secret=True)
     free.save(path)
     assert counted(path).statement == (
-        "no formal guarantee: its releases were made without a proof; only an audit says what it stops"
+        "no formal guarantee: its releases were made without a proof; only an audit can show what it stops"
     )
     assert free.spent().statement == (
-        "no formal guarantee: nothing is proven for gaussian; only an audit says what it stops"
+        "no formal guarantee: nothing is proven for gaussian; only an audit can show what it stops"
     )
     assert said(lambda: free.epsilon) == free.spent().statement
     unknown = Ledger([DpSgd(2.0)], RUN)
@@ -264,31 +264,35 @@ def test_what_a_file_says_was_spent(tmp_path: Path) -> None:
 
 
 def test_what_a_ledger_refuses_is_said() -> None:
-    told = "pass a larger number of epochs to plan more; what was promised holds for the plan only"
+    told = "plan a larger number of epochs; the guarantee holds only for the planned number"
     full = filled(20)
-    assert said(lambda: full.room(Draw("poisson", 0.1))) == f"20 releases were planned (2 epochs), 20 were made: {told}"
+    assert said(lambda: full.room(Draw("poisson", 0.1))) == f"all 20 planned releases (2 epochs) were made (20); {told}"
     full.room(Draw())
     shuffled = Ledger([Directional(5.0)], replace(RUN, sampling="shuffled"))
     for number in (1, 2):
         shuffled.made(Draw("disjoint", number=number), [10], secret=True)
     shuffled.room(Draw("disjoint", number=2))
     assert said(lambda: shuffled.room(Draw("disjoint", number=3))) == (
-        f"2 passes over the texts were planned, 2 were made: {told}"
+        f"all 2 planned passes over the texts were made (2); {told}"
     )
     shuffled.made(Draw("disjoint", number=2), [10], secret=True)  # a pass that was begun may be finished
     assert shuffled.releases == 3
-    assert said(lambda: full.append(Release(UNPROVEN))) == "this ledger counts releases of dp-sgd, found one of unproven"
+    assert (
+        said(lambda: full.append(Release(UNPROVEN)))
+        == "this ledger counts releases of dp-sgd, but this is a release of unproven"
+    )
     free = Ledger([Gaussian(0.1)], RUN)
-    assert said(lambda: free.append(DP_SGD)) == "this ledger counts releases of unproven, found one of dp-sgd"
+    assert said(lambda: free.append(DP_SGD)) == "this ledger counts releases of unproven, but this is a release of dp-sgd"
     state = filled().state_dict()
     assert said(lambda: filled(2).load_state_dict(state)) == (
-        "this ledger has counted 2 releases; load a state before training begins"
+        "this ledger has already counted 2 releases; load a state before training begins"
     )
     assert (
-        said(lambda: filled(0, Run(99, 10, 2)).load_state_dict(state)) == "the ledger is of 100 texts, this training of 99"
+        said(lambda: filled(0, Run(99, 10, 2)).load_state_dict(state))
+        == "the ledger is for 100 texts, but this training has 99"
     )
     assert said(lambda: Ledger([DpSgd(2.0), Gaussian(0.1)], RUN).load_state_dict(state)) == (
-        "the ledger is of gaussian + dp-sgd, this training of dp-sgd + gaussian"
+        "the ledger is for gaussian + dp-sgd, but this training uses dp-sgd + gaussian"
     )
     # Batches and delta may be others: what is spent is told at those of this training.
     filled(0, Run(100, 20, 5, 1e-6)).load_state_dict(state)
@@ -302,8 +306,8 @@ def test_the_plan_of_a_ledger_knows_its_sizes_and_its_seed() -> None:
 
 
 NUMBERS = "the state of a ledger holds no list of releases, or numbers that cannot be"
-ENTRY = "the state of a ledger holds an entry that is no release with its count"
-PASS = "the state of a ledger has a release of a pass that did not begin"
+ENTRY = "the state of a ledger holds an entry that is not a release with its count"
+PASS = "the state of a ledger has a release in a pass that did not begin"
 NAMES = "batch_size, defense, delta, examples, passes, runs, version"
 
 

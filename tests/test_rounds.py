@@ -416,5 +416,5 @@ def test_an_aggregate_of_another_number_of_clients_does_not_open(said: int, keys
     side = Side(DEFENSES[2], keys)
     side.server.collect([(c, side.message(1, c), 1.0) for c in range(3)])
     changed_header = header(clients=said, shares=float(said))(side.server.aggregate)
-    with pytest.raises(InputError, match=f"is the sum of 3 clients, not of {said} as was said"):
+    with pytest.raises(InputError, match=f"is the sum of 3 clients, not of {said} as claimed"):
         opened(side.clients, side.server.visible(), changed_header)

@@ -183,7 +183,7 @@ def test_ids_that_a_protection_chose_are_trained_on(tmp_path: Path, model_folder
     prepared = Training(TrainPlan(str(path), model=str(model_folder), holdout=0.2), tmp_path / "run")
     assert sorted(r.ids(0) for r in [*prepared.rows, *prepared.held]) == [(1, 7 + k, 2) for k in range(6)]
     (tmp_path / "bad.csv").write_text("text,label,input_ids\nwords,0,1 2 x\n")
-    with pytest.raises(InputError, match="no whole numbers"):
+    with pytest.raises(InputError, match="not whole numbers"):
         load_examples(tmp_path / "bad.csv")
     path.write_text(2 * (json.dumps({"text": "a", "label": 0, "input_ids": [10**7]}) + "\n"))
     with pytest.raises(InputError, match="outside the model"):

@@ -1,4 +1,4 @@
-"""What a run guarantees: epsilon of sampled and of directional noise, a ledger of releases, and the words for what holds."""
+"""The guarantees of a run: epsilon of sampled and directional noise, a ledger of releases, and statements in words."""
 
 from __future__ import annotations
 

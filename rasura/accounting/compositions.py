@@ -1,6 +1,7 @@
-"""Which protections may stand beside a mechanism with a formal guarantee, and why it then holds: a table of pairs.
+"""Which protections can be combined with a mechanism that has a formal guarantee, and why the guarantee still holds.
 
-What is not listed has no proof, and so no guarantee: a new protection has none until its reason stands here.
+A combination that is not in this table has no proof, and so no guarantee. A new protection has none until its reason is
+added.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 from rasura.core.values import Mechanism
 
 POISSON = ("dp-sgd", "normalised")
-"""Mechanisms whose guarantee assumes that every text joins a batch by chance, each for itself."""
+"""Mechanisms whose guarantee assumes that every text joins a batch independently at random."""
 
 DIRECTIONAL = "directional"
 
@@ -22,8 +23,8 @@ FORMAL = (*POISSON, DIRECTIONAL)
 Verdict = Literal["proven", "refused", "no formal guarantee"]
 
 SMALLER = "a smaller model is trained; which layers does not depend on the texts"
-AFTERWARDS = "computed from the protected update alone, so that it tells no more (post-processing)"
-MIXTURE = "masks do not depend on the texts: the step is private for every choice of masks, and so for masks drawn at random"
+AFTERWARDS = "computed from the protected update alone, so it reveals nothing more (post-processing)"
+MIXTURE = "masks do not depend on the texts: the step is private for every choice of masks, and so for random masks"
 
 PROVEN: Mapping[str, str] = {
     "none": "nothing is added",
@@ -40,20 +41,20 @@ PROVEN: Mapping[str, str] = {
     "sign": AFTERWARDS,
     "sealing": AFTERWARDS,
 }
-"""Protections beside which the guarantee of each mechanism of ``FORMAL`` holds, with the reason."""
+"""For each mechanism of ``FORMAL``, the protections that keep its guarantee, with the reason."""
 
 OPEN: Mapping[str, str] = {
-    "accumulate": "when it sends depends on the texts, and batches drawn by chance are merged",
-    "ghost": "what a text becomes may depend on other texts",
+    "accumulate": "the time of sending depends on the texts, and random batches are merged",
+    "ghost": "the obfuscation of a text may depend on other texts",
 }
-"""Why known protections are not among these."""
+"""Why other known protections are not in the table."""
 
 SEES_TEXTS = "the mask of sealing by sensitivity is made from the texts themselves"
 
 
 @dataclass(frozen=True)
 class Composition:
-    """Whether a guarantee holds where protections stand together, and why. ``formal``: the mechanism that carries it."""
+    """Whether a guarantee holds for a combination of protections, and why. ``formal``: the mechanism that carries it."""
 
     verdict: Verdict
     why: str
@@ -61,7 +62,8 @@ class Composition:
 
 
 def composition(defense: Sequence[Mechanism]) -> Composition:
-    """What is proven for ``defense``: exactly one mechanism with a guarantee, and nothing beside it that lacks a proof."""
+    """What is proven for ``defense``: a guarantee needs exactly one mechanism, and a proof for everything combined with
+    it."""
     carriers = [m for m in defense if m.name in FORMAL]
     names = " + ".join(m.name for m in defense) or "none"
     if not carriers:
@@ -76,7 +78,7 @@ def composition(defense: Sequence[Mechanism]) -> Composition:
 
 
 def _doubt(part: Mechanism) -> str:
-    """Why nothing is proven with ``part`` beside a mechanism; nothing where it is."""
+    """Why nothing is proven for ``part`` combined with a mechanism; empty if there is a proof."""
     if part.name not in PROVEN:
         return OPEN.get(part.name, f"{part.name} is not in the table of proven compositions")
     if part.name == "sealing" and str(part.parameters.get("metric", "sens")).startswith("sens"):

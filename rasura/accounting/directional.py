@@ -1,7 +1,7 @@
 """Epsilon of directional privacy: draws from the von Mises-Fisher distribution around each text's direction (DirDP).
 
-Everything follows from the mean cosine of a draw with its direction, a ratio of two Bessel functions. It is the slope of the
-normaliser, so that divergences are means of it: sums of positive numbers, in which nothing cancels.
+Everything follows from the mean cosine of a draw with its direction, a ratio of two Bessel functions. It is the derivative
+of the log normaliser, so divergences are averages of it: sums of positive numbers without cancellation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rasura.core.errors import InputError
 Floats = NDArray[np.float64]
 
 GRID = (*ORDERS, *(2.0**k for k in range(10, 31)))
-"""Orders of which the least epsilon is taken."""
+"""Orders over which the smallest epsilon is taken."""
 
 TERMS = 14
 """Of the series at large orders: the rest is below 1e-16 of it where order and concentration together reach LARGE."""
@@ -31,7 +31,7 @@ NODES = 12
 """Of the quadrature in a panel of length 1 in log t: the nearest pole lies pi / 2 away, so that it is right to 1e-15."""
 
 MARGIN = 1e-9
-"""What is added to an epsilon, as a share of it, so that no rounding brings it below the truth."""
+"""Relative amount added to an epsilon, so that rounding never brings it below the true value."""
 
 
 def log_normaliser(kappa: float, dimension: int) -> float:
@@ -49,7 +49,8 @@ def log_normaliser(kappa: float, dimension: int) -> float:
 
 
 def renyi_divergence(order: float, kappa: float, dimension: int) -> float:
-    """Of order ``order`` between two opposite von Mises-Fisher distributions, the worst case for a text that is replaced.
+    """The Renyi divergence of order ``order`` between two opposite von Mises-Fisher distributions, the worst case when a
+    text is replaced.
 
     Twice ``kappa`` times the mean of ``mean_cosine`` between ``kappa`` and ``(2 * order - 1) * kappa``; to 1e-11 of itself,
     and not below the true value. Raises ``InputError`` unless ``order`` is above 1 and ``kappa`` at least 0, both finite.
@@ -58,10 +59,11 @@ def renyi_divergence(order: float, kappa: float, dimension: int) -> float:
 
 
 def directional_epsilon(kappa: float, sizes: Sequence[int], releases: int, delta: float) -> float:
-    """Epsilon of ``releases`` draws around a text's directions, one for each block of ``sizes`` entries with its share of
-    ``kappa``; the least of RDP over all orders and of the pure guarantee. Neighbours differ in one text that is replaced.
+    """Epsilon of ``releases`` draws around a text's directions, one for each block of ``sizes`` entries with its part of
+    ``kappa``: the minimum of RDP over all orders and of the pure guarantee. Neighbouring data sets differ in one replaced
+    text.
 
-    Never below the true value. Raises ``InputError`` for values that cannot be, and where a figure is no finite number.
+    Never below the true value. Raises ``InputError`` for invalid values, and if a figure is not finite.
     """
     if not 0 < kappa < math.inf:
         raise InputError(f"accounting: kappa is {kappa}; expected a finite number above 0")
@@ -169,5 +171,5 @@ def _checked(kappa: float, dimension: int) -> None:
 
 def _finite(what: str, value: float) -> float:
     if not 0 <= value < math.inf:
-        raise InputError(f"accounting: {what} came out as {value}; nothing is guaranteed, choose other values")
+        raise InputError(f"accounting: {what} is {value}, so nothing is guaranteed; choose other values")
     return value

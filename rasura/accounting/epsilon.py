@@ -1,7 +1,7 @@
-"""Epsilon of repeated, sampled releases with Gaussian or Laplace noise, and the noise that a target epsilon asks for.
+"""Epsilon of repeated, sampled releases with Gaussian or Laplace noise, and the noise needed for a target epsilon.
 
-PLD (privacy loss distributions) by default, RDP as a cross-check, and ``paper``, the accountant that most papers used: RDP
-on Opacus' grid of orders, whose large epsilons are artefacts of a grid that starts at 1.1. This module alone imports
+PLD (privacy loss distributions) by default, RDP as a cross-check, and ``paper``, the accountant of most papers: RDP on
+Opacus' grid of orders. Its large epsilons are artefacts of a grid that starts at 1.1. Only this module imports
 dp_accounting.
 """
 
@@ -23,10 +23,11 @@ ACCOUNTANTS = ("pld", "rdp", "paper")
 NOISES = ("gaussian", "laplace")
 
 LEAST_SIGMA = 1e-3
-"""Below it no epsilon is given: it is a million and more after a single step."""
+"""Below this noise multiplier no epsilon is computed: it would exceed a million after a single step."""
 
 ROUNDING = 1e-13
-"""Added to the logarithm of a moment, and this share of it, so that no rounding brings a bound below the truth."""
+"""Added to the logarithm of a moment, absolutely and relatively, so that rounding never brings a bound below the true
+value."""
 
 PAPER_ORDERS = (*(1 + x / 10 for x in range(1, 100)), *range(12, 64))
 ORDERS = (*(1 + 10 ** (-4 + k / 15) for k in range(60)), *(2 + k / 10 for k in range(1, 90)), *range(12, 64), 128, 256, 512)
@@ -66,7 +67,7 @@ class Sampled(NamedTuple):
     noise: str = "gaussian"
 
     def checked(self) -> Sampled:
-        """These figures, or ``InputError`` for what cannot be."""
+        """These figures. Raises ``InputError`` if they are invalid."""
         if not 0 < self.sigma < math.inf:
             raise InputError(f"accounting: sigma is {self.sigma}; expected a finite number above 0")
         if self.sigma < LEAST_SIGMA:
@@ -83,9 +84,9 @@ class Sampled(NamedTuple):
 
 
 def finite(what: str, value: float) -> float:
-    """``value`` if it is a finite number; else ``InputError``: no statement stands on anything else."""
+    """``value`` if it is finite. Otherwise raises ``InputError``, since no guarantee can rest on it."""
     if not math.isfinite(value):
-        raise InputError(f"accounting: {what} came out as {value}; nothing is guaranteed. Use more noise or fewer steps")
+        raise InputError(f"accounting: {what} is {value}, so nothing is guaranteed; use more noise or fewer steps")
     return value
 
 
@@ -94,17 +95,17 @@ def epsilon(
 ) -> float:
     """Epsilon of ``steps`` releases with noise multiplier ``sigma``, each text in each with probability ``rate``.
 
-    Neighbours differ in one text that is there or not. Never below the true value by ``pld`` and ``rdp``. Laplace noise is
-    known to ``pld`` alone. Raises ``InputError`` for values that cannot be, and where no finite number was found.
+    Neighbouring data sets differ in one text, added or removed. With ``pld`` and ``rdp`` the result is never below the true
+    value. Only ``pld`` supports Laplace noise. Raises ``InputError`` for invalid values, and if no finite number was found.
     """
     return composed_epsilon((Sampled(sigma, rate, steps, noise),), delta, by=by)
 
 
 @lru_cache(256)
 def composed_epsilon(parts: tuple[Sampled, ...], delta: float, *, by: Accountant = "pld") -> float:
-    """Epsilon of all ``parts`` together, one after the other, as ``epsilon`` has it of one."""
+    """Epsilon of all ``parts`` in sequence, computed as in ``epsilon``."""
     if not parts:
-        raise InputError("accounting: no release; expected at least one")
+        raise InputError("accounting: there is no release; expected at least one")
     for part in parts:
         part.checked()
     checked_delta(delta)
@@ -112,7 +113,7 @@ def composed_epsilon(parts: tuple[Sampled, ...], delta: float, *, by: Accountant
         raise InputError(f"unknown accountant {by!r}; known: {', '.join(ACCOUNTANTS)}")
     gaussian = all(part.noise == "gaussian" for part in parts)
     if not gaussian and by != "pld":
-        raise InputError(f"the accountant {by} knows Gaussian noise only; use pld")
+        raise InputError(f"the accountant {by} supports only Gaussian noise; use pld")
     if by != "pld":
         return finite("epsilon", _by_orders(parts, delta, PAPER_ORDERS if by == "paper" else ORDERS))
     for less in (0.0, 1e-4, 1e-3, 1e-2):
@@ -166,7 +167,7 @@ def _by_orders(parts: Sequence[Sampled], delta: float, orders: Sequence[float]) 
 def _divergence(sigma: float, rate: float, order: float) -> float:
     """The Renyi divergence of ``order`` of one sampled release.
 
-    By quadrature: quick, and right for all orders, of which dp_accounting leaves out those whose series is slow.
+    By quadrature: fast, and right for all orders; dp_accounting leaves out orders whose series converges slowly.
     """
     # At order a the integrand is a row of bells of width sigma between 0 and a.
     x = np.arange(-12 * sigma, order + 12 * sigma, sigma / 8)
@@ -188,7 +189,8 @@ def converted(order: float, spent: float, delta: float) -> float:
 def sigma_for(
     target: float, rate: float, steps: int, delta: float, *, by: Accountant = "pld", noise: str = "gaussian"
 ) -> float:
-    """The least noise multiplier, to a thousandth, with at most ``target`` epsilon: never less privacy than asked."""
+    """The smallest noise multiplier, to a thousandth, with an epsilon of at most ``target``: never less privacy than
+    requested."""
     if not 0 < target < math.inf:
         raise InputError(f"accounting: the target epsilon is {target}; expected a finite number above 0")
 
@@ -221,7 +223,7 @@ def sigma_for(
 def _least(spent: Callable[[float], float], target: float) -> float:
     low, high = 1e-3, 1e5
     if spent(high) > target:
-        raise InputError(f"no noise up to {high:.0f} gives epsilon {target}; ask for a larger epsilon or a larger delta")
+        raise InputError(f"no noise up to {high:.0f} gives epsilon {target}; choose a larger epsilon or a larger delta")
     while high > 1.01 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if spent(middle) <= target else (middle, high)
@@ -234,7 +236,7 @@ def _as_opacus(spent: Callable[[float], float], target: float) -> float:
     while (reached := spent(high)) > target:
         high *= 2
         if high > 1e6:
-            raise InputError(f"no noise up to 1e6 gives epsilon {target}; ask for a larger epsilon or a larger delta")
+            raise InputError(f"no noise up to 1e6 gives epsilon {target}; choose a larger epsilon or a larger delta")
     while target - reached > 0.01 and high - low > 1e-6 * high:
         middle = (low + high) / 2
         found = spent(middle)

@@ -1,6 +1,6 @@
-"""What releases guarantee, in words: (epsilon, delta) of DP-SGD, the guarantees of DirDP-SGD, or that there is none.
+"""The guarantee of releases in words: (epsilon, delta) for DP-SGD, the guarantees of DirDP-SGD, or none.
 
-The same words serve a plan, where the releases are those that would be made, and a run, where the ledger counted them.
+The same words are used for a plan, with the releases that would be made, and for a run, with those that the ledger counted.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from rasura.core.values import Mechanism
 
 NONE = "no formal guarantee"
 
-SHUFFLES = "the loader shuffles where the accountant assumes Poisson sampling: epsilon is not proven for this run"
+SHUFFLES = "the loader shuffles, but the accountant assumes Poisson sampling: epsilon is not proven for this run"
 
 
 @dataclass(frozen=True)
 class Run:
-    """How a model is trained: ``examples`` texts, ``batch_size`` of them a step, each on average once an epoch.
+    """How a model is trained: ``examples`` texts, ``batch_size`` of them per step, each on average once per epoch.
 
     ``delta``: probability with which the guarantee may fail, a tenth of 1 / examples if None. ``sampling``: how batches are
-    drawn, ``shuffled`` being what most loaders do.
+    drawn; most loaders are ``shuffled``.
     """
 
     examples: int
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def steps_an_epoch(self) -> int:
-        """Batches until each text has come up once, on average."""
+        """Number of batches until each text has been used once, on average."""
         return math.ceil(self.examples / self.batch_size)
 
     @property
@@ -64,12 +64,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What holds for each text, in words, with the figures behind them.
+    """The guarantee for each text, in words, with its figures.
 
     ``epsilon`` and ``delta`` are None where nothing is guaranteed. ``pure`` is epsilon at delta 0, ``metric`` the factor of
     the metric guarantee on directions (``DirDP``), ``cross_check`` epsilon by the other accountant; ``steps`` the releases
-    that are counted. ``otherwise``: epsilon and delta that would hold if what voids the guarantee (a seed, a loader that
-    shuffles) were mended. ``warnings`` say what weakens or voids it.
+    that are counted. ``otherwise``: epsilon and delta that would hold without what voids the guarantee (a seed, a loader
+    that shuffles). ``warnings`` say what weakens or voids it.
     """
 
     statement: str
@@ -86,7 +86,7 @@ class Guarantee:
     warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for a record, without what is not known."""
+        """Plain values for a record, without unknown ones."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items() if v not in (None, ())}
 
 
@@ -96,7 +96,8 @@ def assumes_poisson(defense: Sequence[Mechanism]) -> bool:
 
 
 def carries(defense: Sequence[Mechanism]) -> bool:
-    """Whether a part of ``defense`` is a mechanism that could carry a guarantee, proven for the whole or not."""
+    """Whether a part of ``defense`` is a mechanism that could carry a guarantee, whether or not it is proven for the
+    whole."""
     return any(m.name in FORMAL for m in defense)
 
 
@@ -106,11 +107,11 @@ def formal(defense: Sequence[Mechanism]) -> Mechanism | None:
 
 
 def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = (), secure: bool = True) -> Guarantee:
-    """What ``defense`` would guarantee to each text after all of ``run``: a plan, not what took place.
+    """The planned guarantee of ``defense`` for each text after all of ``run``, not the guarantee of an actual run.
 
-    ``sizes``: entries of each trained parameter tensor, which DirDP's guarantee depends on; without them it is said in its
-    pure form. ``secure``: the noise comes from the operating system; a seeded generator's noise can be taken off again by
-    whoever knows the seed.
+    ``sizes``: entries of each trained parameter tensor, which DirDP's guarantee depends on; without them only its pure form
+    is stated. ``secure``: the noise comes from the operating system; anyone who knows the seed can subtract the noise of a
+    seeded generator.
     """
     standing = composition(defense)
     part = standing.formal
@@ -130,7 +131,7 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
 def stated(
     runs: Sequence[Counted], run: Run, *, carrier: str | None, planned: bool, why: str = "", sized: bool = True
 ) -> Guarantee:
-    """What holds for each text after ``runs``, in words that say whether they are ``planned`` or took place.
+    """The guarantee for each text after ``runs``; the words say whether it is ``planned`` or counted.
 
     ``run``: how many texts there are, and delta. ``carrier``: the mechanism with the guarantee; None where nothing is
     proven, and ``why``. ``sized``: the entries of the draws are known.
@@ -140,18 +141,18 @@ def stated(
     made = sum(count for _, count in runs)
     notes, voids = [], []
     if not all(release.secret for release, _ in runs):
-        voids.append("the noise is seeded: nothing is guaranteed against whoever knows or guesses the seed")
+        voids.append("the noise is seeded: nothing is guaranteed against anyone who knows or guesses the seed")
     if run.fails >= 1 / run.examples:
         notes.append(
-            f"delta {run.fails:.3g} is not below 1 / {run.examples} texts: publishing one text at random in full would meet "
-            "this guarantee"
+            f"delta {run.fails:.3g} is not below 1 / {run.examples} texts: publishing one random text in full "
+            "would satisfy this guarantee"
         )
     if any(release.mechanism in POISSON and release.multiplier < LEAST_SIGMA for release, _ in runs):
         least = min(release.multiplier for release, _ in runs)
-        return Guarantee(f"{NONE}: sigma {least:.3g} is too small for any", warnings=(*voids, *notes))
+        return Guarantee(f"{NONE}: sigma {least:.3g} is too small for a guarantee", warnings=(*voids, *notes))
     if any(release.sampling == "unknown" for release, _ in runs):
         if carrier == DIRECTIONAL:
-            return Guarantee(f"{NONE}: how its batches were drawn is not known", warnings=(*voids, *notes))
+            return Guarantee(f"{NONE}: it is not known how its batches were drawn", warnings=(*voids, *notes))
         voids.append(SHUFFLES)
         runs = [(_by_chance(release, run.rate), count) for release, count in runs]
     found = spent(runs, run.fails)
@@ -168,7 +169,7 @@ def stated(
 
 
 def _unproven(why: str) -> Guarantee:
-    return Guarantee(f"{NONE}: {why}; only an audit says what it stops")
+    return Guarantee(f"{NONE}: {why}; only an audit can show what it stops")
 
 
 def _by_chance(release: Release, rate: float) -> Release:
@@ -181,9 +182,7 @@ def _directional(
     planned, sized, made = told
     by_pass = all(release.sampling == "disjoint" for release, _ in runs)
     if not by_pass:
-        notes.append(
-            "batches overlap within an epoch, so that every step counts; a loader that shuffles needs the epochs only"
-        )
+        notes.append("batches overlap within an epoch, so every step counts; with a loader that shuffles, only epochs count")
     epsilon, delta = (found.epsilon, run.fails) if sized else (float(found.pure or 0), 0.0)
     metric = float(found.metric or 0)
     kind = (

@@ -1,6 +1,6 @@
-"""The ledger of a training: every release that was made, what they spent, and how many more the plan allows.
+"""The ledger of a training: all releases, the privacy budget they spent, and how many more the plan allows.
 
-Epsilon comes from here and from nowhere else: not from what a run was meant to be. Kept with checkpoints as plain JSON.
+Epsilon is computed only from this ledger, never from what a run was meant to be. It is kept with checkpoints as plain JSON.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ VERSION = 1
 class Ledger:
     """Counts the releases of ``defense`` against the plan ``run``.
 
-    ``sizes``: entries of each trained tensor, for the planned guarantee alone, since what is counted is what was drawn;
-    ``secure`` likewise: the noise will come from the operating system. ``planned`` is the guarantee if all goes as planned,
-    ``spent()`` the one of what took place.
+    ``sizes``: entries of each trained tensor; ``secure``: the noise will come from the operating system. Both are only for
+    the planned guarantee; the counted one uses the actual draws. ``planned`` is the guarantee of the plan, ``spent()`` that
+    of the releases made.
     """
 
     def __init__(self, defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = (), secure: bool = True) -> None:
@@ -37,12 +37,12 @@ class Ledger:
 
     @property
     def releases(self) -> int:
-        """How many releases were made."""
+        """Number of releases made."""
         return sum(count for _, count in self.runs)
 
     @property
     def passes(self) -> int:
-        """How many passes over the texts have releases, where batches are disjoint within a pass."""
+        """Number of passes over the texts with releases, if batches are disjoint within a pass."""
         return len({release.number for release, _ in self.runs if release.number is not None})
 
     def begin(self) -> int:
@@ -51,24 +51,25 @@ class Ledger:
         return self._passes
 
     def room(self, draw: Draw) -> None:
-        """Raises ``InputError`` where a release for a batch drawn as ``draw`` would go beyond the plan."""
+        """Raises ``InputError`` if a release for a batch drawn as ``draw`` would exceed the plan."""
         if self.formal is None or draw.sampling == "unknown":
             return
-        told = "pass a larger number of epochs to plan more; what was promised holds for the plan only"
+        told = "plan a larger number of epochs; the guarantee holds only for the planned number"
         if draw.sampling == "disjoint":
             numbers = {release.number for release, _ in self.runs}
             if draw.number not in numbers and self.passes >= self.run.epochs:
-                raise InputError(f"{self.run.epochs} passes over the texts were planned, {self.passes} were made: {told}")
+                raise InputError(f"all {self.run.epochs} planned passes over the texts were made ({self.passes}); {told}")
         elif self.releases >= self.run.steps:
             raise InputError(
-                f"{self.run.steps} releases were planned ({self.run.epochs} epochs), {self.releases} were made: {told}"
+                f"all {self.run.steps} planned releases ({self.run.epochs} epochs) were made ({self.releases}); {told}"
             )
 
     def append(self, release: Release) -> None:
-        """Count a release that is handed out now. Raises ``InputError`` beyond the plan, and for another mechanism's."""
+        """Count a release that is made now. Raises ``InputError`` beyond the plan, and for a release of another
+        mechanism."""
         expected = UNPROVEN if self.formal is None else self.formal.name
         if release.mechanism != expected:
-            raise InputError(f"this ledger counts releases of {expected}, found one of {release.mechanism}")
+            raise InputError(f"this ledger counts releases of {expected}, but this is a release of {release.mechanism}")
         self.room(Draw(release.sampling, release.rate, release.number))
         self._add(release, 1)
 
@@ -83,14 +84,14 @@ class Ledger:
 
     @property
     def epsilon(self) -> float:
-        """Epsilon of all releases made, at the plan's delta. Raises ``InputError`` where nothing is guaranteed."""
+        """Epsilon of all releases made, at the plan's delta. Raises ``InputError`` if nothing is guaranteed."""
         found = self.spent()
         if found.epsilon is None:
             raise InputError(found.statement)
         return found.epsilon
 
     def spent(self) -> Guarantee:
-        """What the releases that were made guarantee."""
+        """The guarantee of the releases made."""
         carrier = None if self.formal is None else self.formal.name
         return stated(self.runs, self.run, carrier=carrier, why=self.why, planned=False)
 
@@ -103,16 +104,18 @@ class Ledger:
         }  # fmt: skip
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on from ``state``, as ``state_dict`` gave it. Raises ``InputError`` for anything else, for another data set or
-        other protections, and where this ledger has counted releases already."""
+        """Resume from ``state``, as returned by ``state_dict``. Raises ``InputError`` for anything else, for another data
+        set or other protections, and if this ledger has already counted releases."""
         if self.runs:
-            raise InputError(f"this ledger has counted {self.releases} releases; load a state before training begins")
+            raise InputError(
+                f"this ledger has already counted {self.releases} releases; load a state before training begins"
+            )
         runs, passes = read(state)
         if state["examples"] != self.run.examples:
-            raise InputError(f"the ledger is of {state['examples']} texts, this training of {self.run.examples}")
+            raise InputError(f"the ledger is for {state['examples']} texts, but this training has {self.run.examples}")
         if state["defense"] != [m.name for m in self.defense]:
             found, own = " + ".join(map(str, state["defense"])), " + ".join(m.name for m in self.defense)
-            raise InputError(f"the ledger is of {found}, this training of {own}")
+            raise InputError(f"the ledger is for {found}, but this training uses {own}")
         self.runs, self._passes = runs, passes
 
     def save(self, path: str | Path) -> None:
@@ -120,7 +123,7 @@ class Ledger:
         Path(path).write_text(json.dumps(self.state_dict(), indent=1) + "\n", encoding="utf-8")
 
     def load(self, path: str | Path) -> None:
-        """``load_state_dict`` of what ``save`` wrote. Raises ``InputError`` for a file that is missing or no ledger."""
+        """``load_state_dict`` of what ``save`` wrote. Raises ``InputError`` if the file is missing or not a ledger."""
         self.load_state_dict(parsed(path))
 
 
@@ -130,13 +133,13 @@ def parsed(path: str | Path) -> Any:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} is no ledger: {type(error).__name__}; expected a JSON file that a training wrote"
+            f"{path} is not a ledger: {type(error).__name__}; expected a JSON file that a training wrote"
         ) from None
     return found["ledger"] if isinstance(found, Mapping) and "ledger" in found else found
 
 
 def counted(path: str | Path, delta: float | None = None) -> Guarantee:
-    """What the releases in a file of ``parsed`` have spent, at the training's delta or at another."""
+    """The privacy budget spent by the releases in a file of ``parsed``, at the training's delta or at another."""
     state = parsed(path)
     runs, _ = read(state)
     names = {release.mechanism for release, _ in runs}
@@ -162,11 +165,11 @@ def read(state: Any) -> tuple[list[Counted], int]:
     runs = []
     for one in state["runs"]:
         if not isinstance(one, Mapping) or set(one) != {"release", "count"} or not _count(one["count"], 1):
-            raise InputError("the state of a ledger holds an entry that is no release with its count")
+            raise InputError("the state of a ledger holds an entry that is not a release with its count")
         runs.append((Release.read(one["release"]), int(one["count"])))
     numbers = [release.number for release, _ in runs if release.number is not None]
     if max(numbers, default=0) > state["passes"]:
-        raise InputError("the state of a ledger has a release of a pass that did not begin")
+        raise InputError("the state of a ledger has a release in a pass that did not begin")
     return runs, state["passes"]
 
 

@@ -1,7 +1,7 @@
-"""One release of a protected training step, and what several of them spend together.
+"""One release of a protected training step, and the privacy budget that several releases spend.
 
-A release is what took place: the mechanism, how its batch was drawn, and how many entries its noise was drawn for. What
-is not known here raises; no figure stands in for it.
+A release records what happened: the mechanism, how its batch was drawn, and for how many entries noise was drawn. Anything
+unknown raises an error; it is never replaced by a figure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
 
 Sampling = Literal["poisson", "disjoint", "unknown"]
-"""How a batch was drawn: each text by chance; from a division of all texts that does not depend on them; by someone else."""
+"""How a batch was drawn: each text at random; from a partition of all texts that does not depend on them; or unknown."""
 
 UNPROVEN = "unproven"
 """The mechanism of a release without a formal guarantee."""
@@ -38,11 +38,11 @@ class Draw:
 
 @dataclass(frozen=True)
 class Release:
-    """One noisy update that was handed out.
+    """One noisy update that was released.
 
-    ``noise``: gaussian, laplace or von-mises-fisher. ``multiplier``: deviation (Laplace: scale) of the noise over ``clip``,
-    the most that one text adds to the sum; kappa of a directional draw. ``blocks``: entries of each draw. ``secret``: the
-    randomness came from the operating system. Raises ``InputError`` for what cannot be.
+    ``noise``: gaussian, laplace or von-mises-fisher. ``multiplier``: deviation (Laplace: scale) of the noise relative to
+    ``clip``, the largest contribution of one text to the sum; kappa for a directional draw. ``blocks``: entries of each
+    draw. ``secret``: the randomness came from the operating system. Raises ``InputError`` for invalid values.
     """
 
     mechanism: str
@@ -58,7 +58,7 @@ class Release:
     def __post_init__(self) -> None:
         if self.mechanism == UNPROVEN:
             if (*vars(self).values(),)[1:-1] != ("", 0.0, 0.0, "unknown", None, None, ()):
-                raise InputError("accounting: a release without a formal guarantee has figures of one")
+                raise InputError("accounting: a release without a formal guarantee must not have the figures of a guarantee")
             return
         if self.mechanism not in FORMAL:
             raise InputError(f"accounting: unknown mechanism {self.mechanism!r}; known: {', '.join(FORMAL)}")
@@ -72,7 +72,7 @@ class Release:
                 f"sampling {self.sampling!r}": self.sampling in ("poisson", "disjoint", "unknown"),
                 f"rate {self.rate}, expected above 0 and at most 1": self.rate is None
                 or (_positive(self.rate) and self.rate <= 1),
-                "no rate of a batch that was drawn by chance": self.sampling != "poisson" or self.rate is not None,
+                "no rate for a batch drawn by Poisson sampling": self.sampling != "poisson" or self.rate is not None,
                 f"pass {self.number}, expected a whole number from 1 on": self.sampling != "disjoint"
                 or (_whole(self.number)),
                 f"blocks {list(self.blocks)[:4]}, expected whole numbers from 1 on": bool(self.blocks)
@@ -102,15 +102,15 @@ class Release:
 
     @classmethod
     def read(cls, found: Any) -> Release:
-        """A release as ``told`` wrote it. Raises ``InputError`` for anything else."""
+        """A release as written by ``to_dict``. Raises ``InputError`` for anything else."""
         names = {f.name for f in fields(cls)}
         if not isinstance(found, Mapping) or set(found) != names:
             raise InputError(
-                f"accounting: {str(found)[:80]} is no release; expected an object with {', '.join(sorted(names))}"
+                f"accounting: {str(found)[:80]} is not a release; expected an object with {', '.join(sorted(names))}"
             )
         sizes = found["blocks"]
         if not isinstance(sizes, list):
-            raise InputError("accounting: the blocks of a release are no list")
+            raise InputError("accounting: the blocks of a release are not a list")
         return cls(**{**found, "blocks": tuple(sizes)})
 
     def to_dict(self) -> dict[str, Any]:
@@ -132,8 +132,8 @@ Counted = tuple[Release, int]
 
 @dataclass(frozen=True)
 class Spent:
-    """What releases spent together: epsilon at the delta asked for, ``pure`` at delta 0 (None where there is none),
-    ``metric`` the factor of the metric guarantee on directions, ``cross_check`` epsilon by RDP."""
+    """The privacy budget that releases spent together: epsilon at the requested delta, ``pure`` at delta 0 (None if there is
+    none), ``metric`` the factor of the metric guarantee on directions, ``cross_check`` epsilon by RDP."""
 
     epsilon: float
     pure: float | None = None
@@ -142,19 +142,19 @@ class Spent:
 
 
 def spent(runs: Sequence[Counted], delta: float) -> Spent:
-    """What ``runs`` spend together at ``delta``. Raises ``InputError`` where no composition of them is proven."""
+    """The privacy budget of ``runs`` together at ``delta``. Raises ``InputError`` if no composition of them is proven."""
     kinds = {release.mechanism for release, _ in runs}
     if UNPROVEN in kinds:
         raise InputError("accounting: a release without a formal guarantee has no epsilon")
     if any(release.sampling == "unknown" for release, _ in runs):
-        raise InputError("accounting: the batch of a release was drawn in a way that is not known; nothing is proven for it")
+        raise InputError("accounting: it is not known how the batch of a release was drawn, so nothing is proven for it")
     if not runs:
         return Spent(0.0, 0.0)
     if kinds <= set(POISSON) and all(release.sampling == "poisson" for release, _ in runs):
         return _by_chance(runs, delta)
     if kinds == {DIRECTIONAL}:
         return _directional(runs, delta)
-    raise InputError(f"accounting: no composition is proven of {', '.join(sorted(kinds))} with these batches")
+    raise InputError(f"accounting: no composition is proven for {', '.join(sorted(kinds))} with these batches")
 
 
 def _by_chance(runs: Sequence[Counted], delta: float) -> Spent:
@@ -177,7 +177,7 @@ def _pure_of_laplace(part: Sampled) -> float:
 
 
 def _directional(runs: Sequence[Counted], delta: float) -> Spent:
-    """A text is in one batch of a pass at most, so that a pass spends what one of its releases does."""
+    """A text is in at most one batch of a pass, so a pass spends what one of its releases spends."""
     seen: dict[tuple[float, tuple[int, ...]], int] = {}
     passes: set[tuple[float, tuple[int, ...], int | None]] = set()
     for release, count in runs:

@@ -1,4 +1,4 @@
-"""Which columns of a table are meant, and what its labels are: numbers, or names that get one each."""
+"""The columns of a table that are read, and its labels: numbers, or names that are numbered."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ TEXT = (
     "text", "texts", "sentence", "content", "body", "note", "message", "comment", "review", "document", "sentence1",
     "premise", "question1", "satz", "inhalt", "notiz", "nachricht", "kommentar", "bericht", "dokument", "freitext",
 )  # fmt: skip
-"""Names of columns that hold the text, in lower case; the first goes before the others."""
+"""Names of text columns, in lower case; the first is preferred."""
 
 PAIR = {"text": "text_pair", "sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
 """Name of the text's column -> name of its pair's."""
 
 LABEL = ("label", "labels", "class", "category", "target", "sentiment", "klasse", "kategorie")
-"""Names of columns that hold the label, in lower case; the first goes before the others."""
+"""Names of label columns, in lower case; the first is preferred."""
 
 NAMES = "label_text"
 """Column with the name of each row's label, beside ``label`` with its number."""
 
 MAX_CLASSES = 10_000
-"""Labels are below this, so that no head is made for a number that is none."""
+"""Labels are below this limit, so that no huge head is made for a number that is not a label."""
 
 MAX_NAME = 80
-"""Characters of a label's name, at most."""
+"""Maximum characters of a label's name."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that hold the text, the second text of a pair, and the label; None: found by their usual names.
-
-    ``none`` as ``pair`` or ``label`` leaves that column unread.
+    """Names of the columns with the text, the second text of a pair, and the label; None: found by their usual names.
+    ``none`` as ``pair`` or ``label`` ignores that column.
     """
 
     text: str | None = None
@@ -58,13 +57,13 @@ class Chosen:
         self.label: str | None = None
 
     def wanted(self, names: tuple[str, ...]) -> list[str]:
-        """Of the columns ``names``, those to read, the text's first. Raises ``InputError`` where none holds the text."""
+        """Of the columns ``names``, those to read, the text's first. Raises ``InputError`` if there is no text column."""
         text = self._one("text", self.asked.text, names, TEXT)
         if text is None:
             option = "" if self.asked.text is None else f" named {self.asked.text!r}"
             raise InputError(
-                f"{self.source}, row 1: no column text{option} (found: {shown(names)}); "
-                "name the text's column with --text-column"
+                f"{self.source}, row 1: no column text{option} (found: {shown(names)}); pass the name of the "
+                "text column as --text-column"
             )
         self.text = text
         pair = self.asked.pair or PAIR.get(text.casefold(), "")
@@ -89,7 +88,9 @@ class Chosen:
         if asked is not None:
             found = [n for n in names if n == asked] or [n for n in names if n.casefold() == asked.casefold()]
             if len(found) == 0 and strict and kind != "text":
-                raise InputError(f"{self.source}: no column {asked!r} (found: {shown(names)}); see --{kind}-column")
+                raise InputError(
+                    f"{self.source}: no column {asked!r} (found: {shown(names)}); pass another name as --{kind}-column"
+                )
         else:
             lower = {n.casefold().strip() for n in names}
             first = usual[0] if usual and usual[0] in lower else None
@@ -102,8 +103,8 @@ class Chosen:
 class Labels:
     """The labels of one file, in order of their rows: numbers, or names with the number at which each appeared first.
 
-    ``names``: None for the file's own; empty where numbers are expected; else the names that the numbers stand for.
-    ``usual``: names of the model's classes, which are taken if the file's are among them.
+    ``names``: None to number the file's own names; empty if numbers are expected; otherwise the names of the numbers.
+    ``usual``: names of the model's classes, which are used if they include the file's names.
     """
 
     def __init__(self, source: str, names: Sequence[str] | None = None, usual: Sequence[str] = ()) -> None:
@@ -116,7 +117,7 @@ class Labels:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """What the numbers stand for; empty for numbers alone, None where no row has a label."""
+        """The names of the numbers; empty if labels are numbers, None if no row has a label."""
         if self._first is None:
             return None
         if self._told:
@@ -137,7 +138,8 @@ class Labels:
         elif self._first[1] != text:
             kinds = ("a number", "text")
             raise InputError(
-                f"{place}: the label is {kinds[text]}, that of row {self._first[0]} is {kinds[not text]}; use one of both"
+                f"{place}: the label is {kinds[text]}, but that of row {self._first[0]} is {kinds[not text]}; "
+                "use one kind for all rows"
             )
         if number is not None:
             if self.given:
@@ -147,12 +149,15 @@ class Labels:
 
     def _of(self, name: str, row: int, place: str) -> int:
         if len(name) > MAX_NAME:
-            raise InputError(f"{place}: the label has {len(name)} characters, {MAX_NAME} at most; see --label-column")
+            raise InputError(
+                f"{place}: the label has {len(name)} characters; expected at most {MAX_NAME}. "
+                "Choose the column with --label-column"
+            )
         if self.given is not None:
             if not self.given:
                 raise InputError(f"{place}: the label is text; expected a number, as in the other file")
             if name not in self._numbers:
-                raise InputError(f"{place}: the label is none of the other file's: {_few(self.given)}")
+                raise InputError(f"{place}: the label does not occur in the other file: {_few(self.given)}")
             return self._numbers[name]
         if name not in self._numbers:
             self._numbers[name] = len(self._numbers)
@@ -167,20 +172,22 @@ class Labels:
         if self._first is None:
             self._first = (row, True)
         if len(name) > MAX_NAME or self._told.setdefault(number, name) != name or number < 0:
-            raise InputError(f"{place}: label {number} has another name than before; one number stands for one name")
+            raise InputError(
+                f"{place}: label {number} has another name than in an earlier row; use one name for each number"
+            )
         return self._of(name, row, place) if self.given else number
 
     def settled(self, labels: Sequence[int | None]) -> list[int | None]:
-        """``labels`` by the model's own numbers, where its classes have the file's names. Raises ``InputError`` where only
-        some do: the head would be told other classes than it knows."""
+        """``labels`` by the model's own numbers, where its classes have the file's names. Raises ``InputError`` if only some
+        names match: the head would be given classes that it does not know."""
         own = {name: k for k, name in enumerate(self.usual)}
         names = list(self._numbers)
         if self.given is not None or not names or not any(n in own for n in names):
             return list(labels)
         if self._unknown is not None:
             raise InputError(
-                f"{self.source}, row {self._unknown}: the label is none of the model's classes ({_few(self.usual)}), "
-                "others are; rename it, or pass a model without a trained head"
+                f"{self.source}, row {self._unknown}: the label is not one of the model's classes "
+                f"({_few(self.usual)}), although other labels are; rename it, or pass a model without a trained head"
             )
         self._numbers = own
         return [None if k is None else own[names[k]] for k in labels]
@@ -190,7 +197,7 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)",
 
 
 def _whole(value: Any, place: str) -> int | None:
-    """The whole number that ``value`` is; None for text. Raises ``InputError`` for what is neither, and for huge numbers."""
+    """``value`` as a whole number; None for text. Raises ``InputError`` for other values, and for huge numbers."""
     if isinstance(value, str):
         if not _NUMBER.fullmatch(value.strip()):
             return None
@@ -204,7 +211,7 @@ def _whole(value: Any, place: str) -> int | None:
         if math.isnan(figure):
             raise InputError(f"{place}: the label is NaN; fill it or remove the row")
         if math.isinf(figure) or figure != int(figure):
-            raise InputError(f"{place}: label {figure:g} is no whole number; expected 0, 1, ... or names")
+            raise InputError(f"{place}: label {figure:g} is not a whole number; expected 0, 1, ... or names")
         number = int(figure)
     if abs(number) >= MAX_CLASSES:
         raise InputError(f"{place}: the label is a number above {MAX_CLASSES - 1}; expected classes 0, 1, ...")
@@ -230,7 +237,7 @@ def _few(names: Sequence[str]) -> str:
 
 
 def taken(chosen: Chosen, labels: Labels, more: Sequence[str]) -> str | None:
-    """In one line how a file was read, unless it is as plain as can be: UTF-8, commas, columns text and label, numbers."""
+    """One line on how a file was read, unless everything is default: UTF-8, commas, columns text and label, numbers."""
     parts = list(more)
     for kind, plain in (("text", "text"), ("pair", "text_pair"), ("label", "label")):
         name = getattr(chosen, kind)

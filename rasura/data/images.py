@@ -1,4 +1,4 @@
-"""Private images from PNG and JPEG files, how they become batches, and how they are shown."""
+"""Private images from PNG and JPEG files: reading, batches, and display."""
 
 from __future__ import annotations
 
@@ -55,10 +55,11 @@ def demo_images(size: int = 32) -> list[ImageExample]:
 
 
 def load_images(source: str | Path, *, limit: int | None = None) -> list[ImageExample]:
-    """The images of a PNG or JPEG file, or of a folder of them in order of their names; the label ends the file's name.
+    """The images of a PNG or JPEG file, or of a folder in the order of file names. The label is the number at the end of the
+    file's name.
 
     ``cat_3.png`` has label 3; a name without a number at its end has label 0. Raises ``InputError`` for a missing file, an
-    empty folder, and a file that is no image; ``MissingExtra`` without Pillow.
+    empty folder, and a file that is not an image; ``MissingExtra`` without Pillow.
     """
     path = Path(source)
     if path.is_dir():
@@ -82,7 +83,9 @@ def _read(file: Path) -> ImageExample:
     number = re.search(r"(\d+)$", file.stem)
     label = int(number[1]) if number else 0
     if label >= MAX_CLASSES:
-        raise InputError(f"{file}: the number at the end of its name is its label, {MAX_CLASSES - 1} at most; rename it")
+        raise InputError(
+            f"{file}: the number at the end of its name is its label; expected at most {MAX_CLASSES - 1}. Rename the file"
+        )
     return ImageExample(file.name, torch.from_numpy(pixels).permute(2, 0, 1).contiguous(), label)
 
 
@@ -92,7 +95,8 @@ def _fitted(example: ImageExample, size: int, scale: bool) -> Tensor:
         return example.pixels
     if not scale:
         raise InputError(
-            f"{example.name} has {width}x{height} pixels but the model takes {size}x{size}; pass --truncate to crop it to a "
+            f"{example.name} has {width}x{height} pixels, but the model takes {size}x{size}; pass --truncate to "
+            "crop it to a "
             "square and scale it"
         )
     side = min(height, width)
@@ -119,7 +123,7 @@ def encode_images(examples: Sequence[ImageExample], *, size: int, num_labels: in
 
 
 def images_hash(examples: Sequence[ImageExample]) -> str:
-    """Sixteen hex digits that name the data: pixels to 8 bits, and labels."""
+    """Sixteen hex digits that identify the data: pixels to 8 bits, and labels."""
     digest = hashlib.sha256()
     for e in examples:
         digest.update(f"{tuple(e.pixels.shape)} {e.label}".encode())

@@ -1,4 +1,4 @@
-"""Text files of any usual encoding, line by line: what Excel, exports and editors write."""
+"""Text files in any usual encoding, line by line, as written by Excel, exports and editors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from rasura.core.errors import InputError
 
 PIECE = 1 << 20
-"""Bytes that are read at once."""
+"""Number of bytes read at once."""
 
 MAX_LINE = 1 << 24
-"""Characters of a line, at most."""
+"""Maximum characters of a line."""
 
 _ENDS = re.compile(r"(?<=\n)|(?<=\r)(?!\n)")
 
@@ -24,9 +24,10 @@ _MARKS = ((codecs.BOM_UTF8, "UTF-8"), (codecs.BOM_UTF16_LE, "UTF-16-LE"), (codec
 class Lines:
     """The lines of ``path`` with their ends, decoded while they are read.
 
-    A byte order mark decides between UTF-8 and UTF-16. Without one, ASCII stays open until the first other byte: the piece
-    around it is UTF-8 if it decodes as such, else cp1252, of which Latin-1's letters are a part. ``encoding`` is what was
-    found so far. Iterating raises ``InputError`` for bytes of no such encoding, zero bytes and lines above ``MAX_LINE``.
+    A byte order mark decides between UTF-8 and UTF-16. Without one, the encoding stays undecided until the first byte that
+    is not ASCII: it is UTF-8 if the piece around that byte decodes as such, otherwise cp1252, which includes the letters of
+    Latin-1. ``encoding`` is the encoding found so far. Iterating raises ``InputError`` for undecodable bytes, zero bytes and
+    lines above ``MAX_LINE``.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +60,7 @@ class Lines:
 
     def _checked(self, line: str, number: int) -> str:
         if len(line) > MAX_LINE:
-            raise InputError(f"{self.path}: line {number} has more than {MAX_LINE} characters; expected one row a line")
+            raise InputError(f"{self.path}: line {number} has more than {MAX_LINE} characters; expected one row per line")
         return line
 
     def _marked(self, piece: bytes) -> bytes:
@@ -90,8 +91,8 @@ class Lines:
             return self._decoder.decode(piece, final)
         except UnicodeDecodeError:
             raise InputError(
-                f"{self.path}: read as {self.encoding}, and behind line {line} are bytes that it does not have; save the "
-                "file as UTF-8"
+                f"{self.path}: read as {self.encoding}, but bytes after line {line} are not valid in it; save "
+                "the file as UTF-8"
             ) from None
 
     def _guessed(self, piece: bytes) -> str:
@@ -107,7 +108,8 @@ class Lines:
 
 
 def _without_half_a_character(piece: bytes) -> tuple[bytes, bytes]:
-    """``piece`` and what of its end may begin a character of UTF-8 that goes on in the next piece."""
+    """``piece`` without its last bytes if they may begin a UTF-8 character that continues in the next piece; and these
+    bytes."""
     for size in range(1, min(3, len(piece)) + 1):
         byte = piece[-size]
         if byte < 0x80:

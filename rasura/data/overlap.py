@@ -1,4 +1,4 @@
-"""Texts that two data sets share: an adversary who has them as reference text is told what it should have to read."""
+"""Texts that two data sets share: as reference text, they would give the adversary what it is supposed to recover."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ _NO_WORD = re.compile(r"[\W_]+")
 
 
 def wording(text: str) -> str:
-    """What is left of ``text`` without case, spaces and punctuation; of a text without letters and digits, all of it."""
+    """``text`` without case, spaces and punctuation; a text without letters and digits is unchanged."""
     folded = unicodedata.normalize("NFKC", text).casefold()
     return _NO_WORD.sub("", folded) or folded.strip()
 
 
 def wording_of(example: Example) -> tuple[str, str]:
-    """The wording of a text, and of the other one of a pair."""
+    """The wording of a text, and of the second text of a pair."""
     return wording(example.text), wording(example.text_pair or "")
 
 
 def parts(examples: Iterable[Example]) -> Iterator[str]:
-    """Every text of ``examples``, of a pair both."""
+    """Every text of ``examples``; for a pair, both texts."""
     return (t for e in examples for t in (e.text, e.text_pair) if t)
 
 
 def shared(private: Iterable[Example], public: Sequence[Example]) -> list[int]:
-    """Places in ``public`` of rows that hold a private text, or one of a private pair."""
+    """Indices of the rows in ``public`` that contain a private text, or one text of a private pair."""
     known = {wording(t) for t in parts(private)}
     return [k for k, e in enumerate(public) if any(wording(t) in known for t in parts([e]))]
 
 
 def refuse_shared(private: Iterable[Example], public: Sequence[Example], source: str, hint: str = "") -> None:
-    """Raise ``InputError`` where ``public``, the rows of ``source``, hold private texts: what is read would be known."""
+    """Raise ``InputError`` if ``public``, the rows of ``source``, contain private texts: the adversary would already know
+    them."""
     if found := shared(private, public):
         raise InputError(
-            f"{source} holds {len(found)} of the audited texts (case, spaces and punctuation aside); expected other texts "
-            f"of their kind{hint}"
+            f"{source} contains {len(found)} of the audited texts (ignoring case, spaces and punctuation); "
+            f"expected other texts of the same kind{hint}"
         )

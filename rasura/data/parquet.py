@@ -1,4 +1,4 @@
-"""Parquet files: rows in, rows out. The one place that imports pyarrow (extra ``rasura[parquet]``)."""
+"""Reading and writing Parquet files. Only this module imports pyarrow (extra ``rasura[parquet]``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rasura.core.errors import InputError, MissingExtra
 
 
 def check_installed() -> None:
-    """Raise ``MissingExtra`` without pyarrow: to be called before the work whose result is to be written."""
+    """Raise ``MissingExtra`` without pyarrow. Call this before computing what will be written."""
     try:
         import pyarrow.parquet  # noqa: F401  # only whether it is there
     except ImportError:
@@ -18,9 +18,9 @@ def check_installed() -> None:
 
 
 def read_rows(path: Path, wanted: Callable[[tuple[str, ...]], list[str]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Numbered rows of the columns that ``wanted`` picks from all names, one batch of rows after the other.
+    """Numbered rows of the columns that ``wanted`` chooses from all names, batch by batch.
 
-    Raises ``InputError`` where the file is not whole, ``MissingExtra`` without pyarrow.
+    Raises ``InputError`` if the file is incomplete, ``MissingExtra`` without pyarrow.
     """
     check_installed()
     import pyarrow as pa
@@ -28,7 +28,7 @@ def read_rows(path: Path, wanted: Callable[[tuple[str, ...]], list[str]]) -> Ite
 
     def broken(error: Exception) -> InputError:
         # The library's own words may quote the file.
-        return InputError(f"{path} cannot be read as Parquet ({type(error).__name__}); expected a whole file")
+        return InputError(f"{path} cannot be read as Parquet ({type(error).__name__}); expected a complete file")
 
     try:
         table = parquet.ParquetFile(path)

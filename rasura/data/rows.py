@@ -1,4 +1,4 @@
-"""The rows of a data file, one after the other: JSONL, JSON, CSV, Parquet, or a data set id of Hugging Face."""
+"""The rows of a data file, one by one: JSONL, JSON, CSV, Parquet, or a Hugging Face data set id."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from rasura.core.errors import InputError, MissingExtra
 from rasura.data.lines import Lines
 
 Row = tuple[int, Mapping[str, Any]]
-"""Number and cells by column. Of JSONL the number is the line's; else 1 is the first row, of CSV that behind the header."""
+"""A row's number and its cells by column. For JSONL, the number is the line number; otherwise 1 is the first row (for CSV,
+the first after the header)."""
 
 MAX_CELL = 1 << 20
-"""Characters of a cell, at most."""
+"""Maximum characters of a cell."""
 
 MAX_JSON = 1 << 28
-"""Bytes of a .json file that is one list, at most: it can only be read whole."""
+"""Maximum bytes of a .json file with one list, which can only be read as a whole."""
 
 SAMPLE = 64
-"""Lines by which the separator of a CSV file is chosen."""
+"""Number of lines from which the separator of a CSV file is chosen."""
 
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 
 class Source:
-    """Where rows come from. ``taken``: how the file was read, where that was not told (filled in while rows are read).
-
-    ``wanted(names)``: of the columns of a table, those that are needed; the first of its answer is the text's. Raises
-    ``InputError`` for files that do not exist, are empty, or of another type.
+    """The source of rows. ``taken``: how the file was read, if this was not given (filled in while rows are read).
+    ``wanted(names)``: the needed columns of a table, the text column first. Raises ``InputError`` for files that do not
+    exist, are empty, or have another type.
     """
 
     def __init__(self, source: str | Path, wanted: Callable[[tuple[str, ...]], list[str]]) -> None:
@@ -47,7 +47,7 @@ class Source:
         try:
             there, exists = path.is_file(), path.exists()
         except (OSError, ValueError):  # a name that no file can have
-            raise InputError("FILE is no file name; expected a .jsonl, .csv or .parquet file") from None
+            raise InputError("FILE is not a valid file name; expected a .jsonl, .csv or .parquet file") from None
         if there:
             if suffix not in readers:
                 raise InputError(f"{path}: unknown file type {path.suffix or '(none)'}; expected .jsonl, .csv or .parquet")
@@ -58,7 +58,9 @@ class Source:
             raise InputError(f"{source} does not exist or is not a file; expected a .jsonl, .csv or .parquet file")
         elif not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", self.name):
             # Not quoted, and not asked of a server: it may be a text instead of a file.
-            raise InputError("FILE does not exist, and its name is no data set id; expected a .jsonl, .csv or .parquet file")
+            raise InputError(
+                "FILE does not exist, and its name is not a data set id; expected a .jsonl, .csv or .parquet file"
+            )
         else:
             self._reader = self._hub
 
@@ -81,11 +83,13 @@ class Source:
         try:
             row = json.loads(text)
         except json.JSONDecodeError as error:
-            raise InputError(f"{place}: not JSON ({error.msg[:60]}); expected one object a line") from None
+            raise InputError(f"{place}: not valid JSON ({error.msg[:60]}); expected one object per line") from None
         except (RecursionError, ValueError):
-            raise InputError(f"{place}: JSON nested too deep or with a number too long; expected one flat object") from None
+            raise InputError(
+                f"{place}: JSON is nested too deeply or has a number that is too long; expected one flat object"
+            ) from None
         if not isinstance(row, dict):
-            raise InputError(f"{place}: found {type(row).__name__}, expected one object a line")
+            raise InputError(f"{place}: found {type(row).__name__}; expected one object per line")
         return row
 
     def _jsonl(self) -> Iterator[Row]:
@@ -101,13 +105,13 @@ class Source:
             yield from self._jsonl()
             return
         if self.path.stat().st_size > MAX_JSON:
-            raise InputError(f"{self.path}: a list above {MAX_JSON >> 20} MiB; expected .jsonl, one object a line")
+            raise InputError(f"{self.path}: a list above {MAX_JSON >> 20} MiB; expected .jsonl, one object per line")
         try:
             rows = json.loads("".join(chain([first], lines)))
         except json.JSONDecodeError as error:
-            raise InputError(f"{self.path}, line {error.lineno}: not JSON; expected one list of objects") from None
+            raise InputError(f"{self.path}, line {error.lineno}: not valid JSON; expected one list of objects") from None
         except (RecursionError, ValueError):
-            raise InputError(f"{self.path}: JSON nested too deep or with a number too long") from None
+            raise InputError(f"{self.path}: JSON is nested too deeply or has a number that is too long") from None
         for number, row in enumerate(rows, 1):
             if not isinstance(row, dict):
                 raise InputError(f"{self.path}, row {number}: found {type(row).__name__}, expected an object")
@@ -151,13 +155,14 @@ class Source:
                 continue
             if any(c.strip() for c in cells[len(names) :]):
                 raise InputError(
-                    f"{self.path}, row {number} (line {table.line_num}): {len(cells)} cells, the header has {len(names)} "
-                    f"(separator {SEPARATORS.get(separator, repr(separator))}); put cells that hold it into quotes"
+                    f"{self.path}, row {number} (line {table.line_num}): {len(cells)} cells, but the header has "
+                    f"{len(names)} (separator {SEPARATORS.get(separator, repr(separator))}); quote cells that contain it"
                 )
             yield number, {n: c for n, c in zip(names, cells) if n and not (c == "" and n != needed[0])}
 
     def _separator(self, sample: list[str]) -> str:
-        """The separator that gives the header a column that is looked for; else the most columns, alike in all rows."""
+        """The separator by which the header has an expected column; otherwise the one with the most columns, the same in all
+        rows."""
 
         def fit(separator: str) -> tuple[bool, bool, float, int]:
             found = []
@@ -195,7 +200,7 @@ class Source:
             import datasets
         except ImportError:
             raise MissingExtra(
-                f"{self.name} is no file; to read it as a data set id, run: pip install 'rasura[datasets]'"
+                f"{self.name} is not a file; to read it as a data set id, run: pip install 'rasura[datasets]'"
             ) from None
         try:
             found = datasets.load_dataset(self.name)
@@ -207,10 +212,11 @@ class Source:
 
 
 def shown(names: Any) -> str:
-    """Names of columns for a message; what does not look like a name may be private text and is given by its place."""
+    """Names of columns for a message. Anything that does not look like a name may be private text, so only its position is
+    given."""
     fine = re.compile(r"[^\W\d][\w.:/-]*(?: [\w.:/-]+){0,2}")
     names = [str(n) for n in names]
     # A header in which a cell is a number or a sentence is no header: its words are those of the first row.
     if not all(n == "" or (len(n) <= 32 and fine.fullmatch(n)) for n in names):
-        return f"{len(names)} columns whose first row does not read like names"
+        return f"{len(names)} columns whose first row does not look like names"
     return ", ".join(sorted(n for n in names if n)) or "none"

@@ -23,7 +23,7 @@ from rasura.data.rows import MAX_CELL, Source, shown
 _LOG = logging.getLogger("rasura.data")
 
 MAX_TEXT, MAX_ROWS = 1 << 30, 10_000_000
-"""Characters and rows that are read of one file, at most."""
+"""Maximum characters and rows read from one file."""
 
 E = TypeVar("E")
 
@@ -32,9 +32,9 @@ E = TypeVar("E")
 class Example:
     """One text (or pair of texts), with its label where the task has one.
 
-    ``input_ids``: its tokens, special ones included, where a protection chose them; the text alone may give others.
-    ``token_type_ids``: of a pair's, which of both each belongs to. ``source`` and ``row``: where it was read, for messages,
-    which never quote the text itself.
+    ``input_ids``: its tokens, special ones included, if a protection chose them; tokenizing the text may give others.
+    ``token_type_ids``: for a pair, the text to which each token belongs. ``source`` and ``row``: where it was read, for
+    messages, which never quote the text itself.
     """
 
     text: str
@@ -47,13 +47,13 @@ class Example:
 
 
 class Examples(list[Example]):
-    """The examples of one file. ``label_names``: what their labels stand for; empty for numbers, None without labels."""
+    """The examples of one file. ``label_names``: the names of their labels; empty for numbers, None without labels."""
 
     label_names: tuple[str, ...] | None = None
 
 
 def demo_examples() -> list[Example]:
-    """The short fictional notes that the package brings: a clinic, a bank, e-mails; label 1 asks for action."""
+    """The short fictional notes in the package: a clinic, a bank, e-mails. Label 1 means that action is needed."""
     lines = resources.files("rasura.data").joinpath("examples.jsonl").read_text(encoding="utf-8").splitlines()
     return [Example(**json.loads(line), source="the demo notes", row=n) for n, line in enumerate(lines, 1)]
 
@@ -68,11 +68,11 @@ def load_examples(
 ) -> Examples:
     """Read texts and labels from a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, or a data set id.
 
-    Encoding and separator of a CSV file are found; ``columns`` names the columns where they have unusual names. Labels that
-    are text are numbered in the order of their first rows, as ``label_names`` says (those of another file, empty for
-    numbers), or as the classes of the trained ``model``. How the file was read is logged, unless it is as plain as can be.
-    No more than ``limit`` rows are read. Raises ``InputError`` for a missing, empty or damaged file, a missing column, an
-    empty text or a bad label, with its row; the message never quotes a text.
+    Encoding and separator of a CSV file are detected; ``columns`` gives unusual column names. Labels that are text are
+    numbered in the order of their first rows, by ``label_names`` (from another file; empty for numbers), or as the classes
+    of the trained ``model``. A log line says how the file was read, unless everything is default. At most ``limit`` rows are
+    read. Raises ``InputError`` for a missing, empty or damaged file, a missing column, an empty text or a bad label, with
+    its row; the message never quotes a text.
     """
     chosen = Chosen(columns or Columns(), str(source))
     rows = Source(source, chosen.wanted)
@@ -106,13 +106,13 @@ def load_examples(
 
 
 def columns_of(plan: Any) -> Columns:
-    """The columns that the fields ``text_column``, ``pair_column`` and ``label_column`` of ``plan`` name."""
+    """The columns named by the fields ``text_column``, ``pair_column`` and ``label_column`` of ``plan``."""
     return Columns(plan.text_column, plan.pair_column, plan.label_column)
 
 
 def load_reference(source: str | Path, columns: Columns) -> Examples:
-    """The texts of a second file: from the columns of the first if it has them, else found by their usual names. Its labels
-    are not read."""
+    """The texts of a second file, from the same columns as the first if it has them, otherwise found by their usual names.
+    Its labels are not read."""
     try:
         return load_examples(source, columns=replace(columns, label="none"))
     except InputError:
@@ -127,19 +127,19 @@ def _example(row: Mapping[str, Any], number: int, chosen: Chosen, labels: Labels
         raise InputError(f"{place}: no column {chosen.text} (found: {shown(row)}); every row needs it")
     text, pair = row[chosen.text], row.get(chosen.pair) if chosen.pair else None
     if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{place}: the text is empty or no text; remove the row or fill it")
+        raise InputError(f"{place}: the text is empty or not a text; remove the row or fill it")
     pair = pair if isinstance(pair, str) and pair else None
     for one in (text, pair or ""):
         if len(one) > MAX_CELL:
-            raise InputError(f"{place}: the text has {len(one)} characters, {MAX_CELL} at most; split it")
+            raise InputError(f"{place}: the text has {len(one)} characters; expected at most {MAX_CELL}. Split it")
         if not _encodable(one):
-            raise InputError(f"{place}: the text holds half a character (a lone surrogate); remove it")
+            raise InputError(f"{place}: the text contains half a character (a lone surrogate); remove it")
     label = None
     if chosen.label is not None:
         label = labels.add(row.get(chosen.label), row.get(NAMES) if chosen.label == "label" else None, number)
     ids, types = (_ids(row.get(name), name, place) for name in ("input_ids", "token_type_ids"))
     if types is not None and (ids is None or len(types) != len(ids)):
-        raise InputError(f"{place}: token_type_ids are not as many as input_ids")
+        raise InputError(f"{place}: token_type_ids and input_ids differ in length")
     return Example(text, pair, label, ids, types, source, number)
 
 
@@ -157,14 +157,14 @@ def _ids(found: Any, name: str, place: str) -> tuple[int, ...] | None:
     try:
         ids = tuple(int(i) for i in (found.split() if isinstance(found, str) else found))
     except (TypeError, ValueError, OverflowError):
-        raise InputError(f"{place}: {name} are no whole numbers; expected token ids") from None
+        raise InputError(f"{place}: {name} are not whole numbers; expected token ids") from None
     if not all(0 <= i < 1 << 31 for i in ids):
-        raise InputError(f"{place}: {name} are below 0 or huge; expected token ids")
+        raise InputError(f"{place}: {name} are below 0 or too large; expected token ids")
     return ids
 
 
 def place_of(example: Example, number: int) -> str:
-    """Where ``example`` was read, or its ``number`` among those given."""
+    """Where ``example`` was read, or its ``number`` in the list."""
     return f"text {number}" if example.row is None else f"{example.source}, row {example.row}"
 
 
@@ -186,7 +186,7 @@ def encode(
         if e.input_ids is None:
             continue
         if types is not None and e.token_type_ids is None and e.text_pair:
-            raise InputError(f"{place_of(e, k + 1)}: input_ids of a pair, but no token_type_ids; protect the file anew")
+            raise InputError(f"{place_of(e, k + 1)}: input_ids of a pair, but no token_type_ids; protect the file again")
         if not all(0 <= i < len(tokenizer) for i in e.input_ids):
             raise InputError(f"{place_of(e, k + 1)}: input_ids outside the model's 0 .. {len(tokenizer) - 1}")
         cut = max_length if truncate else None
@@ -197,8 +197,8 @@ def encode(
     if longest > max_length:
         worst = max(range(len(rows)), key=lambda k: len(rows[k]))
         raise InputError(
-            f"{place_of(examples[worst], worst + 1)}: the text has {longest} tokens but the model takes {max_length}; "
-            "pass --truncate to cut it"
+            f"{place_of(examples[worst], worst + 1)}: the text has {longest} tokens, but the model takes at "
+            f"most {max_length}; pass --truncate to cut it"
         )
     if not all(rows):
         empty = next(k for k, row in enumerate(rows) if not row)
@@ -234,7 +234,7 @@ def groups(examples: Sequence[E], size: int) -> list[list[E]]:
 
 
 def data_hash(examples: Sequence[Example]) -> str:
-    """Sixteen hex digits that name the data, independent of the file's format."""
+    """Sixteen hex digits that identify the data, independent of the file format."""
     late = ("input_ids", "token_type_ids")
     plain = (
         {k: v for k, v in asdict(e).items() if k not in ("source", "row") and (k not in late or v is not None)}

@@ -1,8 +1,8 @@
-"""Sending an update only when it holds enough tokens: nothing is added and nothing hidden, the client waits.
+"""Sending an update only when it contains enough tokens. Nothing is added or hidden; the client waits.
 
-Span attacks read a batch whose different tokens are fewer than the model is wide
-(DAGER's limit on the batch). With ``accumulate:1.0d`` no such update leaves. What it does not stop: the word embedding's
-gradient, whose rows name the words at any size (freeze the embeddings), and matching attacks, which have no such edge.
+Span attacks read a batch whose different tokens are fewer than the model is wide (DAGER's limit on the batch). With
+``accumulate:1.0d`` no such update is sent. It does not stop attacks on the word embedding's gradient, whose rows name the
+words at any batch size (freeze the embeddings), or matching attacks, which have no such limit.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from rasura.core.specs import TEXT, DefenseSpec, Strength
 from rasura.core.values import Message, Stage
 
 Held = tuple[int, int]
-"""The state: different tokens that the step was made of, and how many it takes to be sent."""
+"""The state: the number of different tokens in the step, and the number needed for sending."""
 
 
 def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Transform[Message, Message, Held]:
     """Send an update only if it was made of at least ``tokens`` different tokens, or ``widths`` times the hidden size d.
 
-    Special tokens count; padding does not, nor does what leaves no gradient (``accumulation.tokens_in``). Applied to a step
-    with fewer, it raises ``NotSent``: whoever trains or audits gathers batches first (``rasura.core.accumulation``). Raises
+    Special tokens count; padding and tokens without a gradient do not (``accumulation.tokens_in``). Applied to a step with
+    fewer tokens, it raises ``NotSent``: training and audits collect batches first (``rasura.core.accumulation``). Raises
     ``InputError`` unless exactly one of the two is given, above 0.
     """
     if (tokens is None) == (widths is None):
@@ -42,7 +42,7 @@ def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Tra
     def apply(message: Message, state: Held, rng: Randomness) -> tuple[Message, Held]:
         held, least = state
         if held < least:
-            raise NotSent(f"nothing is sent: the texts hold {held} different tokens, {NAME} waits for {least}")
+            raise NotSent(f"nothing is sent: the texts hold {held} different tokens, but {NAME} waits for {least}")
         return message, state
 
     return Transform(Stage.WIRE, mechanism, init, apply)
@@ -55,7 +55,9 @@ def described(text: str) -> Transform[Message, Message, Held]:
     except ValueError as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{NAME}:{text}: expected a number of tokens, as 768, or of hidden sizes, as 1.0d") from None
+        raise InputError(
+            f"{NAME}:{text}: expected a number of tokens such as 768, or of hidden sizes such as 1.0d"
+        ) from None
 
 
 SPEC = DefenseSpec(

@@ -1,4 +1,4 @@
-"""Composing defenses: ``chain`` keeps the order of the stages, ``mean`` is the aggregation that everybody uses."""
+"""Composing defenses: ``chain`` enforces the order of the stages, and ``mean`` is the usual aggregation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def none() -> Defense:
 
 
 def mean() -> Transform[PerExample, Gradients, None]:
-    """The gradient of the mean loss of the batch: what plain training sends."""
+    """The gradient of the mean loss of the batch, as in training without protection."""
 
     def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         return examples.mean(), None
@@ -37,8 +37,8 @@ def mean() -> Transform[PerExample, Gradients, None]:
 def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:
     """Join transforms and defenses into one defense, in the order given; ``chain()`` is no protection.
 
-    Raises ``InputError`` that names both parts when a stage stands before an earlier one (DATA < MODEL < AGGREGATE < WIRE),
-    and when two parts aggregate. The order is refused, not repaired: what is described must be what runs.
+    Raises ``InputError``, with the names of both parts, if the stages are out of order (DATA < MODEL < AGGREGATE < WIRE), or
+    if two parts aggregate. A wrong order is refused and not corrected, so that the description is what runs.
 
     >>> from rasura.defenses.noise import gaussian_noise
     >>> [part.mechanism for part in chain(gaussian_noise(0.1), gaussian_noise(0.2))]
@@ -59,12 +59,12 @@ def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:
             )
     aggregations = [one.mechanism.name for one in flat if one.stage is Stage.AGGREGATE]
     if len(aggregations) > 1:
-        raise InputError(f"'{aggregations[0]}' and '{aggregations[1]}' both aggregate the batch; leave one of them out")
+        raise InputError(f"'{aggregations[0]}' and '{aggregations[1]}' both aggregate the batch; remove one of them")
     return tuple(flat)
 
 
 def with_aggregation(defense: Defense) -> Defense:
-    """``defense`` with ``mean()`` put where the aggregation stands, unless it has one already."""
+    """``defense`` with ``mean()`` at the place of the aggregation, unless it has one."""
     if any(one.stage is Stage.AGGREGATE for one in defense):
         return defense
     before = tuple(one for one in defense if ORDER.index(one.stage) < ORDER.index(Stage.AGGREGATE))

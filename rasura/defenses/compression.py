@@ -1,4 +1,5 @@
-"""Smaller messages: fewer bits an entry. Meant to save traffic; what they hide is measured like any protection."""
+"""Smaller messages with fewer bits per entry. They are meant to save traffic; what they hide is measured as for any
+protection."""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ def _each(told: Protection, change: Callable[[Tensor], Tensor]) -> Transform[Mes
 
 
 def fp16() -> Transform[Message, Message, None]:
-    """Entries in half precision: 11 bits, and what is below 6e-8 is lost."""
+    """Entries in half precision: 11 bits; values below 6e-8 are lost."""
     return _each(Fp16(), lambda g: g.to(torch.float16).to(g.dtype))
 
 
 def bf16() -> Transform[Message, Message, None]:
-    """Entries in bfloat16: 8 bits, at the range of float32."""
+    """Entries in bfloat16: 8 bits, with the range of float32."""
     return _each(Bf16(), lambda g: g.to(torch.bfloat16).to(g.dtype))
 
 
 def sign() -> Transform[Message, Message, None]:
-    """The signs alone, one bit an entry (signSGD, Bernstein et al. 2018); zeros stay zero."""
+    """Only the signs, one bit per entry (signSGD, Bernstein et al. 2018); zeros stay zero."""
     return _each(Sign(), torch.sign)
 
 

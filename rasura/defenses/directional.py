@@ -1,4 +1,4 @@
-"""DirDP-SGD: the direction of every text's gradient gives way to one drawn around it (von Mises-Fisher mechanism)."""
+"""DirDP-SGD: the direction of each text's gradient is replaced by one drawn around it (von Mises-Fisher mechanism)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rasura.defenses.von_mises_fisher import summed, summed_by_draws, unit
 BLOCKS = ("whole", "parameters")
 
 HELD = 2**29
-"""Numbers of all texts' gradients that are held at once; beyond it each text's noise is drawn by itself."""
+"""How many numbers of all texts' gradients are held at once; beyond this, the noise of each text is drawn separately."""
 
 
 def _cut(gradient: Gradients, names: Sequence[str], whole: bool) -> list[Tensor]:
@@ -33,11 +33,11 @@ def _cut(gradient: Gradients, names: Sequence[str], whole: bool) -> list[Tensor]
 def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gradients, None]:
     """The mean of one draw around every text's direction, at concentration ``kappa`` (calibration paper, Algorithm 1).
 
-    Gradients are scaled to norm 1, not clipped; one of zero has no direction, so that a uniform one is drawn. Directions
-    survive only where ``kappa`` is of the order of the number of trained entries d. ``blocks="parameters"`` gives every
-    parameter tensor a draw of its own, with its share ``kappa * d_j / d`` and at norm ``sqrt(d_j / d)``: the paper leaves
-    open how a partition shares kappa, and one kappa for all blocks leaves a bias of two entries almost as it was. Raises
-    ``InputError`` unless ``kappa`` is above 0.
+    Gradients are scaled to norm 1, not clipped; for a zero gradient, a uniform direction is drawn. Directions survive only
+    if ``kappa`` is of the order of the number of trained entries d. ``blocks="parameters"`` draws for each parameter tensor
+    separately, with ``kappa * d_j / d`` and norm ``sqrt(d_j / d)``: the paper leaves open how a partition divides kappa, and
+    the same kappa for all blocks leaves a bias of two entries almost unchanged. Raises ``InputError`` unless ``kappa`` is
+    above 0.
     """
     concentration = positive("directional", "kappa", kappa)
     if blocks not in BLOCKS:

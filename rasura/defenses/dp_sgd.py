@@ -1,8 +1,8 @@
-"""DP-SGD (Abadi et al. 2016) and its sibling that scales instead of clipping: every text's gradient by itself, then noise.
+"""DP-SGD (Abadi et al. 2016) and its variant that scales instead of clipping: each text's gradient separately, then noise.
 
-The guarantee is in ``rasura.accounting``. It holds for texts that join a batch by chance (Poisson sampling), for noise that
-nobody can repeat (``rasura.core.rng.secret_generator()``), and for all that is trained: a frozen layer sends nothing and
-needs no noise.
+The guarantee is in ``rasura.accounting``. It holds for batches drawn by Poisson sampling, for noise that cannot be repeated
+(``rasura.core.rng.secret_generator()``), and for everything that is trained: a frozen layer sends nothing and needs no
+noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NOISES = ("gaussian", "laplace")
 
 
 def positive(name: str, knob: str, value: Any) -> float:
-    """``value`` if it is a finite number above 0; else ``InputError``."""
+    """``value`` if it is a finite number above 0. Otherwise raises ``InputError``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise InputError(f"{name}: {knob} is {value!r}; expected a finite number above 0")
     return float(value)
@@ -58,8 +58,8 @@ def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transfor
     """Clip every text's gradient to norm ``clip``, sum, add noise of ``sigma * clip`` to every entry, divide by the size.
 
     ``sigma`` is the noise multiplier: deviation of the Gaussian, or scale b of the Laplace noise, over the clipping norm.
-    For Laplace noise the norm is that of absolute values, which its guarantee needs. Raises ``InputError`` unless ``sigma``
-    and ``clip`` are above 0.
+    For Laplace noise the norm is the L1 norm, as its guarantee requires. Raises ``InputError`` unless ``sigma`` and ``clip``
+    are above 0.
     """
     width = positive("dp-sgd", "sigma", sigma) * positive("dp-sgd", "clip", clip)
     if noise not in NOISES:
@@ -78,8 +78,8 @@ def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transfor
 def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
     """Scale every text's gradient to norm 1, sum, add Gaussian noise of ``sigma`` to every entry, divide by the size.
 
-    What DirDP-SGD without partitions comes close to; the fair baseline beside it. Hides the norms, which clipping shows
-    where they are below the clip. A gradient of zero stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
+    It is close to DirDP-SGD without partitions, and a fair baseline for it. It hides the norms, which clipping shows if they
+    are below the clip. A zero gradient stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
     """
     width = positive("normalised", "sigma", sigma)
 

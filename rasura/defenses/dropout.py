@@ -15,12 +15,12 @@ from rasura.core.values import Stage
 from rasura.defenses.compose import stateless
 
 _RATES = ("attention_dropout", "dropout", "hidden_dropout", "activation_dropout")
-"""Float attributes that models hand to ``F.dropout`` (Llama, OPT) where others keep an ``nn.Dropout``."""
+"""Float attributes that some models pass to ``F.dropout`` (Llama, OPT), where others have an ``nn.Dropout``."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a model's dropout was: the probability by module and attribute, and every module's training flag."""
+    """A model's original dropout: the probability by module and attribute, and the training flag of every module."""
 
     rates: tuple[tuple[nn.Module, str, float], ...]
     modes: tuple[tuple[nn.Module, bool], ...]
@@ -37,12 +37,12 @@ def _rates(model: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
 
 
 def dropout(p: float) -> Transform[nn.Module, nn.Module, Rates | None]:
-    """Train with every dropout of the model at probability ``p``, attention dropout included; ``undo`` restores all.
+    """Train with every dropout of the model at probability ``p``, including attention dropout; ``undo`` restores everything.
 
     Models of transformers 5 draw attention dropout with ``F.dropout`` from a module's ``p`` or from a plain float, so both
     are set and the model is put in train mode. A family without hidden dropout (Llama) drops attention weights only. The
-    masks come from the step's randomness (``rng.drawing``). Raises ``InputError`` unless ``0 <= p < 1``, and for a
-    model that has no dropout at all.
+    masks come from the step's randomness (``rng.drawing``). Raises ``InputError`` unless ``0 <= p < 1``, and for a model
+    without dropout.
     """
     if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
         raise InputError(f"dropout: p is {p!r}; expected a probability of at least 0 and below 1")

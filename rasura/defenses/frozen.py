@@ -1,7 +1,7 @@
 """Frozen lower layers: their gradients are never computed, so they cannot leave the client.
 
-It is a popular speed-up and looks like a protection. How little it protects: the audit's span attacks read the text from any
-layer that stays trainable.
+Freezing is a popular speed-up that looks like a protection. It protects little: span attacks read the text from any layer
+that stays trainable.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def _freeze(
 def frozen_embeddings() -> Transform[nn.Module, nn.Module, Frozen]:
     """Freeze the embeddings (words, positions, types, their norm), as in GRAB's practical setting (GRAB, sec. 5).
 
-    A causal model that ties its output layer to the word embedding has that layer frozen too: it is one parameter. Under
-    LoRA the base embeddings are frozen already and this changes nothing.
+    If a causal model ties its output layer to the word embedding, that layer is frozen too, since they are one parameter.
+    Under LoRA the base embeddings are already frozen, so nothing changes.
     """
     return _freeze(FrozenEmbeddings(), embedding_parameters)
 
 
 def frozen_blocks(n: int) -> Transform[nn.Module, nn.Module, Frozen]:
-    """Freeze the embeddings and the first ``n`` transformer blocks; ``frozen_blocks(0)`` freezes the embeddings alone.
+    """Freeze the embeddings and the first ``n`` transformer blocks; ``frozen_blocks(0)`` freezes only the embeddings.
 
     Raises ``InputError`` for a negative ``n``, and when the model has fewer than ``n`` blocks. Adapters (LoRA) inside a
     frozen block are frozen with it.

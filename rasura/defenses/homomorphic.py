@@ -1,16 +1,16 @@
-"""Sealing numbers so that a server can add what it cannot read: packed BFV, and CKKS for comparison (TenSEAL).
+"""Sealing numbers so that a server can add them without reading them: packed BFV, and CKKS for comparison (TenSEAL).
 
 BFV adds whole numbers exactly. A value is quantised to 16 bits of an agreed scale, and every slot of a ciphertext holds two
 of them in lanes with room for the sum of all clients: a sealed value takes 7.5 bytes (up to 4 clients) or 8 (up to 64). CKKS
-is what other frameworks use by default; its decoded results are never to be published as float64, since they tell of the key
-(Li and Micciancio 2021).
+is the default of other frameworks; its decoded results must never be published as float64, since they leak the key (Li and
+Micciancio 2021).
 
-Beside the values every ciphertext holds a 1 of its client, in a slot of its own: a sum says itself of how many clients it
-is, and whoever opens it takes no other number.
+Besides the values, every ciphertext holds a 1 in a separate slot. So a sum states the number of its clients, and the
+receiver accepts no other number.
 
 Keys are in ``homomorphic_keys``.
 
-Without torch, so that the processes which encrypt in parallel start fast.
+This module does not import torch, so the processes that encrypt in parallel start fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ HALF = (1 << (BITS - 1)) - 1
 
 @dataclass(frozen=True)
 class Sealed:
-    """Ciphertexts of one sequence of values, and of how many ``clients`` they are said to be the sum."""
+    """Ciphertexts of one sequence of values, and the claimed number of ``clients`` in the sum."""
 
     ciphertexts: tuple[bytes, ...]
     clients: int = 1
@@ -50,21 +50,20 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Quantised:
-    """Values in steps: ``steps`` int64, and how many values lay beyond the agreed scale and were cut to it."""
+    """Quantised values: ``steps`` int64, and the number of values that exceeded the agreed scale and were clipped to it."""
 
     steps: NDArray[np.int64]
     beyond: int
 
 
 def quantise(values: NDArray[np.float64], scale: NDArray[np.float64]) -> Quantised:
-    """``values`` ``(n,)`` in steps of ``scale / HALF``, ``scale`` ``(n,)`` being the largest size that was agreed for each.
-
-    Raises ``InputError`` for values that are no numbers, and for scales that are not above 0.
+    """``values`` ``(n,)`` in steps of ``scale / HALF``, where ``scale`` ``(n,)`` is the agreed maximum absolute value of
+    each. Raises ``InputError`` for values that are not finite numbers, and for scales that are not above 0.
     """
     if not np.isfinite(values).all():
-        raise InputError(f"{int((~np.isfinite(values)).sum())} values are no finite numbers; nothing is sealed")
+        raise InputError(f"{int((~np.isfinite(values)).sum())} values are not finite numbers; nothing is sealed")
     if not (scale > 0).all():
-        raise InputError("a scale is not above 0; expected the largest size that a value may have")
+        raise InputError("a scale is not above 0; expected the maximum absolute value of each entry")
     steps = np.rint(values / scale * HALF)
     beyond = int((np.abs(steps) > HALF).sum())
     return Quantised(np.clip(steps, -HALF, HALF).astype(np.int64), beyond)
@@ -73,7 +72,7 @@ def quantise(values: NDArray[np.float64], scale: NDArray[np.float64]) -> Quantis
 def seal(
     values: NDArray[np.float64], scale: NDArray[np.float64], context: Context, processes: int = 1
 ) -> tuple[Sealed, int]:
-    """One client's ``values`` ``(n,)``, sealed, and how many of them lay beyond ``scale`` ``(n,)`` and were cut to it.
+    """One client's ``values`` ``(n,)``, sealed, and how many of them exceeded ``scale`` ``(n,)`` and were clipped to it.
 
     ``processes``: how many encrypt in parallel; TenSEAL itself uses one core.
     """
@@ -124,16 +123,16 @@ def _vector(data: bytes, opened: Any, p: Parameters, number: int) -> Any:
 def added(sealed: Sequence[Sealed], context: Context) -> Sealed:
     """The sum of ``sealed`` values, each of one client or of several, by a server's public ``context``.
 
-    Raises ``InputError`` for a context with a secret key, more clients in all than fit, different counts of ciphertexts, and
-    ciphertexts that are malformed or of other parameters.
+    Raises ``InputError`` for a context with a secret key, more clients than the keys fit, different numbers of ciphertexts,
+    and ciphertexts that are malformed or have other parameters.
     """
     opened, p = opened_context(server_context(context).data), context.parameters
     clients = sum(_fits(s.clients, p) for s in sealed)
     if not 1 <= clients <= p.max_clients:
-        raise InputError(f"{clients} clients' values are to be added; these keys fit 1 to {p.max_clients}")
+        raise InputError(f"the values of {clients} clients are to be added, but these keys fit 1 to {p.max_clients}")
     counts = sorted({len(s.ciphertexts) for s in sealed})
     if len(counts) != 1:
-        raise InputError(f"clients sealed different counts of ciphertexts: {counts}")
+        raise InputError(f"clients sealed different numbers of ciphertexts: {counts}; expected the same number from each")
     out = []
     for number, column in enumerate(zip(*(s.ciphertexts for s in sealed))):
         total = _vector(column[0], opened, p, number)
@@ -149,19 +148,19 @@ def added(sealed: Sequence[Sealed], context: Context) -> Sealed:
 
 def _fits(clients: int, p: Parameters) -> int:
     if not 1 <= clients <= p.max_clients:
-        raise InputError(f"a sum of {clients} clients; these keys fit 1 to {p.max_clients}")
+        raise InputError(f"a sum of {clients} clients, but these keys fit 1 to {p.max_clients}")
     return clients
 
 
 def opened_sum(sealed: Sealed, scale: NDArray[np.float64], context: Context) -> NDArray[np.float64]:
-    """The sum ``(n,)`` of the values of ``sealed.clients`` clients, for who has the secret key.
+    """The sum ``(n,)`` of the values of ``sealed.clients`` clients. Needs the secret key.
 
-    Off by at most ``clients * scale / HALF / 2``, the quantisation step; BFV adds nothing to that. Raises ``InputError``
-    where a ciphertext holds the values of another number of clients than was said, of more than the keys fit, or values that
-    no clients can have (it was made under another key, or changed).
+    Off by at most ``clients * scale / HALF / 2``, the quantisation step; BFV adds nothing to that. Raises ``InputError`` if
+    a ciphertext holds the values of another number of clients than claimed, of more than the keys fit, or impossible values
+    (it was made under another key, or changed).
     """
     if not context.secret:
-        raise InputError("this context is public, it cannot open anything; pass the clients' own")
+        raise InputError("this context is public and cannot decrypt anything; pass the clients' secret one")
     p, opened = context.parameters, opened_context(context.data)
     clients = _fits(sealed.clients, p)
     rows = []
@@ -169,15 +168,17 @@ def opened_sum(sealed: Sealed, scale: NDArray[np.float64], context: Context) -> 
         plain = np.asarray(_vector(data, opened, p, number).decrypt(opened.secret_key()))
         slots = plain.astype(np.int64) % p.plain if p.scheme == "bfv" else np.rint(plain)
         if not slots[0] == clients:
-            raise InputError(f"ciphertext {number} is the sum of {slots[0]:.0f} clients, not of {clients} as was said")
+            raise InputError(f"ciphertext {number} is the sum of {slots[0]:.0f} clients, not of {clients} as claimed")
         if p.scheme == "bfv":
             lanes = np.concatenate([slots[1:] & ((1 << p.lane) - 1), slots[1:] >> p.lane])
             if int(lanes.max()) > 2 * HALF * clients:
-                raise InputError(f"ciphertext {number} holds values that {clients} clients cannot have; it was changed")
+                raise InputError(
+                    f"ciphertext {number} holds values that are impossible for {clients} clients; it was changed"
+                )
             rows.append(lanes - clients * HALF)
         else:
             rows.append(slots[1:])
     found = np.concatenate(rows)[: len(scale)] if rows else np.empty(0)
     if len(found) != len(scale):
-        raise InputError(f"{len(found)} values were sealed, {len(scale)} are expected")
+        raise InputError(f"{len(found)} values were sealed; expected {len(scale)}")
     return found.astype(np.float64) * scale / HALF

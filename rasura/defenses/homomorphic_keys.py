@@ -1,9 +1,9 @@
 """Keys for homomorphic sealing: a scheme's parameters, key pairs, and their files.
 
-Clients share the secret key; the server's context is public. One client who works with the server therefore opens
-everything: secure aggregation or threshold keys are the answer where that matters.
+Clients share the secret key; the server's context is public. A single client who colludes with the server can therefore
+decrypt everything. Where that matters, use secure aggregation or threshold keys.
 
-Without torch, so that the processes which encrypt in parallel start fast.
+This module does not import torch, so the processes that encrypt in parallel start fast.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ LANES = 2
 """Values in a slot of a BFV ciphertext."""
 
 LIMIT = 1 << 20
-"""Bytes that a ciphertext or a context may have at most; what is longer is refused unread."""
+"""Maximum bytes of a ciphertext or a context; longer ones are refused unread."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of a scheme: polynomial ``degree``, bits of the ``moduli``, the plain modulus (BFV) or the scale's bits (CKKS)."""
+    """Parameters of a scheme: polynomial ``degree``, bits of the ``moduli``, the plain modulus (BFV) or the scale's bits
+    (CKKS)."""
 
     scheme: Scheme
     degree: int
     moduli: tuple[int, ...]
     plain: int
     max_clients: int
-    """Clients whose sum fits."""
+    """The maximum number of clients in a sum."""
 
     @property
     def lane(self) -> int:
@@ -48,16 +49,16 @@ class Parameters:
 
     @property
     def values(self) -> int:
-        """Values of a ciphertext, which has one slot more for the count of clients."""
+        """Number of values in a ciphertext, which has one more slot for the count of clients."""
         return (self.degree - 1) * LANES if self.scheme == "bfv" else self.degree // 2 - 1
 
     def noise_budget(self, clients: int) -> float | None:
-        """Bits that are left of BFV's noise budget in a sum of ``clients``; below zero the sum may be wrong. None for CKKS.
+        """Remaining bits of BFV's noise budget in a sum of ``clients``; below zero the sum may be wrong. None for CKKS.
 
-        Computed, since TenSEAL does not tell it. SEAL encrypts under both moduli and divides by the last one: what is left
-        is the rounding of N coefficients times a ternary key, of variance ``(1 + 2 N / 3) / 12``. A coefficient is right
-        while it stays below ``q / (2 t)``; ten standard deviations are counted, beyond which no coefficient of an update is
-        expected. Held against sums that were doubled until they broke (``tests/test_homomorphic.py``).
+        It is computed here, since TenSEAL does not report it. SEAL encrypts under both moduli and divides by the last one,
+        which leaves the rounding of N coefficients times a ternary key, of variance ``(1 + 2 N / 3) / 12``. A coefficient is
+        right while it stays below ``q / (2 t)``; ten standard deviations are counted, beyond which no coefficient of an
+        update is expected. Verified with sums that were doubled until they failed (``tests/test_homomorphic.py``).
         """
         if self.scheme != "bfv":
             return None
@@ -77,7 +78,8 @@ CHOICES: dict[Scheme, tuple[Parameters, ...]] = {
 
 
 def parameters_for(clients: int, scheme: Scheme = "bfv") -> Parameters:
-    """The smallest parameters under which ``clients`` sums stay exact. Raises ``InputError`` with the number that fits."""
+    """The smallest parameters with which sums of ``clients`` clients stay exact. Raises ``InputError`` with the number that
+    fits."""
     if scheme not in CHOICES:
         raise InputError(f"unknown scheme {scheme!r}; known: {', '.join(CHOICES)}")
     if clients < 1:
@@ -85,7 +87,9 @@ def parameters_for(clients: int, scheme: Scheme = "bfv") -> Parameters:
     for some in CHOICES[scheme]:
         if clients <= some.max_clients:
             return some
-    raise InputError(f"the noise budget of {scheme} fits {CHOICES[scheme][-1].max_clients} clients, found {clients}")
+    raise InputError(
+        f"the noise budget of {scheme} fits at most {CHOICES[scheme][-1].max_clients} clients, but {clients} were requested"
+    )
 
 
 def load_tenseal() -> Any:
@@ -99,8 +103,8 @@ def load_tenseal() -> Any:
 
 @dataclass(frozen=True)
 class Context:
-    """A scheme's parameters with keys. ``secret``: whether it can open; a server's must not. ``key``: which key pair it is
-    of, sixteen hex digits. ``data``: TenSEAL's serialisation; never logged."""
+    """A scheme's parameters with keys. ``secret``: whether it can decrypt; a server's must not. ``key``: the id of the key
+    pair, sixteen hex digits. ``data``: TenSEAL's serialisation; never logged."""
 
     parameters: Parameters
     secret: bool
@@ -117,8 +121,8 @@ class Context:
         return Context(self.parameters, False, self.key, _bytes(context, secret=False))
 
     def save(self, path: str | Path) -> None:
-        """Write the context, whole or not at all; one that holds a secret key is readable by its owner alone from its first
-        byte on. Raises ``InputError`` where a file of this name exists: keys are not overwritten."""
+        """Write the context, completely or not at all. Only the owner can read a file with a secret key, from its first byte
+        on. Raises ``InputError`` if a file of this name exists: keys are not overwritten."""
         about = f"{self.parameters.scheme} {self.parameters.max_clients} {self.key}".encode()
         head = b"%s\n%s %s\n" % (MAGIC, about, _digest(about + self.data).encode())
         write_whole(path, head + self.data, private=self.secret, replace=False)
@@ -139,9 +143,11 @@ class Context:
             chosen = parameters_for(int(clients), scheme)  # type: ignore[arg-type]  # checked there
             secret = bool(opened_context(data).is_private())
         except (ValueError, RuntimeError):
-            raise InputError(f"{path} holds no keys of Rasura, or damaged ones; make some with rasura keys") from None
+            raise InputError(
+                f"{path} does not hold keys of Rasura, or they are damaged; make new ones with rasura keys"
+            ) from None
         if secret and others:
-            raise InputError(f"{path} holds a secret key that others can read; chmod 600 it")
+            raise InputError(f"{path} holds a secret key that other users can read; run: chmod 600 {path}")
         return cls(chosen, secret, key, data)
 
 
@@ -153,7 +159,7 @@ def _digest(data: bytes) -> str:
 
 
 def make_keys(clients: int, scheme: Scheme = "bfv") -> Context:
-    """A fresh key pair, by TenSEAL from the operating system's randomness, for sums of up to ``clients``."""
+    """A new key pair, made by TenSEAL from the operating system's randomness, for sums of up to ``clients``."""
     chosen, ts = parameters_for(clients, scheme), load_tenseal()
     kind, plain = ts.SCHEME_TYPE.CKKS, {}
     if scheme == "bfv":
@@ -179,9 +185,9 @@ def opened_context(data: bytes) -> Any:
 
 
 def server_context(context: Context) -> Context:
-    """``context``, for a server. Raises ``InputError`` where it holds a secret key."""
+    """``context``, for a server. Raises ``InputError`` if it holds a secret key."""
     if context.secret or opened_context(context.data).is_private():
         raise InputError(
-            "the server's context holds a secret key, so the server could open every update; give it the public one"
+            "the server's context holds a secret key, so the server could decrypt every update; pass the public one"
         )
     return context

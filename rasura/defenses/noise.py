@@ -1,8 +1,8 @@
-"""Clipping with Gaussian or Laplace noise on a whole batch's gradient, as the attack papers evaluate it.
+"""Clipping with Gaussian or Laplace noise on the gradient of a whole batch, as attack papers evaluate it.
 
 No formal guarantee is claimed for this per-batch form: differential privacy for single texts needs clipping *per example*
-(DP-SGD), noise from a cryptographic source, and accounting over all steps. In a real deployment pass
-``rasura.core.rng.secret_generator()``, the operating system's randomness: whoever knows a seed can subtract the noise.
+(DP-SGD), noise from a cryptographic source, and accounting over all steps. In a real deployment, pass
+``rasura.core.rng.secret_generator()``, the operating system's randomness: anyone who knows a seed can subtract the noise.
 """
 
 from __future__ import annotations

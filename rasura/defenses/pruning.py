@@ -1,7 +1,7 @@
 """Gradient pruning: only part of the entries is sent.
 
-The receiver can tell which entries are missing (a sparse update lists those that it holds), so the message's ``visible``
-masks say it: an attack may leave them out on both sides.
+The receiver can see which entries are missing (a sparse update lists those that it holds), so the message's ``visible``
+masks show it: an attack may leave them out on both sides.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _smallest(scores: Tensor, count: int) -> Tensor:
 
 def _prune(name: str, ratio: float, score: Callable[[Tensor, Randomness], Tensor]) -> Transform[Message, Message, None]:
     if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio < 1:
-        raise InputError(f"{name}: ratio is {ratio!r}; expected the share of entries to drop, at least 0 and below 1")
+        raise InputError(f"{name}: ratio is {ratio!r}; expected the fraction of entries to drop, at least 0 and below 1")
 
     def apply(message: Message, state: None, rng: Randomness) -> tuple[Message, None]:
         if not message.gradients:
@@ -56,17 +56,17 @@ def _prune(name: str, ratio: float, score: Callable[[Tensor, Randomness], Tensor
 
 
 def magnitude_pruning(ratio: float) -> Transform[Message, Message, None]:
-    """Drop the share ``ratio`` of the visible entries that is smallest in size, over all tensors together.
+    """Drop the fraction ``ratio`` of the visible entries that is smallest in absolute value, over all tensors together.
 
-    Exactly ``round(ratio * entries)`` entries go. Raises ``InputError`` unless ``0 <= ratio < 1``.
+    Exactly ``round(ratio * entries)`` entries are dropped. Raises ``InputError`` unless ``0 <= ratio < 1``.
     """
     return _prune("pruning", ratio, lambda entries, rng: entries.abs())
 
 
 def random_pruning(ratio: float) -> Transform[Message, Message, None]:
-    """Drop the share ``ratio`` of the visible entries at random, over all tensors together.
+    """Drop a random fraction ``ratio`` of the visible entries, over all tensors together.
 
-    Exactly ``round(ratio * entries)`` entries go. Raises ``InputError`` unless ``0 <= ratio < 1``.
+    Exactly ``round(ratio * entries)`` entries are dropped. Raises ``InputError`` unless ``0 <= ratio < 1``.
     """
     return _prune("random-pruning", ratio, lambda entries, rng: uniform(entries.shape, rng).to(entries.device))
 

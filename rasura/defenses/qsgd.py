@@ -1,7 +1,8 @@
-"""QSGD (Alistarh et al. 2017): every entry rounded at random to one of a few levels, right on average.
+"""QSGD (Alistarh et al. 2017): each entry is rounded at random to one of a few levels, without bias.
 
-What it stops, on the tests' tiny BERT with one text of eight tokens: span reads the text at 65536 levels and no more at 256,
-where embedding rows still read it; at 16 half of it comes back, at 1 none. No attack makes use of the levels.
+What it stops, on the tests' tiny BERT with one text of eight tokens: span recovers the text at 65536 levels and not at 256,
+where embedding rows still recovers it. At 16 levels half of the text is recovered, at 1 level nothing. No attack uses the
+levels.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from rasura.defenses.compose import stateless
 class Qsgd(Protection, named="qsgd", at=Stage.WIRE):
     """Entries rounded at random to multiples of their tensor's norm over ``levels``.
 
-    What rounding adds depends on the tensor's norm, so that ``noise_per_entry`` cannot name it ahead, and stays 0. The spec
-    names no attack that knows it for this reason.
+    The rounding error depends on the tensor's norm, so ``noise_per_entry`` cannot state it in advance and stays 0. For this
+    reason, the spec names no attack that knows it.
     """
 
     levels: int = whole(minimum=1)
@@ -44,8 +45,8 @@ def qsgd(levels: int) -> Transform[Message, Message, None]:
     """Entries rounded to multiples of ``norm / levels``, up or down at random so that the mean is the entry itself.
 
     ``norm`` is the Euclidean norm of the tensor that the entry stands in; the paper's sec. 3.1 takes the whole gradient as
-    one vector, and its experiments pieces of it, as here. An entry strays by at most ``norm / levels``; zeros stay zero, and
-    so do entries that are not visible. Saves traffic, and is no differential privacy. Raises ``InputError`` unless
+    one vector, and its experiments pieces of it, as here. An entry changes by at most ``norm / levels``; zeros and entries
+    that are not visible stay zero. It saves traffic and does not give differential privacy. Raises ``InputError`` unless
     ``levels`` is a whole number of at least 1.
     """
     told = Qsgd(levels)

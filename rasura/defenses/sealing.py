@@ -1,8 +1,8 @@
-"""Selective encryption: the entries that matter most leave the client sealed, the rest in the clear.
+"""Selective encryption: the most sensitive entries leave the client encrypted, the others in the clear.
 
-After "selective encryption" (sec. 4.1). The receiver can tell which entries are sealed, so the message's ``visible`` masks
-say it. What is sealed is added homomorphically (``defenses.homomorphic``) or, with the scheme ``none``, only left out, which
-is enough to audit what the clear entries tell: that does not depend on the cipher.
+After "selective encryption" (sec. 4.1). The receiver can see which entries are sealed, so the message's ``visible`` masks
+show it. Sealed entries are added homomorphically (``defenses.homomorphic``) or, with the scheme ``none``, only left out.
+That is enough for an audit: what the clear entries reveal does not depend on the cipher.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Embeddings = Literal["counted", "sealed", "clear"]
 class Sealing:
     """What is sealed, and how.
 
-    ``metric``: one of ``SCORED``, of which the share ``ratio`` of all entries is sealed, or of ``NAMED``, which names whole
-    tensors (``ratio`` is then None). ``scope``: the largest of all entries together (as the paper's text implies), or of
-    each ``tensor``. ``embeddings``: their entries are ``counted`` like others (as printed), or the whole table is ``sealed``
-    or left ``clear``; positions of single sealed rows name the tokens of the batch, so that ``sealed`` is the safe choice.
-    ``scheme``: ``bfv``, ``ckks``, or ``none``. ``clients``: whose sum the keys must fit.
+    ``metric``: one of ``SCORED``, by which the fraction ``ratio`` of all entries is sealed, or of ``NAMED``, which names
+    whole tensors (``ratio`` is then None). ``scope``: the largest of all entries together (as the paper's text implies), or
+    of each ``tensor``. ``embeddings``: their entries are ``counted`` like others (as printed), or the whole table is
+    ``sealed`` or left ``clear``; positions of single sealed rows name the tokens of the batch, so ``sealed`` is the safe
+    choice. ``scheme``: ``bfv``, ``ckks``, or ``none``. ``clients``: the number of clients in a sum, which the keys must fit.
     """
 
     metric: str = "all"
@@ -56,7 +56,7 @@ class Sealing:
             needs = "a ratio: sealing:grad=0.1" if self.metric in SCORED else "no ratio: it names whole tensors"
             raise InputError(f"sealing: {self.metric} takes {needs}")
         if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise InputError(f"sealing: ratio is {self.ratio}; expected a share of the entries between 0 and 1")
+            raise InputError(f"sealing: ratio is {self.ratio}; expected a fraction of the entries between 0 and 1")
         for name, value, known in (
             ("scope", self.scope, ("global", "tensor")),
             ("embeddings", self.embeddings, get_args(Embeddings)),
@@ -68,7 +68,7 @@ class Sealing:
 
 @dataclass
 class Sealer:
-    """The state: the model and inputs of the step that is sealed, and the keys, made when first needed unless given."""
+    """The state: the model and inputs of the sealed step, and the keys, which are made at first use unless given."""
 
     model: nn.Module
     inputs: Mapping[str, Tensor]
@@ -100,7 +100,8 @@ def _embedding_names(model: nn.Module) -> set[str]:
 
 
 def _largest(settings: Sealing, found: Mapping[str, Tensor], embedding: set[str]) -> dict[str, Tensor]:
-    """Exactly the share ``ratio`` of the entries; ties are taken in order. Embeddings compete where they are counted."""
+    """Exactly the fraction ``ratio`` of the entries; ties are resolved in order. Embeddings are included if they are
+    ``counted``."""
     ratio = settings.ratio or 0.0
     competing = [n for n in found if settings.embeddings == "counted" or n not in embedding]
     out = {n: torch.zeros(s.shape, dtype=torch.bool) for n, s in found.items()}
@@ -119,25 +120,25 @@ def _largest(settings: Sealing, found: Mapping[str, Tensor], embedding: set[str]
 
 
 def agreed_scales(gradients: Mapping[str, Tensor], margin: float = 2.0) -> dict[str, float]:
-    """The largest size of each tensor's entries times ``margin``: what clients agree on from what all know, the previous
-    aggregate. A tensor of zeros has the scale 1."""
+    """The largest absolute entry of each tensor times ``margin``. Clients agree on it from the previous aggregate, which all
+    of them know. A tensor of zeros has scale 1."""
     sizes = {n: margin * float(g.abs().max()) if g.numel() else 1.0 for n, g in gradients.items()}
     return {n: s if s > 0 else 1.0 for n, s in sizes.items()}
 
 
 AGREED = ("param", "random", *NAMED)
-"""What a mask that several clients share may be made of: public weights, a public seed, or names of tensors."""
+"""The metrics for a mask that several clients share: public weights, a public seed, or names of tensors."""
 
 
 def agreed_mask(settings: Sealing, model: nn.Module, names: Iterable[str], seed: int = 0) -> dict[str, Tensor]:
-    """The mask that everybody makes who has the public ``model``: true where an entry of ``names`` is sealed.
+    """The mask that anyone with the public ``model`` can compute: true where an entry of ``names`` is sealed.
 
-    Raises ``InputError`` for a significance that depends on a client's own texts: such masks differ, so that no server could
-    add what they seal, and where they lie tells of the texts.
+    Raises ``InputError`` for a metric that depends on a client's own texts: such masks differ, so a server could not add the
+    sealed entries, and the positions of the entries would reveal something about the texts.
     """
     if settings.metric not in AGREED:
         raise InputError(
-            f"sealing:{settings.metric} depends on a client's own texts, so clients cannot agree on it; "
+            f"sealing:{settings.metric} depends on a client's own texts, so clients cannot agree on a mask; "
             f"expected one of {', '.join(AGREED)}"
         )
     parameters = dict(model.named_parameters())
@@ -155,10 +156,11 @@ def sealing(
 ) -> Transform[Message, Message, Sealer]:
     """Seal entries of a message.
 
-    ``keys``: the clients' (a public context can seal, too); made anew where None and a scheme is named. ``scales``: agreed
-    sizes by name; without them each tensor's own largest entry, which tells the receiver that figure. Values beyond are cut
-    and counted in the message's header (``beyond``). ``agreed``: the mask that all clients have, true where an entry is
-    sealed; without it one by ``settings``. ``processes`` that encrypt in parallel; None: one a core.
+    ``keys``: the clients' keys (a public context can also seal); if None and a scheme is named, new ones are made.
+    ``scales``: agreed scales by name; without them, each tensor's own largest entry, which the receiver then learns. Values
+    beyond are clipped and counted in the message's header (``beyond``). ``agreed``: the mask that all clients have, true
+    where an entry is sealed; without it, a mask by ``settings``. ``processes``: number of processes that encrypt in
+    parallel; None: one per core.
     """
 
     def init(known: tuple[nn.Module, Mapping[str, Tensor]]) -> Sealer:
@@ -208,7 +210,7 @@ def flattened(
 
 
 def unflattened(total: np.ndarray, clear: Mapping[str, Tensor], visible: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The clear sums with the opened ``total`` ``(n,)`` in the places that are not visible."""
+    """The clear sums with the decrypted ``total`` ``(n,)`` at the entries that are not visible."""
     out, start = {}, 0
     for n, g in clear.items():
         hidden = ~visible[n] if n in visible else torch.zeros(g.shape, dtype=torch.bool)
@@ -217,7 +219,7 @@ def unflattened(total: np.ndarray, clear: Mapping[str, Tensor], visible: Mapping
         out[n] = g.clone().masked_scatter_(hidden, part) if count else g
         start += count
     if start != len(total):
-        raise InputError(f"{len(total)} values were opened, the masks have room for {start}")
+        raise InputError(f"{len(total)} values were decrypted, but the masks have room for {start}")
     return out
 
 
@@ -230,7 +232,7 @@ def described(text: str, **given: Any) -> Transform[Message, Message, Sealer]:
 
 
 def parsed(text: str) -> Sealing:
-    """The settings that ``text`` tells."""
+    """The settings in ``text``."""
     first, _, rest = text.partition("/")
     metric, _, ratio = first.partition("=")
     usual = {f.name: f.default for f in fields(Sealing) if f.name not in ("metric", "ratio")}

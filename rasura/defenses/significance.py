@@ -1,4 +1,4 @@
-"""Which entries of a gradient matter most: the significance metrics of selective encryption, and ours.
+"""The importance of a gradient's entries: the significance metrics of selective encryption, and ours.
 
 After "selective encryption" (``papers``: sec. 4.2, Table 1, and sec. 5): Sens, ProdSig, Grad, Param; Attn and OneFifth-i,
 which name layers; Random; and Structural (ours): the embeddings and every linear weight of every block, whatever their size.
@@ -19,25 +19,25 @@ from rasura.core.updates import classified
 from rasura.defenses.structure import blocks, embedding_parameters
 
 SCORED = ("grad", "param", "prodsig", "random", "sens", "sens-exact", "sens-discrete")
-"""Metrics that give every entry a score, of which the largest are sealed."""
+"""Metrics that score every entry; the entries with the largest scores are sealed."""
 
 TOGETHER = 8
-"""Probes of Sens whose products are taken at once: the weights are then read once for all of them."""
+"""Number of probes of Sens computed at once, so that the weights are read once for all of them."""
 
 NAMED = ("all", "structural", "attn", *(f"onefifth-{i}" for i in range(1, 6)))
 """Policies that name whole tensors."""
 
 PROBES = 64
-"""Of the randomised Sens; with 16 two runs' masks of a tenth share seven tenths, so that fewer are not reproducible."""
+"""Number of probes of the randomised Sens. With 16, the masks of two runs at a tenth agree on seven tenths; fewer are not
+reproducible."""
 
 
 def scores(
     metric: str, model: nn.Module, gradients: Mapping[str, Tensor], inputs: Mapping[str, Tensor], rng: Randomness
 ) -> dict[str, Tensor]:
-    """The significance of every entry of ``gradients``, the higher the more; one of ``SCORED``.
-
-    ``inputs``: what the model took, labels included; only Sens looks at them. The embeddings' entries are 0 for Sens, which
-    has the input embeddings as its variable.
+    """The significance of every entry of ``gradients`` by one of ``SCORED``; higher is more significant. ``inputs``: the
+    model's inputs, labels included; only Sens uses them. The embeddings' entries are 0 for Sens, which has the input
+    embeddings as its variable.
     """
     parameters = dict(model.named_parameters())
     if metric == "grad":
