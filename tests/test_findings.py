@@ -66,14 +66,16 @@ def test_a_recommendation_says_holds_only_of_what_does() -> None:
 def test_advice_speaks_only_of_what_was_measured() -> None:
     rows = [*READ, *column("span", "bf16", [1.0] * MANY)]
     said = findings(rows).recommendation
-    assert said.startswith("None of the settings tested holds. The least is read behind bf16: 100 % (95 %")
+    assert said.startswith("None of the settings tested holds. Least was recovered under bf16: 100 % (95 %")
     assert "Freezing" not in said and "does not help" not in said and "different tokens" in said
     assert "Not in this run: --defense frozen-embeddings+accumulate:1.0d" in said
     tried = [*rows, *column("span", "accumulate:1.0d", [1.0] * MANY)]
     tried += column("span", "sealing:all", [None], "not_applicable")
     told = findings(tried).recommendation
     assert "Not in this run" not in told
-    assert told.startswith("Read behind accumulate:1.0d, bf16. Nothing is known of sealing:all")
+    assert told.startswith(
+        "Attacks recovered private data under accumulate:1.0d, bf16. No verdict on sealing:all (no figure)"
+    )
     images = findings([{**r, "scores": {"ssim": r["scores"][METRIC]}, "blind": {"ssim": r["blind"][METRIC]}} for r in rows],
                       {"task": "vision"}).recommendation  # fmt: skip
     assert "tokens" not in images and "sealing:all" in images
@@ -232,7 +234,7 @@ def test_where_all_is_read_the_least_is_named() -> None:
     least = pooled([0.8] * MANY)
     assert least is not None
     assert findings(rows).recommendation == (
-        f"None of the settings tested holds. The least is read behind bf16: {least.text} of the words. Not in this run: "
+        f"None of the settings tested holds. Least was recovered under bf16: {least.text} of the words. Not in this run: "
         f"--defense {MORE[1]}."
     )
     assert findings([r for r in rows if r["defense"] != "accumulate:9"]).recommendation.endswith(
@@ -247,10 +249,22 @@ def test_what_is_read_not_told_and_not_known_is_said_in_turn() -> None:
             *column("span", "laplace:1", [GUESS] * n), *column("span", "accumulate:9", [GUESS] * n)]  # fmt: skip
     found = findings(rows)
     assert found.recommendation == (
-        f"Read behind bf16, sealing:all. dropout:0.1: {found.verdicts['dropout:0.1'].says}. Nothing is known of "
-        "accumulate:9: not measured against an adversary who knows it: add --attack embedding-rows. Nothing is known of "
-        "gaussian:1, laplace:1: not measured against an adversary who knows it: add --attack pursuit,grab."
+        "Attacks recovered private data under bf16, sealing:all. "
+        f"dropout:0.1: {found.verdicts['dropout:0.1'].says}. No verdict on accumulate:9 (risk 20 %): "
+        "not measured against an adversary who knows it: add --attack embedding-rows. "
+        "No verdict on gaussian:1 (risk 20 %), laplace:1 (risk 20 %): "
+        "not measured against an adversary who knows it: add --attack pursuit,grab."
     )
+
+
+def test_a_protection_without_a_verdict_has_the_figures_of_its_attacks() -> None:
+    """What attacks read is said although no verdict stands on it; where none gave a figure, that is said."""
+    rows = [*READ[:4], *column("span", "gaussian:1", [0.25] * 4), *column("span", "laplace:1", [None] * 4, "not_applicable")]
+    found = findings([{**r, "blind": {METRIC: {**r["blind"][METRIC], "mean": 0.25}}} for r in rows])
+    assert found.verdicts["gaussian:1"].risk == 0.25 and found.verdicts["laplace:1"].risk is None
+    assert "gaussian:1 (risk 25 %): not measured" in found.recommendation
+    assert "laplace:1 (no figure): not measured" in found.recommendation
+    assert "Nothing is known" not in found.recommendation
 
 
 def test_a_summary_is_the_findings_in_plain_values() -> None:

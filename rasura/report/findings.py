@@ -165,15 +165,16 @@ def recommendation(f: Findings) -> str:
     read = [name for name, v in columns.items() if v.word in (READS, ABOVE)]
     if len(read) == len(columns):
         level, name = min(((e.level, c) for c in read if (e := f.best[c]).level), key=lambda pair: pair[0].mean)
-        said.append(f"None of the settings tested holds. The least is read behind {name}: {level.text} {f.words.share}.")
+        said.append(f"None of the settings tested holds. Least was recovered under {name}: {level.text} {f.words.share}.")
     elif read:
-        said.append(f"Read behind {', '.join(read)}.")
+        said.append(f"Attacks recovered private data under {', '.join(read)}.")
     said += [f"{name}: {v.says}." for name, v in columns.items() if v.word == NOT_TOLD]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, v in columns.items():
         if v.word == NOT_MEASURED:
-            reasons[v.says].append(name)
-    said += [f"Nothing is known of {', '.join(names)}: {why}." for why, names in reasons.items()]
+            figure = "no figure" if v.risk is None else f"risk {100 * v.risk:.0f} %"
+            reasons[v.says].append(f"{name} ({figure})")
+    said += [f"No verdict on {', '.join(names)}: {why}." for why, names in reasons.items()]
     more = [told for part, told in f.words.more.items() if not any(part in name for name in f.columns)]
     if more:
         said.append(f"Not in this run: --defense {'; '.join(more)}.")

@@ -146,11 +146,9 @@ def protect_training(
     computes epsilon, and refuses a step beyond ``epochs`` passes.
 
     ``poisson=False`` keeps the given loader; then nothing is proven for the run, and the ledger says so. Noise comes from
-    the operating system unless ``seed`` is given, which is for experiments. Not covered: the returned loss, and anything
-    else that is published about the texts.
+    the operating system unless an experiment's ``seed`` is given. Not covered: the loss, and what else is published.
 
-    Raises ``InputError`` for a defense of the data, for ``sealing`` and ``accumulate``, which need a client and a server,
-    and for an optimizer of parameters that the model does not have.
+    Raises ``InputError`` for a defense of the data, for ``sealing`` and ``accumulate``, which need a client and a server, and for other optimizers.
     """
     parts = local(parse_defense(defense) if isinstance(defense, str) else defense)
     if any(p.stage is Stage.DATA for p in parts):
