@@ -148,7 +148,7 @@ def protect_training(
     ``poisson=False`` keeps the given loader; then nothing is proven for the run, and the ledger says so. Noise comes from
     the operating system unless an experiment's ``seed`` is given. Not covered: the loss, and what else is published.
 
-    Raises ``InputError`` for a defense of the data, for ``sealing`` and ``accumulate``, which need a client and a server, and for other optimizers.
+    Raises ``InputError`` for defenses of data, ``sealing``, ``accumulate``, and an ``optimizer`` of other parameters.
     """
     parts = local(parse_defense(defense) if isinstance(defense, str) else defense)
     if any(p.stage is Stage.DATA for p in parts):
