@@ -70,6 +70,27 @@ def test_read_gives_the_text_back(tmp_path: Path, model_folder: Path) -> None:
     assert {"texts", "confidence", "attack", "tokens", "seconds"} <= set(found)
 
 
+def test_read_takes_many_updates_and_says_which_one_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    path, bad = captured(tmp_path, model_folder), tmp_path / "bad.safetensors"
+    bad.write_text("not safetensors")
+    done = rasura_command("read", path, bad, path, "--model", model_folder, "--json")
+    first, second, third = map(json.loads, done.stdout.splitlines())
+    assert first["update"] == str(path) and second["update"] == str(bad)
+    assert first["texts"] == third["texts"] == ["alpha met bravo in delta."]
+    assert "is not a safetensors file" in second["refused"] and "texts" not in second
+    assert done.returncode == 2 and str(bad) in done.stderr, "an update that could not be read in"
+    assert rasura_command("read", path, path, "--model", model_folder).returncode == 0
+
+
+def test_read_refuses_to_have_nothing_to_read(tmp_path: Path, model_folder: Path) -> None:
+    path = captured(tmp_path, model_folder)
+    common = ("read", "--model", model_folder)
+    assert "or --watch FOLDER" in refused(*common)
+    assert "or --watch FOLDER" in refused(*common, path, "--watch", tmp_path)
+    assert "is not a folder" in refused(*common, "--watch", path)
+    assert "--candidates takes one update" in refused(*common, path, path, "--candidates", tmp_path / "texts.jsonl")
+
+
 def test_read_takes_reference_text(tmp_path: Path, model_folder: Path) -> None:
     update = captured(tmp_path, model_folder)
     (tmp_path / "reference.jsonl").write_text('{"text": "w20 w21 the w20"}\n')

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,9 +15,11 @@ from rasura.cli.shared import AsJson, Budget, Entries, StepDevice, TextTask, app
 from rasura.core.errors import InputError
 
 if TYPE_CHECKING:
-    from rasura.runs.reading import ReadResult
+    from rasura.runs.reading import ReadRequest, ReadResult
+    from rasura.victims.loading import Victim
 
-Update = Annotated[Path, typer.Argument(help="file or folder that a framework wrote; see docs/reading.md")]
+Updates = Annotated[list[Path] | None, typer.Argument(help="files or folders that a framework wrote; see docs/reading.md")]
+Watch = Annotated[Path | None, typer.Option(help="read every update that is written into this folder, until Ctrl-C")]
 Model = Annotated[str, typer.Option(help="the model that produced the update: folder or hub id")]
 Attack = Annotated[str, typer.Option(help="attack to run; best tries several in turn")]
 BatchSize = Annotated[int | None, typer.Option(help="number of texts in the update, if known")]
@@ -41,8 +44,9 @@ AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="load pickled 
 
 @app.command()
 def read(
-    update: Update,
     model: Model,
+    updates: Updates = None,
+    watch: Watch = None,
     task: TextTask = "classification",
     attack: Attack = "best",
     batch_size: BatchSize = None,
@@ -68,19 +72,22 @@ def read(
     as_json: AsJson = False,
     allow_pickle: AllowPickle = False,
 ) -> None:
-    """Recover text from an update that was captured elsewhere.
+    """Recover text from updates that were captured elsewhere.
 
-    Example: rasura read update.safetensors --model ./my-model --batch-size 2 --dropout 0.1
+    The model is loaded once for all of them. Options describe every update alike. With several updates or --watch, --json
+    prints one line each. Exit code 2: an update could not be read in. 0: all could, whatever was recovered.
+
+    Example: rasura read updates/*.safetensors --model ./my-model --batch-size 2 --dropout 0.1
     """
     from rasura.core import interfaces
     from rasura.core.options import known
-    from rasura.runs.reading import ReadRequest, adapter_among, read_update
+    from rasura.runs.arriving import arriving
+    from rasura.runs.reading import ReadRequest, adapter_among
     from rasura.victims.loading import load
 
     kind = _text_task(task)
     level: Any = known("budget", budget, ("quick", "default", "paper"))
-    if not update.exists():
-        raise InputError(f"{update} does not exist; expected an update file or the folder of a checkpoint")
+    paths = _checked(updates or [], watch, candidates)
     victim = load(
         model, kind, num_labels=num_labels, seed=seed, device=device_named(device), allow_pickle=allow_pickle,
         adapter=adapter_among(model, before, names_from),
@@ -92,10 +99,55 @@ def read(
         before=before, before_round=before_round, names_from=names_from,
     )  # fmt: skip
     if candidates is not None:
-        return candidates_read(update, candidates, victim, request, simulated_rounds, as_json)
+        return candidates_read(paths[0], candidates, victim, request, simulated_rounds, as_json)
+    if watch is None and len(paths) == 1:
+        return _told(_one(paths[0], victim, request), as_json)
+    return _each(paths if watch is None else arriving(watch), victim, request, as_json)
+
+
+def _checked(updates: list[Path], watch: Path | None, candidates: Path | None) -> list[Path]:
+    """The ``updates`` to read, which are there."""
+    if bool(updates) == (watch is not None):
+        raise InputError("give the updates to read, or --watch FOLDER")
+    if candidates is not None and len(updates) != 1:
+        raise InputError("--candidates takes one update")
+    if watch is not None and not watch.is_dir():
+        raise InputError(f"--watch {watch} is not a folder; expected the folder that updates are written into")
+    for update in updates:
+        if not update.exists():
+            raise InputError(f"{update} does not exist; expected an update file or the folder of a checkpoint")
+    return updates
+
+
+def _one(path: Path, victim: Victim, request: ReadRequest) -> ReadResult:
+    from rasura.runs.reading import read_update
+
     with err.status("reading"):
-        found = read_update(update, victim, request)
-    return _told(found, as_json)
+        return read_update(path, victim, request)
+
+
+def _each(paths: Iterable[Path], victim: Victim, request: ReadRequest, as_json: bool) -> None:
+    """Read ``paths`` one after the other. One that is refused does not end the others; the exit code tells."""
+    refused = 0
+    for path in paths:
+        if not as_json:
+            out.print(f"{path}:", markup=False, highlight=False, soft_wrap=True)
+        try:
+            found = _one(path, victim, request)
+        except InputError as error:
+            refused += 1
+            err.print(f"rasura: {path}: {error}", markup=False, highlight=False, soft_wrap=True, style="bold")
+            if as_json:
+                _line({"update": str(path), "refused": str(error)})
+            continue
+        _told(found, as_json, path)
+    if refused:
+        raise typer.Exit(2)
+
+
+def _line(about: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(about, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
 
 
 def _text_task(task: str) -> Any:
@@ -109,11 +161,12 @@ def _text_task(task: str) -> Any:
     return task
 
 
-def _told(found: ReadResult, as_json: bool) -> None:
+def _told(found: ReadResult, as_json: bool, path: Path | None = None) -> None:
+    """Print what was ``found``, in JSON with the update's ``path`` where there are several."""
     for line in found.file:
         err.print(line, markup=False, highlight=False, soft_wrap=True)
     if as_json:
-        sys.stdout.write(json.dumps(found.to_dict(), ensure_ascii=False) + "\n")
+        _line(found.to_dict() if path is None else {"update": str(path), **found.to_dict()})
         return
     for line in found.texts:
         out.print(line, markup=False, highlight=False)

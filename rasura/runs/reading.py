@@ -97,6 +97,16 @@ class ReadRequest:
         """``update`` as local training, and what was then applied to the message."""
         return parse_update(self.update)
 
+    @cached_property
+    def scorer(self) -> Victim | None:
+        """The ``language_model``, loaded once for all updates."""
+        return None if self.language_model is None else load(self.language_model, "causal", attacked=False)
+
+    @cached_property
+    def reference_texts(self) -> tuple[str, ...] | None:
+        """The texts of the file ``reference``, read once for all updates."""
+        return None if self.reference is None else tuple(e.text for e in load_examples(self.reference))
+
     @property
     def local(self) -> Local:
         """The local training behind the update."""
@@ -195,7 +205,7 @@ def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observati
     visible = {} if request.hidden is None else load_hidden(request.hidden, victim)
     visible = {n: mask for n, mask in visible.items() if n in entries and not bool(mask.all())}
     entries |= {n: entries[n] * mask for n, mask in visible.items()}
-    prior = None if request.language_model is None else load(request.language_model, "causal", attacked=False)
+    prior = request.scorer
     return observe_update(
         Message(entries, visible, kind=local.kind),
         victim.task,
@@ -205,7 +215,7 @@ def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observati
         batch_size=request.size,
         labels=request.labels,
         lengths=request.lengths,
-        reference_text=None if request.reference is None else tuple(e.text for e in load_examples(request.reference)),
+        reference_text=request.reference_texts,
         language_model=None if prior is None else (prior.model, prior.vocabulary),
     )
 
