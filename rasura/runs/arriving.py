@@ -15,7 +15,7 @@ UNFINISHED = (".tmp", ".part", ".partial")
 """Ends of names that writers give to files which they have not finished."""
 
 
-def arriving(folder: Path, wait: Callable[[float], None] = time.sleep) -> Iterator[Path]:
+def arriving(folder: Path, wait: Callable[[float], object] = time.sleep) -> Iterator[Path]:
     """The files of ``folder``, those that are there first, in the order of their names; without end.
 
     A file comes once it did not change between two looks, and again each time it was written anew. Hidden files, folders and
