@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audit_setting import TEXTS, model_folder
 
+__all__ = ["model_folder"]
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LEFT = (".git", ".venv", "build", "dist", "mutants", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
@@ -93,3 +96,35 @@ def test_the_wheel_runs_outside_the_checkout(built: Built, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     where, version = done.stdout.split("\n")[:2]
     assert Path(where).is_relative_to(tmp_path) and version == f"rasura {PROJECT['version']}"
+
+
+def lowest(requirements: list[str]) -> list[str]:
+    """Each requirement at its lowest version."""
+    return [line.replace(">=", "==") for line in requirements]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the lowest versions are promised on the lowest Python")
+def test_the_wheel_works_with_the_lowest_versions(built: Built, model_folder: Path, tmp_path: Path) -> None:
+    python, place = sys.executable, tmp_path / "environment"
+    asked = [python, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(tmp_path / "there"), "typer"]
+    if subprocess.run(asked, capture_output=True, check=False).returncode:
+        pytest.skip("no package index can be reached")
+    subprocess.run([python, "-m", "venv", str(place)], check=True)
+    scripts = place / ("Scripts" if os.name == "nt" else "bin")
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+
+    def run(*words: object) -> str:
+        done = subprocess.run(
+            [str(scripts / str(words[0])), *map(str, words[1:])],
+            capture_output=True, text=True, check=False, cwd=tmp_path, env=clean,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    run("python", "-m", "pip", "install", "-q", built.wheel, *lowest(PROJECT["dependencies"]))
+    assert run("rasura", "--version") == f"rasura {PROJECT['version']}\n"
+    assert "span" in json.loads(run("rasura", "list", "attacks", "--json"))
+    common = ("--model", model_folder, "--attack", "blind,span", "--limit", "2", "--out", tmp_path / "run", "--json")
+    told = json.loads(run("rasura", "audit", *(part for one in TEXTS for part in ("--text", one)), *common))
+    assert told["verdicts"]["none"]["verdict"] == "reads"
