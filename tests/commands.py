@@ -41,7 +41,7 @@ def rasura_command(*arguments: object) -> subprocess.CompletedProcess[str]:
 def rasura_process(*arguments: object) -> subprocess.CompletedProcess[str]:
     """``rasura`` with ``arguments`` in a process of its own, as a person starts it."""
     words = [sys.executable, "-m", "rasura", *map(str, arguments)]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=900)
 
 
 def refused(*arguments: object) -> str:
