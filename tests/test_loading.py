@@ -225,7 +225,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "huge rank": (_config(r=10**9), "says r = 1000000000; expected 1 to"),
     "another rank": (_config(r=8), "does not fit its base model"),
     "a missing matrix": (_drop("layer.1.attention.self.value.lora_B"), "lacks 1 of the adapter's weights"),
-    "no head": (_drop("classifier"), "does not fit its base model.*classifier.weight"),
+    "no head": (_drop("classifier"), "(does not fit its base model|lacks 2 of the adapter's weights).*classifier.weight"),
     "a matrix too many": (_put(lambda w: {_first_a(w).replace("query", "key"): torch.zeros(4, 64)}), "does not describe"),
     "a wrong shape": (_put(lambda w: {_first_a(w): torch.zeros(4, 32)}), "does not fit its base model"),
     "not a number": (_put(lambda w: {_first_a(w): torch.full((4, 64), torch.nan)}), "NaN or infinity"),

@@ -269,8 +269,8 @@ def shards_of_torch(place: Path, update: dict[str, Tensor]) -> Path:
 @writer
 def distributed_checkpoint(place: Path, update: dict[str, Tensor]) -> Path:
     """As Accelerate writes it for FSDP: a folder in the folder, ``model.`` before the names, other values beside them."""
-    save_checkpoint({"model": update, "step": 3}, checkpoint_id=place / "pytorch_model_fsdp_0", no_dist=True)
-    save_checkpoint({"optimizer": {"x": torch.zeros(3)}}, checkpoint_id=place / "optimizer_0", no_dist=True)
+    save_checkpoint({"model": update, "step": 3}, checkpoint_id=place / "pytorch_model_fsdp_0")
+    save_checkpoint({"optimizer": {"x": torch.zeros(3)}}, checkpoint_id=place / "optimizer_0")
     return place
 
 
@@ -302,7 +302,7 @@ def test_every_precision_is_read_from_every_family(tmp_path: Path, plain: Victim
     update = {n: t.to(dtype) for n, t in sent(plain).items()}
     torch.save(update, tmp_path / "a.pt")
     check(tmp_path / "a.pt", plain, update)
-    save_checkpoint(update, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_checkpoint(update, checkpoint_id=tmp_path / "dcp")
     check(tmp_path / "dcp", plain, update)
     if dtype in (torch.float16, torch.float64):
         arrays: dict[str, Any] = {n: t.numpy() for n, t in update.items()}
@@ -536,7 +536,7 @@ def damaged_checkpoints(place: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed")
 def test_damaged_checkpoints_are_refused(tmp_path: Path, plain: Victim, spoil: Callable[[Path], None], says: str) -> None:
-    save_checkpoint({"classifier.bias": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    save_checkpoint({"classifier.bias": torch.ones(2)}, checkpoint_id=tmp_path / "c")
     spoil(tmp_path / "c")
     with pytest.raises(InputError, match=says):
         load_update(tmp_path / "c", plain)
