@@ -14,8 +14,10 @@ from torch import Generator, Tensor
 
 from rasura.attacks.shared.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
 from rasura.attacks.updates.tied_rows import without_output_part
+from rasura.attacks.updates.trained_rows import opposed, weights_of, without_decay
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
+from rasura.core.updates import announced_update
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import Parts, parts
 from rasura.victims.positions import first_position
@@ -173,10 +175,11 @@ class EmbeddingRows:
     One text with positions: its tokens in place, repeats included; ``verified`` (proof ``embedding-rows``) when the place
     rows reproduce every word row exactly, and no other arrangement of them does. More texts, or no position embedding
     (Llama): the bag of distinct tokens (``ordered=False``), given once for every text because it cannot be told apart. Under
-    noise the rows that stand out are kept (``matched``).
+    noise the rows that stand out are kept (``matched``). Of what a training changed, the rows that decay does not explain.
 
     A causal model that ties its output layer to the embedding fills every row; the input rows are separated by the low rank
-    of the output part. Its last token enters no loss and stays ``UNKNOWN``.
+    of the output part. Its last token enters no loss and stays ``UNKNOWN``. Of AdamW's changes of such a model, only the
+    rows that stand out (``matched``).
 
     Raises ``NotApplicable`` where the word embedding is frozen or sealed, ``AttackFailed`` where noise covers every row.
     """
@@ -195,6 +198,10 @@ class EmbeddingRows:
         gradient, mask = gradient.cpu(), None if mask is None else mask.cpu()
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         tied = found.tied and seen.task == "causal"
+        if tied and announced_update(seen).adaptive:
+            return opposed(seen, gradient, size or 1)
+        if not tied:
+            gradient = without_decay(gradient, weights_of(seen, found.word_embedding), mask)
         # Tied, every row is filled without noise; where there is noise too, the output part cannot be told apart at all.
         noisy = not tied and is_noisy(gradient, most_tokens(seen))
         places = self._places(seen, found, noisy)
@@ -254,8 +261,9 @@ class EmbeddingRows:
         if gradient.shape[1] != seen.gradients[found.word_embedding].shape[1]:
             return None  # OPT with a projection: words and places have rows of different widths, which say nothing together
         mask = seen.visible.get(name)
+        gradient = without_decay(gradient.cpu(), weights_of(seen, name), None if mask is None else mask.cpu())
         # A text as long as the model allows fills every row without any noise: what the word embedding shows decides.
-        return present(gradient.cpu(), None if mask is None else mask.cpu(), noisy)
+        return present(gradient, None if mask is None else mask.cpu(), noisy)
 
     @staticmethod
     def _tokens(seen: Observation, words: Rows, places: Rows, taken: list[int], first: int) -> tuple[int, ...]:
