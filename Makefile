@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: audit test slow coverage mutants fuzz clean
+.PHONY: audit test slow coverage mutants fuzz bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -40,6 +40,22 @@ INPUTS ?= 1000000
 # Goes on where it was stopped; rm -r runs/fuzz to begin anew.
 fuzz: .venv/dev
 	$(BIN)/python -m fuzz --inputs $(INPUTS)
+
+BEFORE ?= $(shell git describe --tags --abbrev=0 2>/dev/null || git rev-parse HEAD~1)
+SIZES ?= 1,4
+
+# make bench TEXTS=FILE.parquet writes runs/bench.md: span beside its floor and beside BEFORE (the last tag, else the last
+# commit), in CPU seconds; a row that lost more than 10 % says so.
+bench: .venv/dev
+	mkdir -p runs
+	rm -rf .venv/before && git worktree prune && git worktree add --detach .venv/before $(BEFORE)
+	export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1; set -- $(TEXTS) minilm --sizes $(SIZES); \
+		($(BIN)/python benchmarks/span_speed.py scan "$$@" && echo && \
+		$(BIN)/python benchmarks/span_speed.py whole "$$@" --before .venv/before && echo && \
+		$(BIN)/python benchmarks/span_speed.py whole "$$@" --before .venv/before --defense frozen-embeddings+dropout:0.1) \
+		> runs/bench.md
+	cat runs/bench.md
+	git worktree remove --force .venv/before
 
 clean:
 	rm -rf .venv runs build dist mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

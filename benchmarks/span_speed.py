@@ -37,6 +37,9 @@ from rasura.victims.step import step
 
 REPEATS = 9
 
+LOSS = 0.9
+"""Below this ratio of the times before and now, a row says that it is slower."""
+
 
 def cpu(work: Callable[[], object]) -> float:
     """CPU seconds of ``work``, once."""
@@ -130,7 +133,7 @@ class Tree:
 
 def whole(texts: str, name: str, size: int, defense: str, draws: int, before: str) -> str:
     """One line: the attack of the checkout ``before`` and of this one, a draw of each in turn: both meet the same load."""
-    folders = (before, str(Path(__file__).resolve().parents[1]))
+    folders = (str(Path(before).resolve()), str(Path(__file__).resolve().parents[1]))
     trees = [Tree(folder, texts, name, size, defense) for folder in folders]
     for draw in range(draws):
         for tree in trees:
@@ -141,7 +144,7 @@ def whole(texts: str, name: str, size: int, defense: str, draws: int, before: st
     exact = ", ".join(str(sum(n for _, n, _ in found)) for found in (old, new))
     proved = ", ".join(str(sum(said == "verified" for _, _, said in found)) for found in (old, new))
     dropout = defense.partition("dropout:")[2] or "off"
-    what = f"| {Path(name).name} | {dropout} | {size} | {seconds} | {ratio:.1f}"
+    what = f"| {Path(name).name} | {dropout} | {size} | {seconds} | {ratio:.1f}{' **slower**' * (ratio < LOSS)}"
     return f"{what} | {exact} of {draws * size} | {proved} of {draws} |"
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-CHUNK, SHORT = 2**20, 2**10
-"""Entries that are compared at once, and those of them that are added up in the entries' own precision."""
+CHUNK, SHORT, SMALL = 2**20, 2**10, 2**14
+"""Entries that are compared at once; those of them that are added up in the entries' own precision; and the most of a tensor
+that is compared in float64 as a whole, which is faster there."""
 
 
 def _shown(
@@ -57,11 +58,15 @@ def cosine(
 
 def _inner(a: Tensor, b: Tensor) -> float:
     """``<a, b>`` of flat tensors. Long float32 sums are off by up to a thousandth, so short ones are added up in float64."""
+    if len(a) <= SMALL:
+        return float((a.double() * b.double()).sum())
     return sum(_total(x * y) for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK)))
 
 
 def _missed(a: Tensor, b: Tensor, scale: float) -> float:
     """``||b - scale * a||^2`` of flat tensors, added up likewise."""
+    if len(a) <= SMALL:
+        return float((b.double() - scale * a.double()).square().sum())
     return sum(_total((y - scale * x).square()) for x, y in zip(torch.split(a, CHUNK), torch.split(b, CHUNK)))
 
 

@@ -88,14 +88,14 @@ def form(model: nn.Module) -> Form | None:
     words = torch.cat([torch.arange(8), torch.linspace(8, len(table) - 1, SAMPLE).long()]).clamp_max(len(table) - 1)
     module, norm = _norm_before_block_0(model, table)
     two = words[-2:]
-    sums = torch.cat([_sums(model, module, word.view(1, 1), 0)[0] for word in two]).double()
+    sums = _sums(model, module, two[:, None], 0)[:, 0].double()
     if sums.shape[-1] != table.shape[1]:
         return None
     step = (table[two[1]] - table[two[0]]).double()
     scale = float((sums[1] - sums[0]) @ step / step.square().sum())
     found = Form(model, table, norm.of_scaled(scale), module, scale)
     last = min(3, (positions(model) or 1) - 1)
-    for place, segment in ((0, 0), (last, segment_types(model) - 1)):
+    for place, segment in {(0, 0), (last, segment_types(model) - 1)}:
         own = first_inputs(model, words, place, segment)
         made = found.norm(table[words] + found.offsets(place + 1, segment)[place])
         if made.shape != own.shape or not bool(((made - own).norm(dim=1) <= ALIKE * own.norm(dim=1)).all()):
@@ -105,7 +105,7 @@ def form(model: nn.Module) -> Form | None:
 
 @torch.no_grad()
 def _sums(model: nn.Module, module: str, ids: Tensor, segment: int) -> Tensor:
-    """What goes into ``module`` for the text ``ids`` ``(1, length)``: ``(1, length, width)``."""
+    """What goes into ``module`` for the texts ``ids`` ``(k, length)``: ``(k, length, width)``."""
     extra = {"token_type_ids": torch.full_like(ids, segment)} if segment_types(model) > 1 else {}
     return layer_inputs(model, [module], input_ids=ids, attention_mask=torch.ones_like(ids), **extra)[module]
 
