@@ -1,4 +1,4 @@
-"""GHOST (Feng et al. 2026): every token gives way to one that lies near it and means something else, before training.
+"""GHOST (Feng et al. 2026): before training, every token is replaced by one that is near it and means something else.
 
 The search for shadow tokens and their selection are in ``rasura.ghost``; here is the transform.
 """
@@ -56,7 +56,7 @@ def ghost(
 
 def described(text: str = "") -> Transform[Batch, Batch, Selector]:
     """GHOST with options as text: ``group=8``, ``k=30/overlap=0.2/lemma=false``, ``start=random/sweeps=0``; the names are
-    those of ``ShadowSettings`` and ``Selection``. Raises ``InputError`` for unknown names and values that are none."""
+    those of ``ShadowSettings`` and ``Selection``. Raises ``InputError`` for unknown names and invalid values."""
     wanted = options("ghost", text, {**asdict(PAPER), **asdict(DEFAULT)})
     shadows = {n: v for n, v in wanted.items() if n in ShadowSettings.__dataclass_fields__}
     if shadows.get("k", 0) > PAPER.max_k:

@@ -1,9 +1,9 @@
-"""Balanced substitutes (ours): tokens in groups of like frequency, each group with one set of substitutes.
+"""Balanced substitutes (ours): tokens in groups of similar frequency, each group with one set of substitutes.
 
-Published GHOST gives every token a set of its own, so that a substitute tells much of its original. Here the tokens of a
-group share their set, and the selection works with the group's mean embedding in place of the token's: the obfuscated text
-is a function of the groups (and of chance) alone. Between two tokens of one group it therefore tells nothing, whatever the
-adversary computes, and the odds between them stay those of the language. Groups are made among tokens of like frequency,
+Published GHOST gives every token its own set, so a substitute reveals much about its original. Here the tokens of a group
+share their set, and the selection uses the group's mean embedding instead of the token's: the obfuscated text depends only
+on the groups (and on chance). It therefore says nothing about which of two tokens in a group was the original, whatever the
+adversary computes, and the odds between them stay those of the language. Groups are made among tokens of similar frequency,
 since a rare token would not hide a frequent one.
 """
 
@@ -86,7 +86,8 @@ def grouped(table: ShadowTable, embedding: Tensor, names: Sequence[str], vocabul
     rows = unit_rows(embedding)
     replaced = (table.offsets.diff() > 0).nonzero().flatten()
     if len(replaced) < settings.group:
-        raise InputError(f"ghost: {len(replaced)} tokens have substitutes, too few for groups of {settings.group}")
+        raise InputError(f"ghost: only {len(replaced)} tokens have substitutes, too few for groups of "
+            f"{settings.group}; pass a smaller group")
     ranked = by_frequency(vocabulary, replaced)
     groups, relaxed = table.groups.clone(), table.relaxed.clone()
     found: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * len(table)

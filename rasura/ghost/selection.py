@@ -1,6 +1,7 @@
-"""GHOST's selection (Feng et al. 2026, sec. 3.4, Algorithm 2): of every token's substitutes the one that disturbs least.
+"""GHOST's selection (Feng et al. 2026, sec. 3.4, Algorithm 2): for every token, the substitute that changes the hidden
+states least.
 
-Here and not with the defenses, since an adversary who knows the method selects, too.
+It is not among the defenses, since an adversary who knows the method uses the selection as well.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Obfuscated:
 
 
 class Selector:
-    """Chooses shadow tokens that leave the hidden states of all layers, the embedding's included, as they were.
+    """Chooses shadow tokens that preserve the hidden states of all layers, including the embedding's.
 
     ``model``: a Hugging Face model, encoder or decoder, in any mode; ``table``: its shadow tokens; ``fixed``: tokens that
-    stay, special ones for a start. Where the table has groups, every token counts as its group's mean, so that what is
-    chosen depends on the groups alone. Raises ``InputError`` where the table was made for another embedding.
+    are not replaced, including special ones. If the table has groups, every token counts as its group's mean, so the choice
+    depends only on the groups. Raises ``InputError`` if the table was made for another embedding.
     """
 
     def __init__(self, model: nn.Module, table: ShadowTable, fixed: frozenset[int], settings: Selection = DEFAULT) -> None:

@@ -1,4 +1,4 @@
-"""GHOST's search (Feng et al. 2026, sec. 3.3, Algorithm 1): for every token the near ones of another meaning."""
+"""GHOST's search (Feng et al. 2026, sec. 3.3, Algorithm 1): for every token, the near tokens with another meaning."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from rasura.core.values import Vocabulary
 from rasura.ghost.neighbours import common, neighbours
 
 RELAXED = ("none", "overlap", "overlap and mutual neighbours", "no substitute", "kept by policy")
-"""What was given up for a token that no neighbour is left to by ``ShadowSettings.max_k``, by its code in the table."""
+"""By code in the table: the criterion that was given up for a token without any neighbour left at
+``ShadowSettings.max_k``."""
 
 NONE, POLICY = RELAXED.index("no substitute"), RELAXED.index("kept by policy")
 
 SCHEMA = 3
 
 TENSORS = ("offsets", "ids", "k", "relaxed", "groups")
-"""What a table's file holds."""
+"""The tensors of a table's file."""
 
 
 @dataclass(frozen=True)
 class ShadowSettings:
-    """``k`` neighbours of a token are candidates, and out of these stay those that share at most the fraction ``overlap`` of
-    their neighbours with it, that do not have it among their own, and that have another lemma (paper: 70 and 0.1, sec. 6.1).
+    """The ``k`` nearest neighbours of a token are candidates. A candidate is kept if it shares at most the fraction
+    ``overlap`` of its neighbours with the token, does not have the token among its own neighbours, and has another lemma
+    (paper: 70 and 0.1, sec. 6.1). If none is left, ``k`` grows by ``grow`` up to ``max_k``; then first the overlap and then
+    mutual neighbours are allowed, which the table records for every token. The paper grows without limit. ``language``: the
+    language of the lemmas; None for no lemmas. ``direct``, ``indirect``, ``lemma``: the three criteria, for ablation.
 
-    Where none stays, ``k`` grows by ``grow`` up to ``max_k``; then first the overlap, then mutual neighbours are allowed,
-    which the table tells for every token. The paper grows without end. ``language``: of the lemmas, None for none.
-    ``direct``, ``indirect``, ``lemma``: the three criteria, for ablation.
-
-    Ours: with ``group`` above 1, that many tokens of like frequency share one set of ``choices`` substitutes (see
-    ``ghost.groups``); ``keep_punctuation`` and ``keep_numbers`` leave those tokens alone; ``round_trip`` takes only
-    substitutes that, written as text, are tokenized as they were.
+    Ours: with ``group`` above 1, that many tokens of similar frequency share one set of ``choices`` substitutes (see
+    ``ghost.groups``); ``keep_punctuation`` and ``keep_numbers`` leave those tokens unchanged; ``round_trip`` uses only
+    substitutes that survive a round trip through text and tokenizer.
     """
 
     k: int = 70
@@ -102,7 +102,7 @@ class ShadowTable:
 
     @classmethod
     def load(cls, path: str | Path, model: str | None = None) -> ShadowTable:
-        """Read a file of ``save``. Raises ``InputError`` for another file, and for a table of another ``model``."""
+        """Read a file of ``save``. Raises ``InputError`` for any other file, and for a table of another ``model``."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -110,9 +110,9 @@ class ShadowTable:
                 about: dict[str, Any] = file.metadata() or {}
                 found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         except (SafetensorError, OSError) as error:
-            raise InputError(f"{path} is no shadow table: {error}") from None
+            raise InputError(f"{path} is not a shadow table: {error}") from None
         if about.get("schema") != str(SCHEMA) or set(found) != set(TENSORS):
-            raise InputError(f"{path} is no shadow table of this version; make it anew with rasura protect ghost")
+            raise InputError(f"{path} is not a shadow table of this version; make a new one with rasura protect ghost")
         try:
             told = json.loads(about["settings"])
             usual = asdict(PAPER)
@@ -121,7 +121,7 @@ class ShadowTable:
             settings = ShadowSettings(**told)
             made = cls(**found, settings=settings, model=str(about["model"]))
         except (KeyError, ValueError, RecursionError):
-            raise InputError(f"{path} is damaged: its settings cannot be read; make it anew") from None
+            raise InputError(f"{path} is damaged: its settings cannot be read; make a new one") from None
         if model is not None and made.model != model:
             raise InputError(f"{path} was made for another model; make one for this model with rasura protect ghost")
         made._check(path)
@@ -137,12 +137,12 @@ class ShadowTable:
         for tensor, most in ((self.ids, count), (self.groups, count), (self.relaxed, len(RELAXED))):
             fits = fits and (not len(tensor) or (int(tensor.min()) >= 0 and int(tensor.max()) < most))
         if not fits:
-            raise InputError(f"{path} is damaged: its tensors are none of a shadow table; make it anew")
+            raise InputError(f"{path} is damaged: its tensors are not those of a shadow table; make a new one")
 
     def differs(self, asked: Mapping[str, Any]) -> str:
         """Which settings ``asked`` differ from the table's, in words; empty where none does."""
         own = asdict(self.settings)
-        return ", ".join(f"{name} {own[name]}, asked {value}" for name, value in asked.items() if own[name] != value)
+        return ", ".join(f"{name} {own[name]}, requested {value}" for name, value in asked.items() if own[name] != value)
 
 
 def _alike(value: Any, usual: Any) -> bool:
@@ -163,7 +163,7 @@ def embedding_digest(table: Tensor) -> str:
 
 
 def lemmatizer() -> Any:
-    """The library that knows lemmas. Raises ``MissingExtra`` with how to install it."""
+    """The lemma library. Raises ``MissingExtra`` with the command to install it."""
     try:
         import simplemma
     except ImportError:
@@ -173,7 +173,7 @@ def lemmatizer() -> Any:
 
 def lemmas(vocabulary: Vocabulary, language: str | None) -> list[str]:
     """The lemma of every token, lower case; a subword's is the subword itself (sec. 2.2), as is every token's without a
-    ``language``. Raises ``InputError`` where simplemma is missing or does not know the language."""
+    ``language``. Raises ``InputError`` if simplemma is missing or does not know the language."""
     words = [vocabulary.decode([i]).strip().lower() for i in range(vocabulary.size)]
     if language is None:
         return words
@@ -215,8 +215,9 @@ def search(
     """The shadow tokens of every ``usable`` token of ``table`` ``(tokens, hidden)``; ``names``: each token's lemma;
     ``allowed_ids``: bool, ``(tokens,)``, which of them may be substitutes, None for all.
 
-    Two departures from the printed algorithm, which contradicts its own text: a neighbour goes as soon as any one criterion
-    holds, and whether none is left is asked behind the loop over the neighbours; and ``overlap`` is a fraction of ``k``.
+    Departures from the printed algorithm, which contradicts its own text: a neighbour is removed as soon as any one
+    criterion holds; the check that none is left comes after the loop over the neighbours; and ``overlap`` is a fraction of
+    ``k``.
     """
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     lemma = torch.tensor([number[name] for name in names])

@@ -1,1 +1,1 @@
-"""A model service that sees token ids alone, and its client: ``rasura serve`` and ``rasura client``."""
+"""A model service that sees only token ids, and its client: ``rasura serve`` and ``rasura client``."""

@@ -1,4 +1,4 @@
-"""The service's interface: ``rasura serve``. The one file that knows the web framework."""
+"""The service's interface: ``rasura serve``. Only this file uses the web framework."""
 
 # Annotations stay values here: the framework reads those of functions inside a function, where its own names live.
 
@@ -194,7 +194,7 @@ def _jobs(service: Service) -> Any:
     async def cancel_job(request: Request, number: str) -> None:
         """Cancel a job and delete its data."""
         if not service.supervisor.cancel(store.job(number, _tenant(request))):
-            raise Refused(409, "the job is at its end already")
+            raise Refused(409, "the job has already ended")
 
     return router
 
@@ -233,7 +233,7 @@ def _inference(service: Service) -> Any:
 
     @router.post("/v1/models/{name}/generate")
     async def generate(request: Request, name: str, body: Start) -> Any:
-        """Continue a text: a line {"id"} for each new token as it comes, then {"end": true}."""
+        """Continue a text: a line {"id"} for each new token, then {"end": true}."""
         model = service.store.model(_tenant(request), name)
         ids = service.continued(model, Prompt(body.input, body.new_tokens, body.temperature, body.top_k, body.seed))
 
@@ -266,10 +266,10 @@ def serve(
     folder: str | Path, token_file: str | Path, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None,
     device: str = "cpu", ready: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
-    """Serve the store in ``folder`` until interrupted; ``ready`` is called when requests are taken. One process a store; an
-    access log is not kept.
+    """Serve the store in ``folder`` until interrupted; ``ready`` is called when requests are accepted. Only one process can
+    serve a store. No access log is kept.
 
-    Raises ``InputError`` for a token file that others can read, a store in use, an address that cannot be had.
+    Raises ``InputError`` for a token file that others can read, a store in use, or an address that is not available.
     """
     try:
         import uvicorn

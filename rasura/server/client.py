@@ -1,4 +1,4 @@
-"""The client of a model service: texts and the key stay here, token ids go out."""
+"""The client of a model service: texts and the key stay here, and token ids are sent."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Answer:
 class Client:
     """Talks to a model service: ``Client("http://127.0.0.1:8000", token, key="my.key")``.
 
-    ``key``, the file of ``rasura protect obfuslm``, is needed where texts are: ``train``, ``classify``, ``generate``. All
-    methods raise ``InputError`` with the server's reason where it refuses, and where it cannot be reached.
+    ``key``, the file of ``rasura protect obfuslm``, is needed for methods with texts: ``train``, ``classify``, ``generate``.
+    All methods raise ``InputError``: with the server's reason if it refuses, or if it cannot be reached.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Client:
         self.close()
 
     def upload(self, folder: str | Path, name: str) -> dict[str, Any]:
-        """Upload an obfuscated model folder under ``name``; of its files, the config and the weights alone are sent."""
+        """Upload an obfuscated model folder as ``name``. Only its config and weights are sent."""
         place = Path(folder)
         for file in (CONFIG, WEIGHTS):
             if not (place / file).is_file():
@@ -65,13 +65,14 @@ class Client:
         except (ValueError, RecursionError):
             raise InputError(f"{place / CONFIG} is not JSON; expected a folder of rasura protect obfuslm") from None
         if not isinstance(config, dict) or PAIR not in config:
-            raise InputError(f"{place} is not obfuscated: a server would read every id; make it with rasura protect obfuslm")
+            raise InputError(f"{place} is not obfuscated, so a server could read every id; make it with rasura "
+                "protect obfuslm")
         self._known.pop(name, None)
         return self._server.send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
 
     def download(self, name: str, folder: str | Path) -> Path:
         """Fetch the model ``name`` as it is on the server, trained or not, into a new ``folder`` (config.json,
-        model.safetensors), for ``transformers`` and ``rasura.ObfuscatedTokenizer``. What did not come whole is not kept."""
+        model.safetensors), for ``transformers`` and ``rasura.ObfuscatedTokenizer``. An incomplete download is not kept."""
         target = Path(folder)
         if target.exists():
             raise InputError(f"{target} already exists; remove it or choose another name")
@@ -97,7 +98,7 @@ class Client:
         return found
 
     def model(self, name: str) -> Mapping[str, Any]:
-        """What the server tells of a model: kind, vocabulary, max_length, labels, pair."""
+        """The server's description of a model: kind, vocabulary, max_length, labels, pair."""
         if name not in self._known:
             self._known[name] = self._server.ask("GET", f"/v1/models/{_quoted(name)}")
         return self._known[name]
@@ -130,16 +131,16 @@ class Client:
         return found
 
     def status(self, job: str) -> dict[str, Any]:
-        """Where a job stands: ``state`` (queued, running, done, failed, cancelled), ``reason``, ``epochs``."""
+        """The state of a job: ``state`` (queued, running, done, failed, cancelled), ``reason``, ``epochs``."""
         found: dict[str, Any] = self._server.ask("GET", f"/v1/jobs/{_quoted(job)}")
         return found
 
     def cancel(self, job: str) -> None:
-        """Cancel a job; its data are deleted on the server."""
+        """Cancel a job and delete its data on the server."""
         self._server.ask("DELETE", f"/v1/jobs/{_quoted(job)}")
 
     def wait(self, job: str, *, seconds: float = float("inf"), every: float = 1.0) -> dict[str, Any]:
-        """The job at its end. Raises ``InputError`` where it failed, or after ``seconds``."""
+        """The job after its end. Raises ``InputError`` if it failed, or after ``seconds``."""
         end = time.monotonic() + seconds
         while (found := self.status(job))["state"] in ("queued", "running"):
             if time.monotonic() > end:
@@ -178,7 +179,7 @@ class Client:
         top_k: int = 0,
         seed: int | None = None,
     ) -> Iterator[str]:
-        """The text that continues ``prompt``, piece by piece as it comes."""
+        """The continuation of ``prompt``, piece by piece."""
         tokenizer = self._tokenizer(name)
         ids = tokenizer(prompt)["input_ids"]
         if len(ids) > 1 and ids[-1] in (tokenizer.eos_token_id, tokenizer.sep_token_id):
@@ -202,7 +203,8 @@ class Client:
         if self._key is None:
             raise InputError("texts need the model's key; pass key, the file of rasura protect obfuslm")
         if not pair:
-            raise InputError(f"the model {name} is not obfuscated: the server would read every id")
+            raise InputError(f"the model {name} is not obfuscated, so the server could read every id; upload an "
+                "obfuscated one")
         if pair not in self._tokenizers:
             self._tokenizers[pair] = ObfuscatedTokenizer(self._key, self._passphrase, model=pair)
         return self._tokenizers[pair]
@@ -234,7 +236,7 @@ def _logits(answer: Any, rows: int, url: str) -> Tensor:
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError):
         found = torch.empty(0)
     if found.dim() != 2 or len(found) != rows or found.shape[1] < 1 or not bool(found.isfinite().all()):
-        raise InputError(f"what {url} answered are not the logits of {rows} texts")
+        raise InputError(f"the answer of {url} does not hold the logits of {rows} texts")
     return found
 
 

@@ -1,4 +1,4 @@
-"""A connection to a model service: requests, files, and lines as they come. The one file that knows the HTTP library."""
+"""A connection to a model service: requests, files, and streamed lines. Only this file uses the HTTP library."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rasura.server.limits import Refused
 
 
 class Connection:
-    """Asks the server at ``url``. Every method raises ``InputError`` with the server's reason where it refuses, and where it
-    cannot be reached."""
+    """Sends requests to the server at ``url``. Every method raises ``InputError``: with the server's reason if it refuses,
+    or if it cannot be reached."""
 
     def __init__(self, url: str, token: str, timeout: float) -> None:
         try:
@@ -28,14 +28,14 @@ class Connection:
             # Proxies of the environment would see the token.
             self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
         except (httpx.InvalidURL, UnicodeEncodeError):
-            raise InputError(f"the address {url} or the token is none; expected http://HOST:PORT") from None
+            raise InputError(f"the address {url} or the token is invalid; expected http://HOST:PORT") from None
 
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
 
     def send(self, path: str, about: Mapping[str, Any], place: Path, names: Sequence[str]) -> dict[str, Any]:
-        """Post ``about`` and the files ``names`` of ``place``, chunk by chunk; what the server answers."""
+        """Post ``about`` and the files ``names`` of ``place``, chunk by chunk. Returns the server's answer."""
         sizes = {name: (place / name).stat().st_size for name in names}
         head = header_bytes(about, sizes)
 
@@ -51,7 +51,7 @@ class Connection:
         return found
 
     def receive(self, path: str, place: Path) -> None:
-        """Fetch a model's files into ``place``. Raises ``InputError`` for what is none."""
+        """Fetch a model's files into ``place``. Raises ``InputError`` if the answer is not a model."""
         limits = {CONFIG: 16 * CHUNK, WEIGHTS: 1 << 50}
 
         async def taken(answer: Any) -> None:
@@ -76,10 +76,10 @@ class Connection:
         except self._failed as error:
             raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
         except Refused as error:
-            raise InputError(f"what {self.url} sent is no model: {error}") from None
+            raise InputError(f"{self.url} did not send a model: {error}") from None
 
     def ask(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
-        """The JSON that the server answers to one request; None where it answers nothing."""
+        """The server's JSON answer to one request; None if the answer is empty."""
         try:
             answer = self._http.request(method, path, json=body, **options)
         except self._failed as error:
@@ -89,10 +89,10 @@ class Connection:
         try:
             return answer.json() if answer.content else None
         except (ValueError, RecursionError):
-            raise InputError(f"what {self.url} answered is not JSON; is it a server of rasura serve?") from None
+            raise InputError(f"the answer of {self.url} is not JSON; is it a server of rasura serve?") from None
 
     def stream(self, path: str, body: Any) -> Iterator[int]:
-        """The ids that the server answers, one a line, up to its end. Raises ``InputError`` where the end is missing."""
+        """The streamed ids of the server, one per line. Raises ``InputError`` if the end is missing."""
         try:
             with self._http.stream("POST", path, json=body) as answer:
                 if answer.status_code >= 400:
@@ -102,7 +102,7 @@ class Connection:
                         found = json.loads(line)
                         token = None if found.get("end") else int(found["id"])
                     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                        raise InputError(f"what {self.url} answered is not a line with an id") from None
+                        raise InputError(f"the answer of {self.url} is not a line with an id") from None
                     if token is None:
                         return
                     yield token

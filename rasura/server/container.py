@@ -1,7 +1,8 @@
-"""How models and data sets travel: one body with a header and a few files, its sizes known before its first byte is kept.
+"""The transfer format of models and data sets: one body with a header and a few files, whose sizes are known before anything
+is stored.
 
 Layout: 8 bytes, little-endian, the length of the header; the header, JSON with ``files`` (name -> bytes) and what else the
-request says; the files, one behind the other in the header's order. No archive, no compression, no pickle.
+request says; the files, one after another in the header's order. No archive, no compression, no pickle.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from rasura.server.limits import MIB, NAME, Refused
 
 CONTENT_TYPE = "application/vnd.rasura"
 HEADER = 64 << 10
-"""Bytes of a header, at most."""
+"""Maximum bytes of a header."""
 
 CHUNK = 1 << 20
 
 CONFIG, WEIGHTS, DATA = "config.json", "model.safetensors", "data.safetensors"
 TENSOR_HEADER = 16 * MIB
-"""Bytes of a safetensors header, at most."""
+"""Maximum bytes of a safetensors header."""
 
 
 def header_bytes(about: Mapping[str, Any], files: Mapping[str, int]) -> bytes:
@@ -36,8 +37,8 @@ def header_bytes(about: Mapping[str, Any], files: Mapping[str, int]) -> bytes:
 class Outgoing:
     """A body of ``about`` and the files ``names`` of ``folder``, ``length`` bytes together, in chunks.
 
-    The files are open from the start: what was begun is sent whole, though the model be deleted meanwhile. Raises
-    ``Refused`` (404) where they are gone already.
+    The files are open from the start, so a transfer completes even if the model is deleted meanwhile. Raises ``Refused``
+    (404) if they no longer exist.
     """
 
     def __init__(self, folder: Path, about: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -66,24 +67,24 @@ class Incoming:
         self._stream, self._length, self._buffer = stream, length, b""
 
     async def header(self, required: frozenset[str], limits: Mapping[str, int]) -> dict[str, Any]:
-        """The header. Raises ``Refused`` for one that is no such header, names another file than ``required``, or sizes that
-        exceed ``limits`` (name -> bytes) or do not add up to the body's."""
+        """The header. Raises ``Refused`` if it is malformed, if it names other files than ``required``, or if sizes exceed
+        ``limits`` (name -> bytes) or do not add up to the size of the body."""
         size = int.from_bytes(await self._exactly(8), "little")
         if not 2 <= size <= HEADER:
-            raise Refused(415, f"the body is no Rasura container: expected a header of at most {HEADER} bytes")
+            raise Refused(415, f"the body is not a Rasura container: expected a header of at most {HEADER} bytes")
         try:
             head = json.loads(await self._exactly(size))
             files = head["files"]
             sizes = [n for n in files.values() if type(n) is int and n > 0]
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise Refused(415, "the body is no Rasura container: its header is no JSON object with files") from None
+            raise Refused(415, "the body is not a Rasura container: its header is not a JSON object with files") from None
         if set(files) != required or len(sizes) != len(files):
-            raise Refused(422, f"the body's files must be {' and '.join(sorted(required))}, none empty")
+            raise Refused(422, f"the body's files must be {' and '.join(sorted(required))}, and none may be empty")
         for name in files:
             if files[name] > limits[name]:
-                raise Refused(413, f"{name} is larger than the {limits[name]} bytes that this server takes")
+                raise Refused(413, f"{name} is larger than {limits[name]} bytes, the limit of this server")
         if 8 + size + sum(sizes) != self._length:
-            raise Refused(422, "the sizes in the header do not add up to the body's")
+            raise Refused(422, "the sizes in the header do not add up to the size of the body")
         found: dict[str, Any] = head
         return found
 
@@ -120,7 +121,7 @@ class Incoming:
 
 
 def check_start(start: bytes, size: int, name: str) -> None:
-    """Raises ``Refused`` where the first 9 bytes of a file of ``size`` bytes cannot begin a safetensors file."""
+    """Raises ``Refused`` if the first 9 bytes of a file of ``size`` bytes cannot be the start of a safetensors file."""
     head = int.from_bytes(start[:8], "little")
     if len(start) < 9 or start[8:] != b"{" or not 2 <= head <= min(TENSOR_HEADER, size - 8):
         raise Refused(415, f"{name} is not a safetensors file; pickles and archives are not accepted")
@@ -129,7 +130,7 @@ def check_start(start: bytes, size: int, name: str) -> None:
 def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Type and shape of every tensor of a safetensors file; the library checks that its offsets fit its size.
 
-    Raises ``Refused`` for a file that is none.
+    Raises ``Refused`` for any other file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -143,7 +144,8 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def checked_name(name: Any, what: str) -> str:
-    """``name`` if it may name a model. Raises ``Refused`` else."""
+    """``name`` if it is a valid name. Otherwise raises ``Refused``."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise Refused(422, f"{what} must be 1 to 64 letters, digits, dots, dashes or underscores, a letter or digit first")
+        raise Refused(422, f"{what} must be 1 to 64 letters, digits, dots, dashes or underscores, and begin "
+            "with a letter or digit")
     return name

@@ -1,4 +1,4 @@
-"""What a fine-tuning job is made of: its settings, and texts as token ids in one safetensors file.
+"""The input of a fine-tuning job: its settings, and texts as token ids in one safetensors file.
 
 The file holds ``ids`` (all texts, one behind the other) and ``lengths`` (tokens of each), int32; ``labels`` (int32, one a
 text) for a classifier; ``types`` (uint8, like ``ids``) where texts are pairs.
@@ -25,12 +25,13 @@ EXPECTED = {"ids": "I32", "lengths": "I32", "labels": "I32", "types": "U8"}
 
 @dataclass(frozen=True)
 class JobSettings:
-    """How a job trains; the defaults are the paper's (appendix C.3), those of a causal model where None stands.
+    """How a job trains. The defaults are the paper's (appendix C.3); None stands for a default that depends on the kind of
+    model.
 
     ``method`` full: all weights. lora: the first two blocks, the last one and a classifier's head with all their weights,
     the other blocks by adapters of ``rank`` (256, or the model's width where smaller) and ``alpha`` on every linear layer.
-    ``learning_rate``: 2e-5 for a classifier, 1e-4 for a causal model; ``batch_size``: 32 and 8. ``holdout``: share of the
-    texts kept back for early stopping, which ends the job after ``patience`` epochs that brought nothing.
+    ``learning_rate``: 2e-5 for a classifier, 1e-4 for a causal model; ``batch_size``: 32 and 8. ``holdout``: fraction of the
+    texts held out for early stopping, which ends the job after ``patience`` epochs without improvement.
     """
 
     method: Literal["full", "lora"] = "full"
@@ -46,7 +47,7 @@ class JobSettings:
 
     @classmethod
     def read(cls, told: Any, about: Mapping[str, Any]) -> JobSettings:
-        """From a request, for the model that ``about`` describes, every default settled. Raises ``Refused``."""
+        """The settings of a request for the model that ``about`` describes, with defaults filled in. Raises ``Refused``."""
         names = {field.name for field in fields(cls)}
         if not isinstance(told, dict) or not set(told) <= names:
             raise Refused(422, f"settings must be an object with some of {', '.join(sorted(names))}")
@@ -104,7 +105,7 @@ def check(folder: Path, about: Mapping[str, Any], settings: JobSettings, limits:
     if count < 2:
         raise Refused(422, f"the data set holds {count} texts; expected at least 2, one of them for early stopping")
     if count > limits.texts:
-        raise Refused(413, f"the data set holds more than the {limits.texts} texts that this server takes")
+        raise Refused(413, f"the data set holds more than {limits.texts} texts, the limit of this server")
     labelled = about["kind"] == "classification"
     required = {"ids", "lengths"} | ({"labels"} if labelled else set())
     if not required <= set(shapes) <= required | {"types"}:

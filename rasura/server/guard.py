@@ -1,4 +1,4 @@
-"""The door of the service: token, rate and size are looked at before anything of a body is read. Plain ASGI."""
+"""The guard of the service: token, rate and size are checked before any part of a body is read. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/docs", "/openapi.json"})
-"""What needs no token; none of it tells of a tenant."""
+"""Paths that need no token. None of them reveals anything about a tenant."""
 
 DRAINED, DRAIN_SECONDS = 16 * MIB, 2.0
-"""Bytes and seconds that are still read of a refused body, at most."""
+"""Maximum bytes and seconds for which a refused body is still read."""
 
 log = logging.getLogger("rasura.server")
 
 
 class Guard:
-    """Lets a request through to ``app`` with its tenant in ``scope["state"]``, or answers it: 400, 401, 411, 413, 415, 429.
-
-    What goes wrong inside is answered by 500 and logged by the kind of the error alone: its message may quote a body.
+    """Passes a request to ``app`` with its tenant in ``scope["state"]``, or answers with 400, 401, 411, 413, 415 or 429.
+    Errors inside are answered with 500, and only their type is logged: a message may quote a body.
     """
 
     def __init__(self, app: App, tenants: Tenants, limits: Limits) -> None:
@@ -67,11 +66,11 @@ class Guard:
             if wait:
                 raise Refused(429, f"too many requests; try again in {math.ceil(wait)} s")
         if b"content-encoding" in headers:
-            raise Refused(415, "bodies are taken as they are, without a Content-Encoding")
+            raise Refused(415, "a Content-Encoding is not supported; send the plain body")
         length = headers.get(b"content-length")
         if length is None:
             if b"transfer-encoding" in headers or scope["method"] not in ("GET", "HEAD", "DELETE", "OPTIONS"):
-                raise Refused(411, "the size must be known; expected a Content-Length")
+                raise Refused(411, "the size is unknown; expected a Content-Length header")
         elif not length.isdigit():
             raise Refused(400, "the Content-Length is not a number")
         elif len(length) > 18 or int(length) > self._most(scope["method"], path):

@@ -1,4 +1,4 @@
-"""Runs models for many clients: requests that come within milliseconds, or while it is busy, go as one batch."""
+"""Runs models for many clients: requests that arrive within milliseconds, or while it is busy, form one batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rasura.server.store import Model, Store
 from rasura.victims.outputs import predictions
 
 WINDOW = 0.004
-"""Seconds that the first of a batch waits for others."""
+"""Seconds for which the first request of a batch waits for others."""
 
 T = TypeVar("T")
 
@@ -145,9 +145,10 @@ class Engine:
     def check_room(self, tenant: str) -> None:
         """Raises ``Refused`` where too many requests wait already."""
         if self._waiting[tenant] >= self.limits.tenant_waiting:
-            raise Refused(429, f"{self.limits.tenant_waiting} of your requests wait for the models; wait for one")
+            raise Refused(429, f"{self.limits.tenant_waiting} of your requests are waiting for the models; wait "
+                "until one is answered")
         if self._waiting.total() >= self.limits.waiting:
-            raise Refused(429, "too many requests wait for the models; try again")
+            raise Refused(429, "too many requests are waiting for the models; try again later")
 
     @contextmanager
     def _counted(self, tenant: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Runs the queued jobs one after another, each in a child process, so that neither takes the other down."""
+"""Runs the queued jobs one by one, each in a child process, so that a crash of one does not affect the server."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class Supervisor:
         now = self.store.job(job.id)
         if now.state == "running":
             lost = now.starts >= STARTS
-            self.store.end_job(job.id, "failed" if lost else "queued", "its process ended too often" if lost else "")
+            self.store.end_job(job.id, "failed" if lost else "queued", "its process was killed too often, "
+                "perhaps for lack of memory" if lost else "")
         elif now.state == "cancelled":
             # The process may have written after the cancellation removed the folder.
             self.store.end_job(job.id, "cancelled")

@@ -1,4 +1,4 @@
-"""What the service allows: who may come in, how much, how often. No torch, no web framework."""
+"""The limits of the service: who may use it, how much, and how often. No torch, no web framework."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rasura.core.errors import InputError
 from rasura.core.files import read_private
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Names of models and tenants: they never become a path, and could not leave a folder if they did."""
+"""Names of models and tenants. They never become a path, and could not leave a folder if they did."""
 
 SHORTEST_TOKEN = 16
 MIB = 1 << 20
 
 
 class Refused(InputError):
-    """A request that is not served: the HTTP ``status`` and one line that says why, without anything of the body."""
+    """A refused request: the HTTP ``status`` and one line with the reason, without any part of the body."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -60,7 +60,8 @@ class Limits:
 
 
 class Tenants:
-    """Who has which token. ``name`` compares in constant time with every token, hence does not tell how near a guess was."""
+    """The tokens of the tenants. ``name`` compares with every token in constant time, so it does not reveal how close a
+    guess was."""
 
     def __init__(self, tokens: Mapping[str, str]) -> None:
         self._digests = {name: _digest(token.encode()) for name, token in tokens.items()}
@@ -82,7 +83,7 @@ class Tenants:
                     f"{path}, line {number}: expected name:token, at least {SHORTEST_TOKEN} characters of token"
                 )
             if name in found or token in found.values():
-                raise InputError(f"{path}, line {number}: this name or token stands there twice")
+                raise InputError(f"{path}, line {number}: this name or token occurs twice; use each once")
             found[name] = token
         if not found:
             raise InputError(f"{path} holds no token; expected lines name:token")
@@ -99,7 +100,7 @@ class Tenants:
 
 
 def private_text(path: str | Path, what: str) -> str:
-    """A small text file that its owner alone can read. Raises ``InputError`` else."""
+    """A small text file that only its owner can read. Raises ``InputError`` otherwise."""
     try:
         return read_private(path, what, MIB).decode()
     except UnicodeDecodeError:
@@ -111,14 +112,14 @@ def _digest(token: bytes) -> bytes:
 
 
 class Rates:
-    """A bucket of ``burst`` requests for each tenant, filled at ``rate`` a second."""
+    """A bucket of ``burst`` requests for each tenant, refilled at ``rate`` per second."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self.rate, self.burst = rate, float(burst)
         self._left: dict[str, tuple[float, float]] = {}
 
     def wait(self, tenant: str, now: float | None = None) -> float:
-        """Take one request; 0, or the seconds until there is one."""
+        """Take one request from the bucket. Returns 0, or the seconds until one is available."""
         at = time.monotonic() if now is None else now
         left, since = self._left.get(tenant, (self.burst, at))
         left = min(self.burst, left + (at - since) * self.rate)

@@ -1,4 +1,4 @@
-"""How much memory a request takes, from numbers alone, before it runs. No torch.
+"""The memory that a request needs, computed from numbers before it runs. No torch.
 
 Counts are of float32 tensors that exist at the same time; eager attention holds a square of the length for every head. They
 are upper bounds: ``tests/test_service_memory.py`` compares them with what processes take.
@@ -23,7 +23,7 @@ TEXTS, PROMPTS = 64, 32
 
 
 def running(about: Mapping[str, Any], batch: int, length: int, new_tokens: int = 0) -> int:
-    """Bytes that a model takes beside its weights to answer ``batch`` texts of ``length`` tokens, padded to the longest.
+    """Bytes that a model needs, besides its weights, for ``batch`` texts of ``length`` tokens, padded to the longest.
 
     ``about``: as ``rasura.server.models.checked`` describes the model. One layer is alive at a time; of generation, the
     keys and values of all layers are, and grow by ``new_tokens``.
@@ -48,48 +48,48 @@ def _width(about: Mapping[str, Any]) -> int:
     return int(12 * about["hidden"] + 3 * about["inner"])
 
 
-def check_text(about: Mapping[str, Any], number: int, length: int, most: int, new_tokens: int = 0) -> None:
-    """Raises ``Refused`` (413) where one text alone takes more than ``most`` bytes."""
+def check_text(about: Mapping[str, Any], number: int, length: int, max_bytes: int, new_tokens: int = 0) -> None:
+    """Raises ``Refused`` (413) if one text alone needs more than ``max_bytes`` bytes."""
     needs = running(about, 1, length, new_tokens)
-    if needs > most:
+    if needs > max_bytes:
         after = f" and {new_tokens} new ones" if new_tokens else ""
         raise Refused(
             413,
-            f"text {number} of {length} tokens{after} takes {_mib(needs)} MiB to compute, this server gives {_mib(most)}; "
-            "send a shorter text",
+            f"text {number} of {length} tokens{after} needs {_mib(needs)} MiB, but this server allows "
+            f"{_mib(max_bytes)}; send a shorter text",
         )
 
 
-def check_job(about: Mapping[str, Any], batch: int, longest: int, most: int) -> None:
-    """Raises ``Refused`` (413) where a job on batches of ``batch`` texts, the longest of ``longest`` tokens, takes more than
-    ``most`` bytes."""
+def check_job(about: Mapping[str, Any], batch: int, longest: int, max_bytes: int) -> None:
+    """Raises ``Refused`` (413) if a job on batches of ``batch`` texts, the longest of ``longest`` tokens, needs more than
+    ``max_bytes`` bytes."""
     needs = training(about, batch, longest)
-    if needs > most:
+    if needs > max_bytes:
         raise Refused(
             413,
-            f"training on {batch} texts a step, of up to {longest} tokens, takes {_mib(needs)} MiB, this server gives "
-            f"{_mib(most)}; take a smaller batch_size or shorter texts",
+            f"training on {batch} texts per step, of up to {longest} tokens, needs {_mib(needs)} MiB, but this "
+            f"server allows {_mib(max_bytes)}; use a smaller batch_size or shorter texts",
         )
 
 
-def groups(about: Mapping[str, Any], lengths: Sequence[int], most: int) -> list[list[int]]:
-    """The texts of ``lengths`` in batches, of like lengths together, none of which takes more than ``most`` bytes; a text
-    that does so alone is a batch of its own. Each number comes once."""
+def groups(about: Mapping[str, Any], lengths: Sequence[int], max_bytes: int) -> list[list[int]]:
+    """The texts of ``lengths`` in batches of similar lengths, none of which needs more than ``max_bytes`` bytes; a text that
+    needs more by itself is a separate batch. Each number occurs once."""
     out: list[list[int]] = []
     for k in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if out and len(out[-1]) < TEXTS and running(about, len(out[-1]) + 1, lengths[k]) <= most:
+        if out and len(out[-1]) < TEXTS and running(about, len(out[-1]) + 1, lengths[k]) <= max_bytes:
             out[-1].append(k)
         else:
             out.append([k])
     return out
 
 
-def together(about: Mapping[str, Any], prompts: Sequence[tuple[int, int]], most: int) -> int:
+def together(about: Mapping[str, Any], prompts: Sequence[tuple[int, int]], max_bytes: int) -> int:
     """How many of the first ``prompts`` (tokens, new tokens) are continued side by side; at least one where there is any."""
     length = new_tokens = count = 0
     for own, more in prompts[:PROMPTS]:
         length, new_tokens = max(length, own), max(new_tokens, more)
-        if count and running(about, count + 1, length, new_tokens) > most:
+        if count and running(about, count + 1, length, new_tokens) > max_bytes:
             break
         count += 1
     return count

@@ -1,4 +1,4 @@
-"""What the service makes of a model folder without a tokenizer: checked before it is kept, loaded to train or to run."""
+"""Model folders without a tokenizer: checked before they are stored, and loaded for training or inference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rasura.server.limits import Refused
 from rasura.service_protections.obfuslm.key import PAIR
 
 FAMILIES = frozenset({"bert", "roberta", "distilbert", "gpt2", "llama"})
-"""Model types that are taken: those whose obfuscation is tested."""
+"""Accepted model types: those whose obfuscation is tested."""
 
 CODE = ("auto_map", "quantization_config", "adapter_config", "base_model_name_or_path")
 """Entries of a config.json by which a library would load something besides these two files."""
@@ -25,18 +25,18 @@ LARGEST, DEEPEST = 1 << 22, 256
 """A number in a config.json, at most; layers, at most: both before a model is built from it."""
 
 MOST_POSITIONS = 8192
-"""Rows of a table of positions, at most."""
+"""Maximum rows of a table of positions."""
 
 DTYPES = frozenset({"F32", "F16", "BF16"})
 
 
 def checked(folder: Path) -> dict[str, Any]:
-    """What there is to know of the model in ``folder``, without allocating it.
+    """The description of the model in ``folder``, without allocating it.
 
     Returns ``kind`` (classification or causal), ``vocabulary``, ``max_length`` in tokens, ``labels``, ``pad``, ``ends`` (ids
     that end a text), ``hidden``, ``blocks``, ``heads``, ``inner`` (width of the feed-forward part), ``parameters``,
-    ``pair``. Raises ``Refused`` for a config that is none, of another family, or whose model has other tensors than the
-    file: what is allocated later is as large as what was sent.
+    ``pair``. Raises ``Refused`` for a config that is invalid, is of another family, or describes other tensors than the file
+    holds: what is allocated later is as large as what was sent.
     """
     config = _config(folder / CONFIG)
     kinds = config.get("architectures")
@@ -92,7 +92,7 @@ def _config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        raise Refused(422, f"{CONFIG} is no JSON") from None
+        raise Refused(422, f"{CONFIG} is not valid JSON") from None
     if not isinstance(found, dict) or str(found.get("model_type")) not in FAMILIES:
         raise Refused(422, f"{CONFIG}: model_type must be one of {', '.join(sorted(FAMILIES))}")
     if any(name in found for name in CODE):

@@ -21,7 +21,7 @@ from rasura.server.store import Model, Store
 
 @dataclass(frozen=True)
 class Service:
-    """A running service without its web framework. Whatever a tenant may not do raises ``Refused``.
+    """A running service without its web framework. Anything that a tenant may not do raises ``Refused``.
 
     ``arriving``: bytes of each tenant that are being uploaded; ``leaving``: downloads of each that are not finished.
     """
@@ -41,7 +41,7 @@ class Service:
     def check_bytes(self, tenant: str, total: int) -> None:
         """Refuse (413) more bytes of models than one tenant may have."""
         if total > self.limits.tenant_bytes:
-            raise Refused(413, f"your models may have {self.limits.tenant_bytes} bytes together; delete one first")
+            raise Refused(413, f"your models may have at most {self.limits.tenant_bytes} bytes in total; delete one first")
 
     @contextmanager
     def room(self, tenant: str, size: int) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Service:
         ``place``."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != CONTENT_TYPE:
-            raise Refused(415, f"the body must be of {CONTENT_TYPE}; forms, archives and pickles are not taken")
+            raise Refused(415, f"the body must have the type {CONTENT_TYPE}; forms, archives and pickles are not accepted")
         body = Incoming(stream, int(headers["content-length"]))
         head = await body.header(frozenset(files), files)
         check(head)
@@ -71,7 +71,7 @@ class Service:
     def check_downloads(self, tenant: str) -> None:
         """Refuse (429) another download beside as many as a tenant may have."""
         if self.leaving[tenant] >= self.limits.downloads:
-            raise Refused(429, f"there are {self.limits.downloads} downloads that are not finished; wait for one")
+            raise Refused(429, f"{self.limits.downloads} downloads are not finished; wait until one ends")
 
     async def sent(self, tenant: str, body: Outgoing) -> AsyncIterator[bytes]:
         """The chunks of ``body``, a download that is counted until it ends."""
@@ -94,7 +94,7 @@ class Service:
         ]
         logits = await self.engine.classify(model, rows)
         if not bool(logits.isfinite().all()):
-            raise Refused(409, "the model's answer is no finite number; its weights or its training went wrong")
+            raise Refused(409, "the model's answer is not a finite number; its weights are damaged or its training failed")
         found: list[list[float]] = logits.tolist()
         return found
 
@@ -108,7 +108,7 @@ class Service:
 
     def _check_ids(self, model: Model, kind: str, texts: list[list[int]], longest: int, new_tokens: int = 0) -> None:
         if model.about["kind"] != kind:
-            raise Refused(409, f"this model is not for that; its kind is {model.about['kind']}")
+            raise Refused(409, f"this model cannot do that; its kind is {model.about['kind']}")
         size = model.about["vocabulary"]
         for number, ids in enumerate(texts):
             if not 1 <= len(ids) <= longest:

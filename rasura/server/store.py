@@ -1,7 +1,8 @@
-"""Models and jobs of the service: SQLite for what is, a folder for each one's files. Survives a kill at any point. No torch.
+"""The models and jobs of the service: SQLite for their state, and a folder for the files of each. It survives a kill at any
+point. No torch.
 
 ``STORE/service.sqlite``; ``models/ID`` (config.json, model.safetensors); ``jobs/ID`` (the data and the training's
-checkpoints, removed when the job ends); ``incoming/ID`` for what is not yet whole. IDs are the server's, never a client's.
+checkpoints, removed when the job ends); ``incoming/ID`` for incomplete uploads. The server chooses IDs, never a client.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Model:
     bytes: int
 
     def to_dict(self) -> dict[str, Any]:
-        """What its tenant is told."""
+        """The description for its tenant."""
         return {"name": self.name, "bytes": self.bytes, **self.about}
 
 
@@ -67,7 +68,7 @@ class Job:
     starts: int
 
     def to_dict(self) -> dict[str, Any]:
-        """What its tenant is told."""
+        """The description for its tenant."""
         return {
             "id": self.id, "model": self.name, "output": self.output, "state": self.state, "reason": self.reason,
             "epoch": len(self.epochs), "of": self.settings["epochs"], "epochs": self.epochs,
@@ -112,7 +113,7 @@ class Store:
 
     @contextmanager
     def incoming(self) -> Iterator[Path]:
-        """A fresh folder, gone after the block unless it was moved to its place."""
+        """A new folder, which is removed after the block unless it was moved to its place."""
         place = self.folder / "incoming" / secrets.token_hex(8)
         place.mkdir(mode=0o700)
         try:
@@ -203,8 +204,9 @@ class Store:
 
     # jobs
 
-    def add_job(self, model: Model, output: str, settings: Mapping[str, Any], place: Path, most: int) -> Job:
-        """Queue a job whose data lie in ``place``. Raises ``Refused`` beyond ``most`` open jobs, and for a taken name."""
+    def add_job(self, model: Model, output: str, settings: Mapping[str, Any], place: Path, max_open: int) -> Job:
+        """Queue a job whose data are in ``place``. Raises ``Refused`` beyond ``max_open`` open jobs, and for a name that is
+        taken."""
         job = Job(secrets.token_hex(8), model.tenant, model.id, model.name, output, settings, "queued", "", [], 0)
         target = self.folder / "jobs" / job.id
         try:
@@ -212,8 +214,8 @@ class Store:
                 self.model(model.tenant, model.name)
                 self._check_free(model.tenant, output, None)
                 count = self._rows("SELECT COUNT(*) FROM jobs WHERE tenant = ? AND state IN (?, ?)", model.tenant, *OPEN)
-                if count[0][0] >= most:
-                    raise Refused(429, f"there are {most} jobs that are not finished; wait for one")
+                if count[0][0] >= max_open:
+                    raise Refused(429, f"{max_open} jobs are not finished; wait until one ends")
                 row = (job.id, job.tenant, job.model, job.name, output, json.dumps(settings), time.time())
                 db.execute("INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, 'queued', '', '[]', 0, ?)", row)
                 os.replace(place, target)
@@ -277,7 +279,7 @@ def _job(row: Any) -> Job:
 
 @contextmanager
 def exclusive(path: Path, seconds: float, what: str) -> Iterator[None]:
-    """Hold ``path`` for this process alone; it is free again as soon as the process is gone, however it went.
+    """Hold ``path`` exclusively for this process. It is released as soon as the process ends, however it ends.
 
     A lock of SQLite, since the operating systems' own differ. Raises ``InputError`` after ``seconds``.
     """

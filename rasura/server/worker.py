@@ -1,6 +1,6 @@
 """One fine-tuning job in a process of its own: ``python -m rasura.server.worker STORE JOB DEVICE``.
 
-It ends with the server (its standard input closes then), and goes on from the last whole epoch when it is started again.
+It ends with the server (its standard input closes then), and resumes from the last complete epoch when it is started again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rasura.victims.train import FineTuning
 
 
 def train(store: Store, job: Job, device: str) -> None:
-    """Train what ``job`` says and put the model in its place. Raises ``InputError`` for what its tenant can mend."""
+    """Train by ``job`` and store the model. Raises ``InputError`` for errors that its tenant can fix."""
     import torch
 
     source = store.model_by_id(job.model)
@@ -67,11 +67,11 @@ def train(store: Store, job: Job, device: str) -> None:
         store.add_model(job.tenant, job.output, models.checked(part), part, by=job.id)
 
 
-def _figures(model: nn.Module, held: list[Batch], task: Task, pad: int, most: int) -> dict[str, float]:
+def _figures(model: nn.Module, held: list[Batch], task: Task, pad: int, max_together: int) -> dict[str, float]:
     """Of the ``held`` texts, at most as many at once as a step of the training takes, which the memory was counted for."""
     if task == "causal":
-        return causal(*nats(model, held, pad, together=min(16, most)))
-    return classification(predictions(model, held, pad, together=min(64, most)), [int(row.labels[0]) for row in held])
+        return causal(*nats(model, held, pad, together=min(16, max_together)))
+    return classification(predictions(model, held, pad, together=min(64, max_together)), [int(row.labels[0]) for row in held])
 
 
 def _end_with_parent() -> None:
@@ -80,7 +80,7 @@ def _end_with_parent() -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one job; what goes wrong stands in the store, and nowhere else: messages of libraries may quote data."""
+    """Run one job. Errors are written to the store and nowhere else: messages of libraries may quote data."""
     folder, number, device = arguments
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = Store(folder)

@@ -1,1 +1,1 @@
-"""Protections of a model service: ObfusLM, and what it is compared to."""
+"""Protections of a model service: ObfusLM and the methods that it is compared with."""

@@ -1,4 +1,4 @@
-"""SentinelLMs (Mishra et al. 2024): the word embedding moved by glide reflections, which leave all distances as they are."""
+"""SentinelLMs (Mishra et al. 2024): the word embedding is moved by glide reflections, which preserve all distances."""
 
 from __future__ import annotations
 

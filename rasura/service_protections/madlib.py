@@ -19,11 +19,11 @@ from rasura.victims.models import parts
 
 @dataclass(frozen=True)
 class NoisyTokens(Service):
-    """A service whose client sends, for each token by itself, the one nearest to its vector with noise.
+    """A service whose client sends, for each token independently, the token nearest to its vector plus noise.
 
-    The noise has the density ``exp(-epsilon * size)``: a direction as likely as any other, and a length drawn from the gamma
-    distribution of shape ``width`` and scale ``1 / epsilon``. ``words``: the vectors, of which tokens without one are sent
-    as they are and for no other.
+    The noise has the density ``exp(-epsilon * size)``: a uniform direction, and a length drawn from the gamma distribution
+    of shape ``width`` and scale ``1 / epsilon``. ``words``: the vectors, of which tokens without one are sent as they are
+    and for no other.
     """
 
     words: Words | None = None
@@ -31,11 +31,11 @@ class NoisyTokens(Service):
 
     @property
     def draws(self) -> bool:
-        """It always does."""
+        """Always true."""
         return True
 
     def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:
-        """The ids that the client sends for ``texts``, every time anew; special tokens stay."""
+        """The ids that the client sends for ``texts``, drawn again at every call; special tokens are unchanged."""
         assert self.words is not None
         rng = rng or secret_generator()
         table, others = self.words.table, self.words.known.nonzero().flatten()

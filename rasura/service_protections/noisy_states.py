@@ -17,13 +17,13 @@ from rasura.service_protections.split import Change
 
 
 def analytic_sigma(epsilon: float, delta: float) -> float:
-    """The least standard deviation of Gaussian noise at sensitivity 1 that is (epsilon, delta) private, by bisection.
+    """The smallest standard deviation of Gaussian noise at sensitivity 1 that is (epsilon, delta) private, by bisection.
 
     Balle and Wang 2018, theorem 8: delta = Phi(1 / 2s - epsilon s) - e^epsilon Phi(-1 / 2s - epsilon s). DP-Forward's
     analytic matrix Gaussian mechanism is this for matrices, with independent entries.
     """
     if not (epsilon > 0 and 0 < delta < 1):
-        raise InputError(f"epsilon {epsilon}, delta {delta}; expected one above 0, and one between 0 and 1")
+        raise InputError(f"epsilon {epsilon}, delta {delta}; expected epsilon above 0 and delta between 0 and 1")
     from scipy.stats import norm
 
     def spent(sigma: float) -> float:
@@ -92,7 +92,8 @@ class Cape(Change):
     def __init__(self, table: Tensor, names: Tensor, epsilon: float = 5.0, adversary: float = 0.1) -> None:
         super().__init__()
         if not (epsilon > 0 and adversary >= 0):
-            raise InputError(f"cape: epsilon {epsilon}, adversary {adversary}; expected one above 0, and at least 0")
+            raise InputError(f"cape: epsilon {epsilon}, adversary {adversary}; expected epsilon above 0 and "
+                "adversary at least 0")
         self.epsilon, self.weight = epsilon, adversary
         place = torch.full((len(table),), -100)
         place[names] = torch.arange(len(names))
@@ -136,7 +137,7 @@ class Prototypes(Change):
     ) -> None:
         super().__init__()
         if min(close, away, noise) < 0:
-            raise InputError(f"textobfuscator: close {close}, away {away}, noise {noise}; expected none below 0")
+            raise InputError(f"textobfuscator: close {close}, away {away}, noise {noise}; expected values of at least 0")
         self.close, self.away, self.noise = close, away, noise
         self.register_buffer("clusters", clusters)
         self.register_buffer("spread", centres.std())

@@ -1,8 +1,8 @@
 """Token replacement with metric or local differential privacy: SANTEXT+ (Yue et al. 2021) and CUSTEXT+ (Chen et al. 2023).
 
-The client draws another token in place of each, every time anew, from a distribution that the mechanism fixes and anybody
-can compute. What is sent are ordinary ids of the public model. Both papers replace words; here it is tokens, so that a
-model's own table can stand in for word vectors, and lengths stay as they are.
+The client replaces each token by a random one, drawn again each time, from a distribution that the mechanism fixes and
+anyone can compute. What is sent are ordinary ids of the public model. Both papers replace words; here it is tokens, so that
+a model's own table can stand in for word vectors, and lengths stay as they are.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""ObfusLM: a model whose tokens and rows only its owner can name, for a service that is not to see text (Lin et al.)."""
+"""ObfusLM: a model whose tokens and rows only its owner can identify, for a service that must not see text (Lin et al.)."""

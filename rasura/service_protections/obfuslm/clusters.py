@@ -1,4 +1,4 @@
-"""EmbedCluster: rows that lie near each other, put into clusters (ObfusLM, appendix B, Algorithm 1).
+"""EmbedCluster: puts rows that are near each other into clusters (ObfusLM, appendix B, Algorithm 1).
 
 Where this departs from the paper, each an option of ``embed_cluster``: rows that have a cluster are skipped (the printed
 line 13 takes them again, against "each embedding will only be assigned to one cluster"), and clusters that stay smaller than
@@ -76,7 +76,7 @@ def embed_cluster(
     if not 1 <= k <= count:
         raise InputError(f"a cluster of {k} cannot be formed from {count} rows; pass k between 1 and {count}")
     if not 0 <= beta <= 1:
-        raise InputError(f"beta is {beta}; expected a share between 0 and 1")
+        raise InputError(f"beta is {beta}; expected a fraction between 0 and 1")
     if k == 1:
         return Clusters(torch.arange(count), torch.arange(count + 1))
     rows = _unit(table)

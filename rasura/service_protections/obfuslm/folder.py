@@ -60,7 +60,7 @@ def obfuscate_model(
         if path.exists():
             raise InputError(f"{path} already exists; remove it or choose another name")
     if target.resolve() in secret.resolve().parents:
-        raise InputError(f"the key {secret} would lie in the server's folder {target}; choose another place for it")
+        raise InputError(f"the key {secret} would be inside the server's folder {target}; choose another place for it")
     if not secret.resolve().parent.is_dir():
         raise InputError(f"the folder of the key {secret} does not exist; make it first")
     victim = load(model, task or task_of(model), num_labels=num_labels)

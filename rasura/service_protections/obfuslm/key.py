@@ -1,4 +1,4 @@
-"""The key of an obfuscated model: what its owner keeps, and how it lies in a file.
+"""The key of an obfuscated model, kept by its owner, and its file format.
 
 Layout: safetensors, the permutation and the tokenizer as tensors, the rest as JSON in its header; no pickle, no code. With a
 passphrase those bytes are sealed by AES-256-GCM under a key that scrypt derives, behind a magic, a salt and a nonce.
@@ -49,8 +49,8 @@ class Key:
         return f"Key(for the obfuscated model {self.pair}, {len(self.tokens)} tokens)"
 
     def save(self, path: str | Path, passphrase: str | None = None) -> None:
-        """Write the key, whole or not at all; its owner alone can read it, from its first byte on. Raises ``InputError``
-        where a file of this name exists: keys are not overwritten."""
+        """Write the key, completely or not at all. Only its owner can read it, from its first byte on. Raises ``InputError``
+        if a file of this name exists: keys are not overwritten."""
         data = self._bytes()
         if passphrase is not None:
             data = _sealed(data, passphrase)
@@ -70,8 +70,8 @@ class Key:
 
     @classmethod
     def load(cls, path: str | Path, passphrase: str | None = None) -> Key:
-        """Read a file of ``save``. Raises ``InputError`` for another file, one that others can read, a damaged one, a wrong
-        passphrase."""
+        """Read a file of ``save``. Raises ``InputError`` for any other file, for a file that others can read, for a damaged
+        file, and for a wrong passphrase."""
         file = Path(path)
         data = read_private(file, "key", LIMIT)
         if data.startswith(MAGIC):
@@ -99,8 +99,8 @@ class Key:
             return cls(tokens, text.decode(), head["options"], head["pair"], head["base"], head["settings"])
         except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError):
             raise InputError(
-                f"{file} holds no whole key of an obfuscated model; restore it from a copy, or make one with rasura protect "
-                "obfuslm"
+                f"{file} does not hold a complete key of an obfuscated model; restore it from a copy, or make "
+                "one with rasura protect obfuslm"
             ) from None
 
 
@@ -122,7 +122,7 @@ def _cipher(passphrase: str, salt: bytes) -> Any:
 
 def _sealed(data: bytes, passphrase: str) -> bytes:
     if not passphrase:
-        raise InputError("the passphrase is empty; pass one, or none at all")
+        raise InputError("the passphrase is empty; pass a passphrase, or leave it out")
     salt, nonce = os.urandom(SALT), os.urandom(NONCE)
     sealed: bytes = _cipher(passphrase, salt).encrypt(nonce, data, MAGIC)
     return MAGIC + salt + nonce + sealed

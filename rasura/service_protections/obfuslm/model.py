@@ -1,4 +1,4 @@
-"""An obfuscated copy of a model, and the secrets that go with it (ObfusLM, sec. 4.2 and 4.4)."""
+"""An obfuscated copy of a model and its secrets (ObfusLM, sec. 4.2 and 4.4)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def _hide_tokens(
     kept[[i for i in fixed if 0 <= i < len(table)]] = True
     movable = (~kept).nonzero().flatten()
     if settings.k > len(movable):
-        raise InputError(f"clusters of {settings.k} tokens: the vocabulary has {len(movable)} to hide; pass a smaller k")
+        raise InputError(f"clusters of {settings.k} tokens, but the vocabulary has only {len(movable)} to hide; "
+            "pass a smaller k")
     tokens = torch.arange(len(table))
     tokens[movable] = movable[permutation(len(movable), rng)]
     source = tokens.argsort()
@@ -110,7 +111,8 @@ def _hide_tokens(
 def _hide_dimensions(model: nn.Module, table: Tensor, settings: ObfuscationSettings, rng: Randomness) -> None:
     columns = table.detach().T
     if settings.hidden_k > len(columns):
-        raise InputError(f"clusters of {settings.hidden_k} dimensions: the model has {len(columns)}; pass a lower hidden_k")
+        raise InputError(f"clusters of {settings.hidden_k} dimensions, but the model has only {len(columns)}; "
+            "pass a smaller hidden_k")
     clusters: Clusters = embed_cluster(columns, settings.hidden_k, settings.beta)
     weights = weight_synth(columns, clusters, settings.hidden_epsilon, rng) if settings.hidden_k > 1 else None
     order = permutation(len(columns), rng)

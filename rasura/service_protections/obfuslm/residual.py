@@ -17,7 +17,7 @@ from rasura.victims.models import QKV_NAMES, Linear, parts
 
 READS = QKV_NAMES | {"gate_proj", "up_proj", "c_fc", "lin1", "intermediate.dense", "fc1"}
 WRITES = frozenset({"o_proj", "down_proj", "out_lin", "lin2", "output.dense", "c_proj", "fc2"})
-"""What the families call the layers of a block that read the stream, and those whose outputs are added to it."""
+"""Names, in the model families, of the layers that read the stream and of those whose outputs are added to it."""
 
 
 def _named(module: str, names: frozenset[str]) -> bool:
@@ -28,7 +28,7 @@ def _named(module: str, names: frozenset[str]) -> bool:
 def stream_axes(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
     """Every parameter that touches the residual stream, once, with its axis of that dimension.
 
-    Raises ``InputError`` that names a layer of which it is not known whether it reads or writes the stream.
+    Raises ``InputError``, with the name of the layer, if it is not known whether a layer reads or writes the stream.
     """
     known = parts(model)
     seen: set[int] = set()
@@ -55,11 +55,12 @@ def stream_axes(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
         elif _named(lin.module, WRITES):
             yield from linear(lin, False)
         else:
-            raise InputError(f"{type(model).__name__}: --plus knows not if {lin.module} reads the stream")
+            raise InputError(f"{type(model).__name__}: it is not known whether {lin.module} reads the residual "
+                "stream, which --plus needs; leave out --plus")
     if model_head(model) is not None and len(outside) > 1:
         raise InputError(
-            f"{type(model).__name__}: its head has more layers than one ({outside[0].module}); --plus takes "
-            "classifiers, and causal models of GPT-2's and Llama's kind"
+            f"{type(model).__name__}: its head has more than one layer ({outside[0].module}); --plus supports "
+            "classifiers, and causal models like GPT-2 and Llama"
         )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.embedding_dim == known.hidden:

@@ -1,4 +1,4 @@
-"""The settings of an obfuscation, which are no secret."""
+"""The settings of an obfuscation. They are not secret."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from rasura.core.interfaces import InputError
 @dataclass(frozen=True)
 class ObfuscationSettings:
     """Rows a cluster ``k``, strength ``epsilon`` of a row's own share in its mixture, threshold ratio ``beta``; ``k=1`` only
-    permutes the vocabulary. Neither k nor epsilon is a guarantee: ``docs/obfuslm.md`` says what they are worth as measured.
+    permutes the vocabulary. Neither k nor epsilon is a guarantee: ``docs/obfuslm.md`` says what they achieve in
+    measurements.
 
     ``plus``: ObfusLM+, the hidden dimension too, with ``hidden_k`` and ``hidden_epsilon`` (the paper's 10 and 3).
-    ``disjoint=False`` and ``merge_leftovers=False`` are the algorithms as printed. Raises ``InputError`` for what cannot be.
+    ``disjoint=False`` and ``merge_leftovers=False`` are the algorithms as printed. Raises ``InputError`` for invalid values.
 
     >>> ObfuscationSettings(k=4).plus
     False
@@ -37,7 +38,7 @@ class ObfuscationSettings:
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} is {getattr(self, name)}; expected a number above 0")
         if not 0 <= self.beta <= 1:
-            raise InputError(f"beta is {self.beta}; expected a share between 0 and 1")
+            raise InputError(f"beta is {self.beta}; expected a fraction between 0 and 1")
 
     def to_dict(self) -> Mapping[str, float | int | bool]:
         """The settings by name, as plain figures."""

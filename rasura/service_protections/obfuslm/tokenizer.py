@@ -1,4 +1,4 @@
-"""The client's tokenizer: the model's own, its vocabulary shuffled by the key (ObfusLM, sec. 4.3)."""
+"""The client's tokenizer: that of the model, with its vocabulary shuffled by the key (ObfusLM, sec. 4.3)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OPTIONS = ("model_max_length", "padding_side", "truncation_side", "model_input_n
 
 
 class ObfuscatedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # transformers is read as untyped
-    """Encodes text to the ids of an obfuscated model, and decodes what it answers: ``ObfuscatedTokenizer("my.key")``.
+    """Encodes text to the ids of an obfuscated model, and decodes its answers: ``ObfuscatedTokenizer("my.key")``.
 
-    It is a fast tokenizer of Hugging Face, hence goes wherever one goes: ``generate``, ``Trainer``, chat templates. Give it
-    the served ``model`` too (a folder, a model, or the id that its ``config.json`` states) to be told if the key belongs to
-    another. Raises ``InputError`` for a key that cannot be read and for ids outside the vocabulary.
+    It is a Hugging Face fast tokenizer and works wherever one does: ``generate``, ``Trainer``, chat templates. Pass the
+    served ``model`` too (a folder, a model, or the id that its ``config.json`` states) to check that the key belongs to it.
+    Raises ``InputError`` for a key that cannot be read and for ids outside the vocabulary.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ObfuscatedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # tra
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         wrong = next((int(i) for i in ids if not 0 <= int(i) < self._rows), None)
         if wrong is not None:
-            raise InputError(f"id {wrong} is outside the vocabulary of {self._rows}; replace -100, if there is any")
+            raise InputError(f"id {wrong} is outside the vocabulary of {self._rows}; replace -100 if it is among them")
         return str(super()._decode(token_ids, *args, **kwargs))
 
     def save_pretrained(self, *_: Any, **__: Any) -> tuple[str, ...]:
@@ -48,14 +48,14 @@ class ObfuscatedTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]  # tra
 
     def push_to_hub(self, *_: Any, **__: Any) -> str:
         """Raises ``InputError``: the shuffled vocabulary is the key."""
-        raise InputError("this tokenizer holds a key; it is not published")
+        raise InputError("this tokenizer holds a key and must not be published")
 
 
 def describe(tokenizer: Any) -> tuple[str, dict[str, Any]]:
     """A fast tokenizer as JSON, and its options. Raises ``InputError`` for one that is not fast."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise InputError(f"{type(tokenizer).__name__} is no fast tokenizer; expected a folder with tokenizer.json")
+        raise InputError(f"{type(tokenizer).__name__} is not a fast tokenizer; expected a folder with tokenizer.json")
     options = {name: getattr(tokenizer, name, None) for name in OPTIONS}
     options |= {name: str(t) for name in SPECIAL if (t := getattr(tokenizer, name, None)) is not None}
     return str(backend.to_str()), {name: value for name, value in options.items() if value is not None}
@@ -105,4 +105,5 @@ def check_pair(key: Key, model: str | Path | nn.Module) -> None:
         found = str(model)
     if found != key.pair:
         other = found or "not obfuscated"
-        raise InputError(f"the key is for the obfuscated model {key.pair}, this one is {other}; pass its own key")
+        raise InputError(f"the key belongs to the obfuscated model {key.pair}, but this one is {other}; pass "
+            "the key of this model")
