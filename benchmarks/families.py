@@ -32,7 +32,7 @@ from rasura.victims.structure import verify_parts
 
 PROTECTIONS = ("none", "frozen-embeddings")
 HIDDEN = 128
-MOST_WORDS = 10
+MAX_WORDS = 10
 NAMES = {
     "bert": "BERT", "roberta": "RoBERTa", "distilbert": "DistilBERT", "albert": "ALBERT", "electra": "ELECTRA",
     "deberta-v2": "DeBERTa-v2", "mpnet": "MPNet", "modernbert": "ModernBERT", "xlnet": "XLNet", "t5": "T5 (encoder)",
@@ -108,7 +108,7 @@ def line(family: str, task: Task, examples: Sequence[Example], sizes: Sequence[i
     start = PAD if family == "mpnet" else CLS
     texts = [e.text for e in examples]
     known = Words(texts, 3, 800)
-    examples = [e for e in examples if known.whole(e.text) and len(e.text.split()) <= MOST_WORDS]
+    examples = [e for e in examples if known.whole(e.text) and len(e.text.split()) <= MAX_WORDS]
     end = SEP if task == "classification" else None
     rows = [known.row(e.text, start, end) for e in examples]
     words = Vocabulary(

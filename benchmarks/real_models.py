@@ -31,7 +31,7 @@ from rasura.registry import parse_defense
 from rasura.victims.loading import load
 from rasura.victims.step import step
 
-LEAST_WORDS = 6
+MIN_WORDS = 6
 HEAD = "| batch | protection | tokens | exact | ROUGE-1 | confidence | CPU s | peak GB |\n" + "|---" * 8 + "|"
 
 
@@ -39,7 +39,7 @@ def row(texts: str, model: str, task: Task, size: int, defense: str, draw: int) 
     """One line of the table: one batch."""
     torch.set_num_threads(1)
     victim = load(model, task)
-    examples = [e for e in load_examples(texts) if len(e.text.split()) >= LEAST_WORDS]
+    examples = [e for e in load_examples(texts) if len(e.text.split()) >= MIN_WORDS]
     examples = sorted(examples, key=lambda e: derive(0, e.text))[draw * size : (draw + 1) * size]
     batch = encode(examples, victim.tokenizer, task, max_length=64, num_labels=2)
     sent = step(

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from fuzz.running import MOST_GROWTH, run
+from fuzz.running import MAX_GROWTH, run
 from fuzz.targets import TARGETS
 
 
@@ -35,7 +35,7 @@ def main() -> int:
         for number, why in state.failures:
             sys.stdout.write(f"  input {number} ({place}/failure-{number}.bin): {why}\n")
         sys.stdout.flush()
-        bad += state.failed + (state.growth > MOST_GROWTH)
+        bad += state.failed + (state.growth > MAX_GROWTH)
     return 1 if bad else 0
 
 

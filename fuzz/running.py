@@ -26,7 +26,7 @@ SECONDS = 20
 ROOM = 1 << 30
 """Bytes of address space beyond what a process has at its start: more ends in ``MemoryError``, which is a failure."""
 
-MOST_GROWTH = 300 << 20
+MAX_GROWTH = 300 << 20
 KEPT = 20
 """Failing inputs that are kept of a target."""
 
@@ -121,7 +121,7 @@ def run_here(target: Target, place: Path, seed: int, until: int, *, limited: boo
         attempt(target, input_of(target, seeds, seed, -1 - number))
     if limited:
         _limit()
-    start, begun, before = _most(), time.perf_counter(), state.seconds
+    start, begun, before = _max_bytes(), time.perf_counter(), state.seconds
     current = _Current(place)
     while state.done < until:
         number = state.done
@@ -134,7 +134,7 @@ def run_here(target: Target, place: Path, seed: int, until: int, *, limited: boo
             state.fail(place, number, data, why)
         if state.done % EVERY == 0 or state.done == until or why:
             state.seconds = before + time.perf_counter() - begun
-            state.growth = max(state.growth, _most() - start)
+            state.growth = max(state.growth, _max_bytes() - start)
             state.write(place)
     return state
 
@@ -157,7 +157,7 @@ class _Current:
         return int.from_bytes(self._held[:], "little")
 
 
-def _most() -> int:
+def _max_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from training_setting import RECIPE, figures, rows
 
-from rasura.core.accumulation import Accumulator, gathered, least_tokens, tokens_in, width
+from rasura.core.accumulation import Accumulator, gathered, needed_tokens, tokens_in, width
 from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable, NotSent
 from rasura.core.rng import generator
@@ -63,7 +63,7 @@ def test_multiples_are_of_the_hidden_size(family: str) -> None:
         ("accumulate:7", 7),
         ("none", 0),
     ):
-        assert least_tokens((p.mechanism for p in parse_defense(text)), model) == least
+        assert needed_tokens((p.mechanism for p in parse_defense(text)), model) == least
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "1.5", "0d", "infd", "nand", "many", "d"])

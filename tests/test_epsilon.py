@@ -12,7 +12,7 @@ import pytest
 from rasura.accounting import checked_delta, epsilon, sigma_for
 from rasura.accounting import epsilon as _function  # the name of the function hides that of its module
 from rasura.accounting.epsilon import (
-    LEAST_SIGMA,
+    MIN_SIGMA,
     ORDERS,
     PAPER_ORDERS,
     Sampled,
@@ -138,7 +138,7 @@ def test_what_cannot_be_is_said() -> None:
         Sampled(1.0, 1.0, 1, "uniform"): "unknown noise 'uniform'; known: gaussian, laplace",
     }.items():
         assert said(part.checked) == f"accounting: {words}"
-    for part in (Sampled(LEAST_SIGMA, 1.0, 1), Sampled(1.0, 5e-324, 1, "laplace")):
+    for part in (Sampled(MIN_SIGMA, 1.0, 1), Sampled(1.0, 5e-324, 1, "laplace")):
         assert part.checked() is part
     for delta in (0.0, 1.0, -1.0, math.nan):
         assert said(lambda d=delta: checked_delta(d)) == (  # type: ignore[misc]

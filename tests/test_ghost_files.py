@@ -58,7 +58,7 @@ def test_a_damaged_table_is_refused(tmp_path: Path, model_folder: Path) -> None:
     about["settings"] = json.dumps(vars(SETTINGS))
     for name, bad in (("ids", whole.ids + 10_000), ("offsets", whole.offsets.flip(0)), ("k", whole.k.float())):
         save_file({**load_file(path), name: bad.contiguous()}, tmp_path / "bad.safetensors", metadata=about)
-        with pytest.raises(InputError, match="its tensors are none of a shadow table"):
+        with pytest.raises(InputError, match="its tensors are not those of a shadow table"):
             ShadowTable.load(tmp_path / "bad.safetensors")
 
 

@@ -288,7 +288,7 @@ def test_what_cannot_be_is_told_in_one_line(public: Path, tmp_path: Path) -> Non
     made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", PERMUTED)
     other = obfuscate_model(public, tmp_path / "other", tmp_path / "other.key", PERMUTED)
     cases = [
-        (lambda: rasura.ObfuscatedTokenizer(made.key, model=other.folder), "the key is for the obfuscated model"),
+        (lambda: rasura.ObfuscatedTokenizer(made.key, model=other.folder), "the key belongs to the obfuscated model"),
         (lambda: rasura.ObfuscatedTokenizer(made.key, model=public), "not obfuscated"),
         (lambda: rasura.ObfuscatedTokenizer(tmp_path / "none.key"), "cannot be read"),
         (lambda: obfuscate_model(public, tmp_path / "served", tmp_path / "new.key", PERMUTED), "already exists"),
@@ -306,7 +306,7 @@ def test_what_cannot_be_is_told_in_one_line(public: Path, tmp_path: Path) -> Non
     junk = tmp_path / "junk.key"
     junk.touch(0o600)
     junk.write_bytes(b"\x80\x04 not a key")
-    with pytest.raises(InputError, match="holds no whole key"):
+    with pytest.raises(InputError, match="does not hold a complete key"):
         Key.load(junk)
     assert not (tmp_path / "new").exists() and not (tmp_path / "new.key").exists()
 

@@ -209,7 +209,7 @@ def test_a_download_that_is_cut_or_wrong_leaves_nothing(setting: Setting, tmp_pa
         (container({}, {"config.json": b"{}", "../model.safetensors": weights}), 0, "config.json and model.safetensors"),
         (container({}, {**files, "model.safetensors": pickle.dumps([1] * 100)}), 0, "not a safetensors file"),
         (container({}, {**files, "model.safetensors": weights[:-10]}), 0, "not a safetensors file"),
-        (b"<html>a proxy's page</html>", 0, "no Rasura container"),
+        (b"<html>a proxy's page</html>", 0, "not a Rasura container"),
         (b"", 0, "ended early"),
     ]
     for body, length, reason in wrong:

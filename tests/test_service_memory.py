@@ -35,14 +35,12 @@ def test_usual_requests_fit_a_laptop_and_squares_of_long_ones_do_not() -> None:
     memory.check_text(BERT, 0, 512, usual.memory)
     memory.check_job(BERT, 32, 128, usual.training_memory)
     memory.check_text(LLAMA, 0, 1024, usual.memory, 256)
-    with pytest.raises(
-        Refused, match=r"^text 3 of 9000 tokens takes \d+ MiB to compute, this server gives 1024; send"
-    ) as found:
+    with pytest.raises(Refused, match=r"^text 3 of 9000 tokens needs \d+ MiB, but this server allows 1024; send") as found:
         memory.check_text(LLAMA, 3, 9000, usual.memory)
     assert found.value.status == 413
-    with pytest.raises(Refused, match=r"text 0 of 10 tokens and 100000 new ones takes"):
+    with pytest.raises(Refused, match=r"text 0 of 10 tokens and 100000 new ones needs"):
         memory.check_text(LLAMA, 0, 10, usual.memory, 100_000)
-    with pytest.raises(Refused, match=r"^training on 512 texts a step, of up to 512 tokens, takes \d+ MiB, this"):
+    with pytest.raises(Refused, match=r"^training on 512 texts per step, of up to 512 tokens, needs \d+ MiB, but this"):
         memory.check_job(BERT, 512, 512, usual.training_memory)
 
 
@@ -107,7 +105,7 @@ def test_a_request_beyond_the_memory_is_refused_and_others_are_served(small: Set
     long = {"input": [5] * 9000, "new_tokens": 1}
     for path, body in (("stories/generate", long), ("stories/generate", {"input": [5], "new_tokens": 1024})):
         answer = ask(small, "POST", f"/v1/models/{path}", ALICE, json=body)
-        assert answer.status_code == 413 and "this server gives 1; send a shorter text" in answer.json()["detail"]
+        assert answer.status_code == 413 and "this server allows 1; send a shorter text" in answer.json()["detail"]
         assert ask(small, "POST", "/v1/models/notes/classify", BOB, json={"inputs": [[1, 5, 2]]}).status_code == 200
     short = ask(small, "POST", "/v1/models/stories/generate", ALICE, json={"input": [5] * 40, "new_tokens": 2})
     assert short.status_code == 200 and len(short.text.splitlines()) == 3
@@ -139,7 +137,7 @@ def test_a_job_beyond_the_memory_is_refused_and_leaves_nothing(small: Setting) -
 
     before = small.server.files()
     status, why = job(64, 64, batch_size=64)
-    assert status == 413 and "take a smaller batch_size or shorter texts" in why and small.server.files() == before
+    assert status == 413 and "use a smaller batch_size or shorter texts" in why and small.server.files() == before
     assert job(4, 8, batch_size=2)[0] == 202
 
 
@@ -148,11 +146,11 @@ def test_one_tenant_cannot_fill_the_queue() -> None:
 
     engine = Engine(None, "cpu", Limits(waiting=3, tenant_waiting=2))  # type: ignore[arg-type]  # nothing is computed
     with engine._counted("alice"), engine._counted("alice"):
-        with pytest.raises(Refused, match="2 of your requests wait") as found:
+        with pytest.raises(Refused, match="2 of your requests are waiting") as found:
             engine.check_room("alice")
         assert found.value.status == 429
         engine.check_room("bob")
-        with engine._counted("bob"), pytest.raises(Refused, match="too many requests wait"):
+        with engine._counted("bob"), pytest.raises(Refused, match="too many requests are waiting"):
             engine.check_room("carol")
     engine.check_room("alice")
     engine.close()

@@ -322,7 +322,7 @@ def test_bad_jobs_are_refused_and_leave_nothing(setting: Setting) -> None:
 
 
 def test_the_key_of_another_model_is_refused_before_anything_is_sent(setting: Setting) -> None:
-    with setting.client(key="llama") as client, pytest.raises(InputError, match="the key is for the obfuscated model"):
+    with setting.client(key="llama") as client, pytest.raises(InputError, match="the key belongs to the obfuscated model"):
         client.classify("notes", TEXTS)
     with setting.client() as client, pytest.raises(InputError, match="is not obfuscated"):
         client.upload(setting.folder / "bert-plain", "plain")

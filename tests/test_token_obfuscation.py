@@ -134,7 +134,7 @@ def test_a_table_is_a_file_that_only_its_model_opens(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="made for another model"):
         ShadowTable.load(tmp_path / "shadows.safetensors", "0" * 32)
     (tmp_path / "broken.safetensors").write_bytes(b"no table")
-    with pytest.raises(InputError, match="no shadow table"):
+    with pytest.raises(InputError, match="is not a shadow table"):
         ShadowTable.load(tmp_path / "broken.safetensors")
     with pytest.raises(InputError, match="made for another model"):
         Selector(tiny("bert", "classification", seed=1), table, frozenset())

@@ -229,7 +229,7 @@ def test_limits_are_the_receivers() -> None:
         ("ciphertexts", "ciphertexts"), ("ciphertext", "bytes of a ciphertext"),
     ):  # fmt: skip
         most = getattr(exact, name) - 1
-        with pytest.raises(WireError, match=f"^the message has {most + 1} {what}; at most {most} are taken$"):
+        with pytest.raises(WireError, match=f"^the message has {most + 1} {what}; at most {most} are accepted$"):
             from_bytes(data, replace(exact, **{name: most}))
 
 

@@ -22,7 +22,7 @@ Accountant = Literal["pld", "rdp", "paper"]
 ACCOUNTANTS = ("pld", "rdp", "paper")
 NOISES = ("gaussian", "laplace")
 
-LEAST_SIGMA = 1e-3
+MIN_SIGMA = 1e-3
 """Below this noise multiplier no epsilon is computed: it would exceed a million after a single step."""
 
 ROUNDING = 1e-13
@@ -70,9 +70,9 @@ class Sampled(NamedTuple):
         """These figures. Raises ``InputError`` if they are invalid."""
         if not 0 < self.sigma < math.inf:
             raise InputError(f"accounting: sigma is {self.sigma}; expected a finite number above 0")
-        if self.sigma < LEAST_SIGMA:
+        if self.sigma < MIN_SIGMA:
             raise InputError(
-                f"accounting: sigma {self.sigma:.3g} is too small for any guarantee; expected {LEAST_SIGMA} or more"
+                f"accounting: sigma {self.sigma:.3g} is too small for any guarantee; expected {MIN_SIGMA} or more"
             )
         if not 0 < self.rate <= 1 or not 1 <= self.steps < math.inf:
             raise InputError(
@@ -196,9 +196,7 @@ def sigma_for(
 
     epsilon(1.0, rate, steps, delta, by="paper" if (by, noise) == ("pld", "gaussian") else by, noise=noise)  # what cannot be
     if by == "paper":
-        return _as_opacus(
-            lambda sigma: math.inf if sigma < LEAST_SIGMA else epsilon(sigma, rate, steps, delta, by=by), target
-        )
+        return _as_opacus(lambda sigma: math.inf if sigma < MIN_SIGMA else epsilon(sigma, rate, steps, delta, by=by), target)
 
     def spent(sigma: float) -> float:
         part = (Sampled(sigma, rate, steps, noise),)
@@ -210,8 +208,8 @@ def sigma_for(
     else:
         high = _least(lambda s: _by_orders((Sampled(s, rate, steps),), delta, ORDERS), target)
     low = high
-    while low > LEAST_SIGMA and spent(low) <= target:
-        low, high = max(LEAST_SIGMA, 0.8 * low), low
+    while low > MIN_SIGMA and spent(low) <= target:
+        low, high = max(MIN_SIGMA, 0.8 * low), low
     while spent(high) > target:
         low, high = high, 1.05 * high
     while high - low > 5e-4 * high:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from rasura.accounting.compositions import DIRECTIONAL, FORMAL, POISSON, composition
-from rasura.accounting.epsilon import LEAST_SIGMA, checked_delta
+from rasura.accounting.epsilon import MIN_SIGMA, checked_delta
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release, Spent, spent
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
@@ -147,9 +147,9 @@ def stated(
             f"delta {run.fails:.3g} is not below 1 / {run.examples} texts: publishing one random text in full "
             "would satisfy this guarantee"
         )
-    if any(release.mechanism in POISSON and release.multiplier < LEAST_SIGMA for release, _ in runs):
-        least = min(release.multiplier for release, _ in runs)
-        return Guarantee(f"{NONE}: sigma {least:.3g} is too small for a guarantee", warnings=(*voids, *notes))
+    if any(release.mechanism in POISSON and release.multiplier < MIN_SIGMA for release, _ in runs):
+        min_multiplier = min(release.multiplier for release, _ in runs)
+        return Guarantee(f"{NONE}: sigma {min_multiplier:.3g} is too small for a guarantee", warnings=(*voids, *notes))
     if any(release.sampling == "unknown" for release, _ in runs):
         if carrier == DIRECTIONAL:
             return Guarantee(f"{NONE}: it is not known how its batches were drawn", warnings=(*voids, *notes))

@@ -173,5 +173,5 @@ def read(state: Any) -> tuple[list[Counted], int]:
     return runs, state["passes"]
 
 
-def _count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _count(value: Any, min_value: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= min_value

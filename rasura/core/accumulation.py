@@ -36,15 +36,15 @@ def width(model: nn.Module) -> int:
     return found
 
 
-def least_tokens(mechanisms: Iterable[Mechanism], model: nn.Module) -> int:
+def needed_tokens(mechanisms: Iterable[Mechanism], model: nn.Module) -> int:
     """How many different tokens an update of ``model`` must hold to be sent under ``mechanisms``; 0 if none of them sets a
     minimum."""
-    least = 0
+    needed = 0
     for one in mechanisms:
         if one.name == NAME:
             tokens, widths = one.parameters.get("tokens"), one.parameters.get("widths")
-            least = max(least, int(tokens) if tokens is not None else math.ceil(float(widths or 0) * width(model) - 1e-9))
-    return least
+            needed = max(needed, int(tokens) if tokens is not None else math.ceil(float(widths or 0) * width(model) - 1e-9))
+    return needed
 
 
 def tokens_in(inputs: Mapping[str, Tensor]) -> frozenset[int]:

@@ -173,9 +173,9 @@ def _opened(name: str, told: _Told, bits: bytes, entries: bytes) -> tuple[Tensor
     return gradient.reshape(told.shape), mask.reshape(told.shape)
 
 
-def _within(what: str, found: int, most: int) -> None:
-    if found > most:
-        raise WireError(f"the message has {found} {what}; at most {most} are taken")
+def _within(what: str, found: int, max_count: int) -> None:
+    if found > max_count:
+        raise WireError(f"the message has {found} {what}; at most {max_count} are accepted")
 
 
 def _parsed(text: bytes) -> _Header:

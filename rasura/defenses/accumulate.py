@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rasura.core.accumulation import NAME, least_tokens, tokens_in
+from rasura.core.accumulation import NAME, needed_tokens, tokens_in
 from rasura.core.interfaces import InputError, NotSent, Transform
 from rasura.core.mechanisms import Accumulate
 from rasura.core.rng import Randomness
@@ -37,12 +37,12 @@ def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Tra
 
     def init(seen: Any) -> Held:
         model, inputs = seen
-        return len(tokens_in(inputs)), least_tokens([mechanism], model)
+        return len(tokens_in(inputs)), needed_tokens([mechanism], model)
 
     def apply(message: Message, state: Held, rng: Randomness) -> tuple[Message, Held]:
-        held, least = state
-        if held < least:
-            raise NotSent(f"nothing is sent: the texts hold {held} different tokens, but {NAME} waits for {least}")
+        held, needed = state
+        if held < needed:
+            raise NotSent(f"nothing is sent: the texts hold {held} different tokens, but {NAME} waits for {needed}")
         return message, state
 
     return Transform(Stage.WIRE, mechanism, init, apply)

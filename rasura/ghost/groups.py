@@ -86,8 +86,10 @@ def grouped(table: ShadowTable, embedding: Tensor, names: Sequence[str], vocabul
     rows = unit_rows(embedding)
     replaced = (table.offsets.diff() > 0).nonzero().flatten()
     if len(replaced) < settings.group:
-        raise InputError(f"ghost: only {len(replaced)} tokens have substitutes, too few for groups of "
-            f"{settings.group}; pass a smaller group")
+        raise InputError(
+            f"ghost: only {len(replaced)} tokens have substitutes, too few for groups of "
+            f"{settings.group}; pass a smaller group"
+        )
     ranked = by_frequency(vocabulary, replaced)
     groups, relaxed = table.groups.clone(), table.relaxed.clone()
     found: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * len(table)

@@ -134,8 +134,8 @@ class ShadowTable:
         whole = all(t.dim() == 1 and t.dtype in kinds for t in (getattr(self, name) for name in TENSORS))
         fits = whole and count > 0 and all(len(t) == count for t in (self.k, self.relaxed, self.groups))
         fits = fits and int(bounds[0]) == 0 and int(bounds[-1]) == len(self.ids) and bool((bounds.diff() >= 0).all())
-        for tensor, most in ((self.ids, count), (self.groups, count), (self.relaxed, len(RELAXED))):
-            fits = fits and (not len(tensor) or (int(tensor.min()) >= 0 and int(tensor.max()) < most))
+        for tensor, size in ((self.ids, count), (self.groups, count), (self.relaxed, len(RELAXED))):
+            fits = fits and (not len(tensor) or (int(tensor.min()) >= 0 and int(tensor.max()) < size))
         if not fits:
             raise InputError(f"{path} is damaged: its tensors are not those of a shadow table; make a new one")
 
@@ -221,8 +221,8 @@ def search(
     """
     number = {name: i for i, name in enumerate(dict.fromkeys(names))}
     lemma = torch.tensor([number[name] for name in names])
-    most = min(settings.max_k, int(usable.sum()) - 1)
-    near = neighbours(table, most, usable)
+    max_k = min(settings.max_k, int(usable.sum()) - 1)
+    near = neighbours(table, max_k, usable)
     wide = near.long()
     count = len(near)
     kept: list[Tensor] = [torch.empty(0, dtype=torch.int32)] * count
@@ -231,13 +231,15 @@ def search(
     rows = usable.nonzero().flatten()
     # What lemma or mutual neighbours exclude at one k they exclude at every larger one.
     other = (
-        lemma[near[rows].long()] != lemma[rows][:, None] if settings.lemma else torch.ones(len(rows), most, dtype=torch.bool)
+        lemma[near[rows].long()] != lemma[rows][:, None]
+        if settings.lemma
+        else torch.ones(len(rows), max_k, dtype=torch.bool)
     )
     if allowed_ids is not None:
         other &= allowed_ids[near[rows].long()]
     one_way = other.clone()
-    sizes = [*range(min(settings.k, most), most, settings.grow), most]
-    for level, k in [(0, k) for k in sizes] + [(1, most), (2, most)]:
+    sizes = [*range(min(settings.k, max_k), max_k, settings.grow), max_k]
+    for level, k in [(0, k) for k in sizes] + [(1, max_k), (2, max_k)]:
         allowed = (one_way if level < 2 else other)[:, :k].clone()
         if level == 0 and (settings.direct or settings.indirect):
             shared, back = common(wide[:, :k], rows, allowed)

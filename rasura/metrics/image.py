@@ -18,7 +18,7 @@ from rasura.core.specs import IMAGES, MetricSpec
 from rasura.core.values import Reconstruction, Transcript
 from rasura.metrics.matching import assign
 
-PSNR_MOST = 100.0
+MAX_PSNR = 100.0
 """In dB: what identical images have, instead of infinity."""
 
 WINDOW, DEVIATION = 11, 1.5
@@ -32,7 +32,7 @@ def mse(image: Tensor, read: Tensor) -> float:
 
 def psnr(image: Tensor, read: Tensor) -> float:
     """Peak signal-to-noise ratio in dB, ``-10 log10(mse)``, at most 100."""
-    return min(PSNR_MOST, -10 * math.log10(max(mse(image, read), 1e-10)))
+    return min(MAX_PSNR, -10 * math.log10(max(mse(image, read), 1e-10)))
 
 
 def _window(channels: int) -> Tensor:

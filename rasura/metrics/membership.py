@@ -80,11 +80,11 @@ def tpr_at(scores: Sequence[float], members: Sequence[bool], fpr: float) -> Rate
     fewer than ``1 / fpr`` members or others.
     """
     inside, outside = _parted(scores, members)
-    least = needed(fpr)
-    if min(len(inside), len(outside)) < least:
+    min_texts = needed(fpr)
+    if min(len(inside), len(outside)) < min_texts:
         raise InputError(
             f"{len(inside)} members and {len(outside)} others are too few for a false positive rate of {fpr:g}; "
-            f"it needs {least} of each"
+            f"it needs {min_texts} of each"
         )
     from scipy.stats import beta
 
@@ -158,26 +158,26 @@ def coin_level(members: int, others: int, level: float = 0.95) -> float:
         return min(1.0, math.sqrt(-math.log(1 - level) * (1 / members + 1 / others) / 2))
     # Differences are whole multiples of 1 / (members * others), and of the divisor that both share.
     step = math.gcd(members, others)
-    least, most = -1, pairs // step
-    while most - least > 1:
-        middle = (least + most) // 2
+    low, high = -1, pairs // step
+    while high - low > 1:
+        middle = (low + high) // 2
         if _below(members, others, middle * step) >= level - 1e-9:  # sums of many orders, rounded
-            most = middle
+            high = middle
         else:
-            least = middle
-    return most * step / pairs
+            low = middle
+    return high * step / pairs
 
 
-def _below(members: int, others: int, most: int) -> float:
+def _below(members: int, others: int, limit: int) -> float:
     """The share of orders in which, of every number of highest texts, i are members and j others with
-    ``i / members - j / others`` at most ``most / (members * others)``."""
+    ``i / members - j / others`` at most ``limit / (members * others)``."""
     # orders[j]: in how many ways the i members and j others that rank highest can stand, divided by e^scale.
     orders, scale = np.ones(others + 1), 0.0
     for i in range(1, members + 1):
-        least = max(0, -((most - i * others) // members))  # so many others at least are among them
-        orders[:least] = 0
+        first = max(0, -((limit - i * others) // members))  # so many others at least are among them
+        orders[:first] = 0
         orders = np.cumsum(orders)  # the i-th member comes after any number of others
-        orders[:least] = 0
+        orders[:first] = 0
         top = float(orders.max())
         if top == 0:
             return 0.0

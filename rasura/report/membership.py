@@ -10,7 +10,7 @@ from typing import Any
 from rasura.metrics.membership import auc_bound
 from rasura.report.template import COLOURS, filled
 
-LEAST_RATE = 1e-3
+MIN_RATE = 1e-3
 """Where the logarithmic axes of the plot begin, unless there are texts for less."""
 
 
@@ -149,7 +149,7 @@ def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, A
 
 def _plot(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> dict[str, Any]:
     """ROC curves on logarithmic axes, where few false alarms can be seen: pixels in a box of 340 x 300."""
-    least = min(LEAST_RATE, 1.0 / max(1, plan["n_others"]), 1.0 / max(1, plan["n_members"]))
+    least = min(MIN_RATE, 1.0 / max(1, plan["n_others"]), 1.0 / max(1, plan["n_members"]))
     decades = math.ceil(-math.log10(least) - 1e-9)
 
     def place(rate: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rasura.core.accumulation import gathered, least_tokens, tokens_in
+from rasura.core.accumulation import gathered, needed_tokens, tokens_in
 from rasura.core.interfaces import Defense, InputError
 from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
 from rasura.data.overlap import refuse_shared
@@ -131,10 +131,10 @@ def _sent_together(defense: Defense, batches: Sequence[Any], model: nn.Module) -
     """The indices of the batches that a client sends as one. Under ``accumulate`` these are several. Batches left over are
     not sent and not audited; if nothing is sent at all, one batch of all texts records this.
     """
-    least = least_tokens((p.mechanism for p in defense), model)
-    if not least:
+    needed = needed_tokens((p.mechanism for p in defense), model)
+    if not needed:
         return [[k] for k in range(len(batches))]
-    whole, rest = gathered([tokens_in(b.inputs()) for b in batches], least)
+    whole, rest = gathered([tokens_in(b.inputs()) for b in batches], needed)
     return whole or [rest]
 
 

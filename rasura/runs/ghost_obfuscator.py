@@ -80,12 +80,12 @@ class GhostObfuscator:
 
     def check(self, examples: Sequence[Example]) -> None:
         """Raises ``InputError``, with the row, for an example that the model cannot take; a pair counts as a whole."""
-        most = self.victim.max_length
+        max_length = self.victim.max_length
         for number, e in enumerate(examples, 1):
             ids = self.victim.tokenizer(e.text, e.text_pair or None)["input_ids"]
-            if len(ids) > most:
+            if len(ids) > max_length:
                 raise InputError(
-                    f"{place_of(e, number)}: the text has {len(ids)} tokens, the model takes {most}; shorten or split it"
+                    f"{place_of(e, number)}: the text has {len(ids)} tokens, the model takes {max_length}; split it"
                 )
 
     def _together(self, example: Example, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], list[int] | None]:

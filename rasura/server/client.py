@@ -65,8 +65,9 @@ class Client:
         except (ValueError, RecursionError):
             raise InputError(f"{place / CONFIG} is not JSON; expected a folder of rasura protect obfuslm") from None
         if not isinstance(config, dict) or PAIR not in config:
-            raise InputError(f"{place} is not obfuscated, so a server could read every id; make it with rasura "
-                "protect obfuslm")
+            raise InputError(
+                f"{place} is not obfuscated, so a server could read every id; make it with rasura protect obfuslm"
+            )
         self._known.pop(name, None)
         return self._server.send("/v1/models", {"name": name}, place, (CONFIG, WEIGHTS))
 
@@ -203,8 +204,9 @@ class Client:
         if self._key is None:
             raise InputError("texts need the model's key; pass key, the file of rasura protect obfuslm")
         if not pair:
-            raise InputError(f"the model {name} is not obfuscated, so the server could read every id; upload an "
-                "obfuscated one")
+            raise InputError(
+                f"the model {name} is not obfuscated, so the server could read every id; upload an obfuscated one"
+            )
         if pair not in self._tokenizers:
             self._tokenizers[pair] = ObfuscatedTokenizer(self._key, self._passphrase, model=pair)
         return self._tokenizers[pair]

@@ -146,6 +146,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 def checked_name(name: Any, what: str) -> str:
     """``name`` if it is a valid name. Otherwise raises ``Refused``."""
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise Refused(422, f"{what} must be 1 to 64 letters, digits, dots, dashes or underscores, and begin "
-            "with a letter or digit")
+        raise Refused(
+            422, f"{what} must be 1 to 64 letters, digits, dots, dashes or underscores, and begin with a letter or digit"
+        )
     return name

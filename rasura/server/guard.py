@@ -73,11 +73,11 @@ class Guard:
                 raise Refused(411, "the size is unknown; expected a Content-Length header")
         elif not length.isdigit():
             raise Refused(400, "the Content-Length is not a number")
-        elif len(length) > 18 or int(length) > self._most(scope["method"], path):
+        elif len(length) > 18 or int(length) > self._max_bytes(scope["method"], path):
             raise Refused(413, f"the body is larger than the {self._most(scope['method'], path)} bytes that are taken here")
         return tenant
 
-    def _most(self, method: str, path: str) -> int:
+    def _max_bytes(self, method: str, path: str) -> int:
         if method == "POST" and path == "/v1/models":
             return self.limits.model_bytes
         if method == "POST" and path.startswith("/v1/models/") and path.endswith("/jobs"):

@@ -145,8 +145,9 @@ class Engine:
     def check_room(self, tenant: str) -> None:
         """Raises ``Refused`` where too many requests wait already."""
         if self._waiting[tenant] >= self.limits.tenant_waiting:
-            raise Refused(429, f"{self.limits.tenant_waiting} of your requests are waiting for the models; wait "
-                "until one is answered")
+            raise Refused(
+                429, f"{self.limits.tenant_waiting} of your requests are waiting for the models; wait until one is answered"
+            )
         if self._waiting.total() >= self.limits.waiting:
             raise Refused(429, "too many requests are waiting for the models; try again later")
 

@@ -82,8 +82,11 @@ class Supervisor:
         now = self.store.job(job.id)
         if now.state == "running":
             lost = now.starts >= STARTS
-            self.store.end_job(job.id, "failed" if lost else "queued", "its process was killed too often, "
-                "perhaps for lack of memory" if lost else "")
+            self.store.end_job(
+                job.id,
+                "failed" if lost else "queued",
+                "its process was killed too often, perhaps for lack of memory" if lost else "",
+            )
         elif now.state == "cancelled":
             # The process may have written after the cancellation removed the folder.
             self.store.end_job(job.id, "cancelled")

@@ -24,7 +24,7 @@ CODE = ("auto_map", "quantization_config", "adapter_config", "base_model_name_or
 LARGEST, DEEPEST = 1 << 22, 256
 """A number in a config.json, at most; layers, at most: both before a model is built from it."""
 
-MOST_POSITIONS = 8192
+MAX_POSITIONS = 8192
 """Maximum rows of a table of positions."""
 
 DTYPES = frozenset({"F32", "F16", "BF16"})
@@ -63,7 +63,7 @@ def checked(folder: Path) -> dict[str, Any]:
     positions = int(getattr(text, "max_position_embeddings", 0) or getattr(text, "n_positions", 0) or 0)
     longest = positions - (pad + 1 if text.model_type == "roberta" else 0)
     # GPT-2 allocates a square of it.
-    if not 0 <= pad < rows or not 1 <= longest <= (LARGEST if text.model_type == "llama" else MOST_POSITIONS):
+    if not 0 <= pad < rows or not 1 <= longest <= (LARGEST if text.model_type == "llama" else MAX_POSITIONS):
         raise Refused(422, f"{CONFIG}: pad_token_id or the number of positions is wrong")
     pair = config.get(PAIR)
     return {

@@ -71,7 +71,9 @@ def _figures(model: nn.Module, held: list[Batch], task: Task, pad: int, max_toge
     """Of the ``held`` texts, at most as many at once as a step of the training takes, which the memory was counted for."""
     if task == "causal":
         return causal(*nats(model, held, pad, together=min(16, max_together)))
-    return classification(predictions(model, held, pad, together=min(64, max_together)), [int(row.labels[0]) for row in held])
+    return classification(
+        predictions(model, held, pad, together=min(64, max_together)), [int(row.labels[0]) for row in held]
+    )
 
 
 def _end_with_parent() -> None:

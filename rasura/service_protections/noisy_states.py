@@ -92,8 +92,9 @@ class Cape(Change):
     def __init__(self, table: Tensor, names: Tensor, epsilon: float = 5.0, adversary: float = 0.1) -> None:
         super().__init__()
         if not (epsilon > 0 and adversary >= 0):
-            raise InputError(f"cape: epsilon {epsilon}, adversary {adversary}; expected epsilon above 0 and "
-                "adversary at least 0")
+            raise InputError(
+                f"cape: epsilon {epsilon}, adversary {adversary}; expected epsilon above 0 and adversary at least 0"
+            )
         self.epsilon, self.weight = epsilon, adversary
         place = torch.full((len(table),), -100)
         place[names] = torch.arange(len(names))

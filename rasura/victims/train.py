@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.accounting import Draw, Ledger
-from rasura.core.accumulation import counted, gathered, least_tokens
+from rasura.core.accumulation import counted, gathered, needed_tokens
 from rasura.core.batches import Batch
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
@@ -272,10 +272,10 @@ def local(defense: Defense) -> Defense:
 def enough(defense: Defense, model: nn.Module, rows: Sequence[Batch]) -> int:
     """How many different tokens a step needs under ``defense``; 0 for any number. Raises ``InputError`` if ``rows`` have
     fewer."""
-    least = least_tokens((p.mechanism for p in defense), model)
-    if least and (there := len(counted(rows))) < least:
+    needed = needed_tokens((p.mechanism for p in defense), model)
+    if needed and (there := len(counted(rows))) < needed:
         raise InputError(
-            f"the training texts hold {there} different tokens, but accumulate waits for {least}, "
+            f"the training texts hold {there} different tokens, but accumulate waits for {needed}, "
             "so no step would be taken; pass more texts"
         )
-    return least
+    return needed

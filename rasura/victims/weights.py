@@ -64,15 +64,17 @@ def check_config(config: Mapping[str, Any], name: str) -> None:
     for nested in ("text_config", "encoder", "decoder"):
         if isinstance(config.get(nested), Mapping):
             check_config(config[nested], name)
-    for most, keys in LARGEST.values():
+    for max_value, keys in LARGEST.values():
         for key in sorted(keys & set(config)):
             value = config[key]
             if value is None:
                 continue
             whole = isinstance(value, int) and not isinstance(value, bool)
-            listed = isinstance(value, list) and all(isinstance(v, int) and 0 <= v <= most for v in value)
-            if not listed and not (whole and 0 <= value <= most):
-                raise InputError(f"{name}: config.json says {key} = {str(value)[:30]}; expected a whole number up to {most}")
+            listed = isinstance(value, list) and all(isinstance(v, int) and 0 <= v <= max_value for v in value)
+            if not listed and not (whole and 0 <= value <= max_value):
+                raise InputError(
+                    f"{name}: config.json says {key} = {str(value)[:30]}; expected a whole number up to {max_value}"
+                )
 
 
 def check_files(folder: Path) -> None:

@@ -30,7 +30,7 @@ NEAR = 60
 STEPS = 300
 """Steps of accelerated projected gradients; three hundred leave the weights within a thousandth."""
 
-LEAST = 2e-3
+MIN_PROBABILITY = 2e-3
 """Weights below this are no members."""
 
 SECOND = 6.0
@@ -85,7 +85,7 @@ def candidates(tables: Tables, epsilon: float | None) -> list[dict[int, float]]:
     out: list[dict[int, float]] = []
     for some, ids in zip(torch.split(near, 256), torch.split(tables.ids, 256)):
         for row, members in zip(mixtures(tables.served[ids], tables.public[some]), some):
-            kept = row > LEAST * row.sum()
+            kept = row > MIN_PROBABILITY * row.sum()
             if not bool(kept.any()):
                 kept = torch.arange(len(row)) < KEPT
             weights, names = row[kept].clamp_min(1e-9), members[kept]

@@ -11,7 +11,7 @@ from rasura.core.updates import changed
 from rasura.core.values import Observation, Vocabulary
 from rasura.victims.models import parts
 
-MOST_TEXTS = 4
+MAX_TEXTS = 4
 """Texts of a batch that get decoys of their own: those whose share of the loss's gradient is smallest, so the worst told."""
 
 Texts = tuple[tuple[int, ...], ...]
@@ -80,7 +80,7 @@ def _with(tokens: Texts, new: dict[tuple[int, int], int]) -> Texts:
 
 
 def weakest(logits: Tensor, labels: Tensor, mask: Tensor) -> list[int]:
-    """The texts whose logits pull least at the loss, at most ``MOST_TEXTS``, weakest first.
+    """The texts whose logits pull least at the loss, at most ``MAX_TEXTS``, weakest first.
 
     ``logits``: ``(batch, classes)`` with labels ``(batch,)``, or ``(batch, length, words)`` of a causal model.
     """
@@ -92,4 +92,4 @@ def weakest(logits: Tensor, labels: Tensor, mask: Tensor) -> list[int]:
         pull = ((1 - own).square() * there).sum(1)
     else:
         pull = (1 - p.gather(-1, labels[:, None])[:, 0]).square()
-    return [int(i) for i in pull.argsort()[:MOST_TEXTS]]
+    return [int(i) for i in pull.argsort()[:MAX_TEXTS]]

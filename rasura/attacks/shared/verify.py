@@ -40,7 +40,7 @@ PRECISION = 1e-6
 CHANCE = 1e-6
 """Texts that may fit as well by chance, over all texts of these lengths."""
 
-MOST_LABELINGS = 64
+MAX_LABELINGS = 64
 
 LARGE, HELD = 2**20, 0.1
 """Updates of more entries are told from a decoy's by their last tensors where these suffice: those that hold this fraction
@@ -72,7 +72,7 @@ def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None
     if solved is not None:
         return [solved]
     classes = int(getattr(seen.model.config, "num_labels", 2))
-    if classes**batch > MOST_LABELINGS:
+    if classes**batch > MAX_LABELINGS:
         return []
     return [torch.tensor(y) for y in itertools.product(range(classes), repeat=batch)]
 
@@ -196,20 +196,20 @@ def entries(seen: Observation) -> int:
     return shown
 
 
-def apart(error: float, least: float) -> bool:
-    """Whether decoys that miss by ``least`` or more are told from a guess that misses by ``error``."""
-    return least > MARGIN * max(error, PRECISION)
+def apart(error: float, min_decoy: float) -> bool:
+    """Whether decoys that miss by ``min_decoy`` or more are told from a guess that misses by ``error``."""
+    return min_decoy > MARGIN * max(error, PRECISION)
 
 
-def told(shown: int, error: float, least: float, free: int, choices: int) -> bool:
+def told(shown: int, error: float, min_decoy: float, free: int, choices: int) -> bool:
     """Whether ``shown`` numbers tell a guess of ``error`` from all texts of ``free`` places with ``choices`` words each.
 
-    Texts lie about ``least`` apart, so a text fits by chance as well as the guess with ``(error / least) ** (shown - 1)``:
-    one number is lost to the scale. Over all texts fewer than ``CHANCE`` may.
+    Texts lie about ``min_decoy`` apart, so the chance that a text fits as well as the guess is
+    ``(error / min_decoy) ** (shown - 1)``: one number is lost to the scale. Over all texts fewer than ``CHANCE`` may.
     """
-    if not 0 <= error < least < math.inf or shown < 2:
+    if not 0 <= error < min_decoy < math.inf or shown < 2:
         return False
-    alone = (shown - 1) * math.log(least / max(error, PRECISION))
+    alone = (shown - 1) * math.log(min_decoy / max(error, PRECISION))
     return alone > free * math.log(max(choices, 2)) - math.log(CHANCE)
 
 
@@ -242,20 +242,20 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
         least = min(least, missed)
     if not told(entries(seen), error, least, sum(map(len, free)), len(words(seen.vocabulary))):
         return None
-    return Proof("gradient", guess, error, least, _flat(seen, labels))
+    return Proof("gradient", guess, error, min_decoy, _flat(seen, labels))
 
 
-def prove_rows(tokens: Sequence[int], error: float, least: float, shown: int, distinct: int) -> Proof | None:
+def prove_rows(tokens: Sequence[int], error: float, min_decoy: float, shown: int, distinct: int) -> Proof | None:
     """The proof ``embedding-rows`` of one text: its place rows add up to its word rows, and in no other arrangement.
 
-    ``error``: the largest relative error of a word's row; ``least``: the least one that moving or exchanging places leaves;
+    ``error``: the largest relative error of a word's row; ``min_decoy``: the smallest after moving or exchanging places;
     ``shown``: the fewest numbers that a place is told by; ``distinct``: how many words the places were dealt to.
     """
-    if UNKNOWN in tokens or not error < ROWS_VERIFIED or not apart(error, least):
+    if UNKNOWN in tokens or not error < ROWS_VERIFIED or not apart(error, min_decoy):
         return None
-    if not told(shown, error, least, len(tokens), distinct):
+    if not told(shown, error, min_decoy, len(tokens), distinct):
         return None
-    return Proof("embedding-rows", (tuple(tokens),), error, least)
+    return Proof("embedding-rows", (tuple(tokens),), error, min_decoy)
 
 
 def verified(proof: Proof, details: Mapping[str, Parameter]) -> Reconstruction:

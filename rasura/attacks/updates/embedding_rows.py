@@ -48,16 +48,16 @@ class Rows:
         return len(self.index)
 
 
-def most_tokens(seen: Observation) -> int:
+def max_tokens(seen: Observation) -> int:
     """How many tokens a batch can hold: texts as long as the model allows, 64 of them where their number is not known."""
     longest = int(getattr(seen.model.config, "max_position_embeddings", 4096))
     return (seen.batch_size if Grant.BATCH_SIZE in seen else 64) * longest
 
 
-def is_noisy(gradient: Tensor, most: int) -> bool:
-    """Whether something filled the zero rows of a word embedding's gradient; ``most``: tokens that a batch can hold."""
+def is_noisy(gradient: Tensor, max_count: int) -> bool:
+    """Whether something filled the zero rows of a word embedding's gradient; ``max_count``: tokens that a batch can hold."""
     norms = gradient.norm(dim=1)
-    return int((norms > FLOOR * norms.max()).sum()) > min(most, 0.8 * len(norms))
+    return int((norms > FLOOR * norms.max()).sum()) > min(max_count, 0.8 * len(norms))
 
 
 def present(gradient: Tensor, mask: Tensor | None, noisy: bool) -> Rows:
@@ -149,7 +149,7 @@ def told_apart(words: Rows, places: Rows, taken: list[int]) -> tuple[float, floa
     The largest relative error of a word's row; the least one that is left where two places of different words are
     exchanged, or one place is moved to another word; the fewest entries that are visible in a place and in its word.
     """
-    error, least, shown = 0.0, float("inf"), words.values.shape[1]
+    error, min_decoy, shown = 0.0, float("inf"), words.values.shape[1]
     sizes = (words.values * words.mask).norm(dim=1)
     owner = torch.tensor(taken)
     for word in range(len(words)):
@@ -163,10 +163,10 @@ def told_apart(words: Rows, places: Rows, taken: list[int]) -> tuple[float, floa
         apart = ((places.values - places.values[place]) * both).norm(dim=1)[owner != word]
         if len(apart):
             # What an exchange takes from one word it adds to the other: the larger of both relative errors shows it.
-            least = min(least, float((apart / torch.minimum(sizes[word], sizes[owner[owner != word]])).min()))
+            min_decoy = min(min_decoy, float((apart / torch.minimum(sizes[word], sizes[owner[owner != word]])).min()))
         own_size = (places.values[place] * places.mask[place] * words.mask[word]).norm()
-        least = min(least, float(own_size / sizes[word]))
-    return error, least, shown
+        min_decoy = min(min_decoy, float(own_size / sizes[word]))
+    return error, min_decoy, shown
 
 
 class EmbeddingRows:
@@ -203,7 +203,7 @@ class EmbeddingRows:
         if not tied:
             gradient = without_decay(gradient, weights_of(seen, found.word_embedding), mask)
         # Tied, every row is filled without noise; where there is noise too, the output part cannot be told apart at all.
-        noisy = not tied and is_noisy(gradient, most_tokens(seen))
+        noisy = not tied and is_noisy(gradient, max_tokens(seen))
         places = self._places(seen, found, noisy)
         if tied:
             basis, there = without_output_part(gradient, mask, rng)

@@ -35,7 +35,7 @@ FLOOR = 1e-5
 UNEXPLAINED = 1e-3
 """A direction counts as explained when less than this is left of it."""
 
-LEAST = 0.5
+MIN_LEFT = 0.5
 """A token is taken while at least this fraction of the rest of its input lies in the observed space (true tokens: .6 and
 more, others: .6 at most)."""
 
@@ -99,7 +99,7 @@ class Pursuit:
                 break
             whole = not self.near
             best = self._best(basis)
-            if best and best[0][0] >= LEAST and sum(self._take(*one) for one in best):
+            if best and best[0][0] >= MIN_LEFT and sum(self._take(*one) for one in best):
                 continue
             if whole:
                 break
@@ -129,8 +129,8 @@ class Pursuit:
                 :AT_ONCE
             ]
         if len(self.places) > 1 and not self.near:
-            most = min(NEAR, len(self.ids))
-            self.near = {place: self.ids[torch.cat(some).topk(most).indices] for place, some in shares.items()}
+            max_near = min(NEAR, len(self.ids))
+            self.near = {place: self.ids[torch.cat(some).topk(max_near).indices] for place, some in shares.items()}
         # With positions a token's neighbours are near copies of it, so that only a certain one is taken with others.
         least = TOGETHER * found[0][0] if len(self.places) == 1 else CERTAIN
         return [one for k, one in enumerate(found) if k == 0 or one[0] >= least]

@@ -105,15 +105,15 @@ def counts(deltas: Tensor, expected: Tensor, size: int) -> list[int]:
     is left by largest remainder.
     """
     share = (size * (expected - deltas)).clamp_min(0)
-    least = (deltas < 0).long()
-    if int(least.sum()) >= size:
+    min_counts = (deltas < 0).long()
+    if int(min_counts.sum()) >= size:
         chosen = deltas.sort(stable=True).indices[:size]
         return [int(i in chosen.tolist()) for i in range(len(deltas))]
-    whole = torch.maximum(share.floor().long(), least)
+    whole = torch.maximum(share.floor().long(), min_counts)
     while int(whole.sum()) < size:
         whole[int((share - whole).argmax())] += 1
     while int(whole.sum()) > size:
-        over = torch.where(whole > least, whole - share, torch.full_like(share, -torch.inf))
+        over = torch.where(whole > min_counts, whole - share, torch.full_like(share, -torch.inf))
         whole[int(over.argmax())] -= 1
     return [int(n) for n in whole]
 

@@ -18,7 +18,7 @@ from rasura.victims.models import parts
 WINDOW = 33
 """Rows of the vocabulary among which one that carries a word stands out; words of one text seldom are neighbours."""
 
-MOST = 0.1
+MAX_FRACTION = 0.1
 """Share of rows above which those that stand out are no words but a mask that follows something else."""
 
 
@@ -48,7 +48,7 @@ class MaskPositions:
         rows = standing_out((~visible).sum(1).cpu())
         special = seen.vocabulary.special_ids
         words = [int(i) for i in rows if int(i) < seen.vocabulary.size]
-        if len(rows) > MOST * len(visible):
+        if len(rows) > MAX_FRACTION * len(visible):
             raise AttackFailed(
                 f"{len(rows)} of {len(visible)} rows differ from those around them: the mask follows weights or chance, "
                 "not words"

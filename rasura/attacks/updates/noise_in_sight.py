@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rasura.attacks.updates.embedding_rows import is_noisy, most_tokens
+from rasura.attacks.updates.embedding_rows import is_noisy, max_tokens
 from rasura.attacks.updates.span.rows import visible_blocks, visible_gradients
 from rasura.core.updates import announced_update
 from rasura.core.values import Grant, Observation
@@ -42,7 +42,7 @@ def _words(seen: Observation) -> bool:
     gradient = _whole(seen, known.word_embedding)
     if gradient is None or (known.tied and seen.task == "causal"):
         return False
-    return is_noisy(gradient, sum(seen.lengths) if Grant.LENGTHS in seen else most_tokens(seen))
+    return is_noisy(gradient, sum(seen.lengths) if Grant.LENGTHS in seen else max_tokens(seen))
 
 
 def _head(seen: Observation) -> bool:
@@ -61,5 +61,5 @@ def _rank(seen: Observation) -> bool:
     if not blocks:
         return False
     values = torch.linalg.svdvals(torch.cat(visible_gradients(seen, blocks[0].qkv)).double())
-    most = sum(seen.lengths)
-    return most < len(values) and float(values[most]) > FULL * float(values[0])
+    max_rank = sum(seen.lengths)
+    return max_rank < len(values) and float(values[max_rank]) > FULL * float(values[0])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rasura.core.interfaces import InputError
 from rasura.runs.update_files.entries import Entry, Source, check_names, checked_shape
-from rasura.runs.update_files.pickled import MOST_BYTES, Made, Name, followed, words
+from rasura.runs.update_files.pickled import MAX_BYTES, Made, Name, followed, words
 from rasura.runs.update_files.torch_files import plain, single
 
 METADATA = ".metadata"
@@ -37,8 +37,8 @@ class _Piece:
 def opened(folder: Path) -> Source:
     """The tensors of a distributed checkpoint. Raises ``InputError`` for anything else; nothing is executed."""
     file = folder / METADATA
-    if file.stat().st_size > MOST_BYTES:
-        raise InputError(f"{file} has {file.stat().st_size} bytes; expected at most {MOST_BYTES}")
+    if file.stat().st_size > MAX_BYTES:
+        raise InputError(f"{file} has {file.stat().st_size} bytes; expected at most {MAX_BYTES}")
     whole = followed(file.read_bytes())
     if not isinstance(whole, Made) or not whole.name.endswith(".Metadata"):
         raise InputError(f"{file} does not describe a distributed checkpoint; {REMEDY}")

@@ -18,10 +18,10 @@ from rasura.core.interfaces import InputError
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 """Types of gradients and weights, by their PyTorch names."""
 
-MOST_TENSORS = 200_000
+MAX_TENSORS = 200_000
 """Maximum number of tensors in a file: a model with 1,000 blocks of 100 tensors has half as many."""
 
-MOST_DIMENSIONS = 16
+MAX_DIMENSIONS = 16
 """Maximum dimensions of a tensor: no layer has more than five."""
 
 DAMAGE = (
@@ -88,7 +88,7 @@ def refusing(place: Path, what: str = "is damaged or not an update file") -> Ite
 
 def checked_shape(found: Sequence[object], where: str) -> tuple[int, ...]:
     """``found`` as a shape. Raises ``InputError`` if it is not one."""
-    if len(found) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 48 for n in found):
+    if len(found) > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 48 for n in found):
         raise InputError(f"{where} has the shape {str(tuple(found))[:60]}; expected sizes of 0 to 2^48")
     return tuple(n for n in found if isinstance(n, int))
 
@@ -97,8 +97,8 @@ def check_names(entries: Sequence[Entry], file: Path) -> None:
     """Raises ``InputError`` if a file holds no tensor, too many, or one twice."""
     if not entries:
         raise InputError(f"{file} holds no tensor; expected one per parameter name")
-    if len(entries) > MOST_TENSORS:
-        raise InputError(f"{file} holds {len(entries)} tensors; expected at most {MOST_TENSORS}")
+    if len(entries) > MAX_TENSORS:
+        raise InputError(f"{file} holds {len(entries)} tensors; expected at most {MAX_TENSORS}")
     seen: set[str] = set()
     for entry in entries:
         if entry.name is not None and entry.name in seen:

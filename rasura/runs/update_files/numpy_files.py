@@ -17,7 +17,7 @@ from numpy.lib import format as npy
 from torch import Tensor
 
 from rasura.core.interfaces import InputError
-from rasura.runs.update_files.entries import MOST_TENSORS, Entry, Source, check_names, checked_shape
+from rasura.runs.update_files.entries import MAX_TENSORS, Entry, Source, check_names, checked_shape
 
 PLACE = re.compile(r"(?:arr_|array_|)(\d{1,7})")
 """The names of list items: numpy's ``arr_0``, or ``0``."""
@@ -33,7 +33,7 @@ def archived(file: Path) -> Source:
 
     with zipfile.ZipFile(file) as archive:
         infos = archive.infolist()
-    if len(infos) > MOST_TENSORS or any(i.flag_bits & 1 for i in infos):
+    if len(infos) > MAX_TENSORS or any(i.flag_bits & 1 for i in infos):
         raise InputError(f"{file} is not an archive in the form that numpy writes")
     other = [i.filename for i in infos if not i.filename.endswith(".npy")]
     if other:
@@ -47,7 +47,7 @@ def buffers(file: Path) -> Source:
     """One or more consecutive ``.npy`` buffers, as frameworks send a list of arrays without names."""
     size, at = file.stat().st_size, 0
     entries: list[Entry] = []
-    while at < size and len(entries) <= MOST_TENSORS:
+    while at < size and len(entries) <= MAX_TENSORS:
         entry, at = _buffer(file, at)
         entries.append(entry)
     check_names(entries, file)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rasura.core.interfaces import InputError
 
-MOST_BYTES = 32 << 20
+MAX_BYTES = 32 << 20
 """Maximum bytes of a pickle: the description of a tensor has a few hundred bytes."""
 
 
@@ -67,8 +67,8 @@ def words(value: object) -> dict[str, object]:
 
 def followed(data: bytes) -> object:
     """The value that a pickle describes. Raises ``InputError`` for instructions that descriptions of tensors do not need."""
-    if len(data) > MOST_BYTES:
-        raise InputError(f"a pickle of {len(data)} bytes; expected at most {MOST_BYTES}")
+    if len(data) > MAX_BYTES:
+        raise InputError(f"a pickle of {len(data)} bytes; expected at most {MAX_BYTES}")
     machine = _Machine()
     for opcode, argument, _ in pickletools.genops(data):
         name = opcode.name

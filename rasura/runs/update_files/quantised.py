@@ -26,7 +26,7 @@ PACKED = ".quant_state.bitsandbytes__"
 BLOCK_8 = 4096
 """The default number of entries in a block of 8-bit numbers, as in bitsandbytes."""
 
-MOST_PACKED = 10_000
+MAX_PACKED = 10_000
 """Maximum bytes of such a description."""
 
 TABLES = ("quant_map", "code")
@@ -62,7 +62,7 @@ def restored(source: Source) -> Source:
 
 def _packed(entry: Entry, file: Path) -> dict[str, object]:
     """The description of a tensor by bitsandbytes: ``quant_type``, ``blocksize``, ``shape``, ``dtype``."""
-    if entry.dtype != "uint8" or math.prod(entry.shape) > MOST_PACKED:
+    if entry.dtype != "uint8" or math.prod(entry.shape) > MAX_PACKED:
         raise InputError(f"{file}: {entry.name} is not a description of a quantised tensor")
     found: Any = json.loads(bytes(entry.read().flatten().tolist()))
     if not isinstance(found, dict):

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rasura.core.interfaces import InputError
-from rasura.runs.update_files.entries import MOST_TENSORS, Entry, Source, check_names, checked_shape
-from rasura.runs.update_files.pickled import MOST_BYTES, Held, Made, Name, Table, followed, words
+from rasura.runs.update_files.entries import MAX_TENSORS, Entry, Source, check_names, checked_shape
+from rasura.runs.update_files.pickled import MAX_BYTES, Held, Made, Name, Table, followed, words
 
 STORAGES: Mapping[str, torch.dtype] = {
     "torch.DoubleStorage": torch.float64, "torch.FloatStorage": torch.float32, "torch.HalfStorage": torch.float16,
@@ -47,7 +47,7 @@ class _Archive:
         """The saved value, with tensors as notes of how to make them."""
         with self.open() as readable, zipfile.ZipFile(readable) as archive:
             infos = archive.infolist()
-            if len(infos) > 2 * MOST_TENSORS or any(i.compress_type or i.flag_bits & 1 for i in infos):
+            if len(infos) > 2 * MAX_TENSORS or any(i.compress_type or i.flag_bits & 1 for i in infos):
                 raise InputError(f"{self.where} is not an archive in the form that torch.save writes; {REMEDY}")
             top = [i for i in infos if i.filename.count("/") == 1 and i.filename.endswith("/data.pkl")]
             if len(top) != 1 or len({i.filename for i in infos}) < len(infos):
@@ -55,7 +55,7 @@ class _Archive:
             order = next((i for i in infos if i.filename.endswith("/byteorder")), None)
             if order is not None and archive.read(order)[:8] != b"little":
                 raise InputError(f"{self.where} was written on a big-endian machine, which is not supported; {REMEDY}")
-            if top[0].file_size > MOST_BYTES:
+            if top[0].file_size > MAX_BYTES:
                 raise InputError(f"{self.where}: its description has {top[0].file_size} bytes; {REMEDY}")
             return followed(archive.read(top[0]))
 

@@ -90,8 +90,9 @@ def _hide_tokens(
     kept[[i for i in fixed if 0 <= i < len(table)]] = True
     movable = (~kept).nonzero().flatten()
     if settings.k > len(movable):
-        raise InputError(f"clusters of {settings.k} tokens, but the vocabulary has only {len(movable)} to hide; "
-            "pass a smaller k")
+        raise InputError(
+            f"clusters of {settings.k} tokens, but the vocabulary has only {len(movable)} to hide; pass a smaller k"
+        )
     tokens = torch.arange(len(table))
     tokens[movable] = movable[permutation(len(movable), rng)]
     source = tokens.argsort()
@@ -111,8 +112,9 @@ def _hide_tokens(
 def _hide_dimensions(model: nn.Module, table: Tensor, settings: ObfuscationSettings, rng: Randomness) -> None:
     columns = table.detach().T
     if settings.hidden_k > len(columns):
-        raise InputError(f"clusters of {settings.hidden_k} dimensions, but the model has only {len(columns)}; "
-            "pass a smaller hidden_k")
+        raise InputError(
+            f"clusters of {settings.hidden_k} dimensions, but the model has only {len(columns)}; pass a smaller hidden_k"
+        )
     clusters: Clusters = embed_cluster(columns, settings.hidden_k, settings.beta)
     weights = weight_synth(columns, clusters, settings.hidden_epsilon, rng) if settings.hidden_k > 1 else None
     order = permutation(len(columns), rng)

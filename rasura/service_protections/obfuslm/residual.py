@@ -55,8 +55,10 @@ def stream_axes(model: nn.Module) -> Iterator[tuple[Tensor, int]]:
         elif _named(lin.module, WRITES):
             yield from linear(lin, False)
         else:
-            raise InputError(f"{type(model).__name__}: it is not known whether {lin.module} reads the residual "
-                "stream, which --plus needs; leave out --plus")
+            raise InputError(
+                f"{type(model).__name__}: it is not known whether {lin.module} reads the residual "
+                "stream, which --plus needs; leave out --plus"
+            )
     if model_head(model) is not None and len(outside) > 1:
         raise InputError(
             f"{type(model).__name__}: its head has more than one layer ({outside[0].module}); --plus supports "

@@ -105,5 +105,6 @@ def check_pair(key: Key, model: str | Path | nn.Module) -> None:
         found = str(model)
     if found != key.pair:
         other = found or "not obfuscated"
-        raise InputError(f"the key belongs to the obfuscated model {key.pair}, but this one is {other}; pass "
-            "the key of this model")
+        raise InputError(
+            f"the key belongs to the obfuscated model {key.pair}, but this one is {other}; pass the key of this model"
+        )

@@ -151,14 +151,14 @@ def _read_at(steps: Tensor, book: _Codebook, noise: float, scale: int, faint: fl
     width = where.found.hidden - 1
     own = width - where.code.stop
     noise = noise / scale
-    least = max(noise * width * (1 + 4 * math.sqrt(2 / width)), faint)
+    min_energy = max(noise * width * (1 + 4 * math.sqrt(2 / width)), faint)
     chance = math.sqrt(2 * math.log(len(book.words) * len(book.places) * steps[..., 0].numel() / CHANCE) / own)
     touched = torch.ones_like(steps[..., 0], dtype=torch.bool)
     share = PURE if peel else IMPURE
     for _ in range(where.steps):
         seen = _seen_wider(steps, scale)
         energy = seen[..., :-1].square().sum(2)
-        k, at = (touched & (energy > least)).nonzero(as_tuple=True)
+        k, at = (touched & (energy > min_energy)).nonzero(as_tuple=True)
         touched[:] = False
         if not len(k):
             if share == IMPURE:

@@ -46,8 +46,8 @@ class Distance:
         sizes = {n: g.square().sum() for n, g in observed.items()}
         if kind == "cosine":
             # Some gradients are zero but for rounding (attention's key bias): their direction says nothing.
-            least = NEGLIGIBLE**2 * max(sizes.values())
-            sizes = {n: s for n, s in sizes.items() if s > least}
+            min_square = NEGLIGIBLE**2 * max(sizes.values())
+            sizes = {n: s for n, s in sizes.items() if s > min_square}
         self.observed = {n: observed[n] for n in sizes}
         for n in sizes if entries < 1 else ():
             if observed[n].dim() == 2 and (alpha or n in self.masks):

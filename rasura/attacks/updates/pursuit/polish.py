@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.shared.dummies import token_table
-from rasura.attacks.shared.verify import MOST_LABELINGS, pad
+from rasura.attacks.shared.verify import MAX_LABELINGS, pad
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
 from rasura.attacks.updates.gradient_matching.judging import CHUNK
 from rasura.attacks.updates.gradient_matching.objective import Distance, Kind, soft_cross_entropy
@@ -85,7 +85,7 @@ class Polish:
         every: Iterable[tuple[int, ...]] = itertools.product(range(self.classes), repeat=len(texts))
         if Grant.LABELS in self.seen:
             every = sorted(set(itertools.permutations(self.seen.labels.tolist())))
-        tried = [torch.tensor(y) for y in itertools.islice(every, MOST_LABELINGS)]
+        tried = [torch.tensor(y) for y in itertools.islice(every, MAX_LABELINGS)]
         return min(tried, key=lambda y: float(self._scores([texts], y)[0]))
 
     def _scores(self, many: Sequence[Texts], labels: Tensor) -> Tensor:

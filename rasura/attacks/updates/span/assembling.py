@@ -18,13 +18,13 @@ from rasura.core.values import UNKNOWN, Grant, Observation, Vocabulary
 Sentences = list[list[tuple[int, int]]]
 """Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
 
-MOST_ARRANGED = 32
+MAX_ARRANGED = 32
 """Where no positions are visible, the order of at most this many tokens is searched for."""
 
-MOST_ALIKE = 2
+MAX_ALIKE = 2
 """How many tokens longer such a text may be than the layer after the attention shows."""
 
-MOST_COPIES = 16
+MAX_COPIES = 16
 """Where the batch size is unknown: how many texts may share a token at one position, and how many ways of filling a batch
 with copies are tried."""
 
@@ -92,10 +92,10 @@ def arranged(
     That layer's row space has as many dimensions as the text has tokens, or fewer where copies of a word are alike.
     """
     score = checker(seen, spaces, inputs)
-    if size != 1 or score is None or score.space.rank > MOST_ARRANGED:
+    if size != 1 or score is None or score.space.rank > MAX_ARRANGED:
         return []
-    frame, least = seen.vocabulary, score.space.rank
-    lengths = seen.lengths if Grant.LENGTHS in seen else tuple(range(least, least + MOST_ALIKE + 1))
+    frame, min_length = seen.vocabulary, score.space.rank
+    lengths = seen.lengths if Grant.LENGTHS in seen else tuple(range(min_length, min_length + MAX_ALIKE + 1))
     pairs = [(row.token, row.segment) for row in rows]
     begins, ends = frame.prefix, frozenset(frame.suffix[-1:])
     inner = [p for p in pairs if p[0] not in {*begins, *frame.suffix}] or pairs
@@ -113,7 +113,7 @@ def _filled_up(seen: Observation, found: list[Text], rest: list[Text], size: int
     if not missing or not found:
         return [*found, *rest][:size]
     fills = itertools.combinations_with_replacement([*rest[:2], *found], missing)
-    tried = [[*found, *rest[:missing]], *([*found, *more] for more in itertools.islice(fills, MOST_COPIES))]
+    tried = [[*found, *rest[:missing]], *([*found, *more] for more in itertools.islice(fills, MAX_COPIES))]
 
     def error(texts: list[Text]) -> float:
         return check(seen, [[t for t, _ in text] for text in texts], [[s for _, s in text] for text in texts])[0]

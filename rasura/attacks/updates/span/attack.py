@@ -10,7 +10,7 @@ import torch
 
 from rasura.attacks.shared.mechanism import announced_dropout
 from rasura.attacks.shared.verify import in_span, prove, verified
-from rasura.attacks.updates.span.assembling import MOST_COPIES, Sentences, arranged, assembled, completed
+from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arranged, assembled, completed
 from rasura.attacks.updates.span.completion import uncovered
 from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.null import prefixes_believed, rows_believed, tokens_believed

@@ -68,11 +68,11 @@ def _rank(matrix: Tensor, floor: float) -> int | None:
     Values below ``floor`` times the largest are noise.
     """
     values = torch.linalg.svdvals(matrix)
-    most = int(0.9 * min(matrix.shape))
-    if most < 1 or not float(values[0]) > 0:
+    max_rank = int(0.9 * min(matrix.shape))
+    if max_rank < 1 or not float(values[0]) > 0:
         return None
     values = values.clamp_min(floor * float(values[0]))
-    rank = int((values[:-1] / values[1:])[:most].argmax()) + 1
+    rank = int((values[:-1] / values[1:])[:max_rank].argmax()) + 1
     return rank if float(values[rank - 1] / values[rank]) > GAP else None
 
 
@@ -158,10 +158,10 @@ def _from_singular_vectors(matrix: Tensor, visible: Tensor, ranks: Sequence[int]
     share = float(visible.double().mean())
     filled = matrix * visible / max(share, 1e-9)
     start = torch.linalg.svd(filled, full_matrices=False).Vh
-    most = int(visible.sum()) / SPARE / (len(matrix) + matrix.shape[1])
+    max_rank = int(visible.sum()) / SPARE / (len(matrix) + matrix.shape[1])
     tries = ranks or sorted({round(6 * 1.3**k) for k in range(14)})
     for rank in tries:
-        if rank > min(most, 0.6 * min(matrix.shape)):
+        if rank > min(max_rank, 0.6 * min(matrix.shape)):
             break
         found = _polished(matrix, visible, start[:rank], rows, columns, 150)
         if found is not None:

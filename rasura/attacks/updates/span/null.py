@@ -34,7 +34,7 @@ OTHERS = 512
 NEIGHBOURS = 8
 """How many of these are the words nearest to the token found."""
 
-MOST_TEXTS = 4
+MAX_TEXTS = 4
 """Number of a decoder's texts at whose first, middle and last position others are tried. Each try runs the model up to the
 block."""
 
@@ -93,10 +93,10 @@ def stand_clear(residuals: Tensor, beside: Sequence[Tensor], trials: float) -> b
     """
     if not len(residuals) or not beside or not all(map(len, beside)):
         return False
-    least = torch.stack([o.norm(dim=1).min() for o in beside])
+    min_residual = torch.stack([o.norm(dim=1).min() for o in beside])
     different = {id(o): o for o in beside}
     limit = chance_limit(torch.cat(list(different.values())), trials)
-    return bool((residuals <= limit).all()) and bool((residuals <= EDGE * least).all())
+    return bool((residuals <= limit).all()) and bool((residuals <= EDGE * min_residual).all())
 
 
 def robust_chance(rank: int, width: int, trials: float) -> float:

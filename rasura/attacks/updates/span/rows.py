@@ -108,7 +108,7 @@ class RowSpace:
         size: Tensor = outside.norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
         return size
 
-    def tolerance(self, x: Tensor, least: float = TOLERANCE) -> Tensor:
+    def tolerance(self, x: Tensor, min_tolerance: float = TOLERANCE) -> Tensor:
         """The residual up to which a row of ``x`` ``(..., inputs)`` may lie in the row space, by its directions' noise."""
         out: Tensor = (DOUBT * self.doubt(x)).clamp(least, 0.5)
         return out
@@ -144,11 +144,11 @@ def row_space(matrices: Sequence[Tensor]) -> RowSpace | None:
     if len(stacked) > stacked.shape[1]:
         stacked = torch.linalg.qr(stacked).R
     _, values, rows = torch.linalg.svd(stacked, full_matrices=False)
-    most = max(1, min(len(values) - 1, int(0.98 * stacked.shape[1])))
+    max_rank = max(1, min(len(values) - 1, int(0.98 * stacked.shape[1])))
     ratios = values[:-1] / values[1:].clamp_min(1e-30 * float(values[0]))
     # Behind the noise floor ratios mean nothing: exact zeros (a dead layer) would give endless ones.
     ratios[values[:-1] < 1e-12 * values[0]] = 0.0
-    rank = int(ratios[:most].argmax()) + 1
+    rank = int(ratios[:max_rank].argmax()) + 1
     if float(ratios[rank - 1]) < GAP:
         rank = _above_noise(values)
         if not rank:

@@ -148,10 +148,10 @@ class _Search:
         if self.given is not None:
             return list((Counter(self.given) - Counter(len(self.objective.whole(b)) for _, b in self.found)).elements())
         count = self.size - len(self.found)
-        least = len(self.objective.whole((0,)))
-        spare = max(0, self._rest - count * least)
+        min_length = len(self.objective.whole((0,)))
+        spare = max(0, self._rest - count * min_length)
         cuts = sorted(torch.randint(spare + 1, (count - 1,), generator=self.rng).tolist())
-        return [least + b - a for a, b in zip([0, *cuts], [*cuts, spare])]
+        return [min_length + b - a for a, b in zip([0, *cuts], [*cuts, spare])]
 
     def _known(self, text: Body) -> bool:
         return any(text == known for _, known in self.found)
