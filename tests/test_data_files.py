@@ -345,8 +345,8 @@ def test_a_plan_that_is_not_utf8_or_has_a_mark(tmp_path: Path) -> None:
     [
         ("plan = 3", "plan is no table"),
         ("title = 3", "title is the number 3; expected text"),
-        ("figures = 3", "figures are no tables"),
-        ("figures = [3]", "figures are no tables"),
+        ("figures = 3", "figures are not tables"),
+        ("figures = [3]", "figures are not tables"),
         ('[[figures]]\nattack = "span"', "a figure needs either row"),
         ('[train]\ndata = "a"\nepochs = "3"', "epochs is the text '3'; expected a whole number"),
         ('[train]\ndata = "a"\nschedule = "linaer"', "did you mean linear"),

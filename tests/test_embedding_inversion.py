@@ -96,7 +96,7 @@ def test_the_public_head_names_what_a_permuted_model_says_next() -> None:
     found = read("era", own).ranked[0][:, 0].tolist()
     told = [(a, b) for a, b in zip(found, own.ids[0]) if b not in VOCABULARY.special_ids]
     assert [a for a, _ in told[-4:]] == [b for _, b in told[-4:]]
-    with pytest.raises(NotApplicable, match="generates no text"):
+    with pytest.raises(NotApplicable, match="does not generate text"):
         read("era", service(ObfuscationSettings(k=1)))
 
 

@@ -152,7 +152,7 @@ def test_flower_goes_on_without_those_who_fail(keys: Keys, caplog: pytest.LogCap
         logging.getLogger("flwr").removeHandler(caplog.handler)
     refused = {record.getMessage() for record in caplog.records if "is left out" in record.getMessage()}
     assert refused == {
-        "round 1: client 2 is left out: its reply holds no message of Rasura",
+        "round 1: client 2 is left out: its reply does not hold a message of Rasura",
         "round 2: client 1 is left out: these bytes are not a message of Rasura",
     }
     weights = dict(clients.start)
@@ -168,7 +168,7 @@ def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(ke
 
     clients, server = sides(DEFENSES[2], keys)
     grid = LocalGrid(range(5), app_of(clients))
-    with pytest.raises(InputError, match="5 clients would train, these keys fit 4"):
+    with pytest.raises(InputError, match="5 clients would train, but these keys fit 4"):
         strategy(server).start(grid=grid, num_rounds=1)
     assert grid.sent == 0
     other = agree(DEFENSES[2], model(), make_keys(4))
@@ -280,7 +280,7 @@ def test_what_the_server_records_is_read_without_protection_and_not_behind_it(ap
         read = read_update(file, victim, ReadRequest(batch_size=1, hidden=file.with_suffix(".hidden.safetensors")))
         assert (read.status, read.texts) == ("not_applicable", ())
         assert read.reason.startswith("every entry of the update is hidden")
-        with pytest.raises(InputError, match="holds another run's record"):
+        with pytest.raises(InputError, match="holds the record of another run"):
             simulated(app_modules, folder, record=str(hidden), **how)
 
 
@@ -305,7 +305,7 @@ def test_the_app_holds_keys_for_its_owner_and_sends_code_alone(tmp_path: Path) -
         new_app(place)
     with pytest.raises(InputError, match="fits at most 64 clients, but 65 were requested"):
         new_app(tmp_path / "other", 65)
-    with pytest.raises(InputError, match=r"2 clients: of two, .*expected at least 3"):
+    with pytest.raises(InputError, match=r"2 clients: with two, .*expected at least 3"):
         new_app(tmp_path / "other", 2)
     assert not (tmp_path / "other").exists()
 

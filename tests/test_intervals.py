@@ -202,7 +202,7 @@ def test_a_share_has_the_exact_interval() -> None:
     ("share", "members", "others"), [(0.5, 0, 3), (0.5, 3, 0), (1.1, 3, 3), (-0.1, 3, 3), (math.nan, 3, 3)]
 )
 def test_an_area_that_cannot_be_is_refused(share: float, members: int, others: int) -> None:
-    with pytest.raises(ValueError, match="expected a share and texts of both"):
+    with pytest.raises(ValueError, match="expected a fraction, and texts of both"):
         pairs_interval(share, members, others)
 
 

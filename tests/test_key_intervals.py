@@ -151,5 +151,5 @@ def test_keys_of_a_study_are_those_of_a_service_alone(tmp_path: Path) -> None:
     assert load_study("one", study_folder(tmp_path, body + service)).keys == 5
     for number, wrong in enumerate((body + "[plan]\n", body + service + "[train]\n", body.replace("5", "0") + service)):
         (tmp_path / str(number)).mkdir()
-        with pytest.raises(InputError, match="keys are those of a service"):
+        with pytest.raises(InputError, match="keys apply to a service"):
             load_study("one", study_folder(tmp_path / str(number), wrong))

@@ -379,7 +379,7 @@ def test_too_few_texts_for_a_false_positive_rate_are_refused_with_the_number_nee
 
 def test_bad_scores_are_refused() -> None:
     for scores, members, says in (
-        ([1.0], [True, False], "one score a candidate"),
+        ([1.0], [True, False], "one score for each"),
         ([math.nan, 0.0], [True, False], "not a number"),
         ([1.0, 0.0], [True, True], "expected members and others"),
     ):

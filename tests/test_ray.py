@@ -73,7 +73,7 @@ def test_cells_that_lose_every_worker_are_named(tmp_path: Path, model_folder: Pa
     (tmp_path / "marks").mkdir()
     prepared = mortal(plan, tmp_path / "marks", "none", LOSSES + 1)
     store = RunStore(tmp_path / "ray", prepared.plan.canonical())
-    with pytest.raises(InputError, match=f"{LOSSES} workers were lost over none at batch size 1"):
+    with pytest.raises(InputError, match=f"{LOSSES} workers were lost on none at batch size 1"):
         list(spread(prepared, store, workers=1))
     store.close()
 

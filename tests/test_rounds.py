@@ -164,7 +164,7 @@ def announcing_too_much(data: bytes, shape: Iterable[int] = (1 << 40,)) -> bytes
 
 
 BAD: dict[str, tuple[Callable[[bytes], object], str]] = {
-    "nothing": (lambda data: None, "holds no message of Rasura"),
+    "nothing": (lambda data: None, "does not hold a message of Rasura"),
     "garbage": (lambda data: os.urandom(5000), "not a message of Rasura"),
     "empty": (lambda data: b"", "not a message of Rasura"),
     "cut": (cut, "was cut or added to"),
@@ -172,7 +172,7 @@ BAD: dict[str, tuple[Callable[[bytes], object], str]] = {
     "announces too much": (announcing_too_much, "entries; at most"),
     "announces no entries": (announcing([0, 10**30]), "the shape of"),
     "announces less": (announcing([0]), "unlike the start"),
-    "not even bytes": (lambda data: {"message": [data]}, "its reply holds no message"),
+    "not even bytes": (lambda data: {"message": [data]}, "its reply does not hold a message"),
     "too long": (lambda data: data + bytes(100_000_000), "bytes; at most"),
     "truncated ciphertext": (shorter_ciphertext, "cannot be read"),
     "garbage ciphertext": (garbage_ciphertext, "cannot be read"),
@@ -183,11 +183,11 @@ BAD: dict[str, tuple[Callable[[bytes], object], str]] = {
     "another start": (header(start="0" * 16), "starts from other weights"),
     "another round": (header(round=7), "it was replayed"),
     "another nonce": (header(nonce="x"), "it was replayed"),
-    "no scales": (header(scales="[1]"), "no scale for each tensor"),
-    "huge scales": (header(scales="[" * 100_000), "no scale for each tensor|bytes of header; at most"),
-    "other scales": (header(scales=None), "no scale for each tensor"),
+    "no scales": (header(scales="[1]"), "not state a scale for each tensor"),
+    "huge scales": (header(scales="[" * 100_000), "not state a scale for each tensor|bytes of header; at most"),
+    "other scales": (header(scales=None), "not state a scale for each tensor"),
     "not finite": (not_finite, "not finite numbers"),
-    "shows sealed entries": (unveiled, "shows entries that were to be sealed"),
+    "shows sealed entries": (unveiled, "shows entries that should be sealed"),
     "other shapes": (entries(lambda m: {**m.gradients, "classifier.bias": torch.zeros(2)}), "unlike the start"),
     "other names": (entries(lambda m: {**m.gradients, "more": torch.zeros(1)}), "tensors; (expected|at most)"),
     "fewer names": (entries(lambda m: dict(list(m.gradients.items())[1:])), "tensors; expected"),
@@ -223,7 +223,7 @@ def test_any_failure_of_one_client_leaves_the_others(keys: Keys) -> None:
         (0, header(start="x" * 100_000)(side.message(1, 0)), 1.0),
         (1, side.message(1, 1), 1.0),
     ]
-    with pytest.raises(RoundFailed, match="1 updates count, at least 2 are needed") as caught:
+    with pytest.raises(RoundFailed, match="1 updates are valid, but at least 2 are needed") as caught:
         side.server.collect(sent)
     assert len(str(caught.value)) < 500 and str(caught.value).isprintable()
 
@@ -232,7 +232,7 @@ def test_a_replayed_message_counts_once(keys: Keys) -> None:
     side = Side(DEFENSES[2], keys)
     first = side.message(1, 0)
     assert side.server.collect([(0, first, 1.0), (0, first, 1.0), (1, side.message(1, 1), 1.0)]) == [0, 1]
-    assert side.said == ["round 1: client 0 is left out: it was not asked in this round, or has answered already"]
+    assert side.said == ["round 1: client 0 is left out: it was not asked in this round, or it has already answered"]
     side.server.ticket(2, 0)
     assert side.server.collect([(0, first, 1.0), (1, side.message(2, 1), 1.0)]) == [1]
     assert "it was replayed" in side.said[-1]
@@ -265,7 +265,7 @@ def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Keys) -> Non
     before = side.model()
     side.server.ticket(1, 0)
     with pytest.raises(
-        RoundFailed, match=r"round 1: 1 updates count, at least 2 are needed \(client 0: .*not a message of Rasura"
+        RoundFailed, match=r"round 1: 1 updates are valid, but at least 2 are needed \(client 0: .*not a message of Rasura"
     ):
         side.server.collect([(0, b"?", 1.0), (1, side.message(1, 1), 1.0)])
     assert side.server.aggregate == b"" and largest(side.model(), before) == 0
@@ -275,7 +275,7 @@ def test_too_few_that_count_fail_the_round_and_change_nothing(keys: Keys) -> Non
 
 def test_more_clients_than_the_keys_fit_are_refused_before_training(keys: Keys) -> None:
     _, server = sides(DEFENSES[2], keys)
-    with pytest.raises(InputError, match="5 clients would train, these keys fit 4"):
+    with pytest.raises(InputError, match="5 clients would train, but these keys fit 4"):
         Collector(server, min_clients=5)
     with pytest.raises(InputError, match="holds a secret key"):
         Collector(agree(DEFENSES[2], model(), keys))
@@ -288,7 +288,7 @@ def test_clients_whose_scales_differ_are_outvoted(keys: Keys) -> None:
     other = json.dumps([e + 1 for e in json.loads(str(scales))])
     odd = header(scales=other)(replies[0][1])
     assert side.server.collect([(0, odd, 1.0), *replies[1:]]) == [1, 2]
-    assert "its scales are not those of the others" in side.said[0]
+    assert "its scales differ from those of the others" in side.said[0]
     with pytest.raises(RoundFailed, match="0 updates count"):
         replies = [(c, side.message(2, c), 1.0) for c in range(2)]
         side.server.collect([(0, header(scales=other)(replies[0][1]), 1.0), replies[1]])
@@ -379,7 +379,7 @@ def test_two_clients_have_each_others_update_and_are_refused_unless_asked_for(mi
     assert largest(subtracted, others) < 3 * side.step("") + 1e-6, "the sum less one's own is the other's"
     for defense in (DEFENSES[0], DEFENSES[2]):
         _, server = sides(defense, keys)
-        refused = f"a round of {min_clients} clients: of two, .*at least 3, or pass allow_few_clients"
+        refused = f"a round of {min_clients} clients: with two, .*at least 3, or pass allow_few_clients"
         with pytest.raises(InputError, match=refused):
             Collector(server, min_clients=min_clients)
         assert Collector(server, min_clients=min_clients, allow_few_clients=True).min_clients == min_clients
@@ -394,7 +394,7 @@ def test_three_clients_are_the_least_unless_said_otherwise(keys: Keys) -> None:
         ticket = server.ticket(1, client)
         before = opened(side.clients, server.visible(), b"")
         replies.append((client, protected(side.clients, ticket, before, trained(client, dict(before.weights)), 1)[0], 1.0))
-    with pytest.raises(RoundFailed, match="2 updates count, at least 3 are needed"):
+    with pytest.raises(RoundFailed, match="2 updates are valid, but at least 3 are needed"):
         server.collect([*replies[:2], (2, b"", 1.0)])
     for client in range(2):  # those who answered are asked anew
         ticket = server.ticket(1, client)

@@ -235,7 +235,7 @@ def test_utility_stands_beside_the_risk_of_the_same_protection(
 
 def test_a_tradeoff_whose_protections_do_not_pair_is_refused(tmp_path: Path) -> None:
     body = TRADEOFF.replace('["none", "gaussian:1.0"]', '["none"]')
-    with pytest.raises(InputError, match="pair them"):
+    with pytest.raises(InputError, match="expected pairs"):
         load_study("one", study_folder(tmp_path, body))
 
 

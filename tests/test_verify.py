@@ -405,6 +405,6 @@ def test_a_believed_guess_says_what_it_is_given() -> None:
     )
     said = in_span(((CLS, 40),), VOCABULARY, believed=False, residual=0.25, ordered=False, details={"rank": 3})
     assert (said.confidence, said.ordered, said.residual, said.details) == ("matched", False, 0.25, {"rank": 3})
-    with pytest.raises(AttackFailed, match="only special tokens were found, which every text holds"):
+    with pytest.raises(AttackFailed, match="only special tokens were found, which every text contains"):
         in_span(((CLS, UNKNOWN), (SEP, PAD)), VOCABULARY, believed=True)
     assert in_span(((CLS, SEP), (CLS, 40)), VOCABULARY, believed=True).tokens == ((CLS, SEP), (CLS, 40))

@@ -1,1 +1,1 @@
-"""Other libraries that training runs in: the Trainer of transformers, Flower, Ray."""
+"""Integrations with other libraries: the Trainer of transformers, Flower, Ray."""

@@ -1,6 +1,6 @@
-"""An audit spread over a Ray cluster: every worker holds the prepared audit, the driver alone writes the store.
+"""An audit distributed over a Ray cluster: every worker holds the prepared audit, and only the driver writes the store.
 
-The unit of work is one step of training with all attacks on what it sent, so that a protection's costs are paid once.
+The unit of work is one training step with all attacks on its message, so that a protection is computed once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rasura.runs.cells import Cell
 
 LOSSES = 3
-"""Workers that may be lost over the same cells before these are given up: they then kill their workers, most likely by
+"""How many workers may be lost on the same cells before the run stops: the cells then kill their workers, most likely by
 memory."""
 
 
@@ -68,8 +68,8 @@ def spread(
 ) -> Iterator[Record]:
     """As ``Audit.run``, on ``workers`` processes of the Ray cluster at ``address`` (None: one on this machine).
 
-    Records are those of the local engine but for what each took, in the order in which they end. Cells whose worker is lost
-    are done again by another. Raises ``InputError`` where no cluster answers, and where cells lose every worker.
+    Records are the same as with the local engine except for their costs, in the order in which they end. Cells whose worker
+    is lost are repeated by another. Raises ``InputError`` if no cluster answers, and if cells lose every worker.
     """
     import torch
 
@@ -106,7 +106,7 @@ def spread(
             except ray.exceptions.RayActorError as error:
                 if lost + 1 == LOSSES:
                     raise InputError(
-                        f"{LOSSES} workers were lost over {cells[0].defense} at batch size {cells[0].batch_size} "
+                        f"{LOSSES} workers were lost on {cells[0].defense} at batch size {cells[0].batch_size} "
                         f"({str(error).splitlines()[0]}); if memory ran out, pass fewer --workers or a lower --max-memory"
                     ) from None
                 waiting.append((cells, lost + 1))

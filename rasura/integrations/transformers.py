@@ -111,7 +111,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         ``trial`` must be None: a search over hyperparameters trains more than the ledger counts.
         """
         if trial is not None:
-            raise InputError("trial is given; a protected Trainer takes no search over hyperparameters")
+            raise InputError("trial was given, but a protected Trainer does not support hyperparameter search")
         if resume_from_checkpoint:
             found = resume_from_checkpoint
             place = get_last_checkpoint(self.args.output_dir) if found is True else str(found)

@@ -1,1 +1,1 @@
-"""Metrics: how much of the private data a guess holds, with intervals, and what a trained model is worth."""
+"""Metrics: how much of the private data a guess contains, with intervals, and the utility of a trained model."""

@@ -1,4 +1,4 @@
-"""chrF (Popovic 2015): F-score of runs of characters, which credits words that came back in another form."""
+"""chrF (Popovic 2015): F-score of character n-grams, which gives credit for words recovered in another form."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from rasura.metrics.text import TextMetric
 
 
 def score(reference: str, read: str) -> float:
-    """chrF3 of ``read`` with ``reference``, in ``[0, 1]``: runs of 1 to 6 characters without spaces, recall three times as
-    weighty. Of an empty text 0.
+    """chrF3 of ``read`` with ``reference``, in ``[0, 1]``: n-grams of 1 to 6 characters without spaces; recall has three
+    times the weight. 0 for an empty text.
 
-    By NLTK, which counts runs longer than the text as missed: runs end at the length of ``reference`` here, so that a short
-    text that came back whole scores 1.
+    Computed by NLTK, which counts n-grams longer than the text as missed. Here n is at most the length of ``reference``, so
+    that a short text that was fully recovered scores 1.
 
     >>> score("Lena pays.", "Lena pays."), score("Lena pays.", "")
     (1.0, 0.0)

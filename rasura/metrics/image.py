@@ -1,4 +1,4 @@
-"""How much of the image came back: MSE, PSNR, SSIM, LPIPS. All per private image; pixel values are in ``[0, 1]``."""
+"""How much of an image was recovered: MSE, PSNR, SSIM, LPIPS. All per private image; pixel values are in ``[0, 1]``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rasura.core.values import Reconstruction, Transcript
 from rasura.metrics.matching import assign
 
 MAX_PSNR = 100.0
-"""In dB: what identical images have, instead of infinity."""
+"""In dB: the value for identical images, instead of infinity."""
 
 WINDOW, DEVIATION = 11, 1.5
 K1, K2 = 0.01, 0.03
@@ -66,7 +66,7 @@ def ssim(image: Tensor, read: Tensor) -> float:
 
 
 def paired_images(images: Tensor, read: Tensor | None) -> list[int]:
-    """For each private image the recovered one that answers it, -1 for none: one to one, with the least sum of MSE."""
+    """For each private image, the recovered image assigned to it, -1 for none: one to one, with the smallest sum of MSE."""
     if read is None:
         return [-1] * len(images)
     return assign(-np.array([[mse(a, b) for b in read] for a in images]).reshape(len(images), len(read)))
@@ -76,7 +76,7 @@ def paired_images(images: Tensor, read: Tensor | None) -> list[int]:
 class ImageMetric:
     """A score of (private image, recovered image); recovered images are assigned one to one by MSE.
 
-    An image that nothing answers is compared with grey.
+    A private image without a recovered one is compared with grey.
     """
 
     name: str
@@ -110,11 +110,11 @@ def image_ssim() -> ImageMetric:
 
 
 BACKBONE = "alexnet-owt-7be5be79.pth"
-"""The file of ImageNet weights that LPIPS is built on."""
+"""The file of ImageNet weights that LPIPS uses."""
 
 
 def lpips_weights() -> Path | None:
-    """Where PyTorch keeps AlexNet's weights on this machine; None where it does not."""
+    """The path of AlexNet's weights in PyTorch's cache on this machine; None if they are missing."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / BACKBONE
     return path if path.is_file() else None
 
@@ -139,7 +139,7 @@ def _distance(image: Tensor, read: Tensor) -> float:
 def image_lpips() -> ImageMetric:
     """Learned perceptual distance (Zhang et al. 2018, AlexNet, version 0.1), 0 for an exact copy.
 
-    Raises ``Unavailable`` when called where its weights are not on disk; nothing is downloaded.
+    Raises ``Unavailable`` at the call if its weights are not on disk; nothing is downloaded.
     """
     return ImageMetric("lpips", _distance, "distance", "better")
 

@@ -1,7 +1,7 @@
-"""Intervals of 95 % that cover what they are said to cover at every n: of means, shares and areas under a ROC curve.
+"""Intervals of 95 % with guaranteed coverage at every n: for means, fractions and areas under a ROC curve.
 
-None of them leans on a normal limit or on resampling. A bootstrap of three equal values is a point, and covers a mean
-elsewhere never; these say what three values can say.
+None of them uses a normal limit or resampling. A bootstrap of three equal values is a single point, and never covers a mean
+elsewhere; these intervals are as wide as three values require.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ SLACK = 1e-12
 
 def _checked(level: float) -> float:
     if not 0 < level < 1:
-        raise ValueError(f"the level is {level}; expected a share between 0 and 1, as 0.95")
+        raise ValueError(f"the level is {level}; expected a fraction between 0 and 1, such as 0.95")
     return level
 
 
 def proportion_interval(hits: int, n: int, level: float = 0.95) -> tuple[float, float]:
     """The interval of a probability from ``hits`` in ``n`` independent trials (Clopper and Pearson 1934).
 
-    Each end errs with a chance of at most ``(1 - level) / 2``, at every n and every probability. Raises ``ValueError``
-    for hits that are not among 0 to n, or no trial.
+    Each end is wrong with a probability of at most ``(1 - level) / 2``, at every n and every probability. Raises
+    ``ValueError`` for hits that are not among 0 to n, or no trial.
 
-    Nothing found in ten trials does not say that there is nothing:
+    No hit in ten trials does not show that the probability is zero:
 
     >>> low, high = proportion_interval(0, 10)
     >>> low, round(high, 3)
@@ -60,8 +60,8 @@ def mean_interval(
 ) -> tuple[float, float, float]:
     """The mean of ``values`` and an interval of their expectation, by betting (Waudby-Smith and Ramdas 2024).
 
-    ``values`` are independent draws with one expectation, each in ``[low, high]``; their law is free. NaN values (a metric
-    that does not apply) are left out; ``(nan, nan, nan)`` without others. Raises ``ValueError`` for a value outside.
+    ``values`` are independent draws with the same expectation, each in ``[low, high]``, from any distribution. NaN values (a
+    metric that does not apply) are left out; ``(nan, nan, nan)`` without others. Raises ``ValueError`` for a value outside.
 
     To test an expectation m, a gambler starts with 1 and bets against it: ``K(m) = sum_j w_j prod_i (1 + b_j (x_i - m))``.
     No bet can lose more than is there, and if m is right none gains on average, so by Markov's inequality ``K(m)`` reaches
@@ -222,7 +222,9 @@ def pairs_interval(share: float, members: int, others: int, level: float = 0.95)
     ``(1 - level) / 2`` of that binomial law. That is the lower end; the upper end is its mirror image.
     """
     if min(members, others) < 1 or not 0 <= share <= 1:
-        raise ValueError(f"an AUC of {share} over {members} members and {others} others; expected a share and texts of both")
+        raise ValueError(
+            f"an AUC of {share} over {members} members and {others} others; expected a fraction, and texts of both kinds"
+        )
     tail, n = (1 - _checked(level)) / 2, min(members, others)
     return _lower_share(share, n, tail), 1 - _lower_share(1 - share, n, tail)
 

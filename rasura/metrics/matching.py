@@ -1,4 +1,5 @@
-"""Which recovered text answers which private one (GRAB, appendix B.3: the best; here one to one, which is stricter)."""
+"""The assignment of recovered to private texts (GRAB, appendix B.3: the best text for each; here one to one, which is
+stricter)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def read_texts(guess: Reconstruction, truth: Transcript) -> list[str]:
 
 
 def assign(scores: np.ndarray) -> list[int]:
-    """For each reference (row of ``scores`` ``(references, recovered)``) the recovered text that answers it, -1 for none.
+    """For each reference (row of ``scores`` ``(references, recovered)``), the recovered text assigned to it, -1 for none.
 
     One to one, with the greatest sum.
     """
@@ -30,6 +31,6 @@ def assign(scores: np.ndarray) -> list[int]:
 def paired(
     references: Sequence[str], recovered: Sequence[str], score: Callable[[str, str], float]
 ) -> list[tuple[float, int]]:
-    """The score of each reference with the recovered text that answers it, and that text's number (-1: none, score 0)."""
+    """The score of each reference with the recovered text assigned to it, and that text's number (-1: none, score 0)."""
     table = np.array([[score(r, g) for g in recovered] for r in references]).reshape(len(references), len(recovered))
     return [(float(table[i, j]) if j >= 0 else 0.0, j) for i, j in enumerate(assign(table))]

@@ -1,8 +1,9 @@
-"""How well members were told from others: AUC, true positives at few false ones, privacy leakage, with intervals.
+"""How well members were separated from others: AUC, true positive rate at a low false positive rate, privacy leakage, with
+intervals.
 
-``scores`` are one a candidate, the higher the likelier a member; ``members`` says who is one. An AUC of .5 is guessing.
-Intervals cover at every number of texts, where members and others are independent draws of their kind and what the attack
-does was settled before it saw who is a member.
+``scores`` holds one score per candidate, where higher means likelier a member; ``members`` marks the members. An AUC of .5
+is guessing. Intervals cover at every number of texts if members and others are independent draws of their kind, and if the
+attack was fixed before it saw who is a member.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True)
 class Rate:
-    """A figure with its 95 % interval, and the number of texts behind it. NaN for both ends: nothing is known to cover."""
+    """A figure with its 95 % interval and the number of texts. NaN for both ends means that there is no valid interval."""
 
     mean: float
     low: float
@@ -33,7 +34,7 @@ class Rate:
 def _parted(scores: Sequence[float], members: Sequence[bool]) -> tuple[Array, Array]:
     values, inside = np.asarray(scores, dtype=float), np.asarray(members, dtype=bool)
     if values.shape != inside.shape or values.ndim != 1:
-        raise InputError(f"{values.size} scores for {inside.size} candidates; expected one score a candidate")
+        raise InputError(f"{values.size} scores for {inside.size} candidates; expected one score for each")
     if np.isnan(values).any():
         raise InputError("a score is not a number; expected a figure for every candidate")
     if inside.all() or not inside.any():
@@ -60,18 +61,18 @@ def auc(scores: Sequence[float], members: Sequence[bool]) -> Rate:
 
 
 def needed(fpr: float) -> int:
-    """How many members, and how many others, it takes to see a false positive rate of ``fpr``.
+    """The number of members, and of others, needed to measure at a false positive rate of ``fpr``.
 
     >>> needed(0.01)
     100
     """
     if not 0 < fpr < 1:
-        raise InputError(f"the false positive rate is {fpr}; expected a share between 0 and 1, as 0.01")
+        raise InputError(f"the false positive rate is {fpr}; expected a fraction between 0 and 1, such as 0.01")
     return math.ceil(1 / fpr - 1e-9)
 
 
 def tpr_at(scores: Sequence[float], members: Sequence[bool], fpr: float) -> Rate:
-    """The share of members found where at most ``fpr`` of the others are taken for members.
+    """The fraction of members found when at most ``fpr`` of the others are mistaken for members.
 
     Texts that tie at the threshold are not taken. The interval is of the share found at the threshold that takes ``fpr`` of
     *all* others, which few others place badly: Clopper and Pearson's of the members above a threshold that is surely high
@@ -120,7 +121,7 @@ def leakage(scores: Sequence[float], members: Sequence[bool], threshold: float) 
     """
     inside, outside = _parted(scores, members)
     if math.isnan(threshold):
-        raise InputError("the threshold is not a number; expected a score above which a text is taken for a member")
+        raise InputError("the threshold is not a number; expected the score above which a text counts as a member")
     found, false = int((inside > threshold).sum()), int((outside > threshold).sum())
     true_low, true_high = proportion_interval(found, len(inside), 0.975)
     false_low, false_high = proportion_interval(false, len(outside), 0.975)
@@ -129,10 +130,11 @@ def leakage(scores: Sequence[float], members: Sequence[bool], threshold: float) 
 
 
 def largest_leakage(scores: Sequence[float], members: Sequence[bool]) -> tuple[float, float]:
-    """The greatest TPR minus FPR over all thresholds (Jayaraman and Evans 2019), and the level that a coin reaches.
+    """The maximum of TPR minus FPR over all thresholds (Jayaraman and Evans 2019), and the level that random guessing
+    reaches.
 
     A maximum over thresholds is above 0 by chance. The second figure is ``coin_level`` for as many members and others: only
-    a greatest difference *above* it says that members were told from others.
+    a maximum *above* it shows that members were separated from others.
     """
     inside, outside = _parted(scores, members)
     false, true = roc(scores, members)
@@ -187,7 +189,7 @@ def _below(members: int, others: int, limit: int) -> float:
 
 
 def auc_bound(epsilon: float, delta: float = 0.0) -> float:
-    """The greatest AUC that (epsilon, delta) differential privacy permits: ``e^eps / (1 + e^eps)`` where delta is 0.
+    """The maximum AUC that (epsilon, delta) differential privacy permits: ``e^eps / (1 + e^eps)`` if delta is 0.
 
     The area under the curve that meets ``TPR <= e^eps FPR + delta`` and its mirror image everywhere (Kairouz et al. 2015).
     """
@@ -199,7 +201,7 @@ def auc_bound(epsilon: float, delta: float = 0.0) -> float:
 
 
 def split_check(texts: Sequence[str], members: Sequence[bool], seed: int = 0) -> Rate:
-    """The AUC of telling members from others by their words alone, the model not asked: it should be .5.
+    """The AUC of separating members from others by their words alone, without the model: it should be .5.
 
     A logistic regression on counted words and pairs of words that is shown who is a member. Texts are parted into fifths;
     each but the first is judged by what the ones before it taught, and the AUC is the mean over these. No adversary: a check

@@ -1,4 +1,4 @@
-"""How near the meaning of what came back is to the private text: the cosine of two sentence embeddings."""
+"""How close the meaning of the recovered text is to the private text: the cosine of two sentence embeddings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SentenceCosine:
     """The cosine of the embeddings of private and recovered text, in [-1, 1]; recovered texts are assigned one to one.
 
     ``encode``: texts to embeddings of norm 1, ``(texts, size)``. The calibration paper takes the Universal Sentence Encoder,
-    here it is an encoder that the user names: figures of two encoders do not compare. Texts that have nothing to do with
-    each other are above 0 as well: look at the blind level. A text that nothing answers has 0.
+    here the user chooses the encoder, and figures of different encoders are not comparable. Unrelated texts also score above
+    0: compare with the baseline. A text without a recovered one scores 0.
     """
 
     encode: Callable[[Sequence[str]], np.ndarray]

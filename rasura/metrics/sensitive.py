@@ -1,4 +1,5 @@
-"""What hurts most: names, numbers and dates, found in the private text by rules, and the share of them read back."""
+"""The most sensitive items: names, numbers and dates, found in the private text by rules, and the fraction of them
+recovered."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def sensitive_spans(text: str) -> list[tuple[int, int]]:
     """(start, end) of names, numbers, dates and e-mail addresses in ``text``, in order, not overlapping.
 
     Rules, not a model: capitalised words that do not open a sentence, words after a title, runs of capitalised words, and
-    everything with digits. Text without capitals gives numbers only.
+    everything with digits. In text without capitals, only numbers are found.
 
     >>> text = "Please pay Lena Brandt 4,250 euros"
     >>> [text[start:end] for start, end in sensitive_spans(text)]
@@ -57,7 +58,7 @@ def sensitive_spans(text: str) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Sensitive:
-    """Share of the words in sensitive spans that were read back; NaN for a text without any, which no mean counts."""
+    """Fraction of the words in sensitive spans that were recovered; NaN for a text without any, which means leave out."""
 
     name: str = "sensitive"
     unit: str = "share"
@@ -77,7 +78,7 @@ class Sensitive:
 
 
 def marked_words(reference: str, read: str) -> list[tuple[str, bool, bool]]:
-    """The words of ``reference`` as written: (word, whether it was read back, whether it is sensitive).
+    """The words of ``reference`` as written: (word, whether it was recovered, whether it is sensitive).
 
     >>> marked_words("Lena Brandt owes", read="lena owes")
     [('Lena', True, True), ('Brandt', False, True), ('owes', True, False)]

@@ -1,4 +1,5 @@
-"""What of a service's texts was read: the private token among the first guesses (ObfusLM, appendix C.2), and ROUGE-L."""
+"""How much of a service's texts was recovered: the private token among the first guesses (ObfusLM, appendix C.2), and
+ROUGE-L."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of the text came back: ROUGE, METEOR, Jaccard, tokens, exact match. All per private text, in ``[0, 1]``."""
+"""How much of a text was recovered: ROUGE, METEOR, Jaccard, tokens, exact match. All per private text, in ``[0, 1]``."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def rouge(kind: Literal["rouge1", "rouge2", "rougeL"]) -> TextMetric:
     """ROUGE F1 by the package rouge-score, without stemming, as in the papers.
 
     ROUGE-L is ``2 LCS / (a + b)`` for texts of a and b words. The calibration paper writes ``LCS / max(a, b)``, which is
-    never more, and the same where both are equally long.
+    never larger, and equal if both are equally long.
     """
     return TextMetric(kind, lambda reference, read: float(_scorer(kind).score(reference, read)[kind].fmeasure))
 
 
 def words(text: str) -> list[str]:
-    """Words and numbers of ``text``, lower case, punctuation left out.
+    """The words and numbers of ``text`` in lower case, without punctuation.
 
     >>> words("Lena owes 4,250 euros.")
     ['lena', 'owes', '4', '250', 'euros']
@@ -75,7 +75,7 @@ def meteor(reference: str, read: str) -> float:
 
 @dataclass(frozen=True)
 class Meteor:
-    """METEOR by NLTK with WordNet's synonyms. Raises ``Unavailable`` where WordNet is not on NLTK's data path."""
+    """METEOR by NLTK with WordNet's synonyms. Raises ``Unavailable`` if WordNet is not on NLTK's data path."""
 
     name: str = "meteor"
     unit: str = "share"
@@ -85,13 +85,13 @@ class Meteor:
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         if wordnet() is None:
             raise Unavailable(
-                "METEOR needs WordNet, which NLTK does not find; set NLTK_DATA to a folder that holds corpora/wordnet.zip"
+                "METEOR needs WordNet, but NLTK does not find it; set NLTK_DATA to a folder with corpora/wordnet.zip"
             )
         return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), meteor)]
 
 
 def wordnet() -> str | None:
-    """Where NLTK finds WordNet on this machine; None where it does not."""
+    """The path at which NLTK finds WordNet on this machine; None if it does not."""
     import nltk
 
     for name in ("corpora/wordnet", "corpora/wordnet.zip"):
@@ -140,22 +140,22 @@ def _common(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def token_precision() -> TokenMetric:
-    """Share of the recovered tokens that are in the private text, counting repeats."""
+    """Fraction of the recovered tokens that are in the private text, counting repeats."""
     return TokenMetric("token_precision", lambda a, b: _common(a, b) / len(b) if b else 0.0)
 
 
 def token_recall() -> TokenMetric:
-    """Share of the private tokens that were recovered, in any order, counting repeats."""
+    """Fraction of the private tokens that were recovered, in any order, counting repeats."""
     return TokenMetric("token_recall", lambda a, b: _common(a, b) / len(a) if a else 0.0)
 
 
 def position_exact() -> TokenMetric:
-    """Share of the private tokens that stand at their very position in the recovered text; 0 for a bag."""
+    """Fraction of the private tokens that are at their exact position in the recovered text; 0 for a bag."""
     return TokenMetric("position_exact", lambda a, b: 0.0, special="keep")
 
 
 def exact_match() -> TokenMetric:
-    """1 where the recovered tokens are the private text, all of it in order, else 0."""
+    """1 if the recovered tokens are exactly the private text in order, otherwise 0."""
     return TokenMetric("exact_match", lambda a, b: float(list(a) == list(b)))
 
 

@@ -1,4 +1,4 @@
-"""What a trained model is worth: accuracy, F1, MCC and loss of a classifier; loss and perplexity of a language model."""
+"""The utility of a trained model: accuracy, F1, MCC and loss of a classifier; loss and perplexity of a language model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 HIGHER_IS_BETTER = {"accuracy": True, "f1": True, "mcc": True, "loss": False, "perplexity": False}
-"""Which way each figure is better."""
+"""Whether higher or lower is better, for each figure."""
 
 
 def classification(logits: Tensor, labels: Sequence[int]) -> dict[str, float]:
-    """Figures of a classifier: ``logits`` ``(n, classes)``; F1 of class 1 with two classes, else the mean over classes."""
+    """Figures of a classifier from ``logits`` ``(n, classes)``: F1 of class 1 with two classes, otherwise the mean over
+    classes."""
     from sklearn.metrics import f1_score, matthews_corrcoef
 
     target = torch.tensor(labels)

@@ -90,13 +90,13 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         known(f"key in {path}", key, ("title", "source", "covers", "differs", "metrics", "keys", *PLANS, "figures"))
     for name_of_table in PLANS:
         if not isinstance(found.get(name_of_table, {}), dict):
-            raise InputError(f"{path}: {name_of_table} is no table; write [{name_of_table}]")
+            raise InputError(f"{path}: {name_of_table} is not a table; write [{name_of_table}]")
     told, covers, paper = _printed(found, name, path, folder)
     source = text(found.get("source", ""), f"{path}: source")
     if "service" in found and found.keys() & (set(PLANS) - {"service", "train"}):
-        raise InputError(f"{path}: beside the table service only train can stand")
+        raise InputError(f"{path}: the table service can only be combined with train")
     if "membership" in found and ("train" not in found or "plan" in found):
-        raise InputError(f"{path}: the table membership attacks the models of a training; expected train beside it alone")
+        raise InputError(f"{path}: the table membership attacks the models of a training; expected only train beside it")
     service = service_plan_of(found["service"], str(path)) if "service" in found else None
     training = _training(found["train"], str(path), service) if "train" in found else None
     attacked = _membership(found["membership"], training, str(path)) if training and "membership" in found else None
@@ -104,7 +104,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     for key in compared:
         known(f"key in {path}", key, ("texts",))
     if compared and (training is None or "plan" in found or len(training.defenses) != 2 or training.defenses[0] != "none"):
-        raise InputError(f"{path}: deviations compare two trainings; expected train alone, with none and one other defense")
+        raise InputError(f"{path}: deviations compare two trainings; expected only train, with none and one other defense")
     plan: Plan | TrainPlan | ServicePlan
     usual: tuple[str, ...]
     if service is not None:
@@ -114,7 +114,9 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     else:
         plan, usual = plan_of(found.get("plan", {}), str(path)), ("rouge1", "rouge2", "rougeL")
         if training is not None and len(training.defenses) != len(plan.defenses):
-            raise InputError(f"{path}: train has {len(training.defenses)} defenses, plan {len(plan.defenses)}; pair them")
+            raise InputError(
+                f"{path}: train has {len(training.defenses)} defenses, but plan has {len(plan.defenses)}; expected pairs"
+            )
     return Study(
         name,
         text(found.get("title", name), f"{path}: title"),
@@ -135,7 +137,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
 def _keys(found: Mapping[str, Any], path: str) -> int:
     keys = whole(found.get("keys", 1), f"{path}: keys")
     if keys < 1 or ("keys" in found and ("service" not in found or "train" in found)):
-        raise InputError(f"{path}: keys are those of a service without training; expected at least 1 beside its table")
+        raise InputError(f"{path}: keys apply to a service without training; expected at least 1, beside its table")
     return keys
 
 
@@ -145,7 +147,7 @@ def _printed(
     """The paper's own figures, the tables and figures that the study covers beside them, and the list of its values."""
     told = found.get("figures", [])
     if not isinstance(told, list) or not all(isinstance(figure, dict) for figure in told):
-        raise InputError(f"{path}: figures are no tables; write each as [[figures]]")
+        raise InputError(f"{path}: figures are not tables; write each as [[figures]]")
     for figure in told:
         for key in figure:
             more = ("model",) * ("deviations" in found) + ("protection", "weights") * ("service" in found)

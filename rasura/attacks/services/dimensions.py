@@ -1,4 +1,5 @@
-"""ObfusLM+ undone (ours): its mixing of the hidden dimension is read off the weights, then the attacks on ObfusLM apply.
+"""Undoing ObfusLM+ (ours): its mixing of the hidden dimension is computed from the weights; then the attacks on ObfusLM
+apply.
 
 ObfusLM+ (sec. 4.4, equation 2) multiplies the hidden axis of all weights on the residual stream by one matrix A, the rows of
 W* in another order. The other axis of those weights stays as it was: neurons, heads and positions keep their places, special
@@ -47,7 +48,7 @@ class Mixing:
 
 def mixing(seen: ServiceObservation) -> Mixing:
     """The mixing of the hidden dimension, from all weights whose rows are known: those of the blocks, norms, positions, and
-    special tokens. Raises ``NotApplicable`` where the two models differ in more than their figures."""
+    special tokens. Raises ``NotApplicable`` if the two models differ in more than the values of their weights."""
     known = parts(seen.public)
     rows, special = seen.vocabulary.size, sorted(seen.vocabulary.special_ids)
     inside = tuple(block.module + "." for block in known.blocks)
@@ -58,7 +59,9 @@ def mixing(seen: ServiceObservation) -> Mixing:
     crossed, total = gram.clone(), 0.0
     for (public, axis), (served, other) in zip(stream_axes(seen.public), stream_axes(seen.served), strict=True):
         if public.shape != served.shape or axis != other:
-            raise NotApplicable("the served model is not of the public one's shape, so their weights cannot be compared")
+            raise NotApplicable(
+                "the served model's shapes differ from the public one's, so their weights cannot be compared"
+            )
         x, y = (p.detach().movedim(axis, 0).flatten(1) if p.dim() > 1 else p.detach()[:, None] for p in (public, served))
         if id(public) == table or x.shape[1] == rows:
             x, y = x[:, special], y[:, special]

@@ -1,4 +1,4 @@
-"""Isometry (ours): the rows of a table that was only rotated, reflected and shifted are told by their distances.
+"""Isometry (ours): distances identify the rows of a table that was only rotated, reflected and shifted.
 
 SentinelLMs keeps every distance between rows. Those to the rows whose ids are known (special tokens) and to the mean of all
 rows name most rows at once; the rigid motion that fits these pairs best (Kabsch 1976, without its determinant) turns the
@@ -32,7 +32,7 @@ class Isometry:
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         if seen.mechanism.name != "sentinellms":
-            raise NotApplicable("no protection was announced that keeps all distances")
+            raise NotApplicable("no announced protection preserves all distances")
         tables = Tables(seen)
         fixed = torch.tensor(sorted(seen.vocabulary.special_ids))
         public, served = tables.public.double(), tables.served.double()

@@ -2,8 +2,8 @@
 
 A row that was mixed from its cluster is a non-negative combination of some ten public rows, and those are near it: least
 squares finds them. Which of them is the row's own token, the weights tell by their size and, better, by the mechanism, which
-is no secret: the logarithms of the weights are known up to Laplace noise once the token is. Each public token is the own one
-of one row only, which a matching uses; then language decides between what is left.
+is no secret: the logarithms of the weights are known up to Laplace noise once the token is. Each public token belongs to one
+row only, which a matching uses; then a language model decides between the rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STEPS = 300
 """Steps of accelerated projected gradients; three hundred leave the weights within a thousandth."""
 
 MIN_PROBABILITY = 2e-3
-"""Weights below this are no members."""
+"""Public rows with weights below this fraction are not part of the mixture."""
 
 SECOND = 6.0
 """Nats that a token costs which another id has already been read as: each has one id alone."""
@@ -111,7 +111,7 @@ def announced(seen: ServiceObservation) -> float:
     if seen.mechanism.name != "obfuslm":
         raise NotApplicable("no protection by obfuslm was announced")
     if seen.mechanism.parameters.get("plus"):
-        raise NotApplicable("the hidden dimension is mixed too, so rows are no mixtures of public ones; use realigned-*")
+        raise NotApplicable("the hidden dimension is mixed too, so rows are not mixtures of public ones; use realigned-*")
     return float(seen.mechanism.parameters.get("epsilon") or 1.0)
 
 

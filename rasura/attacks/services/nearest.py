@@ -56,7 +56,7 @@ class TokenFrequency:
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         if seen.vectors:
-            raise NotApplicable("vectors were sent, no two of them alike, so nothing can be counted")
+            raise NotApplicable("vectors were sent and no two of them are alike, so tokens cannot be counted")
         tables = Tables(seen)
         usual = frequencies(seen).probabilities[tables.usable]
         counts = torch.tensor(list(tables.counts.values()), dtype=torch.float64)
@@ -87,7 +87,7 @@ class EmbeddingReplacement:
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         head = getattr(seen.public, "get_output_embeddings", lambda: None)()
         if not isinstance(head, nn.Module) or not parts(seen.public).causal:
-            raise NotApplicable("the served model generates no text, so its head cannot be replaced")
+            raise NotApplicable("the served model does not generate text, so its head cannot be replaced")
         name = next(n for n, m in seen.served.named_modules() if m is seen.served.get_output_embeddings())  # type: ignore[operator]
         special = sorted(seen.vocabulary.special_ids)
         ranked = []

@@ -1,8 +1,8 @@
 """Preimages (ours): which token the announced mechanism most likely drew from, by Bayes with what language is likely.
 
-Replaced tokens (SANTEXT+, CUSTEXT+) and Gaussian noise on the word embedding (DP-Forward) have likelihoods that anybody can
-compute. Every draw is a new one, so each place is read by itself: first with how often tokens occur, then, place by place
-in some sweeps, with the tokens around it as they are read so far (trigrams of the reference text).
+Replaced tokens (SANTEXT+, CUSTEXT+) and Gaussian noise on the word embedding (DP-Forward) have likelihoods that anyone can
+compute. Every draw is independent, so each place is decoded separately: first with how often tokens occur, then, place by
+place in some sweeps, with the tokens around it as they are read so far (trigrams of the reference text).
 """
 
 from __future__ import annotations

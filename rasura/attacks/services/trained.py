@@ -1,4 +1,4 @@
-"""Attacks that learn: the adversary obfuscates the public model itself, with keys of its own, and learns to undo that."""
+"""Trained attacks: the adversary obfuscates the public model with its own keys and learns to invert the result."""
 
 from __future__ import annotations
 
@@ -150,14 +150,14 @@ def own_service(seen: ServiceObservation, count: int, seed: int) -> OwnService:
         case "custext+":
             made = custext(seen.public, words, **told)
         case name:
-            raise NotApplicable(f"nothing is known of the protection {name}, so no own service can be built")
+            raise NotApplicable(f"the protection {name} is unknown, so the adversary cannot build such a service")
     return OwnService(seen, made.served.eval(), ids, list(map(list, made.sent(ids, rng))))
 
 
 def _received(split: nn.Module, vectors: Tensor, last: bool) -> Tensor:
     """The states that the server computes of a text's ``vectors``; what came from behind more blocks is taken as it is."""
     if not isinstance(split, Split):
-        raise NotApplicable("vectors were sent, but the served model takes none")
+        raise NotApplicable("vectors were sent, but the served model does not take vectors")
     found = split.states(vectors[None], torch.ones((1, len(vectors)), dtype=torch.int64))
     return found[-1 if last else min(max(0, DEPTH - split.depth), len(found) - 1)][0]
 

@@ -1,1 +1,1 @@
-"""What several attacks share: dummy texts, decoys, proofs, and what the announced protection tells."""
+"""Code shared by several attacks: dummy texts, decoys, proofs, and the facts of the announced protection."""

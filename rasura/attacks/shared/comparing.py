@@ -1,4 +1,4 @@
-"""How near a guessed update is to the observed one, over what is visible of it."""
+"""How close a guessed update is to the observed one, over the visible entries."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def relative_error(
 def cosine(
     guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None
 ) -> float:
-    """The cosine of ``guess`` and ``observed`` over visible entries; NaN where either is zero or no number."""
+    """The cosine of ``guess`` and ``observed`` over visible entries; NaN if either is zero or not finite."""
     inner, own, square = _products(list(_shown(guess, observed, visible)))
     return inner / math.sqrt(own * square) if 0 < own * square < math.inf else math.nan
 

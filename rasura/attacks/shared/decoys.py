@@ -1,4 +1,4 @@
-"""Decoys: texts so near to a guess that only an update which tells the guess from them can prove it."""
+"""Decoys: texts so close to a guess that only an update which distinguishes the guess from them can prove it."""
 
 from __future__ import annotations
 

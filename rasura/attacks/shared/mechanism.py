@@ -1,4 +1,4 @@
-"""What the announced protection tells an adaptive attack."""
+"""The facts of the announced protection that an adaptive attack uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rasura.core.values import Grant, Observation
 
 
 def announced(seen: Observation) -> tuple[Protection, ...]:
-    """The protections that the mechanism tells; none where it is not granted.
+    """The protections that the mechanism states; none if it is not granted.
 
     Raises ``InputError`` for an unknown one, which must not count as one without noise.
     """
@@ -18,15 +18,15 @@ def announced(seen: Observation) -> tuple[Protection, ...]:
 
 
 def announced_dropout(seen: Observation) -> float:
-    """The dropout rate that the mechanism tells, 0 where it tells none."""
+    """The dropout rate that the mechanism states; 0 if it states none."""
     return max((one.dropout_rate for one in announced(seen)), default=0.0)
 
 
 def announced_noise(seen: Observation) -> tuple[float, float]:
     """The standard deviation of the noise on an entry, and the norm that the update cannot exceed without it.
 
-    ``(0, inf)`` where the mechanism tells of neither. Noise of several protections adds up. Noise that is divided by the
-    number of texts counts as that on a single one where this is not granted.
+    ``(0, inf)`` if the mechanism states neither. The noise of several protections adds up. If the number of texts is not
+    granted, noise that is divided by it counts as the noise on a single text.
     """
     told = announced(seen)
     texts = seen.batch_size if Grant.BATCH_SIZE in seen else 1

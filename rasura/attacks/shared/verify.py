@@ -1,8 +1,8 @@
-"""Is the guess right? The one place that says ``verified``, and the one that says ``span``.
+"""Verification of guesses. Only this module assigns ``verified`` and ``span``.
 
-A guess is proven when the update that it would have caused equals the observed one, and that of every decoy clearly does
-not: what is visible must tell the guess from texts that hardly differ, and be too much for a chance fit. Each kind of proof
-is defined in ``docs/attacks.md``.
+A guess is proven if the update that it would have caused equals the observed one, and the update of every decoy clearly does
+not. The visible entries must distinguish the guess from texts that hardly differ, and be too many for a chance fit. Each
+kind of proof is defined in ``docs/attacks.md``.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ROWS_VERIFIED = 1e-4
 """Largest relative error with which place rows add up to a word's row: float32 leaves 1e-7 to 1e-6."""
 
 MARGIN = 10.0
-"""Every decoy's error must be so many times the guess's."""
+"""Every decoy's error must be at least this many times the error of the guess."""
 
 PRECISION = 1e-6
-"""Errors below that of float32 count as this."""
+"""Errors below this, the precision of float32, count as this value."""
 
 CHANCE = 1e-6
-"""Texts that may fit as well by chance, over all texts of these lengths."""
+"""Expected number of texts that may fit as well by chance, over all texts of these lengths."""
 
 MAX_LABELINGS = 64
 
@@ -178,10 +178,10 @@ def _flat(seen: Observation, labels: Tensor | None) -> tuple[int, ...] | None:
 def check(
     seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None = None
 ) -> tuple[float, tuple[int, ...] | None]:
-    """The least relative error with which ``tokens`` reproduce the observed gradient, and the labels that reach it.
+    """The smallest relative error with which ``tokens`` reproduce the observed gradient, and the labels that give it.
 
-    ``(inf, None)`` when the guess has holes, or no labels can be tried. Meaningless while dropout is active. A small error
-    alone proves nothing: see ``prove``.
+    ``(inf, None)`` if the guess has holes, or no labels can be tried. Meaningless under active dropout. A small error alone
+    proves nothing: see ``prove``.
     """
     error, labels = _fitted(seen, tokens, types)
     return error, _flat(seen, labels)
@@ -197,7 +197,7 @@ def entries(seen: Observation) -> int:
 
 
 def apart(error: float, min_decoy: float) -> bool:
-    """Whether decoys that miss by ``min_decoy`` or more are told from a guess that misses by ``error``."""
+    """Whether a guess with the error ``error`` is distinguished from decoys with errors of ``min_decoy`` or more."""
     return min_decoy > MARGIN * max(error, PRECISION)
 
 
@@ -280,6 +280,6 @@ def in_span(
     Raises ``AttackFailed`` where no text holds a word: special tokens are in every update, whoever wrote it.
     """
     if not any(token != UNKNOWN and token not in vocabulary.special_ids for text in tokens for token in text):
-        raise AttackFailed("only special tokens were found, which every text holds")
+        raise AttackFailed("only special tokens were found, which every text contains")
     confidence: Confidence = "span" if believed else "matched"
     return Reconstruction(tokens, confidence, ordered=ordered, residual=residual, details=details or {})

@@ -1,4 +1,4 @@
-"""Federated training with Flower behind any protection: a mod for clients, a strategy for the server.
+"""Federated training with Flower under any protection: a mod for clients, and a strategy for the server.
 
     app = ClientApp(mods=[protection_mod(setup)])  # setup(context) -> ClientSetup(agree(defense, model, keys))
     strategy(agree(defense, model, public_keys), min_clients=3).start(grid=grid, num_rounds=3)
@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 RECORD, ARRAYS, METRICS, EXAMPLES = "rasura", "arrays", "metrics", "num-examples"
-"""Names of the records of a message, and of the metric that says how many texts a client trained on."""
+"""Names of the records of a message, and of the metric with the number of texts that a client trained on."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ def _record(arrays: Mapping[str, Tensor]) -> Any:
 
 
 def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, Callable[[Any, Any], Any]], Any]:
-    """A Flower mod for clients: it opens what the server sends, calls the app, and protects what the app trained.
+    """A Flower mod for clients: it decrypts the server's message, calls the app, and protects the trained weights.
 
     ``setup(context)`` gives the ``ClientSetup``. It is called with every message, so cache its result. The app sees plain
     weights under ``arrays`` and returns trained weights with the metric ``num-examples``. One Rasura message leaves the
     client, with the app's metrics and three more: ``rasura-beyond`` (entries clipped to the agreed scale), ``rasura-bytes``
-    and ``rasura-cpu-seconds``. Other records are dropped. Where a message cannot be opened or protected, the client answers
+    and ``rasura-cpu-seconds``. Other records are dropped. If a message cannot be decrypted or protected, the client answers
     with an error of one line.
     """
 
@@ -79,7 +79,7 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
     def handled(message: Any, context: Any, call_next: Callable[[Any, Any], Any], app: Any) -> Any:
         client = setup(context)
         if RECORD not in message.content:
-            raise InputError("the server sent no record of Rasura; use rasura.integrations.flower.strategy there")
+            raise InputError("the server sent no record of Rasura; use rasura.integrations.flower.strategy on the server")
         told = message.content[RECORD]
         ticket = Ticket(
             int(told["round"]), str(told["nonce"]), int(told["max-examples"]), float(told["first-scale"]), told["aggregate"]
@@ -121,7 +121,8 @@ def strategy(
     capture: Capture | None = None,
     **options: Any,
 ) -> Any:
-    """A ``FedAvg`` that checks the clients' messages, adds up what it cannot read, and passes on the sum.
+    """A ``FedAvg`` strategy that checks the clients' messages, adds up sealed values without reading them, and distributes
+    the sum.
 
     ``agreement`` has the public keys. A round needs ``min_clients`` clients to start, and as many valid updates to count;
     fewer than three are refused without ``allow_few_clients``, since each of two clients can subtract itself from the sum. A
@@ -129,8 +130,9 @@ def strategy(
     largest change of an entry in one round, from which the scales of sealed entries start. ``capture`` keeps what the server
     sees. ``options`` are FedAvg's.
 
-    The strategy's ``figures`` hold, by round, the clients asked and counted, the bytes to each client and from all, the wall
-    seconds of waiting and the CPU seconds of adding. Its ``collector`` holds what the server knows.
+    The strategy's ``figures`` hold, by round, the number of clients asked and counted, the bytes to each client and from all
+    clients, the wall-clock seconds of waiting and the CPU seconds of adding. Its ``collector`` holds everything that the
+    server knows.
 
     Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent.
     ``RoundFailed`` ends a run whose round has fewer than ``min_clients`` valid updates.

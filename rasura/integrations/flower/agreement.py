@@ -1,4 +1,4 @@
-"""What the clients and the server of a federation know before the first round, and what each message must agree with."""
+"""What the clients and the server of a federation agree on before the first round, and what each message must match."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Agreement:
     """``start``: the public weights that training starts from, by parameter name; ``sealed``: true where an entry is sealed,
     for every name, or empty; ``keys``: the scheme's context, the clients' secret one or the server's public one.
 
-    The mask is made once, of the public start, so that it says nothing of any text and is the same in every round.
+    The mask is made once, from the public start, so it reveals nothing about any text and is the same in every round.
     """
 
     defense: str
@@ -54,7 +54,7 @@ class Agreement:
         return Limits(total, header, entries, len(self.start), self.ciphertexts, most)
 
     def whole(self, name: str) -> bool:
-        """Whether every entry of a tensor is sealed, so that the server has none to send."""
+        """Whether every entry of a tensor is sealed, so that the server has nothing to send for it."""
         return name in self.sealed and bool(self.sealed[name].all())
 
     def wire(self, scales: Mapping[str, float], processes: int) -> Defense:
@@ -69,21 +69,19 @@ def local_part(defense: str) -> Defense:
 
 
 def agree(defense: str, model: nn.Module, keys: Any = None, seed: int = 0) -> Agreement:
-    """The agreement of all who train the parameters of ``model`` that require gradients.
+    """The agreement for training the parameters of ``model`` that require gradients.
 
-    ``model`` must be the same for all: the published weights, and a head drawn from a seed. Raises ``InputError`` for a mask
-    that clients cannot agree on, sealing without a scheme or without keys, and keys of another scheme.
+    ``model`` must be the same for all: the published weights, with a head drawn from a seed. Raises ``InputError`` for a
+    mask that clients cannot agree on, sealing without a scheme or without keys, and keys of another scheme.
     """
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
     if not start:
         raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
     if any(p.mechanism.name == "sign" for p in parse_defense(defense)):
-        raise InputError(
-            "sign loses the size of an update, so that every weight would move by 1; leave it out of the defense"
-        )
+        raise InputError("sign drops the size of an update, so every weight would move by 1; leave it out of the defense")
     wanted = [value for name, value in parts(defense) if name == "sealing"]
     if len(wanted) > 1:
-        raise InputError(f"defense {defense!r} seals twice; leave one of the parts out")
+        raise InputError(f"defense {defense!r} seals twice; remove one of the parts")
     sealed: dict[str, Tensor] = {}
     if wanted:
         settings = sealing.parsed(wanted[0])
@@ -92,7 +90,7 @@ def agree(defense: str, model: nn.Module, keys: Any = None, seed: int = 0) -> Ag
         if keys is None:
             raise InputError("sealing needs keys; make them with rasura keys, and pass clients.secret or server.public")
         if keys.parameters.scheme != settings.scheme:
-            raise InputError(f"the keys are for {keys.parameters.scheme}, the defense seals with {settings.scheme}")
+            raise InputError(f"the keys are for {keys.parameters.scheme}, but the defense seals with {settings.scheme}")
         sealed = sealing.agreed_mask(settings, model, list(start), seed)
     mask = mask_digest({n: ~m for n, m in sealed.items()})
     return Agreement(defense, start, sealed, keys if wanted else None, _digest(start), mask)
@@ -107,12 +105,12 @@ def _digest(weights: Mapping[str, Tensor]) -> str:
 
 
 def next_scales(moved: Mapping[str, Tensor], first: float) -> str:
-    """The scale of each tensor of the next round, from the last opened aggregate ``moved``, as text for a header.
+    """The scale of each tensor for the next round, from the last decrypted aggregate ``moved``, as text for a header.
 
-    The largest entry of the aggregate, and ``first`` on top: the most that one round changes an entry, as all were told. A
-    multiple of the aggregate would be finer where updates are small, but where those of clients cancel each other out the
-    aggregate says nothing of their size, and cutting them would do more harm than rounding. Scales are powers of two: the
-    server, which hands them to clients that join later, learns no more than the order of magnitude of each tensor.
+    The largest entry of the aggregate plus ``first``, the agreed largest change of an entry in one round. A multiple of the
+    aggregate would be finer for small updates. But when the clients' updates cancel out, the aggregate says nothing about
+    their size, and clipping them would do more harm than rounding. Scales are powers of two: the server, which passes them
+    to clients that join later, learns only the order of magnitude of each tensor.
     """
     if not 0 < first < math.inf:
         raise InputError(f"the scale of the first round is {first}; expected a number above 0")
@@ -128,12 +126,13 @@ def read_scales(text: object, agreement: Agreement) -> dict[str, float]:
         found = None
     whole = isinstance(found, list) and len(found) == len(agreement.start)
     if not whole or not all(type(e) is int and -120 <= e <= 60 for e in found or []):
-        raise InputError("the message tells no scale for each tensor")
+        raise InputError("the message does not state a scale for each tensor")
     return {n: 2.0**e for n, e in zip(agreement.start, found or [])}
 
 
 def check_sums(message: Message, agreement: Agreement) -> None:
-    """That ``message`` is of these keys, this mask and this many ciphertexts; ``InputError`` in one line where not."""
+    """Check that ``message`` has these keys, this mask and this many ciphertexts. Otherwise raises ``InputError`` with one
+    line."""
     told = message.header
     if told.get("start") != agreement.start_digest:
         raise InputError(f"it starts from other weights ({told.get('start')!r}; expected {agreement.start_digest})")

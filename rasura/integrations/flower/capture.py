@@ -1,4 +1,4 @@
-"""What an honest-but-curious server could keep of every message, written so that ``rasura read`` takes it."""
+"""What an honest-but-curious server could record of every message, in files for ``rasura read``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Capture:
     """Writes ``FOLDER/round-N/client-ID.safetensors``: of FedSGD the gradient, else the weights after minus before, as
     ``rasura read --update`` expects; ``.hidden.safetensors``, true where an entry was not visible; ``.json``, the header.
 
-    ``local``: how clients train, as everybody knows. Sealed entries are zeros in the file and hidden in the mask.
+    ``local``: the clients' local training, which is public. Sealed entries are zeros in the file and hidden in the mask.
     ``save_model`` writes what the server knows of the model before a round to the folder it is given.
     """
 
@@ -53,7 +53,7 @@ class Capture:
         (place / f"client-{node}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
     def model(self, number: int, weights: Mapping[str, Tensor]) -> None:
-        """Keep what the server knows of the model before a round."""
+        """Save what the server knows about the model before a round."""
         if self.save_model is not None:
             place = self.folder / f"round-{number}" / "model"
             place.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class Capture:
 def check_folder(folder: Path) -> Path:
     """``folder`` if nothing was kept there before."""
     if folder.exists() and any(folder.glob("round-*")):
-        raise InputError(f"{folder} holds another run's record; choose an empty folder")
+        raise InputError(f"{folder} holds the record of another run; choose an empty folder")
     return folder
 
 

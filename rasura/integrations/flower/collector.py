@@ -1,4 +1,4 @@
-"""The server's side of a round: what it takes from each client, and the sum that it cannot read.
+"""The server's side of a round: the messages of the clients, and the sum that the server cannot read.
 
 Plain values and bytes, without Flower.
 """
@@ -23,11 +23,11 @@ from rasura.integrations.flower.agreement import Agreement, check_sums, read_sca
 from rasura.integrations.flower.rounds import Ticket
 
 MIN_CLIENTS = 3
-"""Clients of a round. Of two, each subtracts itself from the sum and has the other's update."""
+"""Minimum number of clients in a round. With two, each could subtract its own update from the sum and obtain the other's."""
 
 
 class RoundFailed(RuntimeError):
-    """Too few clients sent an update that counts; the message says why each of the others does not."""
+    """Too few clients sent a valid update. The message gives the reason for each of the others."""
 
 
 Taken = tuple[int, Message, float]
@@ -38,9 +38,9 @@ Taken = tuple[int, Message, float]
 class Collector:
     """The server's side: what it knows of the model, and the sum that it cannot read.
 
-    ``agreement.keys`` is the public context; a secret one is refused. ``min_clients``: how many clients a round needs,
-    not below ``MIN_CLIENTS`` unless ``allow_few_clients``: the sum of few tells each of them of the others.
-    ``seen`` is told of every message that counts.
+    ``agreement.keys`` is the public context; a secret one is refused. ``min_clients``: how many clients a round needs, at
+    least ``MIN_CLIENTS`` unless ``allow_few_clients``: in a sum of few clients, each learns about the others. ``seen`` is
+    called with every valid message.
     """
 
     agreement: Agreement
@@ -68,13 +68,14 @@ class Collector:
 
         if self.min_clients < MIN_CLIENTS and not self.allow_few_clients:
             raise InputError(
-                f"a round of {self.min_clients} clients: of two, each can subtract itself from the sum and has the other's; "
-                f"expected at least {MIN_CLIENTS}, or pass allow_few_clients=True (allow-few-clients = true in the app)"
+                f"a round of {self.min_clients} clients: with two, each can subtract its own update from the "
+                f"sum and obtain the other's; expected at least {MIN_CLIENTS}, or pass allow_few_clients=True "
+                "(allow-few-clients = true in the app)"
             )
 
     @property
     def max_clients(self) -> int | None:
-        """Clients whose sum fits the keys; None where nothing is sealed."""
+        """Maximum number of clients in a sum with these keys; None if nothing is sealed."""
         fits: int = self.agreement.keys.parameters.max_clients if self.agreement.sealed else 0
         return fits or None
 
@@ -82,15 +83,16 @@ class Collector:
         """Refuse more clients than the keys fit, with the number that fits."""
         if self.max_clients is not None and count > self.max_clients:
             raise InputError(
-                f"{count} clients would train, these keys fit {self.max_clients}; make keys: rasura keys --clients {count}"
+                f"{count} clients would train, but these keys fit {self.max_clients}; make new keys: rasura "
+                f"keys --clients {count}"
             )
 
     def visible(self) -> dict[str, Tensor]:
-        """What the server has to send: tensors that are not sealed as a whole."""
+        """The tensors that the server sends: those that are not sealed as a whole."""
         return {n: t for n, t in self.clear.items() if not self.agreement.whole(n)}
 
     def ticket(self, number: int, node: int) -> Ticket:
-        """A fresh ticket for ``node``; all of earlier rounds are void."""
+        """A new ticket for ``node``; tickets of earlier rounds become invalid."""
         if number != self.round:
             self.round, self.tickets = number, {}
         made = Ticket(number, secrets.token_hex(16), self.max_examples, self.first_scale, self.aggregate)
@@ -98,16 +100,16 @@ class Collector:
         return made
 
     def read(self, node: int, data: object, examples: float) -> tuple[Message, float]:
-        """A client's message and its share, fully checked but for the ciphertexts; ``InputError`` says what is wrong."""
+        """A client's message and its weight, checked except for the ciphertexts. Raises ``InputError`` with the fault."""
         ticket = self.tickets.get(node)
         if ticket is None:
-            raise InputError("it was not asked in this round, or has answered already")
+            raise InputError("it was not asked in this round, or it has already answered")
         if not isinstance(data, bytes):
-            raise InputError("its reply holds no message of Rasura")
+            raise InputError("its reply does not hold a message of Rasura")
         share = ticket.share(examples)
         message = from_bytes(data, self.agreement.limits)
         if message.header.get("round") != ticket.round or message.header.get("nonce") != ticket.nonce:
-            raise InputError("the message is of another round or client: it was replayed")
+            raise InputError("the message belongs to another round or client: it was replayed")
         check_sums(message, self.agreement)
         if self.agreement.sealed:
             read_scales(message.header.get("scales"), self.agreement)
@@ -121,16 +123,15 @@ class Collector:
                 shown = message.visible.get(name)
                 hidden = self.agreement.sealed[name]
                 if bool(hidden.any()) and (shown is None or bool((shown & hidden).any())):
-                    raise InputError(f"{name} shows entries that were to be sealed")
+                    raise InputError(f"{name} shows entries that should be sealed")
         del self.tickets[node]
         return message, share
 
     def collect(self, replies: Sequence[tuple[int, object, float]]) -> list[int]:
         """Take a round's ``replies`` (node, bytes, examples); the nodes whose update counts, in order.
 
-        What is wrong with one client, whatever it is, refuses this client with a logged reason: nothing of it enters the
-        aggregate, and the others go on. Raises ``RoundFailed`` when fewer than ``min_clients`` are left; what the
-        server knew before then stays as it was.
+        A client with any fault is refused with a logged reason: nothing from it enters the aggregate, and the others
+        continue. Raises ``RoundFailed`` if fewer than ``min_clients`` are left; the server's state is then unchanged.
         """
         taken: list[Taken] = []
         refused: list[tuple[int, str]] = []
@@ -142,7 +143,9 @@ class Collector:
         if self.agreement.sealed and taken:
             votes = Counter(str(m.header["scales"]) for _, m, _ in taken).most_common(2)
             agreed = None if len(votes) > 1 and votes[0][1] == votes[1][1] else votes[0][0]
-            refused += [(n, "its scales are not those of the others") for n, m, _ in taken if m.header["scales"] != agreed]
+            refused += [
+                (n, "its scales differ from those of the others") for n, m, _ in taken if m.header["scales"] != agreed
+            ]
             taken = [t for t in taken if t[1].header["scales"] == agreed]
         counted, sums = self._added(taken, refused)
         for node, why in refused:
@@ -150,7 +153,8 @@ class Collector:
         if len(counted) < self.min_clients:
             reasons = "; ".join(f"client {n}: {why}" for n, why in refused) or "the others did not answer"
             raise RoundFailed(
-                f"round {self.round}: {len(counted)} updates count, at least {self.min_clients} are needed ({reasons})"
+                f"round {self.round}: {len(counted)} updates are valid, but at least {self.min_clients} are "
+                f"needed ({reasons})"
             )
         if self.seen is not None:
             for node, message, _ in counted:

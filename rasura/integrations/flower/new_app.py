@@ -1,4 +1,4 @@
-"""``rasura new federated``: a Flower app with protection on, and keys for it."""
+"""``rasura new federated``: a Flower app with protection switched on, and its keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PLACES = {
 
 
 def new_app(folder: str | Path, clients: int = 4) -> Path:
-    """Write the app to ``folder``, which must not hold one, with keys for the sum of ``clients``.
+    """Write the app to ``folder``, which must not hold one, with keys for sums of ``clients`` clients.
 
     Raises ``InputError`` for a folder that holds such files, for fewer than three clients, and for more than any keys fit.
     """
@@ -34,8 +34,8 @@ def new_app(folder: str | Path, clients: int = 4) -> Path:
         raise InputError(f"{place} cannot be written into TOML; choose a folder without quotes and backslashes")
     if clients < MIN_CLIENTS:
         raise InputError(
-            f"{clients} clients: of two, each subtracts itself from the sum and has the other's update; "
-            f"expected at least {MIN_CLIENTS}"
+            f"{clients} clients: with two, each can subtract its own update from the sum and obtain the "
+            f"other's; expected at least {MIN_CLIENTS}"
         )
     keys = make_keys(clients, "bfv")
     for name, target in PLACES.items():

@@ -1,8 +1,8 @@
-"""The client's side of a round: what it opens and sends. Plain values and bytes, without Flower.
+"""The client's side of a round: what it decrypts and sends. Plain values and bytes, without Flower.
 
-Sealed entries travel as what they moved since the public start, all others as the update of this round. The latest aggregate
-then holds the whole model: who joins late, was absent or was killed opens it like everybody else, and neither clients nor
-server keep anything between rounds. Rounding does not add up over rounds either.
+Sealed entries are sent as their change since the public start, all others as the update of this round. The latest aggregate
+then holds the whole model: a client that joins late, was absent or was killed decrypts it like every other client, and
+neither clients nor server keep anything between rounds. Rounding errors do not accumulate over rounds either.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rasura.victims.per_example import as_one
 
 @dataclass(frozen=True)
 class Ticket:
-    """What the server tells one client for one round. ``nonce`` is for this client and round alone: a replayed message has
-    another. ``max_examples``: how many texts weigh 1; 0: every client weighs the same. ``first_scale``: the most that one
-    round changes an entry."""
+    """The server's message to one client for one round. ``nonce`` is unique to this client and round, so a replayed message
+    has another one. ``max_examples``: the number of texts with weight 1; 0: every client has the same weight.
+    ``first_scale``: the largest change of an entry in one round."""
 
     round: int
     nonce: str
@@ -37,8 +37,8 @@ class Ticket:
     aggregate: bytes = b""
 
     def share(self, examples: float) -> float:
-        """The weight of a client with ``examples`` texts, by which it scales what it seals: a server that adds ciphertexts
-        cannot weigh them."""
+        """The weight of a client with ``examples`` texts. The client scales its sealed values by it, since a server that
+        adds ciphertexts cannot weight them."""
         if not (isinstance(examples, int | float) and math.isfinite(examples) and examples > 0):
             raise InputError(f"{examples!r} examples; expected a number above 0")
         return min(1.0, examples / self.max_examples) if self.max_examples else 1.0
@@ -46,20 +46,19 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Opened:
-    """The model as a client has it: ``weights``, and of sealed entries how far they ``moved`` from the public start."""
+    """The client's model: its ``weights``, and how far sealed entries ``moved`` from the public start."""
 
     weights: Mapping[str, Tensor]
     moved: Mapping[str, Tensor]
 
 
 def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) -> Opened:
-    """The model that ``clear`` (tensors that are not sealed as a whole) and ``aggregate`` hold, for who has the secret key.
-
-    Raises ``InputError`` for shapes, keys, a mask or counts other than agreed.
+    """The model in ``clear`` (tensors that are not sealed as a whole) and ``aggregate``. Needs the secret key. Raises
+    ``InputError`` if shapes, keys, the mask or counts differ from the agreement.
     """
     for name, tensor in agreement.start.items():
         if name not in clear and not agreement.whole(name):
-            raise InputError(f"the server sent no {name}, which is not sealed")
+            raise InputError(f"the server did not send {name}, which is not sealed")
         if name in clear and (clear[name].shape != tensor.shape or clear[name].dtype != tensor.dtype):
             raise InputError(f"the server's {name} is {tuple(clear[name].shape)} {clear[name].dtype}; expected the start's")
     if set(clear) - set(agreement.start):
@@ -74,7 +73,7 @@ def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) 
     check_sums(message, agreement)
     clients, shares = message.header.get("clients"), message.header.get("shares")
     if type(clients) is not int or not isinstance(shares, float) or not 0 < shares <= clients:
-        raise InputError(f"the aggregate is of {clients!r} clients with {shares!r} shares")
+        raise InputError(f"the aggregate is for {clients!r} clients with {shares!r} shares")
     _, scale = sealing.flattened(nothing, agreement.sealed, read_scales(message.header.get("scales"), agreement))
     held = homomorphic.Sealed(tuple(message.sealed.values()), clients)
     total = homomorphic.opened_sum(held, scale, agreement.keys) / shares
@@ -86,11 +85,11 @@ def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) 
 def protected(
     agreement: Agreement, ticket: Ticket, before: Opened, trained: Mapping[str, Tensor], examples: float, processes: int = 1
 ) -> tuple[bytes, dict[str, float]]:
-    """The one message of a client whose training led from ``before`` to ``trained``, and figures about it.
+    """The message of a client whose training changed ``before`` into ``trained``, and figures about it.
 
     The update (received weights minus trained) goes through the AGGREGATE part of the defense as if it were one text, which
     protects the client as a whole, and then through the WIRE part. Raises ``InputError`` for other names or shapes, and for
-    weights that are no finite numbers.
+    weights that are not finite.
     """
     start = time.process_time()
     if set(trained) != set(agreement.start):
@@ -98,7 +97,7 @@ def protected(
     update: dict[str, Tensor] = {}
     for name, weight in before.weights.items():
         if trained[name].shape != weight.shape or not bool(torch.isfinite(trained[name]).all()):
-            raise InputError(f"the trained {name} has another shape, or entries that are no finite numbers")
+            raise InputError(f"the trained {name} has another shape, or entries that are not finite numbers")
         update[name] = weight - trained[name].to(weight.dtype)
     share = ticket.share(examples)
     header: dict[str, Parameter] = {"round": ticket.round, "nonce": ticket.nonce, "start": agreement.start_digest}
