@@ -251,7 +251,7 @@ def test_a_head_without_bias_needs_a_typical_input() -> None:
                 p.zero_()
     truth = step(model, batch_of([[CLS, 40, 90]], "classification", [1]), task="classification",
                  vocabulary=CAUSAL_VOCABULARY, rng=generator(0))  # fmt: skip
-    with pytest.raises(AttackFailed, match="tells no label"):
+    with pytest.raises(AttackFailed, match="not identify a label"):
         LabelRecovery()(observe(truth, HONEST_SERVER), rng=generator(0), budget=BUDGET)
 
 

@@ -77,7 +77,7 @@ def test_an_answer_needs_a_level() -> None:
 
 def test_nothing_is_said_of_an_empty_update() -> None:
     one = victim()
-    with pytest.raises(InputError, match="no candidate can be told"):
+    with pytest.raises(InputError, match="candidates cannot be compared"):
         scores(one.model, inputs_of(ROWS[:1]), {n: torch.zeros_like(p) for n, p in one.model.named_parameters()})
 
 

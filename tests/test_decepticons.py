@@ -131,11 +131,11 @@ def test_weights_of_an_honest_server_or_another_kind_are_declined_in_one_line() 
     batch = batch_for("classification", 1)
     model = tiny("bert", "classification")
     truth = step(model, batch, (), task="classification", vocabulary=VOCABULARY, rng=generator(0))
-    with pytest.raises(NotApplicable, match="not crafted for it"):
+    with pytest.raises(NotApplicable, match="not crafted for this attack"):
         read(observe(truth, HONEST_SERVER))
     with pytest.raises(NotApplicable, match="not in the update"):
         read(observed("bert", "classification", batch, "frozen-blocks:1"))
-    with pytest.raises(NotApplicable, match="no blocks of two norms"):
+    with pytest.raises(NotApplicable, match="no blocks with two norms"):
         Decepticons().craft(tiny("llama", "causal"), "causal", rng=generator(0))
     with pytest.raises(NotApplicable, match="one block"):
         Decepticons().craft(tiny("bert", "classification", blocks=1), "classification", rng=generator(0))

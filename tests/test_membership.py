@@ -441,7 +441,7 @@ def test_the_verdict_is_beyond_an_interval_or_not_told() -> None:
 
     assert "reveals which texts it was trained on" in page_of({**area(0.45, 0.62), **rate(0.02)})[0]
     assert "Not told from guessing" in page_of({**area(0.45, 0.62), **rate(0.01)})[0]
-    assert "too few texts to tell how many members" in page_of({**area(0.51, 0.62), **rate(0.01)})[0]
+    assert "too few texts to measure how many members" in page_of({**area(0.51, 0.62), **rate(0.01)})[0]
 
 
 def test_leakage_is_shown_twice_with_the_level_of_a_coin() -> None:

@@ -185,7 +185,9 @@ def test_a_broken_blind_attack_is_said_to_be_unmeasured(
     monkeypatch.setitem(registry.MEMBERSHIP.specs, "blind", brought("blind", Broken("key")))
     (record,) = infer_membership(plan_for(model_folder, tmp_path, attacks=("loss",)), out=tmp_path / "run")
     assert set(record.blind) == {"words"} and record.status == "ok"
-    assert "by length with AUC (not measured)" in " ".join(write_report(tmp_path / "run").read_text().split())
+    assert "length separates members from others with AUC (not measured)" in " ".join(
+        write_report(tmp_path / "run").read_text().split()
+    )
 
 
 def test_what_the_machine_lacks_ends_the_run_and_is_not_kept(
@@ -218,7 +220,7 @@ def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, mode
     said = " ".join(done.output.split())
     assert done.exit_code == 0, done.output
     assert "Asked about 30 texts that the model was trained on and 30 other texts, the best attack (" in said
-    assert "permits an AUC of at most 0.881" in said and "by length with AUC" in said
+    assert "permits an AUC of at most 0.881" in said and "length separates members from others with AUC" in said
     page = (tmp_path / "run" / "report.html").read_text()
     assert page.count("<polyline") == 4 and "http" not in page and "others taken for members" in page
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""What an adversary knows of the language."""
+"""An adversary's knowledge of the language."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rasura.priors.trigram import Trigram
 
 
 def language(seen: Observation) -> Prior:
-    """A language model where one is granted, else trigrams of the reference text where that is, else single English words.
+    """A language model if one is granted, otherwise trigrams of the reference text if that is granted, otherwise single
+    English words.
 
     Raises ``InputError`` where neither has a token in the model's vocabulary.
     """
@@ -24,7 +25,8 @@ def language(seen: Observation) -> Prior:
 
 
 def words(seen: Observation) -> Unigram:
-    """Single words of the reference text where that is granted, else English ones. Raises ``InputError`` as ``language``."""
+    """Single words of the reference text if that is granted, otherwise English words. Raises ``InputError`` as
+    ``language``."""
     return _words(seen.vocabulary, seen.reference_text if Grant.REFERENCE_TEXT in seen else ())
 
 

@@ -1,4 +1,5 @@
-"""Which attacks know a protection: without all of them in a run, nothing is said to be stopped (``docs/verdicts.md``)."""
+"""Which attacks know a protection: a run must include all of them before a verdict says that it stops anything
+(``docs/verdicts.md``)."""
 
 from __future__ import annotations
 
@@ -14,8 +15,7 @@ from rasura.registry.tables import ATTACKS, DEFENSES
 class Adversaries:
     """``attacks`` know the protection, those of its parts together; no attack knows the parts ``unknown``.
 
-    ``protection_readers``: those of ``attacks`` that read the protection itself, so that nobody can see them work without
-    it.
+    ``protection_readers``: those of ``attacks`` that read the protection itself, so they cannot be shown to work without it.
     """
 
     attacks: tuple[str, ...]
@@ -30,7 +30,7 @@ def adversaries(
     defenses: Mapping[str, DefenseSpec] = DEFENSES,
     attacks: Mapping[str, AttackSpec] = ATTACKS,
 ) -> Adversaries:
-    """The attacks that know ``defense``, which may hold parts that nothing is known of."""
+    """The attacks that know ``defense``, which may have unknown parts."""
     wanted: dict[str, None] = {}
     unknown = []
     names = [name.partition("/")[0] for name, _ in parts(defense)]

@@ -1,4 +1,4 @@
-"""The score of ``rasura read --candidates``, for those who ask for attacks by name only."""
+"""The score of ``rasura read --candidates``, for code that gets attacks only by name."""
 
 from rasura.attacks.updates.candidates import scores
 

@@ -1,7 +1,7 @@
-"""Collecting what methods say of themselves: from the package's own modules, and from installed plug-ins.
+"""Collects the specs of methods from the package's own modules and from installed plug-ins.
 
-A method is in the registry because a ``MethodSpec`` stands in its module; there is no list to extend. A plug-in names its
-specs under entry points (``rasura.attacks = ...``, see ``GROUPS`` in ``rasura.registry``).
+A method is in the registry if its module holds a ``MethodSpec``; there is no list to extend. A plug-in names its specs under
+entry points (``rasura.attacks = ...``, see ``GROUPS`` in ``rasura.registry``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASELINES = ("none", "blind")
 
 @cache
 def specs_in(package: str) -> tuple[MethodSpec, ...]:
-    """Every spec that stands in ``package`` or in a module below it; the module itself where it is no package."""
+    """Every spec in ``package`` or in a module below it; or in the module itself if it is not a package."""
     root = import_module(package)
     names = [m.name for m in walk_packages(getattr(root, "__path__", ()), f"{package}.")]
     found = [v for name in (package, *names) for v in vars(import_module(name)).values() if isinstance(v, MethodSpec)]
@@ -32,7 +32,7 @@ def specs_in(package: str) -> tuple[MethodSpec, ...]:
 
 
 class Registry(Mapping[str, S]):
-    """The methods of one kind, by name; loaded when first asked for.
+    """The methods of one kind by name, loaded at first access.
 
     ``kind`` is the kind in words, ``spec`` its type, ``package`` where the package's own methods stand, ``group`` the entry
     points of plug-ins, ``also`` a second place of the package's own. ``unusable`` says why a plug-in could not be loaded: it
@@ -68,7 +68,7 @@ class Registry(Mapping[str, S]):
         loaded: Any = point.load()
         specs: list[Any] = [loaded] if isinstance(loaded, MethodSpec) else list(loaded)
         if wrong := [s for s in specs if not isinstance(s, self.spec)]:
-            raise InputError(f"{point.value} gives a {type(wrong[0]).__name__}; expected {self.spec.__name__}")
+            raise InputError(f"{point.value} is a {type(wrong[0]).__name__}; expected {self.spec.__name__}")
         return specs
 
     def __getitem__(self, name: str) -> S:
@@ -82,7 +82,7 @@ class Registry(Mapping[str, S]):
 
 
 def named(name: str, methods: Mapping[str, S], kind: str, unusable: Iterable[tuple[str, str]] = ()) -> S:
-    """The spec called ``name`` among ``methods``. Raises ``InputError`` that offers the nearest names."""
+    """The spec called ``name`` among ``methods``. Raises ``InputError`` with the nearest names."""
     for plugin, why in unusable:
         if plugin == name and name not in methods:
             raise InputError(f"the plug-in {name} could not be loaded: {why}")

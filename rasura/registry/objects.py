@@ -17,7 +17,7 @@ from rasura.registry.tables import ATTACKS, DEFENSES, METRICS
 S = TypeVar("S", bound=MethodSpec)
 GIVEN = "given as an object"
 USUAL_SECONDS = 60.0
-"""What an attack is taken to cost that says nothing of it."""
+"""The assumed cost of an attack that does not state one."""
 
 AttackLike = str | AttackSpec | Attack[Reconstruction]
 DefenseLike = str | DefenseSpec | Transform[Any, Any, Any] | Defense
@@ -65,7 +65,7 @@ def _named(given: Iterable[Any], kind: type[S], made: Callable[[Any], S]) -> tup
 
 
 def attack_spec(attack: Attack[Reconstruction]) -> AttackSpec:
-    """A spec for an attack that has none. Raises ``InputError`` for objects that are no attack."""
+    """A spec for an attack that has none. Raises ``InputError`` for objects that are not attacks."""
     if not isinstance(attack, Attack):
         raise InputError(f"{type(attack).__name__} is not an attack; expected name, needs, uses and a call")
     return AttackSpec(
@@ -75,9 +75,8 @@ def attack_spec(attack: Attack[Reconstruction]) -> AttackSpec:
 
 
 def defense_spec(defense: Transform[Any, Any, Any] | Defense) -> DefenseSpec:
-    """A spec for a protection that has none. No attack is known to know it, so no verdict says that it stops anything.
-
-    It is named by its mechanisms. Raises ``InputError`` for objects that are no protection, and for an empty chain.
+    """A spec for a protection that has none. No attack is known to know it, so no verdict says that it stops anything. It is
+    named by its mechanisms. Raises ``InputError`` for objects that are not protections, and for an empty chain.
     """
     parts = defense if isinstance(defense, tuple) else (defense,)
     if not parts or not all(isinstance(part, Transform) for part in parts):
@@ -88,7 +87,7 @@ def defense_spec(defense: Transform[Any, Any, Any] | Defense) -> DefenseSpec:
 
 
 def metric_spec(metric: Metric[Reconstruction]) -> MetricSpec:
-    """A spec for a metric that has none. Raises ``InputError`` for objects that are no metric."""
+    """A spec for a metric that has none. Raises ``InputError`` for objects that are not metrics."""
     if not isinstance(metric, Metric):
         raise InputError(f"{type(metric).__name__} is not a metric; expected name, unit, higher_is, bounds and a call")
     return MetricSpec(

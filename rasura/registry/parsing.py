@@ -18,7 +18,7 @@ ORDER = tuple(Stage)
 
 
 def parts(defense: str) -> tuple[tuple[str, str], ...]:
-    """``"dropout:0.1+fp16"`` as names with what is written behind them: ``(("dropout", "0.1"), ("fp16", ""))``."""
+    """``"dropout:0.1+fp16"`` as names with their parameters: ``(("dropout", "0.1"), ("fp16", ""))``."""
     found = (part.strip().partition(":") for part in defense.split("+"))
     return tuple((name, value) for name, _, value in found)
 

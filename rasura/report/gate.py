@@ -31,7 +31,7 @@ def judged(verdicts: Mapping[str, Verdict]) -> dict[str, Verdict]:
 
 
 def checked_limit(limit: float) -> float:
-    """``limit`` if it can be a limit; else ``InputError``, since nothing is above a NaN."""
+    """``limit`` if it is valid. Otherwise raises ``InputError``, since nothing is above NaN."""
     if not 0 < limit < 1:
         raise InputError(f"--fail-above is {limit}; expected a fraction above 0 and below 1, such as 0.2")
     return limit

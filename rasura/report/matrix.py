@@ -36,7 +36,7 @@ IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure recove
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the matrix: an attack behind a protection, over ``notes`` examples in ``cells`` updates.
+    """One entry of the matrix: an attack under a protection, over ``notes`` examples in ``cells`` updates.
 
     ``level``: of the examples that were measured, those where the attack gave up at the guessing level. ``mark``: value,
     ``·`` (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).

@@ -93,7 +93,11 @@ def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None) -> str:
         return "Above guessing: the model reveals which texts it was trained on."
     ranked = [r["attack"] for r in real if r["scores"]["auc"]["low"] > 0.5 or r["scores"]["auc"]["high"] < 0.5]
     if ranked:
-        few = " There are too few texts to tell how many members are found at few false alarms." if rate is not None else ""
+        few = (
+            " There are too few texts to measure how many members are found at a low false positive rate."
+            if rate is not None
+            else ""
+        )
         return f"Above guessing: {', '.join(ranked)} separates members from others, and its interval excludes guessing.{few}"
     n = real[0]["scores"]["auc"]["n"]
     high = max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real)
@@ -109,7 +113,9 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
     blind, by_words = beside.get("auc"), beside["words"]
     off = [s for s in (blind, by_words) if s is not None and (s["low"] > 0.5 or s["high"] < 0.5)]
     by_length = "(not measured)" if blind is None else _auc(blind)
-    out.append(f"Without the model, members are told from others by length with AUC {by_length}, by words {_auc(by_words)}.")
+    out.append(
+        f"Without the model, length separates members from others with AUC {by_length}, words with AUC {_auc(by_words)}."
+    )
     if off:
         out.append(
             "This differs from .5: members and others differ as texts, and every figure here also measures that "

@@ -239,7 +239,7 @@ def _no_yardstick(
 
 
 def _adversaries(defense: str, records: Iterable[Record]) -> dict[str, tuple[str, ...]]:
-    """Who knows the protection, as the records tell it. What a record does not tell is known to nobody."""
+    """Which attacks know the protection, according to the records. What a record does not state is known to no attack."""
     told = {"attacks": (), "unknown": names_of(defense), "protection_readers": ()}
     every = [{**told, **r.get("known_by", {})} for r in records]
     return {part: tuple(dict.fromkeys(a for one in every for a in one[part])) for part in told}

@@ -74,7 +74,9 @@ class Guard:
         elif not length.isdigit():
             raise Refused(400, "the Content-Length is not a number")
         elif len(length) > 18 or int(length) > self._max_bytes(scope["method"], path):
-            raise Refused(413, f"the body is larger than the {self._most(scope['method'], path)} bytes that are taken here")
+            raise Refused(
+                413, f"the body is larger than the {self._max_bytes(scope['method'], path)} bytes that are taken here"
+            )
         return tenant
 
     def _max_bytes(self, method: str, path: str) -> int:

@@ -60,7 +60,7 @@ def its_mechanism_is_public_and_plain(spec: DefenseSpec) -> None:
 
 
 def leaves_model_and_batch_as_they_were(spec: DefenseSpec, family: str, task: Task) -> None:
-    """A step behind it leaves model, batch and torch's generator alone, and repeats with its seed."""
+    """A step under it leaves model, batch and torch's generator unchanged, and is repeatable with its seed."""
     defense = overlaid(spec)
     model = tiny(family, task)
     before, state = snapshot(model), torch.get_rng_state()

@@ -1,1 +1,1 @@
-"""Attacks on GHOST: from substitutes back to the tokens that they stand for."""
+"""Attacks on GHOST: from substitutes back to the original tokens."""

@@ -100,7 +100,7 @@ class Best:
                 best, winner, rank = guess, attack.name, own_rank
         tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
         if best is None:
-            raise AttackFailed(f"no attack of the portfolio read anything ({tried})", {"ran": ",".join(ran)})
+            raise AttackFailed(f"no attack of the portfolio recovered anything ({tried})", {"ran": ",".join(ran)})
         details: Mapping[str, Parameter] = {**best.details, "attack": winner, "ran": ",".join(ran), "tried": tried}
         return replace(best, details=details)
 

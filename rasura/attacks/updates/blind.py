@@ -31,7 +31,7 @@ def best_guess(prior: Unigram, length: int) -> tuple[int, ...]:
 def _grey(seen: Observation) -> Reconstruction:
     """Of the model, only its input's size is read."""
     if Grant.MODEL not in seen:
-        raise NotApplicable("the size of an image is the model's, which is not granted")
+        raise NotApplicable("the size of an image is a property of the model, which is not granted")
     config: Any = seen.model.config
     size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
     images = torch.full((size, config.num_channels, config.image_size, config.image_size), 0.5)
@@ -39,7 +39,7 @@ def _grey(seen: Observation) -> Reconstruction:
 
 
 class Blind:
-    """What anybody could guess: the commonest tokens of the language, or of reference text of the same kind.
+    """A guess without the update: the most common tokens of the language, or of reference text of the same kind.
 
     For images it is grey, the mean of all pixel values. Without a granted batch size it guesses one text, without lengths a
     text of usual length. Every text of a batch gets the best guess for its length. Reads no gradient.

@@ -1,8 +1,8 @@
-"""Candidates: was a given text in the round? Its own gradient at the round's first weights against what was sent.
+"""Candidates: was a given text in the round? Compares the text's own gradient at the round's first weights with the update.
 
-A step moves the weights along the gradients of the texts it took, so that a text of the round agrees with the update more
-than another one of its kind. What is left of it in a sum of many texts, and after many steps, is measured where the answer
-is known: on simulated rounds of other texts (``runs.candidates``).
+A step moves the weights along the gradients of its texts, so a text of the round agrees with the update more than other
+texts of its kind. How much of this is left in a sum of many texts, and after many steps, is measured where the answer is
+known: on simulated rounds of other texts (``runs.candidates``).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def agreement(
     """The cosine of the gradient of one ``text``, as keyword arguments of the model, and what was ``sent`` (as gradients),
     over visible entries.
 
-    Raises ``InputError`` where either is zero or no number: nothing can be said then.
+    Raises ``InputError`` if either is zero or not finite.
     """
     own, _ = changed(model, text, list(sent))
     found = cosine(own, sent, visible)
     if math.isnan(found):
-        raise InputError("the update or a candidate's gradient is zero or no number; no candidate can be told from others")
+        raise InputError("the update or a candidate's gradient is zero or not finite; candidates cannot be compared")
     return found
 
 
@@ -48,7 +48,7 @@ def fall(model: nn.Module, text: Mapping[str, Tensor], after: Mapping[str, Tenso
         first = float(model(**inputs).loss)
         last = float(torch.func.functional_call(model, dict(after), (), inputs).loss)
     if not (first > 0 and abs(last) < float("inf")):
-        raise InputError("a candidate's loss is no number; no candidate can be told from others")
+        raise InputError("a candidate's loss is not a number; candidates cannot be compared")
     return (first - last) / first
 
 

@@ -23,7 +23,7 @@ from rasura.victims.models import Parts, parts
 from rasura.victims.positions import first_position
 
 FLOOR = 1e-9
-"""Rows below this share of the largest row count as zero."""
+"""Rows below this fraction of the largest row count as zero."""
 
 OUTLIER = 6.0
 """Under noise, a row is there when its norm lies this many robust deviations above the median: no false row in 1e8."""
@@ -217,7 +217,7 @@ class EmbeddingRows:
             words = present(gradient, mask, noisy)
         if not len(words):
             why = "noise covers every row" if words.noisy else "it is zero"
-            raise AttackFailed(f"no word stands out of the word embedding's gradient: {why}")
+            raise AttackFailed(f"no word stands out in the word embedding's gradient: {why}")
         details = {"distinct_tokens": len(words), "noisy": words.noisy, "tied": tied}
         if places is not None and len(places):
             first = min(first_position(seen.model) or 0, int(places.index[0]))

@@ -208,7 +208,7 @@ class JointPursuit:
             places = min(longest, positions(seen.model) or longest)
         found = Pursuit(space, inputs, ids, places, one_each=size == 1 and places > 1)()
         if not found.rows:
-            raise AttackFailed("no token's input stands out of the row space of block 0")
+            raise AttackFailed("no token's input stands out in the row space of block 0")
         believed = found.believed(space.shape[1], len(space), places * len(ids))
         details: dict[str, Parameter] = {
             "dimensions": space.shape[1], "distinct_tokens": len(found.rows), "unexplained": found.left,

@@ -93,7 +93,7 @@ def class_deltas(seen: Observation, head: Linear, typical: Tensor) -> tuple[Tens
     if not cosine > needed:
         raise AttackFailed(
             f"the head has no bias, and its input is not aligned with a typical one (cosine {cosine:.2f}, needed "
-            f"{needed:.2f}): the sign of its gradient tells no label"
+            f"{needed:.2f}): the sign of its gradient does not identify a label"
         )
     return rows @ typical, False
 

@@ -19,7 +19,7 @@ WINDOW = 33
 """Rows of the vocabulary among which one that carries a word stands out; words of one text seldom are neighbours."""
 
 MAX_FRACTION = 0.1
-"""Share of rows above which those that stand out are no words but a mask that follows something else."""
+"""Fraction of rows above which the rows that stand out are not words: the mask then follows something else."""
 
 
 def standing_out(counts: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class MaskPositions:
         found = parts(seen.model)
         visible = seen.visible.get(found.word_embedding)
         if visible is None or bool(visible.all()) or not bool(visible.any()) or len(visible) < WINDOW:
-            raise NotApplicable("the word embedding is not hidden in part, so there are no positions to read")
+            raise NotApplicable("the word embedding is not partly hidden, so there are no positions to read")
         rows = standing_out((~visible).sum(1).cpu())
         special = seen.vocabulary.special_ids
         words = [int(i) for i in rows if int(i) < seen.vocabulary.size]

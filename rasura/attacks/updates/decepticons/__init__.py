@@ -1,4 +1,4 @@
-"""Decepticons: weights that a malicious server crafts, and what their gradient tells."""
+"""Decepticons: weights that a malicious server crafts, and what their gradient reveals."""
 
 from rasura.attacks.updates.decepticons.attack import Decepticons
 

@@ -22,7 +22,7 @@ class Decepticons:
     ``matched``; a causal model's last token has no gradient and stays ``UNKNOWN``.
 
     Raises ``NotApplicable`` where the weights are not its own (an honest server) or that gradient is not sent, and
-    ``AttackFailed`` where no token stands out of it.
+    ``AttackFailed`` where no token stands out in it.
     """
 
     name = "decepticons"
@@ -37,7 +37,9 @@ class Decepticons:
         model = seen.model
         where = layout(model, seen.task)
         if not is_crafted(model, where):
-            raise NotApplicable("the weights were not crafted for it; it needs a server that may send its own")
+            raise NotApplicable(
+                "the weights were not crafted for this attack; it needs a server that may send crafted weights"
+            )
         gradient = seen.gradients.get(where.first.weight)
         mask = seen.visible.get(where.first.weight)
         if gradient is None or (mask is not None and not bool(mask.any())):
@@ -46,7 +48,7 @@ class Decepticons:
             raise AttackFailed(f"the gradient of {where.first.weight} holds NaN or infinity")
         tokens, left = read_tokens(gradient.cpu().T if where.first.transposed else gradient.cpu(), model, where)
         if not tokens:
-            raise AttackFailed(f"no token stands out of the gradient of {where.first.weight}")
+            raise AttackFailed(f"no token stands out in the gradient of {where.first.weight}")
         size = seen.batch_size if Grant.BATCH_SIZE in seen else None
         texts = along_prefixes(tokens, model, where) if where.found.causal else into_texts(tokens, size)
         if seen.task == "causal":

@@ -65,7 +65,7 @@ def layout(model: nn.Module, task: Task) -> Layout:
     norms = norms_in(model, found.blocks[0].module + ".")
     kind = type(model).__name__
     if len(behind) != 3 or len(norms) != 2 or found.position_embedding is None or any(lin.bias is None for lin in inside):
-        raise NotApplicable(f"{kind} has no blocks of two norms and two feed-forward layers with biases, as BERT's")
+        raise NotApplicable(f"{kind} has no blocks with two norms and two feed-forward layers with biases, as in BERT")
     if task != "causal" and len(found.blocks) < 2:
         raise NotApplicable(f"{kind} has one block; a second one is needed to bring every token to the head")
     names = [n for n, _ in model.named_modules()]

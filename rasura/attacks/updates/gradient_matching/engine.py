@@ -42,7 +42,7 @@ class GradientMatching:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         if seen.task != "classification":
-            raise NotApplicable("gradient matching is built for classifiers; for causal models use span")
+            raise NotApplicable("gradient matching supports only classifiers; for causal models use span")
         if not is_eager(seen.model):
             raise NotApplicable(
                 "fused attention cannot be differentiated twice; load the model with attn_implementation='eager'"
