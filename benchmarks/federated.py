@@ -37,7 +37,7 @@ FLAGS = ("--insecure", "--host", "127.0.0.1")
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on."""
+    """A free port of the loopback interface."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

@@ -27,7 +27,7 @@ METRICS = ("mse", "psnr", "ssim")
 
 
 def main() -> None:
-    """Print one line an update and the means, the blind level beside them."""
+    """Print one line per update and the means, with the baseline beside them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data")
     parser.add_argument("--model", default="lenet")

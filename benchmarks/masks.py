@@ -4,7 +4,7 @@ python benchmarks/masks.py whose TEXTS.parquet --texts 6
 python benchmarks/masks.py rounds TEXTS.parquet --texts 4
 
 ``whose``: updates of one text each, embeddings frozen. ``rounds``: the same update in several rounds whose masks are drawn
-anew, as a client with few texts and a small step sends it; the adversary fills in what it saw in the clear in any of them.
+again, as a client with few texts and a small step sends it; the adversary fills in what it saw in the clear in any of them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def behind(sent: Transcript, sealed: Masks) -> Transcript:
 
 
 def read(victim: Victim, sent: Sequence[Transcript], masks: Sequence[Masks]) -> list[str]:
-    """ROUGE-1 of each attack with its interval; a silent attack counts at the guessing level."""
+    """ROUGE-1 of each attack with its interval; a silent attack has the score of guessing."""
     adversary, judge, cells = adversary_copy(victim.model), metric("rouge1"), []
     for name in ATTACKS:
         found: list[float] = []
@@ -108,7 +108,7 @@ def whose(victim: Victim, sent: Sequence[Transcript], ratio: float) -> None:
 
 
 def rounds(victim: Victim, sent: Sequence[Transcript], ratio: float) -> None:
-    """A row for each number of rounds with masks drawn anew."""
+    """A row for each number of rounds with new masks."""
     print(f"| rounds | still sealed | {' | '.join(ATTACKS)} |")
     print("|---" * (2 + len(ATTACKS)) + "|")
     sealed = [{n: torch.ones(g.shape, dtype=torch.bool) for n, g in t.message.gradients.items()} for t in sent]

@@ -343,7 +343,7 @@ def test_a_plan_that_is_not_utf8_or_has_a_mark(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        ("plan = 3", "plan is no table"),
+        ("plan = 3", "plan is not a table"),
         ("title = 3", "title is the number 3; expected text"),
         ("figures = 3", "figures are not tables"),
         ("figures = [3]", "figures are not tables"),

@@ -1,8 +1,10 @@
-"""The documentation is plain English: sentences are short, and no phrase occurs that the house style rules out."""
+"""Documentation and messages are plain English: sentences are short, and no phrase occurs that the house style rules out."""
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,27 @@ RULED_OUT = (
     r"\b(?:blind|guessing) level\b",
     r"\bshares? (?:dropped|sealed)\b",
 )  # fmt: skip
+
+RULED_OUT_IN_CODE = (
+    *RULED_OUT,
+    r"(?<!there )\b(?:is|are|was|were) no (?:list|ledger|release|tables?|image|secret|shares?|members?|metric|attack)\b",
+    r"(?<!there )\b(?:is|are|was|were) no (?:whole|finite|numbers?|file|files|text|texts|ids|object|container)\b",
+    r"\b(?:what|which|whatever) cannot be\b(?! [a-z]+ed\b)",
+    r"\b(?:whoever|nobody|everybody|anybody|anew|hence|thereof)\b",
+    r"\bnothing is known of\b",
+    r"\bof which nothing\b",
+    r"\bfor want of\b",
+    r"\bgives? way\b",
+    r"\b(?:tells|told) of\b",
+    r"\bknows not\b",
+    r"\bexists already\b",
+    r"\bstands? (?:there |in it )?twice\b",
+    r"\bas was said\b",
+    r"\bcame out as\b",
+    r"\bin sight\b",
+    r"\bbehind (?:any|every)\b",
+)  # fmt: skip
+CODE = [path for room in ("rasura", "tools", "examples", "benchmarks") for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 def paragraphs(page: str) -> list[str]:
@@ -69,6 +92,44 @@ def test_no_phrase_that_the_style_rules_out(page: str) -> None:
     text = " ".join(text.split())
     found = [match.group() for phrase in RULED_OUT for match in re.finditer(phrase, text)]
     assert not found, found
+
+
+def written(source: str) -> Iterator[tuple[int, str, bool]]:
+    """Line and text of every string in Python code, CODE in place of what is filled in; and whether it is documentation."""
+    tree = ast.parse(source)
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            pieces = [str(part.value) if isinstance(part, ast.Constant) else "CODE" for part in node.values]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            pieces = [node.value]
+        else:
+            continue
+        yield node.lineno, " ".join(re.sub(r"`+[^`]+`+", "CODE", "".join(pieces)).split()), id(node) in alone
+
+
+def test_messages_and_documentation_in_code_have_no_phrase_that_the_style_rules_out() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {match.group()}"
+        for path in CODE
+        for line, text, _ in written(path.read_text(encoding="utf-8"))
+        for phrase in RULED_OUT_IN_CODE
+        for match in re.finditer(phrase, text)
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_messages_in_code_have_short_sentences() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{line}: {words(one)} words: {one}"
+        for path in CODE
+        for line, text, documents in written(path.read_text(encoding="utf-8"))
+        if not documents and not text.startswith("CREATE TABLE")
+        for one in sentences(text)
+        if words(one) > MOST_WORDS
+    ]
+    assert not long, "\n".join(long)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -305,7 +305,7 @@ def test_the_plan_of_a_ledger_knows_its_sizes_and_its_seed() -> None:
     assert Ledger([Directional(5.0)], RUN).planned.delta == 0.0
 
 
-NUMBERS = "the state of a ledger holds no list of releases, or numbers that cannot be"
+NUMBERS = "the state of a ledger lacks a list of releases, or has invalid numbers"
 ENTRY = "the state of a ledger holds an entry that is not a release with its count"
 PASS = "the state of a ledger has a release in a pass that did not begin"
 NAMES = "batch_size, defense, delta, examples, passes, runs, version"

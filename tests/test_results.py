@@ -79,7 +79,7 @@ def test_bad_lists_are_refused(tmp_path: Path) -> None:
         ('["Table 1"]\nabout = "x"\ncolumns = ["a"]\n["Table 1".rows]\nr = "much"\n', "as printed"),
         ('["Table 1"]\nabout = "x"\n', "expected rows"),
         ('["Table 1"]\nabout = "x"\nwords = "x"\n', "unknown key"),
-        ('"Table 1" = 3\n', "no table"),
+        ('"Table 1" = 3\n', "not a table"),
     ):
         path.write_text(body, encoding="utf-8")
         with pytest.raises(InputError, match=why):

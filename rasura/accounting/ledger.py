@@ -161,7 +161,7 @@ def read(state: Any) -> tuple[list[Counted], int]:
         and isinstance(state["delta"], float)
     )
     if not whole or not isinstance(state["runs"], list):
-        raise InputError("the state of a ledger holds no list of releases, or numbers that cannot be")
+        raise InputError("the state of a ledger lacks a list of releases, or has invalid numbers")
     runs = []
     for one in state["runs"]:
         if not isinstance(one, Mapping) or set(one) != {"release", "count"} or not _count(one["count"], 1):

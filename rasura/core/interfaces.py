@@ -181,7 +181,7 @@ class ModelService(Protocol):
 
     @property
     def draws(self) -> bool:
-        """Whether the client sends tokens in place of others, drawn anew for each text."""
+        """Whether the client sends tokens in place of others, drawn again for each text."""
         ...
 
     def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:

@@ -122,9 +122,9 @@ def crossed_interval(
 ) -> tuple[float, float, float]:
     """The mean of ``values``, a row for each key and a column for each text, and an interval of their expectation over both.
 
-    Keys and texts are independent draws; every text was sent behind every key, so that values of one row share the key and
-    those of one column the text. Each value is in ``[low, high]``. Texts with a NaN are left out; ``(nan, nan, nan)`` where
-    none is left. Raises ``ValueError`` for rows of unequal length and for a value outside.
+    Keys and texts are independent draws; every text was sent with every key, so the values of a row share the key and those
+    of a column the text. Each value is in ``[low, high]``. Texts with a NaN are left out; ``(nan, nan, nan)`` where none is
+    left. Raises ``ValueError`` for rows of unequal length and for a value outside.
 
     Dealt out to the keys so that no two keys have a text in common, the means of the keys are independent and have one
     expectation. So betting on them as ``mean_interval`` does is fair, and so is the average of such bets over ways to deal,

@@ -77,7 +77,7 @@ def tpr_at(scores: Sequence[float], members: Sequence[bool], fpr: float) -> Rate
     Texts that tie at the threshold are not taken. The interval is of the share found at the threshold that takes ``fpr`` of
     *all* others, which few others place badly: Clopper and Pearson's of the members above a threshold that is surely high
     enough, and above one that is surely low enough (order statistics of the others). Where no threshold is, the end is 0 or
-    1: from 100 others, nobody knows which one takes 1 % of all. Raises ``InputError`` with the number needed when there are
+    1: 100 others cannot show which threshold takes 1 % of all. Raises ``InputError`` with the number needed when there are
     fewer than ``1 / fpr`` members or others.
     """
     inside, outside = _parted(scores, members)

@@ -17,7 +17,7 @@ REMEMBERED = 1 << 16
 class CausalPrior:
     """The probability of a text under ``model``, a causal language model with a vocabulary of its own; a ``Prior``.
 
-    ``vocabulary`` is that of the texts' ids: they are decoded, and encoded anew where the model's ids are others.
+    ``vocabulary`` is that of the texts' ids: they are decoded, and encoded again if the model has other ids.
     """
 
     def __init__(self, model: nn.Module, own: Vocabulary, vocabulary: Vocabulary) -> None:

@@ -14,7 +14,7 @@ from rasura.core.interfaces import InputError
 from rasura.core.values import Vocabulary
 
 TYPICAL_TOKENS = 12
-"""Tokens of a text of which nothing is known, special tokens left out."""
+"""Default number of tokens of a text, without special tokens."""
 
 _PER = 10_000
 

@@ -55,7 +55,7 @@ def _built(spec: DefenseSpec, value: str, sealing: Mapping[str, Any]) -> Any:
 
 
 def parse_update(text: str) -> tuple[Local, Defense]:
-    """``"fedavg-sgd:4:0.01+bf16"`` as local training, and what happens to the message behind every protection.
+    """``"fedavg-sgd:4:0.01+bf16"`` as local training, and what happens to the message after every protection.
 
     Raises ``InputError`` for unknown names, figures out of range, and parts that are not applied to a message.
     """

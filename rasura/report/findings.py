@@ -38,7 +38,7 @@ def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], note
 
 
 def column_of(update: str, defense: str) -> str:
-    """A protection with what is read behind it, where that is neither one gradient nor a service as it was uploaded."""
+    """A protection, with the kind of update unless it is one gradient or a service as it was uploaded."""
     if update in ("fedsgd", "uploaded"):
         return defense
     return update if defense == "none" else f"{defense}, {update}"
@@ -110,7 +110,7 @@ def _prices(records: Iterable[Mapping[str, Any]], defenses: Sequence[str]) -> di
 def _figures(
     groups: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], attacks: Sequence[str], defenses: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Means of MSE and PSNR, which are no shares, with the blind level beside them."""
+    """Means of MSE and PSNR, which are not fractions, with the baseline beside them."""
     for defense in defenses:
         for attack in attacks:
             scored = [r for r in groups.get((attack, defense), ()) if r["scores"]]

@@ -40,8 +40,8 @@ def checked_limit(limit: float) -> float:
 def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
     """Judge every column of ``verdicts`` against ``limit``.
 
-    A column is above it where its strongest attack read more on average, and more than guessing scores: one that gave up
-    stands at the guessing level and read nothing. Else the column is not judged unless it was fully measured and the upper
+    A column is above it where its strongest attack read more on average, and more than guessing scores: one that gave up has
+    the score of guessing and recovered nothing. Else the column is not judged unless it was fully measured and the upper
     bound of what was read is at most ``limit``.
     """
     checked_limit(limit)

@@ -14,10 +14,11 @@ def point(
     *, images: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """One setting from its Records: the level of every attack and of guessing, the verdict, and as ``risk`` the level whose
-    95 % interval ends highest; None where no attack could be tried, with ``reasons``: that nobody tried says nothing.
+    95 % interval ends highest; None where no attack could be tried, with ``reasons``: an attack that did not run shows
+    nothing.
 
     ``baseline``: Records of the same updates without protection. A text counts once, with the mean over seeds. An attack
-    that gave up, or named no text, stands at the guessing level. ``bound`` is for the search, see there.
+    that gave up, or named no text, has the score of guessing. ``bound`` is for the search, see there.
     """
     levels = []
     guess = guessing(records, risk)
@@ -63,7 +64,7 @@ def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any
     """Whether ``attack`` measures the strength of a protection: its risk is above guessing somewhere, and falls with it.
 
     ``spearman``: rank correlation of strength and mean risk, -1 where every step lowers it. ``violations``: stronger
-    settings whose mean lies above the interval of the next weaker one. ``bottom``: the guessing level is reached. What is
+    settings whose mean lies above the interval of the next weaker one. ``bottom``: the level of guessing is reached. What is
     below guessing counts as guessing, which is what that adversary would do.
     """
     found = []

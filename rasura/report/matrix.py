@@ -38,7 +38,7 @@ IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure recove
 class Entry:
     """One entry of the matrix: an attack under a protection, over ``notes`` examples in ``cells`` updates.
 
-    ``level``: of the examples that were measured, those where the attack gave up at the guessing level. ``mark``: value,
+    ``level``: of the examples that were measured, those where the attack gave up at the score of guessing. ``mark``: value,
     ``·`` (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).
     """
 
@@ -71,7 +71,7 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """Shade 0 to 5 by risk above the blind level."""
+        """Shade 0 to 5 by risk above the baseline."""
         if self.level is None:
             return 0
         above = max(0.0, self.level.mean - self.blind) / max(1e-9, 1 - self.blind)

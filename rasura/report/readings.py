@@ -97,7 +97,7 @@ def _values(scores: Mapping[str, Any], metric: str, n: int) -> list[float | None
 def scored(record: Record, metric: str) -> list[tuple[int, float, float]]:
     """For each example that was measured: its number, what the attack scored, and what guessing scored.
 
-    An attack that gave up stands at the guessing level, which is what that adversary would do. One that crashed, does not
+    An attack that gave up has the score of guessing, which is what that adversary would do. One that crashed, does not
     apply, or has no value of ``metric`` is not measured.
     """
     notes = notes_of(record)

@@ -31,7 +31,7 @@ T = TypeVar("T")
 @dataclass
 class Prompt:
     """One generation: ``ids`` go in, at most ``new_tokens`` come out, the best ones at ``temperature`` 0, else drawn from
-    the ``top_k`` likeliest (0: all). ``closed``: nobody waits for it any more."""
+    the ``top_k`` likeliest (0: all). ``closed``: the client no longer waits for it."""
 
     ids: list[int]
     new_tokens: int

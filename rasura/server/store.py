@@ -171,7 +171,7 @@ class Store:
         return [_model(row) for row in self._rows(f"{_MODEL} WHERE tenant = ? ORDER BY created", tenant)]
 
     def model(self, tenant: str, name: str) -> Model:
-        """Raises ``Refused`` (404) where the tenant has none of this name, whoever else may."""
+        """Raises ``Refused`` (404) if this tenant has none of this name, even if others have."""
         rows = self._rows(f"{_MODEL} WHERE tenant = ? AND name = ?", tenant, name)
         if not rows:
             raise Refused(404, "there is no such model")

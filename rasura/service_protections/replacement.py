@@ -68,8 +68,8 @@ class SanText:
     """SANTEXT+ (Yue et al. 2021): in place of a sensitive token a sensitive one, by exp(-epsilon distance / 2).
 
     Sensitive are the rarest ``share`` of the tokens. Others are kept, but with probability ``change`` replaced alike. A
-    token without vector gives way to any sensitive one. Frequencies are those of English, not of the private texts: what is
-    sensitive must not depend on them. ``epsilon`` counts per unit of distance, hence goes with the vectors: distances in
+    token without a vector is replaced by any sensitive one. Frequencies are those of English, not of the private texts: what
+    is sensitive must not depend on them. ``epsilon`` counts per unit of distance, so it depends on the vectors: distances in
     MiniLM's table are about 1.5, in GloVe's several times that.
     """
 

@@ -28,7 +28,7 @@ class Service:
 
     @property
     def draws(self) -> bool:
-        """Whether tokens are sent in place of others, drawn every time anew."""
+        """Whether tokens are sent in place of others, drawn again each time."""
         return self.replacement is not None
 
     def sent(self, texts: Sequence[Sequence[int]], rng: Randomness | None = None) -> tuple[tuple[int, ...], ...]:

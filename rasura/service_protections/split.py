@@ -104,7 +104,7 @@ class Split(nn.Module):
 
     @torch.no_grad()
     def states(self, vectors: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        """What the server computes of ``vectors`` as sent: the states behind every block, itself and those after it."""
+        """What the server computes from the sent ``vectors``: these states, and the states after each block."""
         known, out = parts(self.model), []
         rest = [self.model.get_submodule(block.module) for block in known.blocks[self.depth :]]
 

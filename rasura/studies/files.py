@@ -36,14 +36,14 @@ class Study:
     """One study file.
 
     ``source``: the paper and its table. ``differs``: what is not as in the paper. ``figures``: the paper's own, each with
-    those of attack, update, defense, threat and batch_size that single it out, and ``row``, the paper's row, as
-    ``Table 3: DLG, BERT tiny``, or ``paper``, a text. ``covers``: tables and figures of the paper without a row.
-    ``plan``: an audit (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``).
-    With both an audit and a training the study sets utility against risk: ``train`` is then the training, whose defenses
-    stand in the order of the audit's, each for the same protection; a service is trained on its ``reference``, judged on its
-    ``data``. ``membership``: the attacks on every model of a training.
-    ``keys``: behind how many keys a service without training is read, the same texts behind each.
-    ``deviations``: how many texts of a training are compared with their substitutes, before every model.
+    those of attack, update, defense, threat and batch_size that single it out, and ``row``, the paper's row, as ``Table 3:
+    DLG, BERT tiny``, or ``paper``, a text. ``covers``: tables and figures of the paper without a row. ``plan``: an audit
+    (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``). With both an audit
+    and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
+    the audit's, each for the same protection; a service is trained on its ``reference``, judged on its ``data``.
+    ``membership``: the attacks on every model of a training. ``keys``: with how many keys a service without training is
+    attacked, on the same texts. ``deviations``: how many texts of a training are compared with their substitutes, before
+    every model.
     """
 
     name: str

@@ -46,7 +46,7 @@ SHARE = (100, 1)
 
 
 SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
-"""Factor and digits of metrics that are no shares, which are given in percent."""
+"""Factor and digits of metrics that are not fractions. Fractions are given in percent."""
 
 BOUNDS: Mapping[str, tuple[float, float] | None] = {
     "loss": None, "perplexity": None, "mse": None, "psnr": None, "lpips": None, "ssim": (-1.0, 1.0),
@@ -56,7 +56,7 @@ BOUNDS: Mapping[str, tuple[float, float] | None] = {
 
 
 def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> list[float]:
-    """Values of a metric, a text each; an attempt that failed stands at the guessing level, as in the report."""
+    """Values of a metric, a text each; an attempt that failed has the score of guessing, as in the report."""
     out = []
     for r in records:
         scores = r[side] if r["status"] == "ok" or side == "blind" else r["blind"] if r["status"] == "failed" else {}

@@ -80,7 +80,7 @@ def load_paper(name: str, folder: Path) -> Paper:
 
 def _printed(name: str, found: Any, place: str) -> Printed:
     if not isinstance(found, dict):
-        raise InputError(f"{place} is no table")
+        raise InputError(f"{place} is not a table")
     for key in found:
         known(f"key in {place}", key, ("about", "columns", "fractions", "rows", "plot", "nothing", "left"))
     columns = texts(found.get("columns", ()), f"{place}: columns")

@@ -33,7 +33,7 @@ WIDE = 20
 @dataclass(frozen=True)
 class Curve:
     """One line: ``points`` are x, y, and the ends of y's interval. ``loose``: dots that no line joins. ``panel``: the axes
-    that it is drawn on, where there are several; the guessing level is drawn on all."""
+    that it is drawn on, where there are several; the baseline is drawn on all."""
 
     name: str
     points: Sequence[tuple[float, float, float, float]]

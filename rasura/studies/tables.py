@@ -1,4 +1,4 @@
-"""The results of studies in Markdown: ours with intervals and n, the guessing level, the paper's figures beside them."""
+"""The results of studies in Markdown: ours with intervals and n, the baseline, the paper's figures beside them."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def _rate(score: Mapping[str, Any] | None) -> str:
 def service_section(
     study: Study, plan: ServicePlan, records: Iterable[Mapping[str, Any]], worth: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """As ``section``, of a model service: what it is worth behind each protection, of the trainings ``worth`` if any, and
-    what each attack reads there."""
+    """As ``section``, of a model service: its utility under each protection, of the trainings ``worth`` if any, and what
+    each attack reads there."""
     useful = [m for m in study.metrics if m in HIGHER_IS_BETTER]
     risky = [m for m in study.metrics if m not in useful]
     heads = [NAMES.get(m, m) for m in risky]

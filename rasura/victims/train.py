@@ -258,7 +258,7 @@ class FineTuning:
 
 
 def local(defense: Defense) -> Defense:
-    """``defense``, if a single machine can train under it. Raises ``InputError`` for sealing, which nobody would decrypt
+    """``defense``, if a single machine can train under it. Raises ``InputError`` for sealing, which would never be decrypted
     there."""
     if any(p.mechanism.name == "sealing" for p in defense):
         raise InputError(

@@ -15,7 +15,7 @@ from rasura.defenses.compose import stateless
 
 @dataclass(frozen=True)
 class ValueClip(Protection, named="value-clip", at=Stage.WIRE):
-    """What everybody may know of it: the largest absolute value of an entry."""
+    """Its public description: the largest absolute value of an entry."""
 
     limit: float = number(minimum=0, open="low")
 

@@ -134,7 +134,8 @@ class ShadowGeneration:
 
 
 _TRAINED: dict[Any, Restorer] = {}
-"""The last ones trained: the cells of an audit ask for the same, and their seed is fixed, whoever asks first."""
+"""The last ones trained: the cells of an audit share them, and their seed is fixed, so the order of the cells does not
+matter."""
 
 
 SPEC = AttackSpec(

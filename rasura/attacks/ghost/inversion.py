@@ -71,7 +71,7 @@ def preimages_of(table: ShadowTable, model: nn.Module) -> Preimages:
 
 
 def announced_ghost(seen: Observation) -> ShadowSettings:
-    """The settings that the mechanism tells. Raises ``NotApplicable`` where it tells of no GHOST."""
+    """The settings that the mechanism states. Raises ``NotApplicable`` if it does not include GHOST."""
     for m in seen.mechanism if Grant.MECHANISM in seen else ():
         if m.name == "ghost":
             told: dict[str, Any] = {n: m.parameters[n] for n in ShadowSettings.__dataclass_fields__ if n in m.parameters}

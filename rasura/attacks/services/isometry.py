@@ -18,7 +18,7 @@ from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.specs import ServiceAttackSpec
 
 SWEEPS = 3
-"""Times that the motion is fitted anew, to the pairs that the last one gave."""
+"""How often the motion is fitted again, to the pairs of the previous fit."""
 
 PAIRS = 2000
 """Rows that it is fitted to, at least those of a square matrix: those that fitted best."""

@@ -2,8 +2,8 @@
 
 A row that was mixed from its cluster is a non-negative combination of some ten public rows, and those are near it: least
 squares finds them. Which of them is the row's own token, the weights tell by their size and, better, by the mechanism, which
-is no secret: the logarithms of the weights are known up to Laplace noise once the token is. Each public token belongs to one
-row only, which a matching uses; then a language model decides between the rest.
+is not secret: the logarithms of the weights are known up to Laplace noise once the token is. Each public token belongs to
+one row only, which a matching uses; then a language model decides between the rest.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Judge(nn.Module):
 
 
 _JUDGES: dict[Any, Judge] = {}
-"""The last ones: no judge depends on what was served, and their seed is fixed, whoever asks first."""
+"""The last ones: no judge depends on what was served, and their seed is fixed, so the order of requests does not matter."""
 
 
 def judge_of(seen: ServiceObservation, tables: Tables, count: int, epochs: int, tried: int) -> Judge:

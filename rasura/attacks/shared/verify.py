@@ -122,8 +122,8 @@ def _inputs(
 def _fitted(
     seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None
 ) -> tuple[float, Tensor | None]:
-    """The least relative error of ``tokens`` over the labels that can be tried, and the labels that reach it; infinite where
-    nobody can repeat the training, since its mini-batches came in a hidden order."""
+    """The least relative error of ``tokens`` over the labels that can be tried, and the labels that reach it; infinite if
+    the training cannot be repeated, since the order of its mini-batches is hidden."""
     if not tokens or any(not t or min(t) < 0 for t in tokens) or not announced_update(seen).repeatable(len(tokens)):
         return math.inf, None
     inputs, type_ids = _inputs(seen, tokens, types)
@@ -277,7 +277,7 @@ def in_span(
 ) -> Reconstruction:
     """``span`` for ``tokens`` that were ``believed`` by the attack's null (``span.null``), else ``matched``.
 
-    Raises ``AttackFailed`` where no text holds a word: special tokens are in every update, whoever wrote it.
+    Raises ``AttackFailed`` where no text holds a word: special tokens are in every update.
     """
     if not any(token != UNKNOWN and token not in vocabulary.special_ids for text in tokens for token in text):
         raise AttackFailed("only special tokens were found, which every text contains")

@@ -121,10 +121,9 @@ def counts(deltas: Tensor, expected: Tensor, size: int) -> list[int]:
 class LabelRecovery:
     """Which labels the batch holds, from the head's gradient; no text is guessed (``tokens=()``).
 
-    ``labels`` lists every text's label in ascending order (which text has which cannot be told). At batch size 1 the label
-    is exact; at larger sizes the counts lean on the head's mean prediction (``details['exact']``), and on a gradient that
-    was not rescaled by clipping. Without a granted batch
-    size only the labels that are certainly present are listed, once each.
+    ``labels`` lists every text's label in ascending order (not by text). At batch size 1 the label is exact; at larger sizes
+    the counts lean on the head's mean prediction (``details['exact']``), and on a gradient that was not rescaled by
+    clipping. Without a granted batch size only the labels that are certainly present are listed, once each.
 
     Raises ``NotApplicable`` for a causal model, a regression or multi-label head, and where the head's gradient is not in
     the update; ``AttackFailed`` where noise hides the sign.

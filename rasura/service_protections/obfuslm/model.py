@@ -20,7 +20,8 @@ from rasura.victims.models import parts
 
 @dataclass(frozen=True)
 class Obfuscated:
-    """``model`` is for the server. ``tokens`` ``(vocabulary,)`` int64 is secret: each token's row, hence id, there.
+    """``model`` is for the server. ``tokens`` ``(vocabulary,)`` int64 is secret: the row of each token, and so its id, at
+    the server.
 
     ``clusters``, ``merged``: how many clusters there are, and how many rows stood in ones that were too small.
     """

@@ -1,4 +1,4 @@
-"""WeightSynth: every row gives way to a noisy mean of its cluster (ObfusLM, appendix B, Algorithm 2).
+"""WeightSynth: every row is replaced by a noisy mean of its cluster (ObfusLM, appendix B, Algorithm 2).
 
 The dense matrix of weights is never formed: its blocks are one small square a cluster. In line 9 ``t`` is read as ``s``, the
 rows of the cluster.

@@ -70,7 +70,7 @@ class Fit:
     kept: Tensor
 
     def accepted(self) -> list[int]:
-        """Candidates of which every coordinate is either right or zero. This is the signature of dropout, hence no chance
+        """Candidates of which every coordinate is either right or zero. This is the signature of dropout, so it is no chance
         hit."""
         return [int(i) for i in ((self.explained > 0.97) & (self.kept > 0.5)).nonzero().flatten()]
 

@@ -32,7 +32,7 @@ class Readout(NamedTuple):
 
 def readout(seen: Observation, texts: int) -> Readout | None:
     """The first layer behind the last block's attention that shows one dimension for each of ``texts``; None where the head
-    reads more than one position of a text, or no such gradient is in sight.
+    reads more than one position of a text, or no such gradient is visible.
 
     Its input, what attention gathers at that position, depends on every token of the text.
     """
