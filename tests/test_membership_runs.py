@@ -118,8 +118,8 @@ def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_fo
         ({"delta": 0.1}, "without an epsilon"),
         ({"defense": "nothing"}, "unknown defense"),
         ({"limit": 1}, "at least 2"),
-        ({"non_members": "members.jsonl"}, "are members as well"),
-        ({"reference": "others.jsonl"}, "24 texts that are candidates as well"),
+        ({"non_members": "members.jsonl"}, "are also members"),
+        ({"reference": "others.jsonl"}, "24 texts that are also candidates"),
         ({"base": "minilm"}, "as --base"),
     ],
 )
@@ -199,6 +199,16 @@ def test_what_the_machine_lacks_ends_the_run_and_is_not_kept(
         with pytest.raises(OSError, match="no space"):
             infer_membership(plan, out=tmp_path / "run")
     assert [r.status for r in infer_membership(plan, out=tmp_path / "run")] == ["ok"]
+
+
+def test_records_say_which_attacks_know_the_protection(tmp_path: Path, model_folder: Path) -> None:
+    """Attacks whose shadow models are trained under the protection know it; without a protection there is none to know."""
+    for defense, wanted in (("none", set()), ("gaussian:0.01", {"lira", "mia", "rmia"})):
+        plan = plan_for(model_folder, tmp_path, attacks=("loss",), defense=defense)
+        (record,) = infer_membership(plan, out=tmp_path / defense)
+        assert wanted <= set(record.known_by["attacks"]) and bool(wanted) == bool(record.known_by["attacks"])
+        assert not {"loss", "blind"} & set(record.known_by["attacks"])
+        assert not record.known_by["unknown"] and not record.known_by["protection_readers"]
 
 
 def test_leakage_needs_a_threshold_of_the_attacks_own(tmp_path: Path, model_folder: Path) -> None:

@@ -3,7 +3,7 @@
 The only room that imports concrete methods. ``ATTACKS["span"].make()`` builds one.
 """
 
-from rasura.registry.adversaries import Adversaries, adversaries
+from rasura.registry.adversaries import Adversaries, adversaries, membership_adversaries
 from rasura.registry.collect import Registry, named
 from rasura.registry.objects import (
     REGISTERED,
@@ -60,6 +60,7 @@ __all__ = [
     "attack",
     "family",
     "for_task",
+    "membership_adversaries",
     "membership_attack",
     "methods_with",
     "metric",

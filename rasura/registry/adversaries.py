@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rasura.core.specs import AttackSpec, DefenseSpec
+from rasura.core.values import Grant
 from rasura.registry.parsing import parts
-from rasura.registry.tables import ATTACKS, DEFENSES
+from rasura.registry.tables import ATTACKS, DEFENSES, MEMBERSHIP
 
 
 @dataclass(frozen=True)
@@ -44,3 +45,9 @@ def adversaries(
     if "frozen-embeddings" in names:  # no gradient of the embeddings is sent
         wanted = {a: None for a in wanted if not attacks[a].embedding}
     return Adversaries(tuple(wanted), tuple(unknown), tuple(a for a in wanted if attacks[a].protection))
+
+
+def membership_adversaries(defense: str) -> Adversaries:
+    """The membership attacks that know ``defense``: those whose shadow models are trained under it. None for ``none``."""
+    protected = any(name != "none" for name, _ in parts(defense))
+    return Adversaries(tuple(a for a in MEMBERSHIP if protected and Grant.TRAINING in MEMBERSHIP[a].make().needs), (), ())

@@ -23,7 +23,7 @@ from rasura.core.values import Grant
 from rasura.data.overlap import wording_of
 from rasura.data.text import Example, columns_of, data_hash, load_examples
 from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
-from rasura.registry import membership_attack
+from rasura.registry import membership_adversaries, membership_attack
 from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
 from rasura.runs.membership_plan import MembershipPlan, classes_of
 from rasura.runs.scoring import versions
@@ -224,7 +224,7 @@ class MembershipAudit:
         return Record(
             key=key, attack=name, defense=plan.defense, threat=MODEL_USER.name, model=Path(plan.model).name, data=self.data,
             batch_size=len(self.rows), seed=plan.recipe.seed, batch=0, status=outcome.status, update="model",
-            reason=outcome.reason,
+            reason=outcome.reason, known_by=asdict(membership_adversaries(plan.defense)),
             scores={} if told is None else told.scores, blind=beside, details={} if told is None else told.details,
             n_tokens=sum(row.lengths[0] for row in self.rows), threat_plain=MODEL_USER.plain,
             wall_seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - cpu,
