@@ -57,11 +57,11 @@ def test_batches_are_taken_once_in_the_order_in_which_they_were_handed_out() -> 
     handed = list(loader)
     assert [len(b) for b in handed] == [5, 5, 5, 5, 4] and sorted(torch.cat(handed).tolist()) == ROWS
     assert loader.take(5) == Draw("disjoint", number=1)
-    with pytest.raises(InputError, match=r"^no batch of 6 texts waits: .*; to evaluate, use torch.no_grad\(\)$"):
+    with pytest.raises(InputError, match=r"^no batch of 6 texts is waiting: .*; to evaluate, use torch.no_grad\(\)$"):
         loader.take(6)
     assert len(loader.waiting) == 4
     assert loader.take(4) == Draw("disjoint", number=1)
-    with pytest.raises(InputError, match="no batch of 5 texts waits"):
+    with pytest.raises(InputError, match="no batch of 5 texts is waiting"):
         loader.take(5)  # the three before it were passed over
     part = iter(loader)
     next(part)
@@ -102,7 +102,7 @@ class Lengthless:
 
 NO_SIZE = (
     r"^the loader has no batch size, or its data set has no length; both are needed to draw texts. Pass a DataLoader over a "
-    r"list or map-style data set$"
+    r"list or a map-style data set$"
 )
 
 

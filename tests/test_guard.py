@@ -108,7 +108,7 @@ def test_another_backward_pass_is_refused_by_the_name_it_reaches(name: str) -> N
     own = dict(fresh.named_parameters())[name].requires_grad_(True)
     put(fresh, plain)
     for one, reached in ((model, weight), (fresh, own)):
-        with pytest.raises(InputError, match=rf"^a backward pass reached {name} but not through the protected loss: .* "
+        with pytest.raises(InputError, match=rf"^a backward pass reached {name}, but not through the protected loss: .* "
                            r"nothing else may train this model$"):  # fmt: skip
             one(ROWS).backward()
         assert reached.grad is None
@@ -130,9 +130,9 @@ def test_a_release_that_is_changed_on_its_way_is_refused_and_an_equal_one_is_not
                 loss.backward()
     guard.forget()
     guard.expect({"inner.weight": torch.ones(1, 2)})
-    with pytest.raises(InputError, match=r"reached inner\.bias but not through"):
+    with pytest.raises(InputError, match=r"reached inner\.bias, but not through"):
         model.inner.bias.sum().backward()
-    with pytest.raises(InputError, match=r"reached inner\.weight but not through"):
+    with pytest.raises(InputError, match=r"reached inner\.weight, but not through"):
         (weight.sum() + weight.sum()).backward()
 
 
@@ -140,7 +140,7 @@ def test_a_gradient_passes_once_for_one_release() -> None:
     model, guard, _ = guarded_model()
     guard.expect({"inner.weight": torch.ones(1, 2)})
     model.inner.weight.sum().backward()
-    with pytest.raises(InputError, match=r"reached inner\.weight but not through"):
+    with pytest.raises(InputError, match=r"reached inner\.weight, but not through"):
         model.inner.weight.sum().backward()
 
 
@@ -221,12 +221,12 @@ def test_what_is_unfrozen_or_exchanged_is_watched_from_the_next_look_on() -> Non
     model.inner.bias.grad = None
     guard.watch()
     guard.watch()
-    with pytest.raises(InputError, match=r"reached inner\.bias but not through"):
+    with pytest.raises(InputError, match=r"reached inner\.bias, but not through"):
         model.inner.bias.sum().backward()
     released(model)
     model.inner.bias = nn.Parameter(torch.zeros(1))
     guard.watch()
-    with pytest.raises(InputError, match=r"reached inner\.bias but not through"):
+    with pytest.raises(InputError, match=r"reached inner\.bias, but not through"):
         model.inner.bias.sum().backward()
     released(model)
     torch.optim.SGD(model.parameters(), lr=0.1).step()

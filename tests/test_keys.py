@@ -226,7 +226,9 @@ def test_ciphertexts_of_a_wrong_size_are_refused_unread(keys: Context) -> None:
     for wrong, slots in ((narrow, 1), (b"x" * LIMIT, 0)):
         with pytest.raises(InputError, match=rf"^ciphertext 0 holds {slots} slots; expected 4096 to 4096$"):
             added([Sealed((wrong,))], public)
-    with pytest.raises(InputError, match=r"^clients sealed different numbers of ciphertexts: \[0, 1\]$"):
+    with pytest.raises(
+        InputError, match=r"^clients sealed different numbers of ciphertexts: \[0, 1\]; expected the same number from each$"
+    ):
         added([good, Sealed(())], public)
     nothing = added([Sealed(()), Sealed((), 2)], public)
     assert nothing == Sealed((), 3) and opened_sum(nothing, np.ones(0), keys).shape == (0,)

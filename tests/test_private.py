@@ -287,7 +287,7 @@ def test_batches_come_from_the_loader_and_are_released_once() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(InputError, match="released only once"):
         loss.backward()
-    with pytest.raises(InputError, match="no batch of 24 texts waits"):
+    with pytest.raises(InputError, match="no batch of 24 texts is waiting"):
         private.model(**batch)
     assert private.ledger.releases == 1
 

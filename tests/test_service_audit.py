@@ -288,5 +288,5 @@ def test_trained_weights_without_a_training_are_refused(tmp_path: Path, model_fo
 
 def test_a_service_study_has_no_other_table(tmp_path: Path) -> None:
     body = SERVICE + "\n[deviations]\ntexts = 3\n"
-    with pytest.raises(InputError, match="only train"):
+    with pytest.raises(InputError, match="only be combined with train"):
         load_study("one", study_folder(tmp_path, body))
