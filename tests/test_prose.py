@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
-MOST_WORDS = 35
-MOST_IN_A_CELL = 25
+MAX_WORDS = 35
+MAX_IN_A_CELL = 25
 
 RULED_OUT = (
     r"values that are none",
@@ -82,7 +82,7 @@ def words(sentence: str) -> int:
 @pytest.mark.parametrize("page", PAGES)
 def test_sentences_are_short(page: str) -> None:
     prose = paragraphs((ROOT / page).read_text(encoding="utf-8"))
-    long = [f"{words(one)} words: {one}" for part in prose for one in sentences(part) if words(one) > MOST_WORDS]
+    long = [f"{words(one)} words: {one}" for part in prose for one in sentences(part) if words(one) > MAX_WORDS]
     assert not long, "\n".join(long)
 
 
@@ -127,7 +127,7 @@ def test_messages_in_code_have_short_sentences() -> None:
         for line, text, documents in written(path.read_text(encoding="utf-8"))
         if not documents and not text.startswith("CREATE TABLE")
         for one in sentences(text)
-        if words(one) > MOST_WORDS
+        if words(one) > MAX_WORDS
     ]
     assert not long, "\n".join(long)
 
@@ -136,5 +136,5 @@ def test_messages_in_code_have_short_sentences() -> None:
 def test_no_table_cell_holds_a_paragraph(page: str) -> None:
     rows = [line for line in (ROOT / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
     cells = [re.sub(r"`[^`]*`", "", cell) for row in rows for cell in row.split("|")]
-    long = [cell for cell in cells if words(cell) > MOST_IN_A_CELL]
+    long = [cell for cell in cells if words(cell) > MAX_IN_A_CELL]
     assert not long, "\n".join(long)

@@ -232,15 +232,15 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     with torch.no_grad():
         logits = seen.model(**inputs).logits
     weak = weakest(logits, labels, inputs["attention_mask"])
-    least, far = math.inf, _Decoys(seen)
+    min_decoy, far = math.inf, _Decoys(seen)
     for decoy in decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys")):
         other = _inputs(seen, decoy, types)[0]
         other["labels"] = labels if seen.task != "causal" else _targets(other["input_ids"], other["attention_mask"])
         missed = far.missed(other, error)
         if not apart(error, missed):  # nor is one whose update is no number
             return None
-        least = min(least, missed)
-    if not told(entries(seen), error, least, sum(map(len, free)), len(words(seen.vocabulary))):
+        min_decoy = min(min_decoy, missed)
+    if not told(entries(seen), error, min_decoy, sum(map(len, free)), len(words(seen.vocabulary))):
         return None
     return Proof("gradient", guess, error, min_decoy, _flat(seen, labels))
 

@@ -130,7 +130,7 @@ class Span:
             active = True
             prefilter, rounds, _ = self.work[budget.level]
             opening = seen.vocabulary.prefix if size else ()
-            look = Search(scan, copies=size or MOST_COPIES, opening=opening, rng=rng)
+            look = Search(scan, copies=size or MAX_COPIES, opening=opening, rng=rng)
             rows = look(longest, known_length=known_length, prefilter=prefilter, rounds=rounds)
             owed = look.owed
             likely = [[t for t in ids.tolist() if t not in seen.vocabulary.special_ids] for ids in look.nearest]

@@ -177,7 +177,7 @@ def _believed_by(
     for number, text in enumerate(whole):
         for index, x in inputs.deep(text[None], torch.ones_like(text[None]), blocks).items():
             own[index].append(x[0].double())
-        for n in sorted({0, len(text) // 2, len(text) - 1}) if number < MOST_TEXTS else ():
+        for n in sorted({0, len(text) // 2, len(text) - 1}) if number < MAX_TEXTS else ():
             for index, x in inputs.following(text[:n], others, blocks).items():
                 beside[index].append(outside(spaces[index], x))
     trials = count * sum(map(len, whole))

@@ -110,7 +110,7 @@ class RowSpace:
 
     def tolerance(self, x: Tensor, min_tolerance: float = TOLERANCE) -> Tensor:
         """The residual up to which a row of ``x`` ``(..., inputs)`` may lie in the row space, by its directions' noise."""
-        out: Tensor = (DOUBT * self.doubt(x)).clamp(least, 0.5)
+        out: Tensor = (DOUBT * self.doubt(x)).clamp(min_tolerance, 0.5)
         return out
 
     def doubt(self, x: Tensor) -> Tensor:
