@@ -18,7 +18,7 @@ UNFINISHED = (".tmp", ".part", ".partial")
 def arriving(folder: Path, wait: Callable[[float], object] = time.sleep) -> Iterator[Path]:
     """The files of ``folder``, those that are there first, in the order of their names; without end.
 
-    A file comes once it did not change between two looks, and again each time it was written anew. Hidden files, folders and
+    A file comes once it did not change between two looks, and again each time it was rewritten. Hidden files, folders and
     ``UNFINISHED`` ones do not come. ``wait``: called with ``SECONDS`` between two looks. Raises ``InputError`` where
     ``folder`` is no folder.
     """
