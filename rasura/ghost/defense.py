@@ -20,7 +20,7 @@ from rasura.core.values import Stage, Vocabulary
 from rasura.ghost.models import made_for
 from rasura.ghost.selection import Selector
 from rasura.ghost.selection_settings import DEFAULT, Selection
-from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, lemmatizer
+from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, lemmatizer, token_embedding
 
 
 def ghost(
@@ -34,8 +34,9 @@ def ghost(
 
     def init(known: tuple[nn.Module, Vocabulary]) -> Selector:
         model, vocabulary = known
-        found = table or made_for(model, vocabulary, shadows)
-        return Selector(model, found, vocabulary.special_ids, selection)
+        digest = embedding_digest(token_embedding(model))
+        found = table or made_for(model, vocabulary, shadows, digest)
+        return Selector(model, found, vocabulary.special_ids, selection, digest)
 
     def apply(batch: Batch, state: Selector, rng: Randomness) -> tuple[Batch, Selector]:
         done = state([batch.ids(row) for row in range(len(batch))], rng)

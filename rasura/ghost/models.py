@@ -23,10 +23,13 @@ from rasura.ghost.table import (
 _MADE: dict[tuple[str, ShadowSettings], ShadowTable] = {}
 
 
-def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings) -> ShadowTable:
-    """The shadow table of a Hugging Face ``model``; kept in memory while the program runs."""
+def made_for(model: nn.Module, vocabulary: Vocabulary, settings: ShadowSettings, digest: str | None = None) -> ShadowTable:
+    """The shadow table of a Hugging Face ``model``; kept in memory while the program runs.
+
+    ``digest``: that of the model's embedding, where it was just taken.
+    """
     table = token_embedding(model)
-    key = (embedding_digest(table), settings)
+    key = (digest or embedding_digest(table), settings)
     if key not in _MADE:
         _MADE[key] = _made(table, vocabulary, settings)
     return _MADE[key]

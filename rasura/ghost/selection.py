@@ -46,13 +46,17 @@ class Selector:
 
     ``model``: a Hugging Face model, encoder or decoder, in any mode; ``table``: its shadow tokens; ``fixed``: tokens that
     are not replaced, including special ones. If the table has groups, every token counts as its group's mean, so the choice
-    depends only on the groups. Raises ``InputError`` if the table was made for another embedding.
+    depends only on the groups. ``digest``: that of the model's embedding, if it was just computed. Raises ``InputError`` if
+    the table was made for another embedding.
     """
 
-    def __init__(self, model: nn.Module, table: ShadowTable, fixed: frozenset[int], settings: Selection = DEFAULT) -> None:
+    def __init__(
+        self, model: nn.Module, table: ShadowTable, fixed: frozenset[int], settings: Selection = DEFAULT,
+        digest: str | None = None,
+    ) -> None:  # fmt: skip
         base: Any = getattr(model, "base_model", model)
         self.base, self.table, self.fixed, self.settings = base, table, fixed, settings
-        if embedding_digest(token_embedding(model)) != table.model:
+        if (digest or embedding_digest(token_embedding(model))) != table.model:
             raise InputError("the shadow table was made for another model; make one for this model")
         self._centre = lru_cache(maxsize=None)(self._mean_of_group)
         self._causal = self._looks_back_only()
