@@ -41,7 +41,7 @@ def test_a_table_of_other_settings_is_refused_and_its_own_are_taken(tmp_path: Pa
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
     line = refused("protect", "ghost", source, tmp_path / "c.jsonl", "--model", model, "--table", table, "--group", "8")
     assert "made with other settings (group 1, requested 8)" in line
-    with pytest.raises(InputError, match=r"k 12, asked 70.*language None, asked en"):
+    with pytest.raises(InputError, match=r"k 12, requested 70.*language None, requested en"):
         ghost_file.obfuscate_file(source, tmp_path / "c.jsonl", model=model, table=table, shadows=ShadowSettings())
     assert not (tmp_path / "c.jsonl.part").exists()
 
