@@ -129,9 +129,9 @@ def test_a_job_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
         with setting.client() as client:
             client.upload(tmp_path / "bert", "notes")
             settings: dict[str, Any] = {
-                "epochs": 30,
+                "epochs": 60,
                 "patience": 1000,
-                "learning_rate": 4e-3,
+                "learning_rate": 2e-3,
                 "batch_size": 8,
                 "holdout": 0.3,
             }
@@ -142,12 +142,12 @@ def test_a_job_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
                 assert seen["state"] in ("queued", "running"), seen
                 time.sleep(0.02)
         server.end(signal.SIGKILL)
-        assert seen["state"] == "running" and seen["epoch"] < 30
+        assert seen["state"] == "running" and seen["epoch"] < 60
         (server.store / "incoming" / "half").mkdir()
         server.start()
         with setting.client() as client:
             done = client.wait(job["id"], seconds=300, every=0.2)
-            assert done["epoch"] == 30 and done["epochs"][:2] == seen["epochs"][:2]
+            assert done["epoch"] == 60 and done["epochs"][:2] == seen["epochs"][:2]
             assert client.wait(waiting["id"], seconds=300, every=0.2)["state"] == "done"
             answers = client.classify("tuned", TEXTS)
             assert {m["name"] for m in client.models()} == {"notes", "tuned", "second"}
