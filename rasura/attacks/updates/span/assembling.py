@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rasura.attacks.shared.verify import check
 from rasura.attacks.updates.span.grouping import affinity, cluster
-from rasura.attacks.updates.span.rows import Inputs, RowSpace
+from rasura.attacks.updates.span.placing import likely
+from rasura.attacks.updates.span.rows import Inputs, RowSpace, visible_gradients
 from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.values import UNKNOWN, Grant, Observation, Vocabulary
@@ -27,6 +28,10 @@ MAX_ALIKE = 2
 MAX_COPIES = 16
 """Where the batch size is unknown: how many texts may share a token at one position, and how many ways of filling a batch
 with copies are tried."""
+
+
+AGAIN = 3
+"""Random texts tried among the likely tokens, for each text that is missing."""
 
 
 def _attention_heads(model: torch.nn.Module) -> int:
@@ -69,12 +74,25 @@ def assembled(
         return [_strongest(rows, group, likeness) for group in groups if group]
     ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
     lengths = seen.lengths if Grant.LENGTHS in seen else None
-    finder = Finder(choices(rows), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
-    if not finder.lengths:  # no token was found for some place of every text: they come back with holes
+
+    def finder(some: Sequence[Row]) -> Finder:
+        return Finder(choices(some), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
+
+    if not finder(rows).lengths:  # no token was found for some place of every text: they come back with holes
         groups = groups or [sorted(range(len(rows)), key=lambda i: rows[i].residual)]
         return [_strongest(rows, group, likeness) for group in groups if group]
     starts = [[rows[i] for i in group] for group in groups if group]
-    known, rest = finder(starts, size, restarts * size)
+    known: list[Text] = []
+    near: list[Text] = []
+    gradients = visible_gradients(seen, inputs.parts.blocks[0].qkv)
+    sharp = len(rows) > spaces[0].rank
+    while sharp and len(known) < size:  # texts that are found tell where the other tokens stand
+        pairs = {(n, t, s) for text in known for n, (t, s) in enumerate(text)}
+        some = likely(gradients, spaces[0], rows, pairs)
+        more, near = finder(some)([] if known else starts, size, AGAIN * (size - len(known)), known)
+        sharp, known = len(more) > len(known), more
+    near = near[: 2 * (size - len(known))]  # one token that is not likely keeps a text from being found
+    known, rest = finder(rows)([] if known else starts, size, restarts * size, known, near)
     return [list(text) for text in _filled_up(seen, known, rest, size)]
 
 

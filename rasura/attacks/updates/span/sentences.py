@@ -151,12 +151,19 @@ class Finder:
         possible = set(lengths) if lengths is not None else can_end or [max(allowed) + 1]
         self.lengths = [n for n in sorted(possible) if all(k in allowed for k in range(n))]
 
-    def __call__(self, groups: Sequence[Sequence[Row]], size: int, restarts: int) -> tuple[list[Text], list[Text]]:
-        """Up to ``size`` different texts of the batch, from each group of rows, then from ``restarts`` random texts; and the
-        other texts in which a search ended, best first."""
-        found: list[Text] = []
+    def __call__(
+        self,
+        groups: Sequence[Sequence[Row]],
+        size: int,
+        restarts: int,
+        found: Sequence[Text] = (),
+        near: Sequence[Text] = (),
+    ) -> tuple[list[Text], list[Text]]:
+        """Up to ``size`` different texts of the batch, those ``found`` before among them, from texts ``near`` some, from
+        each group of rows, then from ``restarts`` random texts; and the other texts in which a search ended, best first."""
+        found = list(found)
         rest: dict[Text, float] = {}
-        for start in [self._of(group) for group in groups] + [None] * restarts:
+        for start in [*near, *map(self._of, groups), *[None] * restarts]:
             if len(found) >= size:
                 break
             text, score = self._descended(start or self._random(found))
