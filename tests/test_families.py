@@ -166,14 +166,14 @@ def test_an_attention_layer_that_runs_twice_is_refused() -> None:
         module.query(args[0])
 
     attention.register_forward_pre_hook(once_more)
-    with pytest.raises(InputError, match="runs 2 times in 1 of its block"):
+    with pytest.raises(InputError, match="runs 2 times where its block runs 1"):
         verify_parts(model, VOCABULARY)
 
 
 def test_positions_that_a_padding_id_moves_are_refused() -> None:
     """MPNet takes id 1 for padding whatever its config says: a text whose first token has that id is one place off."""
     model = tiny("mpnet", "classification")
-    with pytest.raises(InputError, match="at place 0"):
+    with pytest.raises(InputError, match="at position 0"):
         verify_parts(model, VOCABULARY)
 
 

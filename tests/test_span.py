@@ -17,7 +17,7 @@ from rasura.attacks.updates.span.grouping import cluster, projections
 from rasura.attacks.updates.span.rows import PRODUCTS, Inputs, Normal, RowSpace, block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
-from rasura.attacks.updates.span.tokens import robust_fit
+from rasura.attacks.updates.span.tokens import Row, robust_fit
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
@@ -304,6 +304,9 @@ def test_texts_are_searched_for_where_every_place_has_a_token() -> None:
     holed = {n: options for n, options in full.items() if n != 3}
     assert finder(holed, (6,)).lengths == finder(holed, None).lengths == []
     assert finder(holed, (3, 6)).lengths == [3]
+    for lengths in ((6,), None):
+        start = [Row(n, token, 0, torch.zeros(64), 0.0) for n, token in enumerate(TEXTS[1]) if n != 3]
+        assert finder(holed, lengths)([start], 1, 4) == ([], []), "there is nothing to draw a text from"
 
 
 def test_rearranged_moves_and_swaps_between_its_bounds() -> None:

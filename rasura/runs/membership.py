@@ -133,7 +133,7 @@ class MembershipAudit:
             (plan.reference, "candidates", beside & (inside | outside)),
         ):
             if both:
-                raise InputError(f"{name} contains {len(both)} texts that are also {what}; remove them")
+                raise InputError(f"{name} contains texts that are also {what} ({len(both)}); remove them")
 
     def _fresh(self, seed: int) -> Victim:
         task: Any = self.plan.task

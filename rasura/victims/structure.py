@@ -136,7 +136,7 @@ def _attention(watched: _Watched, known: Parts, length: int) -> str:
             seen = watched.inputs[lin.module]
             if len(seen) != runs:
                 return (
-                    f"{lin.module} was found as an attention layer, but runs {len(seen)} times in {runs} runs of its block"
+                    f"{lin.module} was found as an attention layer, but runs {len(seen)} times where its block runs {runs}"
                 )
             x = seen[0]
             if not isinstance(x, Tensor) or x.numel() != length * known.hidden:

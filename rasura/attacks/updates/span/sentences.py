@@ -163,6 +163,8 @@ class Finder:
         each group of rows, then from ``restarts`` random texts; and the other texts in which a search ended, best first."""
         found = list(found)
         rest: dict[Text, float] = {}
+        if not self.lengths:
+            return found, []
         for start in [*near, *map(self._of, groups), *[None] * restarts]:
             if len(found) >= size:
                 break
