@@ -164,6 +164,21 @@ def test_the_last_token_against_every_word_tried(module: str) -> None:
     assert named == best and best[0] == 277
 
 
+@pytest.mark.parametrize(("last", "noise", "clear"), [(277, 0.0, True), (277, 1.0, False), (41, 0.0, False)])
+def test_the_output_layer_names_the_only_token_that_the_loss_pulls_up(last: int, noise: float, clear: bool) -> None:
+    """Tied, the rows of the text's own words say nothing; nor does noise as large as the gradient."""
+    text = [40, 3, 41, 9, last]
+    seen = seen_by_server(tiny("gpt2", "causal"), batch_of([text], "causal"), "causal")
+    assert parts(seen.model).tied
+    name = parts(seen.model).word_embedding
+    gradient = seen.gradients[name]
+    loud = gradient + noise * gradient.abs().max() * torch.randn(gradient.shape, generator=generator(3))
+    seen = replace(seen, message=replace(seen.message, gradients={**seen.gradients, name: loud}))
+    found = endings._from_output_layer(seen, [tuple(text[:-1])], Inputs(seen.model))
+    assert found is not None and (found[0][0] == last) == clear and (found[0][0] == UNKNOWN) == (not clear)
+    assert noise or last in found[0], "it is tried"
+
+
 def test_a_last_token_that_is_not_clear_is_left_open() -> None:
     """Between two words' directions lies that of neither."""
     text = [40, 3, 41, 9, 60, 61, 70, 277]

@@ -31,7 +31,8 @@ ALIKE = 0.9
 others below .8, in adapters of rank 16 below .997."""
 
 CLEAR = 10.0
-"""The second best token's cosine must be so many times as far from 1 as the best one's, so that the best is named."""
+"""The best token must be so many times as good as the second best to be named: by the distance of its cosine from 1, or by
+its part of the output layer's ``delta``."""
 
 OPTIONS = 4
 """Last tokens of each text that are tried against the whole update."""
@@ -89,8 +90,9 @@ def _last_deltas(gradient: Tensor, states: Sequence[Tensor]) -> Tensor | None:
 def _from_output_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs) -> list[list[int]] | None:
     """Tokens that may follow each prefix, likeliest first; None where the output layer's gradient is hidden.
 
-    In the output layer, ``delta`` is ``softmax - onehot(next token)`` itself. With tied weights, the rows of the text's own
-    tokens also hold their input gradients, so all of these are options.
+    In the output layer, ``delta`` is ``softmax - onehot(next token)`` itself, below zero for the next token alone; where no
+    token is clearly the only one, ``UNKNOWN`` comes first. With tied weights, the rows of the text's own tokens also hold
+    their input gradients, so all of these are options.
     """
     known = inputs.parts
     if known.head is None:
@@ -105,7 +107,9 @@ def _from_output_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], i
     scores = -deltas
     own = sorted({t for p in prefixes for t in p}) if known.tied else []
     scores[:, own] = -torch.inf
-    return [[int(t) for t in row.topk(OPTIONS).indices] + own for row in scores]
+    best = scores.topk(OPTIONS)
+    clear = (best.values[:, 0] > CLEAR * best.values[:, 1].clamp_min(0)).tolist()
+    return [[UNKNOWN] * (not one) + ids + own for one, ids in zip(clear, best.indices.tolist())]
 
 
 def _from_another_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs) -> list[list[int]]:
