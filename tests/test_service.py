@@ -317,5 +317,5 @@ def test_requests_at_the_same_time_get_their_own_answers(setting: Setting) -> No
 def test_fifty_clients_at_once(tmp_path: Path) -> None:
     # By its path: another library installs a package of the name benchmarks.
     path = Path(__file__).resolve().parents[1] / "benchmarks" / "service.py"
-    found = runpy.run_path(str(path))["load"](tmp_path, model=None, clients=50, seconds=4.0)
+    found = runpy.run_path(str(path))["load"](tmp_path, model=None, clients=50, seconds=10.0)
     assert found["errors"] == 0 and found["requests"] >= 50
