@@ -272,7 +272,7 @@ def test_the_last_tensors_of_a_large_update_never_say_more_than_the_whole(
     seen = seen_of(tiny(family, task or "classification"), rows, None if task else [2, 1], task or "classification")
     whole = prove(seen, rows)
     monkeypatch.setattr(verify, "LARGE", 0)
-    last, ids, mask = verify._Decoys(seen).last, *pad([[CLS, 40, 7, 41, SEP]], PAD)
+    last, ids, mask = verify._Decoys(seen, entries(seen)).last, *pad([[CLS, 40, 7, 41, SEP]], PAD)
     assert 0 < len(last) < len(seen.gradients) and last == list(seen.gradients)[-len(last) :][::-1]
     squares = {n: float(g.square().sum()) for n, g in seen.gradients.items()}
     assert sum(squares[n] for n in last) >= 0.1 * sum(squares.values()) > sum(squares[n] for n in last[:-1])
@@ -280,8 +280,9 @@ def test_the_last_tensors_of_a_large_update_never_say_more_than_the_whole(
     assert whole is not None and proof is not None and 10 * proof.error < proof.decoys <= whole.decoys * (1 + 1e-6)
     own = {"input_ids": ids, "attention_mask": mask, "labels": ids if task else torch.tensor([1])}
     exact = relative_error(changed(seen.model, own, list(seen.gradients))[0], seen.gradients)
-    assert verify._Decoys(seen).missed(own, 1e-6) <= exact * (1 + 1e-6)
-    assert verify._Decoys(seen).missed(own, 0.09 * exact) == pytest.approx(exact, rel=1e-6), "the rest decides"
+    far = verify._Decoys(seen, entries(seen))
+    assert far.missed(own, 1e-6) <= exact * (1 + 1e-6)
+    assert far.missed(own, 0.09 * exact) == pytest.approx(exact, rel=1e-6), "the rest decides"
     monkeypatch.setattr(verify, "HELD", 1e-9)  # one tensor that decoys hardly move
     assert prove(seen, rows) is not None
 

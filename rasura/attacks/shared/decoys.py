@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Generator, Tensor
 
+from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.core.updates import changed
 from rasura.core.values import Observation, Vocabulary
 from rasura.victims.models import parts
@@ -22,12 +23,6 @@ def free_places(tokens: Sequence[Sequence[int]], vocabulary: Vocabulary) -> list
     return [[n for n, token in enumerate(text) if token not in vocabulary.special_ids] for text in tokens]
 
 
-def words(vocabulary: Vocabulary) -> Tensor:
-    """The ids ``(k,)`` that can stand at a free place."""
-    others = vocabulary.special_ids | vocabulary.unused_ids
-    return torch.tensor([i for i in range(vocabulary.size) if i not in others])
-
-
 def decoys(
     seen: Observation, tokens: Texts, *, inputs: dict[str, Tensor], weakest: Sequence[int], rng: Generator
 ) -> Iterator[Texts]:
@@ -39,7 +34,7 @@ def decoys(
     ``inputs``: the guess as keyword arguments of the model. A text without a free place yields none.
     """
     model, vocabulary = seen.model, seen.vocabulary
-    places, ordinary = free_places(tokens, vocabulary), words(vocabulary)
+    places, ordinary = free_places(tokens, vocabulary), ordinary_ids(vocabulary)
     name = parts(model).word_embedding
     table = model.get_parameter(name).detach().cpu()
     sizes = table.square().sum(1)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.comparing import relative_error
-from rasura.attacks.shared.decoys import Texts, decoys, free_places, weakest, words
+from rasura.attacks.shared.decoys import Texts, decoys, free_places, weakest
+from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.core.interfaces import AttackFailed
 from rasura.core.rng import generator
 from rasura.core.updates import announced_update, changed
@@ -146,16 +147,18 @@ class _Decoys:
     Of a large gradient the last tensors are tried alone: what they miss, the whole misses too.
     """
 
-    def __init__(self, seen: Observation) -> None:
+    def __init__(self, seen: Observation, shown: int) -> None:
+        """``shown``: the ``entries`` of ``seen``."""
         self.seen, self.last, self.held = seen, [], 0.0
-        if entries(seen) <= LARGE or announced_update(seen).kind != "fedsgd":
+        if shown <= LARGE or announced_update(seen).kind != "fedsgd":
             return
         squares = {
             n: float((g if n not in seen.visible else g[seen.visible[n]]).norm()) ** 2 for n, g in seen.gradients.items()
         }
+        total = sum(squares.values())
         for name in reversed(squares):
             self.last.append(name)
-            self.held += squares[name] / sum(squares.values())
+            self.held += squares[name] / total
             if self.held >= HELD:
                 return
 
@@ -232,7 +235,8 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     with torch.no_grad():
         logits = seen.model(**inputs).logits
     weak = weakest(logits, labels, inputs["attention_mask"])
-    min_decoy, far = math.inf, _Decoys(seen)
+    shown = entries(seen)
+    min_decoy, far = math.inf, _Decoys(seen, shown)
     for decoy in decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys")):
         other = _inputs(seen, decoy, types)[0]
         other["labels"] = labels if seen.task != "causal" else _targets(other["input_ids"], other["attention_mask"])
@@ -240,7 +244,7 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
         if not apart(error, missed):  # nor is one whose update is no number
             return None
         min_decoy = min(min_decoy, missed)
-    if not told(entries(seen), error, min_decoy, sum(map(len, free)), len(words(seen.vocabulary))):
+    if not told(shown, error, min_decoy, sum(map(len, free)), len(ordinary_ids(seen.vocabulary))):
         return None
     return Proof("gradient", guess, error, min_decoy, _flat(seen, labels))
 

@@ -29,7 +29,6 @@ MAX_COPIES = 16
 """Where the batch size is unknown: how many texts may share a token at one position, and how many ways of filling a batch
 with copies are tried."""
 
-
 AGAIN = 3
 """Random texts tried among the likely tokens, for each text that is missing."""
 
@@ -78,7 +77,8 @@ def assembled(
     def finder(some: Sequence[Row]) -> Finder:
         return Finder(choices(some), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
 
-    if not finder(rows).lengths:  # no token was found for some place of every text: they come back with holes
+    everywhere = finder(rows)
+    if not everywhere.lengths:  # no token was found for some place of every text: they come back with holes
         groups = groups or [sorted(range(len(rows)), key=lambda i: rows[i].residual)]
         return [_strongest(rows, group, likeness) for group in groups if group]
     starts = [[rows[i] for i in group] for group in groups if group]
@@ -92,7 +92,7 @@ def assembled(
         more, near = finder(some)([] if known else starts, size, AGAIN * (size - len(known)), known)
         sharp, known = len(more) > len(known), more
     near = near[: 2 * (size - len(known))]  # one token that is not likely keeps a text from being found
-    known, rest = finder(rows)([] if known else starts, size, restarts * size, known, near)
+    known, rest = everywhere([] if known else starts, size, restarts * size, known, near)
     return [list(text) for text in _filled_up(seen, known, rest, size)]
 
 

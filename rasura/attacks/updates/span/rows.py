@@ -6,9 +6,11 @@ row space is spanned by the inputs of the private tokens (DAGER, Petrov et al. 2
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -219,9 +221,13 @@ class Inputs:
     @torch.no_grad()
     def deep(self, ids: Tensor, mask: Tensor, blocks: Sequence[Block], types: Tensor | None = None) -> Mapping[int, Tensor]:
         """Inputs of the attention of ``blocks`` for sequences ``(k, length)``: block index -> ``(k, length, hidden)``."""
-        modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
         extra = {} if types is None or self.types == 1 else {"token_type_ids": types}
-        found = layer_inputs(self.model, modules, input_ids=ids, attention_mask=mask, **extra)
+        return self._into(blocks, input_ids=ids, attention_mask=mask, **extra)
+
+    def _into(self, blocks: Sequence[Block], **given: Any) -> dict[int, Tensor]:
+        """What goes into the attention of ``blocks`` when the model runs on ``given``."""
+        modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
+        found = layer_inputs(self.model, modules, **given)
         return {b.index: found[b.qkv[0].module] for b in blocks}
 
     @torch.no_grad()
@@ -232,28 +238,33 @@ class Inputs:
         The head runs once where the model keeps its keys and values, which is tried first on one token: a model that ends
         up elsewhere runs the head with every token.
         """
-        found = []
-        for chunk in torch.split(tokens, max(1, ROWS // (len(head) + 1))):
-            if self._keeps and len(head) and len(chunk) > 1:
-                found.append(self._kept(head, chunk, blocks))
-            else:
-                found.append(self._rerun(head, chunk, blocks))
+        chunks = torch.split(tokens, max(1, ROWS // (len(head) + 1)))
+        if self._keeps and len(head) and len(tokens) > 1:
+            cache = self._ran(head, blocks)
+            found = [self._kept(cache, chunk, blocks) for chunk in chunks]
+        else:
+            found = [self._rerun(head, chunk, blocks) for chunk in chunks]
         return {b.index: torch.cat([one[b.index] for one in found]) for b in blocks}
 
     def _rerun(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
         whole = torch.cat([head.expand(len(tokens), -1), tokens[:, None]], 1)
         return {index: x[:, -1] for index, x in self.deep(whole, torch.ones_like(whole), blocks).items()}
 
-    def _kept(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
-        modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
+    def _ran(self, head: Tensor, blocks: Sequence[Block]) -> Any:
+        """The keys and values of ``head``, of the blocks below the last of ``blocks``."""
         cache = key_value_cache(self.model)
-        layer_inputs(self.model, modules, input_ids=head[None], past_key_values=cache, use_cache=True)
-        cache.batch_repeat_interleave(len(tokens))
-        found = layer_inputs(
-            self.model, modules, input_ids=tokens[:, None], past_key_values=cache, use_cache=True,
-            attention_mask=tokens.new_ones(len(tokens), len(head) + 1),
+        self._into(blocks, input_ids=head[None], past_key_values=cache, use_cache=True)
+        return cache
+
+    def _kept(self, cache: Any, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
+        own = copy.deepcopy(cache)
+        length = own.get_seq_length() + 1
+        own.batch_repeat_interleave(len(tokens))
+        found = self._into(
+            blocks, input_ids=tokens[:, None], past_key_values=own, use_cache=True,
+            attention_mask=tokens.new_ones(len(tokens), length),
         )  # fmt: skip
-        return {b.index: found[b.qkv[0].module][:, -1] for b in blocks}
+        return {index: x[:, -1] for index, x in found.items()}
 
     @cached_property
     def _keeps(self) -> bool:
@@ -261,7 +272,8 @@ class Inputs:
         ids = torch.tensor([5, 6, 7, 8, 9]) % len(self.model.get_parameter(self.parts.word_embedding))
         head, tokens, blocks = ids[:3], ids[3:], self.parts.blocks[:3][-1:]
         try:
-            kept, again = (run(head, tokens, blocks)[blocks[0].index] for run in (self._kept, self._rerun))
+            kept = self._kept(self._ran(head, blocks), tokens, blocks)[blocks[0].index]
+            again = self._rerun(head, tokens, blocks)[blocks[0].index]
         except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError):
             return False
         return kept.shape == again.shape and float((kept - again).norm()) <= SAME * float(again.norm())
