@@ -1,6 +1,7 @@
 """What per-example gradients and directional noise cost, as ratios within one run.
 
 python benchmarks/dp.py gradients TEXTS.parquet
+python benchmarks/dp.py clipped TEXTS.parquet --batch 32
 python benchmarks/dp.py sum
 """
 
@@ -14,6 +15,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,11 +34,11 @@ from rasura.victims.per_example import Together
 WAYS = ("plain", "loop", "opacus", "opacus-ghost", "each", "weighted")
 
 
-def model_and_inputs(texts: str, batch: int) -> tuple[Any, dict[str, Tensor]]:
+def model_and_inputs(texts: str, batch: int, length: int = 64) -> tuple[Any, dict[str, Tensor]]:
     """MiniLM with a fresh head, all parameters trained, and the first texts of a file."""
     victim = load("minilm", "classification")
     found = encode(
-        load_examples(texts)[:batch], victim.tokenizer, "classification", max_length=64, num_labels=2, truncate=True
+        load_examples(texts)[:batch], victim.tokenizer, "classification", max_length=length, num_labels=2, truncate=True
     )
     return victim.model, found.inputs()
 
@@ -146,6 +148,24 @@ def gradients(texts: str, batch: int, repeats: int) -> None:
     print(f"relative error: largest of {batch} gradients {max(errors):.1e}, clipped sum {error:.1e}")
 
 
+def clipped(texts: str, batch: int, length: int, repeats: int) -> None:
+    """The clipped sum and the plain gradient of the same batch in turn: medians of the CPU seconds and of the ratios."""
+    model, inputs = model_and_inputs(texts, batch, length)
+    calls = [one(way, model, inputs) for way in ("plain", "weighted")]
+    for call in calls:
+        call()
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats):
+        for call, own in zip(calls, seconds):
+            start = time.process_time()
+            call()
+            own.append(time.process_time() - start)
+    ratios = sorted(ours / plain for plain, ours in zip(*seconds))
+    shape = " x ".join(map(str, inputs["input_ids"].shape))
+    print(f"{shape} tokens, {repeats} repeats: plain {median(seconds[0]):.3f} s CPU, clipped {median(seconds[1]):.3f} s, "
+          f"median ratio {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")  # fmt: skip
+
+
 def sums(batch: int, dimension: int, repeats: int) -> None:
     """The sum of a batch of draws in few Gaussian vectors against draw by draw."""
     rows = torch.randn((batch, dimension), generator=generator(0))
@@ -166,16 +186,19 @@ def sums(batch: int, dimension: int, repeats: int) -> None:
 def main() -> None:
     """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("gradients", "sum", "one"))
+    parser.add_argument("what", choices=("gradients", "clipped", "sum", "one"))
     parser.add_argument("texts", nargs="?", default="")
     parser.add_argument("--way", choices=WAYS, default="plain", help="for one way in this process")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=64, help="longest text in tokens, for 'clipped'")
     parser.add_argument("--dimension", type=int, default=592_130, help="entries: BERT-base's head and pooler")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "sum":
         sums(128, options.dimension, options.repeats)
+    elif options.what == "clipped":
+        clipped(options.texts, options.batch, options.length, options.repeats)
     elif options.what == "one":
         print(json.dumps(measured(options.way, options.texts, options.batch, options.repeats)))
     else:

@@ -75,6 +75,12 @@ def test_a_batch_of_one_and_repeated_texts() -> None:
     agree(tiny("gpt2", "classification").double(), batch_of(same, "classification", [1, 1, 0]))
 
 
+@pytest.mark.parametrize("family", ["bert", "gpt2"])
+def test_texts_that_are_long_for_the_layers(family: str) -> None:
+    rows = [[CLS, *(3 + k % 40 for k in range(n)), SEP] for n in (44, 17, 30)]
+    agree(tiny(family, "classification").double(), batch_of(rows, "classification", [1, 0, 1]))
+
+
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_adapters(family: str) -> None:
     peft = pytest.importorskip("peft")

@@ -19,6 +19,12 @@ class NoRule(Exception):
     """Raised where a model's texts cannot be processed together. It names the layer and the remedy."""
 
 
+_LINEAR = (nn.Linear, Conv1D)
+
+_POSITION_WISE = (*_LINEAR, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
+"""Layers that treat all positions alike."""
+
+
 @dataclass(frozen=True)
 class Passed:
     """The input of a layer, ``(batch, ...)``, and the gradient at its output."""
@@ -29,22 +35,21 @@ class Passed:
     back: Tensor
 
 
-def _rules() -> tuple[Mapping[Any, Any], Mapping[Any, Any], Callable[..., dict[Any, Tensor]]]:
-    """Opacus' rules for gradients and for norms by layer type, and the rule for any other layer."""
+def _rules() -> tuple[Mapping[Any, Any], Callable[..., dict[Any, Tensor]]]:
+    """Opacus' rules for gradients by layer type, and the rule for any other layer."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from opacus.grad_sample import GradSampleModule
             from opacus.grad_sample.functorch import ft_compute_per_sample_gradient
-            from opacus.grad_sample.grad_sample_module_fast_gradient_clipping import GradSampleModuleFastGradientClipping
     except ImportError:
         raise NoRule("Opacus is not installed; run pip install 'rasura[dp]' to process texts together") from None
-    return GradSampleModule.GRAD_SAMPLERS, GradSampleModuleFastGradientClipping.NORM_SAMPLERS, ft_compute_per_sample_gradient
+    return GradSampleModule.GRAD_SAMPLERS, ft_compute_per_sample_gradient
 
 
 def own_gradients(passed: Passed, taken: Tensor, back: Tensor) -> dict[Any, Tensor]:
     """The gradient of every text, ``(texts, *shape)``, by parameter of the layer."""
-    rules, _, other = _rules()
+    rules, other = _rules()
     layer = passed.layer
     if isinstance(layer, Conv1D):
         found = rules[nn.Linear](layer, [taken], back)
@@ -64,12 +69,66 @@ def own_gradients(passed: Passed, taken: Tensor, back: Tensor) -> dict[Any, Tens
 
 
 def own_squares(passed: Passed) -> dict[Any, Tensor]:
-    """The squared norm of every text's gradient, ``(texts,)``, by parameter of the layer."""
-    kind: Any = nn.Linear if isinstance(passed.layer, Conv1D) else type(passed.layer)
-    norms = _rules()[1]
-    if kind is nn.Embedding or (kind is nn.Linear and passed.back.dim() in (2, 3)):
-        return {p: n.double().square() for p, n in norms[kind](passed.layer, [passed.taken], passed.back).items()}
-    return {p: g.flatten(1).double().square().sum(1) for p, g in own_gradients(passed, passed.taken, passed.back).items()}
+    """The squared norm of every text's gradient, ``(texts,)`` float64, by parameter of the layer.
+
+    Of a linear layer and an embedding the gradients are not formed where that costs more (mixed ghost clipping: Bu et al.
+    2022, sec. 4).
+    """
+    layer, taken, back = passed.layer, passed.taken, passed.back
+    if type(layer) is nn.Embedding:
+        return {layer.weight: _row_squares(taken, back, layer.num_embeddings)}
+    if type(layer) in _LINEAR and back.dim() in (2, 3):
+        taken, back = (x.reshape(len(x), -1, x.shape[-1]) for x in (taken.to(back.dtype), back))
+        out: dict[Any, Tensor] = {layer.weight: _product_squares(taken, back)}
+        if layer.bias is not None:
+            out[layer.bias] = back.sum(1).double().square().sum(1)
+        return out
+    return {p: g.flatten(1).double().square().sum(1) for p, g in own_gradients(passed, taken, back).items()}
+
+
+def _product_squares(taken: Tensor, back: Tensor) -> Tensor:
+    """The squared norm of every ``back[k].T @ taken[k]``: of texts that are short for the layer, the inner product of the
+    two Gram matrices."""
+    length = taken.shape[1]
+    if length * (taken.shape[2] + back.shape[2]) < taken.shape[2] * back.shape[2]:
+        grams = (taken @ taken.transpose(1, 2)) * (back @ back.transpose(1, 2))
+        # Rounding alone makes it negative.
+        return grams.sum((1, 2), dtype=torch.float64).clamp_min(0)
+    return torch.stack([(b.T @ t).double().square().sum() for t, b in zip(taken, back)])
+
+
+def _row_squares(ids: Tensor, back: Tensor, size: int) -> Tensor:
+    """The same of an embedding of ``size`` rows, whose gradient adds up where a text has an id twice."""
+    texts = torch.arange(len(ids), device=ids.device).repeat_interleave(ids[0].numel())
+    used, places = torch.unique(texts * size + ids.reshape(-1), return_inverse=True)
+    rows = back.new_zeros(len(used), back.shape[-1]).index_add_(0, places, back.reshape(-1, back.shape[-1]))
+    zeros = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
+    return zeros.index_add_(0, used // size, rows.double().square().sum(1))
+
+
+def summed(passed: Passed, weights: Tensor) -> dict[Any, Tensor]:
+    """The sum of every text's gradient times its entry of ``weights`` ``(texts,)``, by parameter of the layer.
+
+    For layers that treat all positions alike it is the gradient of one long text.
+    """
+    layer, taken, back = passed.layer, passed.taken, passed.back
+    if type(layer) not in _POSITION_WISE:
+        scaled = back * weights.to(back).view(-1, *[1] * (back.dim() - 1))
+        return {p: g.sum(0) for p, g in own_gradients(passed, taken, scaled).items()}
+    each = weights.to(back).repeat_interleave(back[0, ..., 0].numel())
+    back = back.reshape(-1, back.shape[-1])
+    if type(layer) is nn.Embedding:
+        zeros = torch.zeros_like(layer.weight, dtype=back.dtype)
+        return {layer.weight: zeros.index_add_(0, taken.reshape(-1), back * each[:, None])}
+    taken = taken.reshape(-1, taken.shape[-1])
+    if type(layer) not in _LINEAR:
+        found = own_gradients(passed, taken[None], (back * each[:, None])[None])
+        return {p: g[0] for p, g in found.items()}
+    taken = taken.to(back.dtype)
+    # The narrower of the two is scaled.
+    first, second = (taken, back * each[:, None]) if back.shape[1] <= taken.shape[1] else (taken * each[:, None], back)
+    weight = first.T @ second if isinstance(layer, Conv1D) else second.T @ first
+    return {layer.weight: weight} | ({} if layer.bias is None else {layer.bias: each @ back})
 
 
 def checked_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -19,17 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from rasura.core.updates import changed
 from rasura.core.values import Gradients, PerExample, Weigh
-from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through
+from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through, summed
 
 TOLERANCE = 1e-3
 """Relative error of a text's gradient against the loop above which the rules are not used for a model."""
-
-_POSITION_WISE = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, Conv1D)
-"""Layers that treat all positions alike. For these, the sum over texts is the gradient of one long text."""
 
 _verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
@@ -81,15 +77,8 @@ class Together:
         weights = weigh(self.norms())
         out: dict[Any, Tensor] = {}
         for one in self.passed:
-            back = one.back * weights.to(one.back).view(-1, *[1] * (one.back.dim() - 1))
-            taken = one.taken
-            if type(one.layer) in _POSITION_WISE:
-                keep = 0 if isinstance(one.layer, nn.Embedding) else 1
-                taken = taken.reshape(1, -1, *taken.shape[taken.dim() - keep :])
-                back = back.reshape(1, -1, back.shape[-1])
-            for p, g in own_gradients(one, taken, back).items():
+            for p, g in summed(one, weights).items():
                 if p.requires_grad:
-                    g = g[0] if len(g) == 1 else g.sum(0)
                     out[p] = out[p] + g if p in out else g
         return self._named(out)
 
