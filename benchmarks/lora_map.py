@@ -10,6 +10,7 @@ where span verified nothing.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from lora_setting import (
     tried,
     victim_of,
 )
+from torch import nn
 
 from rasura.core.batches import Batch
 from rasura.core.local import FEDSGD, Adapter, Local
@@ -40,14 +42,10 @@ def sent_as(kind: str, rank: int) -> Local:
     return FEDSGD if kind == "gradient" else parse_update(f"local:epochs=4/batch=0/lr=1e-4/lora={rank}")[0]
 
 
-def cell(
-    victim: Victim, rows: Sequence[Batch], others: Sequence[Batch], where: dict[str, Any], targets: str, device: str
-) -> dict[str, Any]:
+def cell(model: nn.Module, victim: Victim, row: Batch, others: Sequence[Batch], where: dict[str, Any]) -> dict[str, Any]:
     """One text behind one kind of update in one round: what the attacks read."""
-    start, draw, rank = time.perf_counter(), where["draw"], where["rank"]
-    earlier = parse_update(f"local:epochs=2/batch=4/lr=1e-4/lora={rank}")[0]
-    model = in_round(victim, Adapter(rank, targets), where["round"], others, earlier, draw).to(device)
-    local, row = sent_as(where["kind"], rank), rows[draw]
+    start, draw = time.perf_counter(), where["draw"]
+    local = sent_as(where["kind"], where["rank"])
     seen = seen_of(model, victim, sent_by(model, victim, [row], local, draw), local, 1)
     truth = list(row.ids(0))
     found: dict[str, Any] = {"words": len(set(truth)), "attack": "", "confidence": "none", "exact": False}
@@ -84,19 +82,21 @@ def main() -> None:
     lines = Lines(told.out)
     rounds = [int(r) for r in told.rounds.split(",")]
     others = rows_of(victim, told.data, 32, 8 * max(rounds), told.seed + 1)
-    for tokens in map(int, told.tokens.split(",")):
-        if tokens > victim.max_length:
-            continue
-        rows = rows_of(victim, told.data, tokens, told.draws, told.seed)
-        for rank in map(int, told.ranks.split(",")):
-            for number in rounds:
-                for kind in told.kinds.split(","):
-                    for draw in range(told.draws):
-                        where = {"model": told.model, "targets": told.targets, "rank": rank, "tokens": tokens}
-                        where |= {"round": number, "kind": kind, "draw": draw}
-                        if not lines.has(**where):
-                            lines.add(cell(victim, rows, others, where, told.targets, told.device))
-                            print({k: v for k, v in lines.rows[-1].items() if k not in ("model", "targets")}, flush=True)
+    lengths = [tokens for tokens in map(int, told.tokens.split(",")) if tokens <= victim.max_length]
+    rows = {tokens: rows_of(victim, told.data, tokens, told.draws, told.seed) for tokens in lengths}
+    places = [(int(rank), number, draw) for rank in told.ranks.split(",") for number in rounds for draw in range(told.draws)]
+    for rank, number, draw in places:
+        model = None  # one for all cells of these rounds
+        for tokens, kind in itertools.product(lengths, told.kinds.split(",")):
+            where = {"model": told.model, "targets": told.targets, "rank": rank, "tokens": tokens}
+            where |= {"round": number, "kind": kind, "draw": draw}
+            if lines.has(**where):
+                continue
+            if model is None:
+                earlier = parse_update(f"local:epochs=2/batch=4/lr=1e-4/lora={rank}")[0]
+                model = in_round(victim, Adapter(rank, told.targets), number, others, earlier, draw).to(told.device)
+            lines.add(cell(model, victim, rows[tokens][draw], others, where))
+            print({k: v for k, v in lines.rows[-1].items() if k not in ("model", "targets")}, flush=True)
     show(lines, told.out)
 
 

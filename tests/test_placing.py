@@ -30,6 +30,6 @@ def test_tokens_stand_where_the_fewest_coefficients_explain_the_gradient() -> No
         if float((inputs[list(some)].T @ fitted.solution - gradient.T).norm()) < 1e-8:
             total = float((fitted.solution.norm(dim=1) * inputs[list(some)].norm(dim=1)).sum())
             best, least = (some, total) if total < least else (best, least)  # type: ignore[assignment]
-    found = norms([gradient], space, inputs, torch.zeros(8, dtype=torch.bool))
+    found = norms([gradient], space, inputs)
     kept = [k for k in range(8) if float(found[k]) > LIKELY * float(found.max())]
     assert tuple(kept) == best and [pairs[k] for k in kept] == true

@@ -297,7 +297,7 @@ def test_texts_are_searched_for_where_every_place_has_a_token() -> None:
     full = {n: [(token, 0), (60 + n, 0)] for n, token in enumerate(TEXTS[1])}
 
     def finder(allowed: dict[int, list[tuple[int, int]]], lengths: tuple[int, ...] | None) -> Finder:
-        return Finder(allowed, score, prefix=(CLS,), ends=frozenset({SEP}), lengths=lengths, rng=generator(0))
+        return Finder(allowed, score, prefix=(CLS,), suffix=(SEP,), lengths=lengths, rng=generator(0), likely=allowed)
 
     found, _ = finder(full, (6,))([], 1, 4)
     assert found == [tuple((token, 0) for token in TEXTS[1])]
@@ -307,6 +307,24 @@ def test_texts_are_searched_for_where_every_place_has_a_token() -> None:
     for lengths in ((6,), None):
         start = [Row(n, token, 0, torch.zeros(64), 0.0) for n, token in enumerate(TEXTS[1]) if n != 3]
         assert finder(holed, lengths)([start], 1, 4) == ([], []), "there is nothing to draw a text from"
+
+
+def test_a_short_text_is_no_better_than_one_with_a_single_wrong_word(minilm_path: Path) -> None:
+    """Of a trained model the frame alone lies nearer to the row space than a text that is nearly right."""
+    texts = ["mary is here now", "he lost it , again", "we saw her leave early today"]
+    seen, ids = seen_of(minilm_path, texts, [0, 1, 1], "fedsgd")
+    score = checker(seen, {}, Inputs(seen.model))
+    assert score is not None
+    anywhere = {n: [(t, 0) for t in dict.fromkeys(t for row in ids for t in row)] for n in range(max(map(len, ids)))}
+    anywhere[0] = [(ids[0][0], 0)]
+    find = Finder(
+        anywhere, score, prefix=seen.vocabulary.prefix, suffix=seen.vocabulary.suffix, lengths=None, rng=generator(0),
+        likely=anywhere,
+    )  # fmt: skip
+    assert min(find.lengths) == 3, "a text of no word is none"
+    wrong = [tuple((ids[k - 1][2] if n == 2 else t, 0) for n, t in enumerate(row)) for k, row in enumerate(ids)]
+    found, _ = find([], 3, 0, near=wrong)
+    assert sorted(found) == sorted(tuple((t, 0) for t in row) for row in ids)
 
 
 def test_rearranged_moves_and_swaps_between_its_bounds() -> None:

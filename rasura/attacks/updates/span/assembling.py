@@ -71,11 +71,14 @@ def assembled(
         groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
     if score is None:
         return [_strongest(rows, group, likeness) for group in groups if group]
-    ends = frozenset(seen.vocabulary.suffix[-1:]) or frozenset(r.token for r in rows)
+    frame = seen.vocabulary
     lengths = seen.lengths if Grant.LENGTHS in seen else None
 
-    def finder(some: Sequence[Row]) -> Finder:
-        return Finder(choices(some), score, prefix=seen.vocabulary.prefix, ends=ends, lengths=lengths, rng=rng)
+    def finder(some: Sequence[Row], first: Sequence[Row] | None = None) -> Finder:
+        return Finder(
+            choices(some), score, prefix=frame.prefix, suffix=frame.suffix, lengths=lengths, rng=rng,
+            likely=choices(first or some),
+        )  # fmt: skip
 
     everywhere = finder(rows)
     if not everywhere.lengths:  # no token was found for some place of every text: they come back with holes
@@ -84,14 +87,11 @@ def assembled(
     starts = [[rows[i] for i in group] for group in groups if group]
     known: list[Text] = []
     near: list[Text] = []
-    gradients = visible_gradients(seen, inputs.parts.blocks[0].qkv)
-    sharp = len(rows) > spaces[0].rank
-    while sharp and len(known) < size:  # texts that are found tell where the other tokens stand
-        pairs = {(n, t, s) for text in known for n, (t, s) in enumerate(text)}
-        some = likely(gradients, spaces[0], rows, pairs)
-        more, near = finder(some)([] if known else starts, size, AGAIN * (size - len(known)), known)
-        sharp, known = len(more) > len(known), more
-    near = near[: 2 * (size - len(known))]  # one token that is not likely keeps a text from being found
+    if len(rows) > spaces[0].rank:
+        some = likely(visible_gradients(seen, inputs.parts.blocks[0].qkv), spaces[0], rows)
+        known, near = finder(some)(starts, size, AGAIN * size)
+        near = near[: 2 * (size - len(known))]  # one token that is not likely keeps a text from being found
+        everywhere = finder(rows, some)
     known, rest = everywhere([] if known else starts, size, restarts * size, known, near)
     return [list(text) for text in _filled_up(seen, known, rest, size)]
 
@@ -115,12 +115,12 @@ def arranged(
     frame, min_length = seen.vocabulary, score.space.rank
     lengths = seen.lengths if Grant.LENGTHS in seen else tuple(range(min_length, min_length + MAX_ALIKE + 1))
     pairs = [(row.token, row.segment) for row in rows]
-    begins, ends = frame.prefix, frozenset(frame.suffix[-1:])
+    begins, ends = frame.prefix, frame.suffix[-1:]
     inner = [p for p in pairs if p[0] not in {*begins, *frame.suffix}] or pairs
     last = [p for p in pairs if p[0] in ends] or inner
     anything = list(dict.fromkeys([*inner, *last]))
     allowed = {n: [(begins[n], 0)] if n < len(begins) else anything for n in range(max(lengths))}
-    finder = Finder(allowed, score, prefix=begins, ends=ends or frozenset(t for t, _ in last), lengths=lengths, rng=rng)
+    finder = Finder(allowed, score, prefix=begins, suffix=frame.suffix, lengths=lengths, rng=rng, likely=allowed)
     found, _ = finder([], 1, restarts)
     return [list(text) for text in found]
 

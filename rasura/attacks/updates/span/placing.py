@@ -8,7 +8,7 @@ of norms are taken (group lasso, Yuan and Lin 2006), by reweighted least squares
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,9 +30,9 @@ LIKELY = 0.01
 were, beside 85 others; after the sharp steps 91 beside 3."""
 
 
-def norms(gradients: Sequence[Tensor], space: RowSpace, inputs: Tensor, known: Tensor) -> Tensor:
+def norms(gradients: Sequence[Tensor], space: RowSpace, inputs: Tensor) -> Tensor:
     """Of each of ``inputs`` ``(n, inputs)``, the norm of its coefficients in ``gradients``, ``(n,)``: those with the least
-    sum of roots near the least sum; the ``known`` ones ``(n,)`` (bool) do not count."""
+    sum of roots near the least sum."""
     x = inputs.double() @ space.basis
     x = x / x.norm(dim=1, keepdim=True).clamp_min(1e-300)
     stacked = torch.cat([m.double() / m.double().norm().clamp_min(1e-300) for m in gradients]) @ space.basis
@@ -41,21 +41,14 @@ def norms(gradients: Sequence[Tensor], space: RowSpace, inputs: Tensor, known: T
     found: Tensor = x.new_ones(len(x))
     for power in [1.0] * STEPS + [0.5] * SHARP:
         weights = found.clamp_min(SMALLEST * float(found.max())) ** (2 - power)
-        weighted = x * torch.where(known, weights.max(), weights)[:, None]
+        weighted = x * weights[:, None]
         square = x.T @ weighted
         square.diagonal().add_(1e-12 * float(square.diagonal().mean()))
         found = (weighted @ torch.linalg.solve(square, stacked.T)).norm(dim=1)
     return found
 
 
-def likely(
-    gradients: Sequence[Tensor],
-    space: RowSpace,
-    rows: Sequence[Row],
-    known: Collection[tuple[int, int, int]] = (),
-) -> list[Row]:
-    """The ``rows`` that most likely stand where they were found, ``known`` ones (position, token, segment) among them."""
-    given = torch.tensor([(r.position, r.token, r.segment) in known for r in rows])
-    found = norms(gradients, space, torch.stack([r.input for r in rows]), given)
-    kept = (found > LIKELY * found.max()) | given
-    return [row for row, one in zip(rows, kept.tolist()) if one]
+def likely(gradients: Sequence[Tensor], space: RowSpace, rows: Sequence[Row]) -> list[Row]:
+    """The ``rows`` that most likely stand where they were found."""
+    found = norms(gradients, space, torch.stack([r.input for r in rows]))
+    return [row for row, one in zip(rows, (found > LIKELY * found.max()).tolist()) if one]

@@ -76,9 +76,12 @@ class Checker:
             out += [(missed[row, : len(text)], allowed[row, : len(text)]) for row, text in enumerate(some)]
         return out
 
-    def __call__(self, texts: Sequence[Text]) -> Tensor:
-        """The mean residual over positions, one for each text."""
-        return torch.stack([missed.mean() for missed, _ in self.each(texts)])
+    def inner(self, texts: Sequence[Text], begin: int, closing: int) -> Tensor:
+        """The mean residual of the tokens between the first ``begin`` and the last ``closing`` ones, one for each text.
+
+        A frame's own tokens lie near the row space in any text, so with them the shortest texts would be the best.
+        """
+        return torch.stack([missed[begin : len(missed) - closing].mean() for missed, _ in self.each(texts)])
 
     def private(self, text: Text) -> bool:
         """Whether ``text`` is one of the batch."""
@@ -130,8 +133,9 @@ def rearranged(text: Sequence[T], begin: int, end: int, longest: int = 1) -> lis
 class Finder:
     """Finds the texts of a batch among the tokens ``allowed`` at each position, by descent from many starts.
 
-    ``lengths``: the lengths that a text may have and for which tokens were found at every position; without any, no text can
-    be found.
+    ``likely``: those of the tokens that random starts are made of. ``prefix`` and ``suffix``: the tokenizer's own tokens
+    around a text; the suffix's last one ends it, or any token where there is none. ``lengths``: the lengths that a text may
+    have and for which tokens were found at every position; without any, no text can be found.
     """
 
     def __init__(
@@ -140,16 +144,18 @@ class Finder:
         score: Checker,
         *,
         prefix: Sequence[int],
-        ends: frozenset[int],
+        suffix: Sequence[int],
         lengths: Iterable[int] | None,
         rng: torch.Generator,
+        likely: Choices,
     ) -> None:
-        self.allowed, self.score, self.rng = allowed, score, rng
-        self.begin = len(prefix)
-        self.ends = ends
-        can_end = [n + 1 for n, options in sorted(allowed.items()) if n >= self.begin and any(t in ends for t, _ in options)]
+        self.allowed, self.likely, self.score, self.rng = allowed, likely, score, rng
+        self.begin, self.closing = len(prefix), len(suffix[-1:])
+        self.ends = frozenset(suffix[-1:]) or frozenset(t for options in allowed.values() for t, _ in options)
+        can_end = [n + 1 for n, options in sorted(allowed.items()) if any(t in self.ends for t, _ in options)]
         possible = set(lengths) if lengths is not None else can_end or [max(allowed) + 1]
-        self.lengths = [n for n in sorted(possible) if all(k in allowed for k in range(n))]
+        shortest = self.begin + self.closing + 1
+        self.lengths = [n for n in sorted(possible) if n >= shortest and all(k in allowed for k in range(n))]
 
     def __call__(
         self,
@@ -181,6 +187,9 @@ class Finder:
                 found.append(text)
         return found, sorted(rest, key=lambda text: rest[text])
 
+    def _scores(self, texts: Sequence[Text]) -> Tensor:
+        return self.score.inner(texts, self.begin, self.closing)
+
     def _draw(self, below: int) -> int:
         return int(torch.randint(below, (1,), generator=self.rng))
 
@@ -194,14 +203,14 @@ class Finder:
         used = {pair for text in found for pair in text}
         length, text = self.lengths[self._draw(len(self.lengths))], []
         for n in range(length):
-            options = self._options(n, last=n == length - 1)
+            options = self._options(n, n == length - 1, self.likely) or self._options(n, n == length - 1)
             options = [o for o in options if o not in used] or options
             text.append(options[self._draw(len(options))])
         return tuple(text)
 
-    def _options(self, place: int, last: bool) -> list[tuple[int, int]]:
+    def _options(self, place: int, last: bool, among: Choices | None = None) -> list[tuple[int, int]]:
         """What may stand at ``place``: a closing token where it is the ``last`` place, any other token elsewhere."""
-        here = self.allowed.get(place, [])
+        here = (self.allowed if among is None else among).get(place, [])
         return [o for o in here if (o[0] in self.ends) == last] or here
 
     def _kicked(self, text: Text) -> Text:
@@ -217,7 +226,7 @@ class Finder:
 
     def _descended(self, text: Text) -> tuple[Text, float]:
         """Improves ``text`` until no replaced, added, dropped or moved token does."""
-        best = float(self.score([text])[0])
+        best = float(self._scores([text])[0])
         last = float("inf")
         while best < last and not self.score.private(text):
             last = best
@@ -247,6 +256,6 @@ class Finder:
     def _better(self, text: Text, best: float, others: Sequence[Text]) -> tuple[Text, float]:
         if not others:
             return text, best
-        scores = self.score(others)
+        scores = self._scores(others)
         k = int(scores.argmin())
         return (others[k], float(scores[k])) if float(scores[k]) < best - 1e-9 else (text, best)
