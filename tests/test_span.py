@@ -349,6 +349,20 @@ def test_cluster_finds_blocks_and_is_deterministic() -> None:
     assert [len({*labels[a:b]}) for a, b in ((0, 4), (4, 7), (7, 12))] == [1, 1, 1] and len({*labels}) == 3
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_are_those_of_spectral_clustering(seed: int) -> None:
+    from sklearn.cluster import SpectralClustering
+
+    rng = generator(seed)
+    true = torch.randint(0, 3, (20,), generator=rng)
+    likeness = torch.rand((20, 20), generator=rng, dtype=torch.float64) * 0.2 + (true[:, None] == true).double()
+    likeness = likeness + likeness.T
+    slow = SpectralClustering(3, affinity="precomputed", assign_labels="cluster_qr", random_state=0)
+    expected = torch.as_tensor(slow.fit_predict(likeness.clone().fill_diagonal_(0).numpy() + 1e-9))
+    found = torch.tensor(cluster(likeness, 3))
+    assert torch.equal(found[:, None] == found, expected[:, None] == expected)
+
+
 # --- verification
 
 

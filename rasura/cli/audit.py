@@ -30,6 +30,7 @@ from rasura.cli.shared import (
     numbers,
     out,
     split,
+    starting,
     watched,
 )
 from rasura.core.errors import InputError
@@ -159,10 +160,10 @@ def run_audit(
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    from rasura.core.run_store import RunStore
-    from rasura.runs.audit import Audit
+    with starting(), err.status("loading the model and the data"):
+        from rasura.core.run_store import RunStore
+        from rasura.runs.audit import Audit
 
-    with err.status("loading the model and the data"):
         prepared = Audit(plan, device=device, baseline=baseline)
         store = RunStore(folder, prepared.plan.canonical())
     done = sum(cell.key in store for cell in prepared.cells)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rasura.cli.candidates import Candidates, SimulatedRounds, candidates_read
-from rasura.cli.shared import AsJson, Budget, Entries, StepDevice, TextTask, app, device_named, err, numbers, out
+from rasura.cli.shared import AsJson, Budget, Entries, StepDevice, TextTask, app, device_named, err, numbers, out, starting
 from rasura.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -79,25 +79,25 @@ def read(
 
     Example: rasura read updates/*.safetensors --model ./my-model --batch-size 2 --dropout 0.1
     """
-    from rasura.core import interfaces
-    from rasura.core.options import known
-    from rasura.runs.arriving import arriving
-    from rasura.runs.reading import ReadRequest, adapter_among
-    from rasura.victims.loading import load
+    with starting():
+        from rasura.core import interfaces
+        from rasura.core.options import known
+        from rasura.runs.arriving import arriving
+        from rasura.runs.reading import ReadRequest, adapter_among
+        from rasura.victims.loading import load
 
-    kind = _text_task(task)
-    level: Any = known("budget", budget, ("quick", "default", "paper"))
-    paths = _checked(updates or [], watch, candidates)
-    victim = load(
-        model, kind, num_labels=num_labels, seed=seed, device=device_named(device), allow_pickle=allow_pickle,
-        adapter=adapter_among(model, before, names_from),
-    )  # fmt: skip
-    request = ReadRequest(
-        attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"), lengths=numbers(lengths, "lengths"),
-        dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden, reference=reference,
-        language_model=language_model, update=how, budget=interfaces.Budget(level, max_memory, entries), seed=seed,
-        before=before, before_round=before_round, names_from=names_from,
-    )  # fmt: skip
+        level: Any = known("budget", budget, ("quick", "default", "paper"))
+        paths = _checked(updates or [], watch, candidates)
+        victim = load(
+            model, _text_task(task), num_labels=num_labels, seed=seed, device=device_named(device),
+            allow_pickle=allow_pickle, adapter=adapter_among(model, before, names_from),
+        )  # fmt: skip
+        request = ReadRequest(
+            attack=attack, batch_size=batch_size, labels=numbers(labels, "labels"), lengths=numbers(lengths, "lengths"),
+            dropout=dropout, frozen_embeddings=frozen_embeddings, hidden=hidden, reference=reference,
+            language_model=language_model, update=how, budget=interfaces.Budget(level, max_memory, entries), seed=seed,
+            before=before, before_round=before_round, names_from=names_from,
+        )  # fmt: skip
     if candidates is not None:
         return candidates_read(paths[0], candidates, victim, request, simulated_rounds, as_json)
     if watch is None and len(paths) == 1:

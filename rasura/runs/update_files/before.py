@@ -60,13 +60,17 @@ def subtracted(after: Mapping[str, Tensor], before: Mapping[str, Tensor], where:
 def check_update(found: Mapping[str, Tensor], model: nn.Module, where: str) -> None:
     """Raises ``InputError`` if the supposed update equals the model's own weights or is near them."""
     own = dict(model.named_parameters())
-    apart = sum(float((t.double() - own[n].detach().cpu().double()).square().sum()) for n, t in found.items())
-    norm = sum(float(own[n].detach().double().square().sum()) for n in found)
+    apart = sum(_square(t - own[n].detach().cpu()) for n, t in found.items())
+    norm = sum(_square(own[n].detach()) for n in found)
     if norm > 0 and apart < NEAR * norm:
         raise InputError(
             f"{where} holds weights, not an update: they are near the model's own. Pass the weights before the "
             "round with --before, and how they were trained with --update"
         )
+
+
+def _square(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,12 +123,20 @@ def _regress(deltas: Tensor, vectors: Tensor, iterations: int = 40) -> Tensor:
 
 
 def cluster(similarity: Tensor, groups: int) -> list[int]:
-    """A group number for each row of ``similarity`` ``(N, N)``; deterministic."""
+    """A group number for each row of ``similarity`` ``(N, N)``: spectral clustering whose groups come from a pivoted QR
+    factorisation (Damle, Minden and Ying 2019). Deterministic, and without an optional library."""
     if groups <= 1 or len(similarity) <= groups:
         return [0] * len(similarity) if groups <= 1 else list(range(len(similarity)))
-    from sklearn.cluster import SpectralClustering
-
-    matrix = similarity.numpy().copy()
-    np.fill_diagonal(matrix, 0)
-    model = SpectralClustering(groups, affinity="precomputed", assign_labels="cluster_qr", random_state=0)
-    return [int(g) for g in model.fit_predict(matrix + 1e-9)]
+    alike = similarity.double() + 1e-9
+    alike.fill_diagonal_(0)
+    degrees = alike.sum(1).sqrt()
+    leading = torch.linalg.eigh(alike / degrees / degrees[:, None]).eigenvectors[:, -groups:] / degrees[:, None]
+    # A row of each group: the one that is furthest from what the rows before it span.
+    rest, chosen = leading.clone(), []
+    for _ in range(groups):
+        furthest = int(rest.square().sum(1).argmax())
+        chosen.append(furthest)
+        unit = rest[furthest] / rest[furthest].norm().clamp_min(1e-300)
+        rest = rest - torch.outer(rest @ unit, unit)
+    u, _, v = torch.linalg.svd(leading[chosen].T)
+    return [int(g) for g in (leading @ (u @ v)).abs().argmax(1)]
