@@ -21,11 +21,15 @@ def obfuslm(
     key: Annotated[Path, typer.Option(help="output key file, for the owner only")],
     k: Annotated[int, typer.Option(help="tokens per cluster; with 1 the vocabulary is only permuted")] = 10,
     epsilon: Annotated[
-        float, typer.Option(help="mixing parameter; smaller values hide more, without a formal guarantee")
+        float,
+        typer.Option(help="mixing parameter; smaller values hide more, without a formal guarantee unless --calibrated"),
     ] = 1.0,
     beta: Annotated[
         float, typer.Option(help="smallest quantile of a token's similarities that is accepted within its cluster")
     ] = 0.99,
+    calibrated: Annotated[
+        bool, typer.Option("--calibrated", help="wider noise, with a bound on how often the table tells a token")
+    ] = False,
     plus: Annotated[
         bool, typer.Option("--plus", help="ObfusLM+: also obfuscate the hidden dimension of all weights")
     ] = False,
@@ -45,8 +49,9 @@ def obfuslm(
     from rasura.core.options import known
     from rasura.service_protections.obfuslm.folder import obfuscate_model
     from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+    from rasura.service_protections.obfuslm.synthesis import max_success
 
-    settings = ObfuscationSettings(k, epsilon, beta, plus, hidden_k, hidden_epsilon)
+    settings = ObfuscationSettings(k, epsilon, beta, plus, hidden_k, hidden_epsilon, calibrated=calibrated)
     kind: Any = known("task", task, ("auto", "classification", "causal"))
     secret = os.environ.get("RASURA_PASSPHRASE")
     if passphrase and secret is None:
@@ -63,6 +68,11 @@ def obfuslm(
         f"{made.tokens} tokens in {made.clusters} clusters; {made.merged} were in clusters that were too small and "
         f"were merged"
     )
+    if calibrated:
+        out.print(
+            f"From the table alone, a token is named in at most {100 * max_success(epsilon, k):.1f} % of cases. Frequencies "
+            "and the order of words are not counted."
+        )
     out.print(f"server: {made.folder}", markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"owner:  {made.key} (anyone with this file can read every text)", markup=False, highlight=False, soft_wrap=True

@@ -51,15 +51,18 @@ def mixtures(rows: Tensor, parts: Tensor) -> Tensor:
     return weights
 
 
-def own_likelihood(weights: Tensor, members: Tensor, table: Tensor, epsilon: float) -> Tensor:
+def own_likelihood(weights: Tensor, members: Tensor, table: Tensor, epsilon: float, calibrated: bool = False) -> Tensor:
     """For each of ``members`` ``(m,)`` the log likelihood of the ``weights`` ``(m,)`` if it is the row's own token.
 
     WeightSynth: log weight_j = epsilon * cos(own, j) / 2 + noise_j + constant, the noise Laplace with half the spread of the
-    own token's cosines; the constant is at its likeliest, the median.
+    own token's cosines; the constant is at its likeliest, the median. ``calibrated`` noise has one scale in a cluster.
     """
     rows = nn.functional.normalize(table[members], dim=1)
     cosine = (rows @ rows.T).double()
     scale = ((cosine.amax(1) - cosine.amin(1)) / 2).clamp_min(1e-3)
+    if calibrated:
+        signal = cosine - cosine.median(1, keepdim=True).values
+        scale = torch.cdist(signal, signal, p=1).max().clamp_min(1e-3).expand_as(scale)
     away = weights.double().log() - epsilon / 2 * cosine
     away = (away - away.median(1, keepdim=True).values).abs()
     return -(away / scale[:, None]).sum(1) - len(members) * scale.log()
@@ -79,7 +82,7 @@ def matched(scores: list[dict[int, float]]) -> list[int]:
     return [names[c] if c < len(names) else max(s, key=lambda t: s[t]) for c, s in zip(chosen.tolist(), scores)]
 
 
-def candidates(tables: Tables, epsilon: float | None) -> list[dict[int, float]]:
+def candidates(tables: Tables, epsilon: float | None, calibrated: bool = False) -> list[dict[int, float]]:
     """For each id that was sent its tokens with their log chances: by likelihood at ``epsilon``, by weight if None."""
     near, _ = nearest(tables, NEAR)
     out: list[dict[int, float]] = []
@@ -92,7 +95,7 @@ def candidates(tables: Tables, epsilon: float | None) -> list[dict[int, float]]:
             if epsilon is None or len(names) == 1:
                 chance = (weights / weights.sum()).double().log()
             else:
-                chance = own_likelihood(weights, names, tables.public, epsilon).log_softmax(0)
+                chance = own_likelihood(weights, names, tables.public, epsilon, calibrated).log_softmax(0)
             out.append(dict(zip(names.tolist(), chance.tolist())))
     return out
 
@@ -141,7 +144,7 @@ class Decipherment:
 
     def __call__(self, seen: ServiceObservation, *, rng: torch.Generator, budget: Budget) -> TokenReading:
         tables = Tables(seen)
-        scores = candidates(tables, announced(seen))
+        scores = candidates(tables, announced(seen), bool(seen.mechanism.parameters.get("calibrated")))
         usual = frequencies(seen).probabilities
         total = tables.counts.total()
         told: list[dict[int, float]] = []

@@ -14,7 +14,7 @@ from rasura.core.rng import Randomness, permutation, secret_generator
 from rasura.service_protections.obfuslm.clusters import Clusters, embed_cluster
 from rasura.service_protections.obfuslm.residual import change_stream, model_head
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
-from rasura.service_protections.obfuslm.synthesis import weight_synth
+from rasura.service_protections.obfuslm.synthesis import calibrated_synth, weight_synth
 from rasura.victims.models import parts
 
 
@@ -103,11 +103,28 @@ def _hide_tokens(
     clusters = embed_cluster(
         table[movable], settings.k, settings.beta, disjoint=settings.disjoint, merge_leftovers=settings.merge_leftovers
     )
+    if settings.calibrated:
+        # The first id of a cluster is the row that began it, which is in the middle of the others. A new order hides it.
+        shuffled = _within(clusters, rng)
+        for parameter in stated:
+            parameter[movable] = parameter[movable[shuffled]]
+        source[movable] = source[movable[shuffled]]
+        tokens = source.argsort()
     if settings.k > 1:
-        weights = weight_synth(table[movable], clusters, settings.epsilon, rng)
+        synth = calibrated_synth if settings.calibrated else weight_synth
+        weights = synth(table[movable], clusters, settings.epsilon, rng)
         for parameter in stated:
             parameter[movable] = weights.apply(parameter[movable])
     return tokens, clusters
+
+
+def _within(clusters: Clusters, rng: Randomness) -> Tensor:
+    """An order of all rows that is random within each cluster: the old place of each."""
+    order = torch.empty_like(clusters.members)
+    for number in range(len(clusters)):
+        members = clusters[number]
+        order[members] = members[permutation(len(members), rng)]
+    return order
 
 
 def _hide_dimensions(model: nn.Module, table: Tensor, settings: ObfuscationSettings, rng: Randomness) -> None:

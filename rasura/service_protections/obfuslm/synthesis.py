@@ -2,10 +2,14 @@
 
 The dense matrix of weights is never formed: its blocks are one small square a cluster. In line 9 ``t`` is read as ``s``, the
 rows of the cluster.
+
+``calibrated_synth`` is ours: the same means with noise of one width a cluster, wide enough that what the paper's definition
+promises holds (``max_success``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,6 +71,46 @@ def weight_synth(table: Tensor, clusters: Clusters, epsilon: float, rng: Randomn
         noise = flat[where].view(-1, size, size)
         flat[where] = (u + spread / epsilon * noise).softmax(2).flatten(1)
     return Weights(clusters, flat)
+
+
+def calibrated_synth(table: Tensor, clusters: Clusters, epsilon: float, rng: Randomness) -> Weights:
+    """As ``weight_synth``, with noise of one width a cluster for which ``max_success`` holds.
+
+    Of row i: u_i = epsilon * (cosines - their median) / 2, Laplace noise of scale b on each entry, and softmax. Two rows of
+    the cluster that trade places change the weights of both. So b = 2 max_ij |u_i - u_j|_1 / epsilon makes what is seen at
+    most e^epsilon times as likely. b depends on the cluster's public rows alone, and on ``epsilon`` not at all.
+    """
+    flat = laplace((int(clusters.sizes.square().sum()),), rng)
+    for members, places in _alike(clusters, table.shape[1] * 4):
+        size = members.shape[1]
+        where = places[:, None] + torch.arange(size * size)
+        noise = flat[where].view(-1, size, size)
+        signal = centred(table.detach()[members])
+        flat[where] = (epsilon / 2 * signal + width(signal) * noise).softmax(2).flatten(1)
+    return Weights(clusters, flat)
+
+
+def centred(rows: Tensor) -> Tensor:
+    """The cosines of ``rows`` ``(clusters, size, columns)`` with each other, those of a row less their median, float64."""
+    unit = nn.functional.normalize(rows if rows.dtype == torch.float64 else rows.float(), dim=2)
+    cosines = (unit @ unit.mT).double()
+    return cosines - cosines.median(2, keepdim=True).values
+
+
+def width(signal: Tensor) -> Tensor:
+    """The scale of the noise in clusters of this ``centred`` ``signal``, ``(clusters, 1, 1)``: their largest L1 distance."""
+    return torch.cdist(signal, signal, p=1).amax((1, 2), keepdim=True)
+
+
+def max_success(epsilon: float, size: int) -> float:
+    """How often at most a row's own token is named, out of ``size`` rows in its cluster, behind ``calibrated_synth``.
+
+    Of somebody who sees all new rows, the old ones and the clusters, to whom all orders within a cluster are equally
+    likely; what else is known of a token, such as its frequency, is not counted. Every order in which a row is token i is,
+    by one trade, an order in which it is token j, and at most e^epsilon times as likely. So no token has more than
+    e^epsilon / (e^epsilon + size - 1) of the probability.
+    """
+    return 1 / (1 + (size - 1) * math.exp(-epsilon))
 
 
 def _starts(clusters: Clusters) -> Tensor:
