@@ -16,7 +16,7 @@ class ObfuscationSettings:
 
     ``plus``: ObfusLM+, the hidden dimension too, with ``hidden_k`` and ``hidden_epsilon`` (the paper's 10 and 3).
     ``disjoint=False`` and ``merge_leftovers=False`` are the algorithms as printed. ``calibrated``, ours: noise of one width
-    a cluster and an order within it that is drawn anew. Then epsilon bounds how often the table alone tells a token
+    a cluster and a new random order within it. Then epsilon bounds how often the table alone tells a token
     (``synthesis.max_success``). Raises ``InputError`` for invalid values.
 
     >>> ObfuscationSettings(k=4).plus
