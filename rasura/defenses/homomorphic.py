@@ -32,7 +32,7 @@ from rasura.defenses.homomorphic_keys import (
     Context,
     Parameters,
     load_tenseal,
-    opened_context,
+    opened,
     server_context,
 )
 
@@ -64,9 +64,11 @@ def quantise(values: NDArray[np.float64], scale: NDArray[np.float64]) -> Quantis
         raise InputError(f"{int((~np.isfinite(values)).sum())} values are not finite numbers; nothing is sealed")
     if not (scale > 0).all():
         raise InputError("a scale is not above 0; expected the maximum absolute value of each entry")
-    steps = np.rint(values / scale * HALF)
-    beyond = int((np.abs(steps) > HALF).sum())
-    return Quantised(np.clip(steps, -HALF, HALF).astype(np.int64), beyond)
+    steps = values / scale
+    steps *= HALF
+    np.rint(steps, out=steps)
+    beyond = int(np.count_nonzero(np.abs(steps) > HALF))
+    return Quantised(steps.clip(-HALF, HALF, out=steps).astype(np.int64), beyond)
 
 
 def seal(
@@ -92,7 +94,7 @@ def _shares(parts: Sequence[NDArray[np.int64]], count: int) -> list[list[NDArray
 
 
 def _encrypted(parts: Sequence[NDArray[np.int64]], context: Context) -> list[bytes]:
-    ts, opened, p = load_tenseal(), opened_context(context.data), context.parameters
+    ts, within, p = load_tenseal(), opened(context), context.parameters
     out = []
     for part in parts:
         if p.scheme == "bfv":
@@ -100,17 +102,17 @@ def _encrypted(parts: Sequence[NDArray[np.int64]], context: Context) -> list[byt
             # An offset makes every value positive: the carry of a sum stays in its lane.
             lanes.flat[: len(part)] = part + HALF
             packed: NDArray[np.int64] = sum(lanes[k] << (p.lane * k) for k in range(LANES))  # type: ignore[assignment]
-            out.append(ts.bfv_vector(opened, [1, *packed.tolist()]).serialize())
+            out.append(ts.bfv_vector(within, [1, *packed.tolist()]).serialize())
         else:
-            out.append(ts.ckks_vector(opened, [1.0, *part.astype(float).tolist()]).serialize())
+            out.append(ts.ckks_vector(within, [1.0, *part.astype(float).tolist()]).serialize())
     return out
 
 
-def _vector(data: bytes, opened: Any, p: Parameters, number: int) -> Any:
+def _vector(data: bytes, within: Any, p: Parameters, number: int) -> Any:
     if not 0 < len(data) <= LIMIT:
         raise InputError(f"ciphertext {number} has {len(data)} bytes; expected 1 to {LIMIT}")
     try:
-        found = (load_tenseal().bfv_vector_from if p.scheme == "bfv" else load_tenseal().ckks_vector_from)(opened, data)
+        found = (load_tenseal().bfv_vector_from if p.scheme == "bfv" else load_tenseal().ckks_vector_from)(within, data)
     except (ValueError, RuntimeError) as error:
         raise InputError(f"ciphertext {number} cannot be read ({error})") from None
     # TenSEAL adds a vector of one value to every value of another, and reads some bytes that are none as no values.
@@ -126,7 +128,7 @@ def added(sealed: Sequence[Sealed], context: Context) -> Sealed:
     Raises ``InputError`` for a context with a secret key, more clients than the keys fit, different numbers of ciphertexts,
     and ciphertexts that are malformed or have other parameters.
     """
-    opened, p = opened_context(server_context(context).data), context.parameters
+    within, p = opened(server_context(context)), context.parameters
     clients = sum(_fits(s.clients, p) for s in sealed)
     if not 1 <= clients <= p.max_clients:
         raise InputError(f"the values of {clients} clients are to be added, but these keys fit 1 to {p.max_clients}")
@@ -135,9 +137,9 @@ def added(sealed: Sequence[Sealed], context: Context) -> Sealed:
         raise InputError(f"clients sealed different numbers of ciphertexts: {counts}; expected the same number from each")
     out = []
     for number, column in enumerate(zip(*(s.ciphertexts for s in sealed))):
-        total = _vector(column[0], opened, p, number)
+        total = _vector(column[0], within, p, number)
         for data in column[1:]:
-            other = _vector(data, opened, p, number)
+            other = _vector(data, within, p, number)
             try:
                 total.add_(other)
             except (ValueError, RuntimeError) as error:
@@ -161,11 +163,11 @@ def opened_sum(sealed: Sealed, scale: NDArray[np.float64], context: Context) -> 
     """
     if not context.secret:
         raise InputError("this context is public and cannot decrypt anything; pass the clients' secret one")
-    p, opened = context.parameters, opened_context(context.data)
+    p, within = context.parameters, opened(context)
     clients = _fits(sealed.clients, p)
     rows = []
     for number, data in enumerate(sealed.ciphertexts):
-        plain = np.asarray(_vector(data, opened, p, number).decrypt(opened.secret_key()))
+        plain = np.asarray(_vector(data, within, p, number).decrypt(within.secret_key()))
         slots = plain.astype(np.int64) % p.plain if p.scheme == "bfv" else np.rint(plain)
         if not slots[0] == clients:
             raise InputError(f"ciphertext {number} is the sum of {slots[0]:.0f} clients, not of {clients} as claimed")
@@ -181,4 +183,7 @@ def opened_sum(sealed: Sealed, scale: NDArray[np.float64], context: Context) -> 
     found = np.concatenate(rows)[: len(scale)] if rows else np.empty(0)
     if len(found) != len(scale):
         raise InputError(f"{len(found)} values were sealed; expected {len(scale)}")
-    return found.astype(np.float64) * scale / HALF
+    total = found.astype(np.float64)
+    total *= scale
+    total /= HALF
+    return total

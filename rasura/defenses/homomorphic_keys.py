@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from rasura.core.errors import InputError, MissingExtra
 from rasura.core.files import read_limited, write_whole
@@ -184,9 +185,20 @@ def opened_context(data: bytes) -> Any:
     return load_tenseal().context_from(data, 1)
 
 
+_opened: WeakKeyDictionary[Context, Any] = WeakKeyDictionary()
+
+
+def opened(context: Context) -> Any:
+    """TenSEAL's context of ``context``, to be left unchanged. It is opened once, since that takes as long as a few
+    ciphertexts, and kept as long as ``context`` itself."""
+    if context not in _opened:
+        _opened[context] = opened_context(context.data)
+    return _opened[context]
+
+
 def server_context(context: Context) -> Context:
     """``context``, for a server. Raises ``InputError`` if it holds a secret key."""
-    if context.secret or opened_context(context.data).is_private():
+    if context.secret or opened(context).is_private():
         raise InputError(
             "the server's context holds a secret key, so the server could decrypt every update; pass the public one"
         )

@@ -7,7 +7,6 @@ That is enough for an audit: what the clear entries reveal does not depend on th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -160,7 +159,7 @@ def sealing(
     ``scales``: agreed scales by name; without them, each tensor's own largest entry, which the receiver then learns. Values
     beyond are clipped and counted in the message's header (``beyond``). ``agreed``: the mask that all clients have, true
     where an entry is sealed; without it, a mask by ``settings``. ``processes``: number of processes that encrypt in
-    parallel; None: one per core.
+    parallel; None: as many as torch has threads.
     """
 
     def init(known: tuple[nn.Module, Mapping[str, Tensor]]) -> Sealer:
@@ -182,7 +181,7 @@ def sealing(
             scheme: Scheme = settings.scheme
             state.keys = state.keys or make_keys(settings.clients, scheme)
             values, scale = flattened(message.gradients, sealed, state.scales or agreed_scales(message.gradients, 1.0))
-            found, beyond = seal(values, scale, state.keys, processes=processes or os.cpu_count() or 1)
+            found, beyond = seal(values, scale, state.keys, processes=processes or torch.get_num_threads())
             ciphertexts = {f"{scheme}/{k:06d}": data for k, data in enumerate(found.ciphertexts)}
             header |= {"key": state.keys.key, "clients": found.clients, "sealed": len(values), "beyond": beyond}
             state.beyond += beyond
