@@ -37,7 +37,7 @@ from rasura.core.errors import InputError
 
 Engine = Annotated[str, typer.Option(help="local, or ray to distribute the cells over a Ray cluster")]
 Address = Annotated[str | None, typer.Option(help="address of a running Ray cluster; default: start one on this machine")]
-Workers = Annotated[int | None, typer.Option(help="number of processes of the ray engine; default: all cores")]
+Workers = Annotated[int | None, typer.Option(help="number of processes; default: all cores")]
 FailAbove = Annotated[
     float | None, typer.Option(help="exit with code 3 if a risk is above this fraction, or 4 if a risk is unknown")
 ]
@@ -105,15 +105,15 @@ def audit(
     )  # fmt: skip
     if service:
         return run_service_audit(
-            service_planned(config, given | _beside(suite, engine, device)), folder, fail_above, as_json
+            service_planned(config, given | _beside(suite, engine, device, workers)), folder, fail_above, as_json
         )
     plan = _planned(config, suite, given).checked()
     return run_audit(plan, folder, device_named(device), fail_above, as_json, engine, address, workers)
 
 
-def _beside(suite: str | None, engine: str, device: str) -> dict[str, str | None]:
+def _beside(suite: str | None, engine: str, device: str, workers: int | None) -> dict[str, Any]:
     """The options that differ from the defaults of an audit of updates."""
-    usual = {"suite": (suite, None), "engine": (engine, "local"), "device": (device, "auto")}
+    usual = {"suite": (suite, None), "engine": (engine, "local"), "device": (device, "auto"), "workers": (workers, None)}
     return {name: value for name, (value, default) in usual.items() if value != default}
 
 
@@ -146,8 +146,10 @@ def _check_run(fail_above: float | None, engine: str, address: str | None, worke
 
     if fail_above is not None:
         checked_limit(fail_above)
-    if known("engine", engine, ENGINES) == "local" and (address or workers):
-        raise InputError("--address and --workers need --engine ray")
+    if workers is not None and workers < 1:
+        raise InputError(f"--workers is {workers}; expected at least 1")
+    if known("engine", engine, ENGINES) == "local" and address:
+        raise InputError("--address needs --engine ray")
 
 
 ENGINES = ("local", "ray")
@@ -160,12 +162,7 @@ def run_audit(
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 
-    with starting(), err.status("loading the model and the data"):
-        from rasura.core.run_store import RunStore
-        from rasura.runs.audit import Audit
-
-        prepared = Audit(plan, device=device, baseline=baseline)
-        store = RunStore(folder, prepared.plan.canonical())
+    prepared, store, forked = _prepared(plan, folder, device, workers if engine == "local" else 1, baseline)
     done = sum(cell.key in store for cell in prepared.cells)
     minutes = prepared.estimate() * (1 - done / max(1, len(prepared.cells))) / 60
     err.print(
@@ -173,7 +170,7 @@ def run_audit(
         f"{'images' if prepared.data.images else 'texts'}; roughly {max(0.1, minutes):.1f} CPU minutes for a small model"
     )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with watched(*columns, close=store.close) as bar:
+    with forked as processes, watched(*columns, close=store.close) as bar:
         task = bar.add_task("", total=len(prepared.cells), completed=done)
 
         def progress(c: Any) -> None:
@@ -184,13 +181,34 @@ def run_audit(
 
             records = spread(prepared, store, address=address, workers=workers, progress=progress)
         else:
-            records = prepared.run(store, progress)
+            records = prepared.run(store, progress, processes)
         for _ in records:
             bar.advance(task)
         everything = list(store)
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
     conclude(everything, prepared.plan.canonical(), folder, fail_above, as_json)
+
+
+def _prepared(plan: Any, folder: Path, device: str, workers: int | None, baseline: bool) -> tuple[Any, Any, Any]:
+    """The audit, its store and a context with its processes, None if one does it all. They are forked here, before a
+    progress bar starts a thread."""
+    from contextlib import closing, nullcontext
+
+    with starting(), err.status("loading the model and the data"):
+        import torch
+
+        from rasura.core.run_store import RunStore
+        from rasura.runs.audit import Audit
+        from rasura.runs.processes import Workers, fitting
+
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a process that used several cannot be forked
+        prepared = Audit(plan, device=device, baseline=baseline)
+        store = RunStore(folder, prepared.plan.canonical())
+        count = fitting(len(prepared.left(store)), plan.max_memory, workers, threads, device)
+        torch.set_num_threads(threads)
+    return prepared, store, nullcontext() if count == 1 else closing(Workers(prepared, count, max(1, threads // count)))
 
 
 @app.command()

@@ -41,6 +41,7 @@ from rasura.runs.audit_models import AuditModels, load_language_model, load_vict
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
 from rasura.runs.plans import Plan
+from rasura.runs.processes import Workers
 from rasura.runs.scoring import recovered, score, versions
 from rasura.victims.loading import Victim, in_memory
 from rasura.victims.step import step
@@ -86,10 +87,15 @@ class Audit:
         """Rough CPU seconds of the whole audit on a small model, so the user can decide before it starts."""
         return WORK[self.plan.budget] * sum(self.methods.attacks[c.attack].seconds * c.batch_size for c in self.cells)
 
-    def run(self, store: RunStore, progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
-        """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
-        for cells in self.left(store):
-            for record in self.records(cells, progress):
+    def run(
+        self, store: RunStore, progress: Callable[[Cell], None] | None = None, workers: Workers | None = None
+    ) -> Iterator[Record]:
+        """Run the cells that ``store`` lacks, on ``workers`` if given; store and yield each Record. Records are the same
+        whatever was done before."""
+        left = self.left(store)
+        steps = (self.records(cells, progress) for cells in left) if workers is None else workers.run(left, progress)
+        for records in steps:
+            for record in records:
                 store.add(record)
                 yield record
 
