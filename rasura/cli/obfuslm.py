@@ -64,10 +64,8 @@ def obfuslm(
         told = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(made).items()}
         sys.stdout.write(json.dumps(told) + "\n")
         return
-    out.print(
-        f"{made.tokens} tokens in {made.clusters} clusters; {made.merged} were in clusters that were too small and "
-        f"were merged"
-    )
+    merged = "were in clusters that were too small and were merged"
+    out.print(f"{made.tokens} tokens in {made.clusters} clusters; {made.merged} {merged}")
     if calibrated:
         out.print(
             f"From the table alone, a token is named in at most {100 * max_success(epsilon, k):.1f} % of cases. Frequencies "
