@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -129,6 +130,19 @@ def test_realigned_attacks_bear_a_little_training() -> None:
         for parameter in truth.served.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=rng), alpha=1e-3)
     assert top1("realigned-knn", truth) > 0.9 > 0.5 > top1("knn", truth)
+
+
+def test_realigned_attacks_take_the_mixing_from_what_was_uploaded() -> None:
+    truth = service(ObfuscationSettings(k=1, plus=True), texts=24)
+    before, uploaded, rng = mixing(observe_service(truth)), copy.deepcopy(truth.served), generator(5)
+    with torch.no_grad():
+        for parameter in truth.served.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=rng), alpha=1e-2)
+    both = replace(truth, uploaded=uploaded)
+    found, alone = mixing(observe_service(both)), mixing(observe_service(truth))
+    assert torch.allclose(found.matrix, before.matrix, atol=1e-9) and before.error < 1e-5 < 0.1 < found.error
+    assert float((alone.matrix - before.matrix).abs().max()) > 1e-2
+    assert top1("realigned-knn", both) > top1("realigned-knn", truth) + 0.1
 
 
 def test_the_public_head_reads_a_model_whose_dimensions_are_mixed() -> None:

@@ -103,6 +103,7 @@ class ServiceTranscript:
     id of each token at the service. ``ids``: the client's texts in the public tokenizer's ids, special tokens included.
     ``sent``: the ids as sent, where a protection replaces private ids. ``vectors``: the states sent, ``(length, hidden)``
     per text, where states are sent instead of ids; ``served`` is then a ``rasura.service_protections.split.Split``.
+    ``uploaded``: ``served`` as it was before the service trained it, if it did.
     """
 
     public: torch.nn.Module
@@ -113,11 +114,13 @@ class ServiceTranscript:
     mechanism: Mechanism
     sent: tuple[tuple[int, ...], ...] | None = None
     vectors: tuple[Tensor, ...] | None = None
+    uploaded: torch.nn.Module | None = None
 
 
 @dataclass(frozen=True)
 class ServiceObservation:
-    """What the operator of a model service sees: the uploaded model and every id that clients send, as ``ids``.
+    """What the operator of a model service sees: the model that it serves, every id that clients send, as ``ids``, and the
+    model as it was ``uploaded`` where the service trained it.
 
     Also public are the base model, its ``vocabulary``, the mechanism, and text of the same kind. Special tokens keep their
     ids. Where states are sent instead, ``vectors`` holds them, ``(length, hidden)`` per text, and ``ids`` are ``UNKNOWN``
@@ -131,6 +134,7 @@ class ServiceObservation:
     mechanism: Mechanism
     reference_text: tuple[str, ...] = ()
     vectors: tuple[Tensor, ...] = ()
+    uploaded: torch.nn.Module | None = None
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,11 @@ class ModelService(Protocol):
         ...
 
     @property
+    def uploaded(self) -> nn.Module | None:
+        """``served`` as it was before the service trained it; None if it did not."""
+        ...
+
+    @property
     def vocabulary(self) -> Vocabulary:
         """The client's vocabulary, in its own ids."""
         ...

@@ -192,8 +192,9 @@ def service_transcript(
     drawn = service.sent(ids, rng) if service.draws else None
     vectors = service.states(ids, rng)
     return ServiceTranscript(
-        service.public, service.served, service.tokens, tuple(ids), service.vocabulary, service.mechanism, drawn, vectors
-    )
+        service.public, service.served, service.tokens, tuple(ids), service.vocabulary, service.mechanism, drawn, vectors,
+        service.uploaded,
+    )  # fmt: skip
 
 
 def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...] = ()) -> ServiceObservation:
@@ -205,5 +206,5 @@ def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...]
         sent = tuple(tuple(i if i in special else UNKNOWN for i in text) for text in truth.ids)
     return ServiceObservation(
         adversary_copy(truth.public), adversary_copy(truth.served), sent, truth.vocabulary, truth.mechanism, reference_text,
-        truth.vectors or (),
+        truth.vectors or (), None if truth.uploaded is None else adversary_copy(truth.uploaded),
     )  # fmt: skip

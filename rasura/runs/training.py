@@ -206,7 +206,7 @@ class Training:
         """A copy of ``made``, the service under ``protection``, after the training by ``run``."""
         served = copy.deepcopy(made.served).eval()
         load_model(served, str(self.folder / folder_of(protection, seed) / SERVED))
-        return replace(made, served=served)
+        return replace(made, served=served, uploaded=made.served)
 
 
 SERVED = "served.safetensors"

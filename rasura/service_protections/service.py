@@ -17,7 +17,7 @@ from rasura.service_protections.split import Split
 @dataclass(frozen=True)
 class Service:
     """``served`` is what the server has or, where states are sent, both halves; ``tokens`` ``(vocabulary,)`` each token's id
-    there; ``replacement`` what is drawn in place of a token."""
+    there; ``replacement`` what is drawn in place of a token; ``uploaded`` what ``served`` was before it was trained."""
 
     public: nn.Module
     served: nn.Module
@@ -25,6 +25,7 @@ class Service:
     mechanism: Mechanism
     tokens: Tensor
     replacement: Replacement | None = None
+    uploaded: nn.Module | None = None
 
     @property
     def draws(self) -> bool:

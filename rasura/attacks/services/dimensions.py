@@ -5,6 +5,9 @@ ObfusLM+ (sec. 4.4, equation 2) multiplies the hidden axis of all weights on the
 W* in another order. The other axis of those weights stays as it was: neurons, heads and positions keep their places, special
 tokens their rows. So public and served weights are equations A x = y, thousands for the hidden dimension's few hundred
 unknowns a row: least squares gives A, without a guess at clusters, noise or permutation.
+
+Training moves the weights, and the equations hold no longer. But who trains a model has it as it was uploaded, too, and A is
+the same: it is computed from those weights, and undone in the trained ones.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ RIDGE = 1e-12
 
 @dataclass(frozen=True)
 class Mixing:
-    """``matrix`` ``(hidden, hidden)`` float64: row i makes the served dimension i from the public ones. ``error``: what it
+    """``matrix`` ``(hidden, hidden)`` float64: row i makes the uploaded dimension i from the public ones. ``error``: what it
     leaves of the served weights unexplained, a share of their norm; about 1e-7 where nothing was trained."""
 
     matrix: Tensor
@@ -47,8 +50,11 @@ class Mixing:
 
 
 def mixing(seen: ServiceObservation) -> Mixing:
-    """The mixing of the hidden dimension, from all weights whose rows are known: those of the blocks, norms, positions, and
-    special tokens. Raises ``NotApplicable`` if the two models differ in more than the values of their weights."""
+    """The mixing of the hidden dimension, from all uploaded weights whose rows are known: those of the blocks, norms,
+    positions, and special tokens.
+
+    Raises ``NotApplicable`` if the two models differ in more than the values of their weights.
+    """
     known = parts(seen.public)
     rows, special = seen.vocabulary.size, sorted(seen.vocabulary.special_ids)
     inside = tuple(block.module + "." for block in known.blocks)
@@ -56,24 +62,29 @@ def mixing(seen: ServiceObservation) -> Mixing:
     outside = {id(seen.public.get_parameter(lin.weight)) for lin in known.linears if not lin.module.startswith(inside)}
     table = id(seen.public.get_parameter(known.word_embedding))
     gram = torch.zeros(known.hidden, known.hidden, dtype=torch.float64)
-    crossed, total = gram.clone(), 0.0
-    for (public, axis), (served, other) in zip(stream_axes(seen.public), stream_axes(seen.served), strict=True):
-        if public.shape != served.shape or axis != other:
+    crossed, now, total = gram.clone(), gram.clone(), 0.0
+    uploaded = seen.served if seen.uploaded is None else seen.uploaded
+    models = (stream_axes(model) for model in (seen.public, uploaded, seen.served))
+    for (public, axis), (sent, other), (served, _) in zip(*models, strict=True):
+        if public.shape != sent.shape or axis != other:
             raise NotApplicable(
                 "the served model's shapes differ from the public one's, so their weights cannot be compared"
             )
-        x, y = (p.detach().movedim(axis, 0).flatten(1) if p.dim() > 1 else p.detach()[:, None] for p in (public, served))
+        x, y, z = (
+            p.detach().movedim(axis, 0).flatten(1) if p.dim() > 1 else p.detach()[:, None] for p in (public, sent, served)
+        )
         if id(public) == table or x.shape[1] == rows:
-            x, y = x[:, special], y[:, special]
+            x, y, z = x[:, special], y[:, special], z[:, special]
         elif id(public) in outside:
             continue
-        x, y = x.double(), y.double()
+        x, y, z = x.double(), y.double(), z.double()
         gram += x @ x.T
         crossed += x @ y.T
-        total += float(y.square().sum())
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
-    matrix = torch.linalg.solve(gram, crossed).T
-    left = total - float((matrix * crossed.T).sum())
+        now += x @ z.T
+        total += float(z.square().sum())
+    eye = torch.eye(len(gram), dtype=gram.dtype)
+    matrix = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * eye, crossed).T
+    left = total - 2 * float((matrix * now.T).sum()) + float(((matrix @ gram) * matrix).sum())
     return Mixing(matrix, (max(left, 0.0) / total) ** 0.5)
 
 
