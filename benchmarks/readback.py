@@ -56,12 +56,17 @@ def main() -> None:
     parser.add_argument("--threat", default="honest-server", choices=THREATS)
     parser.add_argument("--reference", help="a file of texts that the adversary is granted")
     parser.add_argument("--budget", default="default")
+    parser.add_argument("--words", type=int, nargs=2, help="texts of that many words, least and most; else 8 to 20 tokens")
     options = parser.parse_args()
     victim = load("minilm", "classification")
     local, wire = parse_update(options.update)
     model = with_fresh_adapter(victim.model, victim.task, local.lora, 0)
     adversary = adversary_copy(model)
-    every = [e for e in load_examples(options.data) if 8 <= len(victim.tokenizer(e.text).input_ids) <= 20]
+    every = list(load_examples(options.data))
+    if options.words:
+        every = [e for e in every if options.words[0] <= len(e.text.split()) <= options.words[1]]
+    else:
+        every = [e for e in every if 8 <= len(victim.tokenizer(e.text).input_ids) <= 20]
     every.sort(key=lambda e: derive(0, e.text))
     defense = (*parse_defense(options.defense), *wire)
     reference = tuple(e.text for e in load_examples(options.reference)) if options.reference else None

@@ -11,6 +11,7 @@ from span_setting import seen_by_server
 from torch import Tensor, nn
 
 from rasura.attacks.updates.gradient_matching.factors import Factor, Factoriser, LowRank, shortened
+from rasura.attacks.updates.gradient_matching.likely import RIDGE, left, likely
 from rasura.attacks.updates.gradient_matching.masks import Dropouts, Masked, shapes
 from rasura.attacks.updates.gradient_matching.objective import Distance, Kind, soft_cross_entropy
 from rasura.attacks.updates.gradient_matching.presets import dlg, grab, lamp_cos, tag
@@ -333,3 +334,43 @@ def test_grab_moves_the_ends_of_texts_whose_lengths_are_unknown() -> None:
     guess = attack(seen, rng=generator(0), budget=Budget("quick"))
     assert sorted(map(len, guess.tokens)) != [5, 6], "the even split of 11 tokens that it starts from"
     assert all(t[0] == CLS and t[-1] == SEP and 0 not in t for t in guess.tokens)
+
+
+def test_what_no_deltas_make_up_for_is_a_least_squares_residual() -> None:
+    draw = partial(torch.randn, generator=generator(6), dtype=torch.double)
+    x = nn.functional.normalize(draw(3, 5, 24), dim=-1)
+    gradient = draw(7, 24)
+    wanted = []
+    for one in x:  # the ridge as rows of its own
+        ridged = torch.cat([one.T, RIDGE**0.5 * torch.eye(5, dtype=torch.double)])
+        aim = torch.cat([gradient.T, torch.zeros(5, 7, dtype=torch.double)])
+        delta = torch.linalg.lstsq(ridged, aim).solution
+        wanted.append((aim - ridged @ delta).square().sum() / gradient.square().sum())
+    assert torch.allclose(left(gradient, x), torch.stack(wanted), rtol=1e-9)
+
+
+@pytest.mark.parametrize("text", [[CLS, 40, 3, 41, 9, 50, SEP], [CLS, 40, 40, 3, 3, 41, SEP]])
+def test_likely_words_through_dropout_make_the_text(text: list[int]) -> None:
+    seen = through_dropout([text])
+    ordinary = torch.tensor([i for i in range(VOCABULARY.size) if i not in VOCABULARY.special_ids])
+    found = likely(seen, ordinary, len(text))
+    assert found is not None
+    assert all(word in row for word, row in zip(text[1:-1], found.words.tolist()[1:-1]))
+    ids, free = torch.tensor([CLS, 0, 0, 0, 0, 0, SEP]), torch.tensor([0, 1, 1, 1, 1, 1, 0]).bool()
+    texts = found.texts(ids, free, generator(0))
+    assert texts[0].tolist() == text
+    others = torch.tensor([[[CLS, 40, 3, 41, 9, 51, SEP]], [[CLS, 3, 40, 41, 9, 50, SEP]]])
+    assert float(found.distance(torch.tensor([[text]]))) < float(found.distance(others).min())
+
+
+def test_without_a_row_space_or_with_several_texts_no_words_are_likely() -> None:
+    seen = through_dropout([[CLS, 40, 3, SEP]])
+    hidden = {n: g for n, g in seen.gradients.items() if ".layer.0." not in n}
+    assert likely(replace(seen, message=Message(hidden)), torch.arange(5, 60), 4) is None
+    assert all(not work.guided for level, work in grab().levels.items() if level == "paper")
+
+
+def test_grab_reads_one_text_from_its_likely_words() -> None:
+    text = [CLS, 40, 3, 41, SEP]
+    guess = grab()(through_dropout([text]), rng=generator(0), budget=Budget("quick"))
+    assert guess.tokens == (tuple(text),) and guess.confidence == "matched" and guess.details["steps"] == 0

@@ -25,7 +25,13 @@ class TokenSearch:
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
-        self.pools: list[set[int]] = [set() for _ in judge.lengths]
+        self.pools: list[list[set[int]]] = [self._pools() for _ in judge.lengths]
+
+    def _pools(self) -> list[set[int]]:
+        """The words that may stand at each place of a text: the likely ones there, else one set for all places."""
+        if self.judge.likely is None:
+            return [set()] * self.judge.width
+        return [set(words) for words in self.judge.likely.words.tolist()]
 
     def __call__(self, texts: Texts, loss: Tensor) -> tuple[float, Tensor]:
         """The best ids of a beam search over the tokens of ``texts``, one for each of them, with the distance of the best.
@@ -38,19 +44,20 @@ class TokenSearch:
         work, y = self.judge.work, texts.y[loss.argmin()][None]
         ids = self.judge.nearest(texts)
         _, free = self.judge.frame(texts.lengths)
+        tried = 0 if self.judge.likely is not None else work.orders
         beam = Beam(lambda new: self.judge.judged(new, y))
         near = nearest_tokens(texts.e.detach(), self.judge.table, self.judge.ordinary, NEAR)
         for x, tokens, spots in zip(ids, near, free):
-            for pool, row, here in zip(self.pools, tokens, spots):
-                pool.update(row[here].flatten().tolist())
-            beam.add([x, *x.expand(work.orders, -1, -1).gather(-1, shuffles(spots, work.orders, self.judge.rng))])
-        pools = [torch.tensor(sorted(pool)) for pool in self.pools]
+            if self.judge.likely is None:
+                for pools, row, here in zip(self.pools, tokens, spots):
+                    pools[0].update(row[here].flatten().tolist())
+            beam.add([x, *x.expand(tried, -1, -1).gather(-1, shuffles(spots, tried, self.judge.rng))])
         for _ in range(work.sweeps):
             before = beam.least
-            for row in range(len(pools)):
+            for row, pools in enumerate(self.pools):
                 for place in range(self.judge.prefix, self.judge.width):
-                    starts = beam.top(work.beam)
-                    beam.add([x for b in starts for x in self._variants(b, row, place, pools[row])])
+                    pool = torch.tensor(sorted(pools[place]))
+                    beam.add([x for b in beam.top(work.beam) for x in self._variants(b, row, place, pool)])
             while True:
                 last, best = beam.least, beam.top(1)
                 spots = self.judge.frame((best != OVER).sum(-1))[1][0]
@@ -59,7 +66,7 @@ class TokenSearch:
                     break
             if beam.least >= before:
                 break
-        if not self.judge.rate:
+        if not self.judge.rate or self.judge.likely is not None:
             return beam.least, beam.top(len(texts))
         finalists = beam.top(FINALISTS)
         scores = self._refitted(finalists, y)

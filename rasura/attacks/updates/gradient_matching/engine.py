@@ -92,7 +92,11 @@ class _Run:
         texts = self._start()
         rounds = 0
         best, tokens = float("inf"), texts.lengths.new_empty(0)
-        while rounds < self.work.rounds:
+        if self.judge.likely is not None:
+            found = self.search(texts, self.judge.scores(texts))[1]
+            tokens = found[0]
+            best = float(self.judge.scores(replace(texts, e=self.judge.embedded(found)))[0])
+        while rounds < self.work.rounds and self.judge.likely is None:
             rounds += 1
             texts, loss = self._continuous(self._permuted(texts) if self.work.beam else texts)
             if not self.work.beam:
@@ -105,7 +109,7 @@ class _Run:
             y = texts.y[loss.argmin()].expand(len(found), -1, -1)
             texts = Texts(self.judge.embedded(found), (found != OVER).sum(-1), y)
         read = tuple(tuple(int(t) for t in row if t != OVER) for row in tokens)
-        details: dict[str, Parameter] = {"restarts": len(texts), "steps": self.work.steps, "rounds": rounds}
+        details: dict[str, Parameter] = {"restarts": len(texts), "steps": self.work.steps if rounds else 0, "rounds": rounds}
         details |= {
             "objective": self.settings.objective,
             "l1": self.judge.distance.alpha,
@@ -119,11 +123,14 @@ class _Run:
         return Reconstruction(read, "matched", residual=best, details=details)
 
     def _start(self) -> Texts:
-        """The best of random texts."""
+        """The best of random texts, or of those that ``likely`` finds."""
         work = self.work
         ids, free = self.judge.frame(torch.tensor(self.judge.lengths).expand(work.candidates, -1))
-        draws = torch.randint(len(self.judge.ordinary), ids.shape, generator=self.rng)
-        ids = torch.where(free, self.judge.ordinary[draws], ids)
+        if self.judge.likely is None:
+            draws = torch.randint(len(self.judge.ordinary), ids.shape, generator=self.rng)
+            ids = torch.where(free, self.judge.ordinary[draws], ids)
+        else:
+            ids = self.judge.likely.texts(ids[0, 0], free[0, 0], self.rng)[:, None]
         y = torch.zeros(1, len(self.judge.lengths), self.judge.classes)
         kept = self.judge.judged(ids, y).topk(min(work.restarts, work.candidates), largest=False).indices
         ids = ids[kept]

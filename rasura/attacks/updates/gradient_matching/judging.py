@@ -14,6 +14,7 @@ from rasura.attacks.shared.dummies import nearest_tokens, ordinary_ids, template
 from rasura.attacks.shared.mechanism import announced_dropout, announced_noise
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
 from rasura.attacks.updates.gradient_matching.guesses import Texts
+from rasura.attacks.updates.gradient_matching.likely import WEIGHT, likely
 from rasura.attacks.updates.gradient_matching.masks import Masked, shapes
 from rasura.attacks.updates.gradient_matching.objective import Distance, soft_cross_entropy
 from rasura.attacks.updates.gradient_matching.reorder import reordered
@@ -47,6 +48,7 @@ class Judge:
         # Where only the sum of the lengths is known, a text may be half as long again as the mean.
         self.width = max(lengths) if exact else min(math.ceil(1.5 * max(lengths)), max(max(lengths), longest(seen)))
         self.table, self.ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
+        self.likely = likely(seen, self.ordinary, self.width) if work.guided and len(lengths) == 1 else None
         self.classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
         self.granted = seen.labels if Grant.LABELS in seen else None
         self.rate = announced_dropout(seen) if settings.learn_masks else 0.0
@@ -96,7 +98,8 @@ class Judge:
 
     def judged(self, ids: Tensor, y: Tensor) -> Tensor:
         """The distance of each of ``ids`` ``(candidates, batch, width)``, with labels ``y`` ``(1, batch, classes)``."""
-        return self.scores(Texts(self.embedded(ids), (ids != OVER).sum(-1), y))
+        found = self.scores(Texts(self.embedded(ids), (ids != OVER).sum(-1), y))
+        return found if self.likely is None else found * (WEIGHT * self.likely.distance(ids)).exp()
 
     def nearest(self, texts: Texts) -> Tensor:
         """The ordinary tokens nearest to the embeddings of ``texts``, the tokenizer's own in their places."""

@@ -40,6 +40,8 @@ class Work:
     Where tokens are reordered, ``orders`` are tried every ``every`` steps. With a ``beam``, each of ``rounds`` ends with a
     beam search of so many ``sweeps`` over the texts' own tokens, from the best of ``orders``. ``entries``: the share of a
     matrix that L1 and masks of visible entries are evaluated on; with 0, L1 is left out and masks are evaluated whole.
+    ``guided``: of a batch of one whose block 0 shows a row space, the beam search begins with the texts that ``likely``
+    finds, tries its words alone, and is all there is.
     """
 
     candidates: int
@@ -51,6 +53,7 @@ class Work:
     beam: int = 0
     sweeps: int = 0
     entries: float = 1.0
+    guided: bool = False
 
 
 # GRAB's public defaults are 2,000 candidates and 2,000 steps a round (sec. 5.1); ``paper`` spends that on eight restarts.
