@@ -7,13 +7,14 @@ import hashlib
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.files import write_whole
+from rasura.core.provenance import Sitting, sitting
 from rasura.core.records import SCHEMA, Record, canonical, wrong_in
 
 LONGEST = 1 << 28
@@ -38,6 +39,7 @@ class RunStore:
     def __init__(self, folder: str | Path, plan: Mapping[str, Any] | None = None) -> None:
         self.folder = Path(folder)
         self.path = self.folder / "run.sqlite"
+        self._sitting = None if plan is None else sitting()
         if plan is None and not self.path.is_file():
             raise InputError(f"{self.folder} holds no run (no run.sqlite); expected the --out folder of an audit")
         if plan is not None and self.folder.exists() and not self.folder.is_dir():
@@ -104,13 +106,18 @@ class RunStore:
             raise self._damaged(f"its {name} was changed")
         return str(rows[0][0])
 
+    def _object(self, name: str) -> dict[str, Any]:
+        found = _parsed(self._meta(name))
+        if not isinstance(found, dict):
+            raise self._damaged(
+                f"its {name} is not a {name}" if name == "plan" else f"its entry {name!r} is not as expected"
+            )
+        return found
+
     @property
     def plan(self) -> dict[str, Any]:
         """The plan with which the run was started."""
-        found = _parsed(self._meta("plan"))
-        if not isinstance(found, dict):
-            raise self._damaged("its plan is not a plan")
-        return found
+        return self._object("plan")
 
     def __contains__(self, key: str) -> bool:
         return bool(self._rows("SELECT 1 FROM records WHERE key = ?", key))
@@ -126,12 +133,46 @@ class RunStore:
         text = json.dumps(_finite(record.to_dict()), sort_keys=True, ensure_ascii=False, allow_nan=False)
         try:
             with self._db:
+                if self._sitting is not None:
+                    self._write(f"sitting {self._sitting['began']}", canonical(self._sitting))
+                    self._sitting = None
                 row = (record.key, text, _digest(record.key, text))
                 self._db.execute("INSERT OR IGNORE INTO records VALUES (?, ?, ?)", row)
         except sqlite3.Error as error:
             raise InputError(
                 f"{self.folder}: a record could not be stored ({error}); free some disk space and resume the run"
             ) from None
+
+    def _write(self, name: str, value: str) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?, ?)", (name, value, _digest(name, value)))
+
+    @property
+    def sittings(self) -> list[Sitting]:
+        """Each time that a command added records, the first one first. Empty for runs of versions that did not store it."""
+        names = self._rows("SELECT name FROM meta WHERE name LIKE 'sitting %' ORDER BY name")
+        return [self._object(name) for (name,) in names]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the run said with ``describe``; empty for runs of versions that did not store it."""
+        return self._object("about") if self._rows("SELECT 1 FROM meta WHERE name = 'about'") else {}
+
+    def describe(self, facts: Mapping[str, Any], *, fixed: Sequence[str] = ()) -> None:
+        """Store ``facts`` about the run beside those stored before; mappings are merged. Raises ``InputError`` if a fact
+        named in ``fixed`` differs from the stored one: the folder then holds the results of something else."""
+        held = self.about
+        for name in fixed:
+            if name in held and held[name] != facts[name]:
+                raise InputError(
+                    f"{self.folder} holds the results of another {name} (fingerprint {held[name]}, now {facts[name]}); "
+                    "choose another --out"
+                )
+        merged = {k: {**held.get(k, {}), **v} if isinstance(v, Mapping) else v for k, v in facts.items()}
+        try:
+            with self._db:
+                self._write("about", canonical({**held, **merged}))
+        except sqlite3.Error as error:
+            raise InputError(f"{self.folder}: the run could not be described ({error}); free some disk space") from None
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from self._found("SELECT key, record, digest FROM records ORDER BY key")

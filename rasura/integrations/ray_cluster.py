@@ -76,6 +76,7 @@ def spread(
     ray, threads = _ray(), torch.get_num_threads()
     if workers is not None and workers < 1:
         raise InputError(f"workers is {workers}; expected at least 1")
+    prepared.describe(store)
     left = prepared.left(store)
     if not left:
         return

@@ -40,6 +40,7 @@ from rasura.runs.audit_data import encoded_data, load_data
 from rasura.runs.audit_models import AuditModels, load_language_model, load_victim
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
+from rasura.runs.described import describe_run
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
 from rasura.runs.scoring import recovered, score, versions
@@ -92,12 +93,19 @@ class Audit:
     ) -> Iterator[Record]:
         """Run the cells that ``store`` lacks, on ``workers`` if given; store and yield each Record. Records are the same
         whatever was done before."""
+        self.describe(store)
         left = self.left(store)
         steps = (self.records(cells, progress) for cells in left) if workers is None else workers.run(left, progress)
         for records in steps:
             for record in records:
                 store.add(record)
                 yield record
+
+    def describe(self, store: RunStore) -> None:
+        """Store the fingerprint of the model, and what the methods are. Raises ``InputError`` if ``store`` holds results of
+        other weights."""
+        known = self.methods
+        describe_run(store, self.victim.model, self.defenses, known.defenses, self.attacks, known.attacks)
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""

@@ -24,8 +24,9 @@ from rasura.core.run_store import RunStore
 from rasura.core.threat import SERVICE_OPERATOR, observe_service, service_transcript
 from rasura.data.overlap import refuse_shared, shared
 from rasura.data.text import Example, columns_of, load_examples
-from rasura.registry import service_attack
+from rasura.registry import SERVICE_ATTACKS, SERVICE_PROTECTIONS, service_attack
 from rasura.runs.attempt import MACHINE, Outcome, attempt, peak_mb
+from rasura.runs.described import describe_run
 from rasura.runs.scoring import likeness, recovered_texts, service_scores, versions
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.training import Training
@@ -118,6 +119,7 @@ class ServiceAudit:
 
     def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
         """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
+        describe_run(store, self.victim.model, self.columns, SERVICE_PROTECTIONS, self.plan.attacks, SERVICE_ATTACKS)
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
