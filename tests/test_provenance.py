@@ -13,7 +13,8 @@ import torch
 from audit_setting import model_folder, plan_for
 
 from rasura.core.errors import InputError
-from rasura.core.provenance import MASK, command, sitting
+from rasura.core.provenance import command, sitting
+from rasura.core.records import MASK
 from rasura.core.run_store import RunStore
 from rasura.runs.audit import Audit, audit
 from rasura.testing.tiny import tiny

@@ -15,12 +15,13 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TypeAlias
 
-MASK = "███"
-"""Stands in place of a private word, whatever its length."""
+from rasura.core.records import MASK
 
 Sitting: TypeAlias = Mapping[str, str | Mapping[str, str]]
 """One time that a command added results to a run: ``began`` (UTC, ISO 8601), ``command``, ``code`` (16 hex digits),
 ``packages`` (name to version) and ``machine``."""
+
+PACKAGE = __name__.partition(".")[0]
 
 _PRIVATE = ("--text",)
 """Options whose value is a private text."""
@@ -67,12 +68,12 @@ def code_hash() -> str:
 def packages() -> tuple[tuple[str, str], ...]:
     """Python, this package, and those of its dependencies that are installed, each with its version."""
     try:
-        needed = [line for line in requires("rasura") or () if "dev" not in line.partition(";")[2]]
+        needed = [line for line in requires(PACKAGE) or () if "dev" not in line.partition(";")[2]]
         wanted = [m[0] for line in needed if (m := re.match(r"[\w.-]+", line))]
     except PackageNotFoundError:
         wanted = []
     found = {"python": platform.python_version()}
-    for name in ("rasura", *sorted(set(wanted), key=str.lower)):
+    for name in (PACKAGE, *sorted(set(wanted), key=str.lower)):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

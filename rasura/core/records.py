@@ -10,6 +10,9 @@ from typing import Any
 
 SCHEMA = 3
 
+MASK = "███"
+"""Stands in place of a private word, whatever its length: even a length can give a name away."""
+
 Details = Mapping[str, Any]
 """What an attack reports besides its scores, in any form. Verdicts read ``ran`` and ``attack`` of the portfolio, as
 texts."""

@@ -77,8 +77,7 @@ def spread(
     if workers is not None and workers < 1:
         raise InputError(f"workers is {workers}; expected at least 1")
     prepared.describe(store)
-    left = prepared.left(store)
-    if not left:
+    if not (left := prepared.left(store)):
         return
     _answers(address)
     try:

@@ -147,14 +147,19 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     return out
 
 
+def recommended(f: Findings) -> str | None:
+    """Of the judged columns that hold, the one under which least was read above guessing; None if none holds."""
+    columns = {name: f.verdicts[name] for name in f.judged}
+    holding = {name: v.excess for name, v in columns.items() if v.holds and v.excess is not None}
+    return min(holding, key=holding.__getitem__) if holding else None
+
+
 def recommendation(f: Findings) -> str:
     """What follows for the columns that the run is judged by, in the words of their verdicts."""
     columns = {name: f.verdicts[name] for name in f.judged}
     if not columns:
         return "No protection can be recommended: the run contains no records."
-    holding = {name: v.excess for name, v in columns.items() if v.holds and v.excess is not None}
-    if holding:
-        name = min(holding, key=holding.__getitem__)
+    if (name := recommended(f)) is not None:
         return (
             f"Of the settings tested, {name} holds against the attacks of this run: {columns[name].says}. This result is "
             f"empirical. It is not a formal guarantee, and a stronger attack may exist."

@@ -12,8 +12,11 @@ from rasura.core.files import write_whole
 from rasura.core.run_store import RunStore, refused_if_damaged
 from rasura.report.calibration import finished, render_calibration
 from rasura.report.findings import findings, summary_of
+from rasura.report.head import Made, head, settings
 from rasura.report.matrix import Findings
 from rasura.report.membership import membership_findings, render_membership
+from rasura.report.notes import attempts, masked, notes_in
+from rasura.report.protections import plot, protection_rows
 from rasura.report.readings import Level
 from rasura.report.services import MEASURES, continued, measures, service_findings
 from rasura.report.template import filled
@@ -31,23 +34,36 @@ def not_tested(records: list[dict[str, Any]], *, service: bool = False) -> list[
 
 
 def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
-    """Write ``report.html`` (and ``records.jsonl``, ``summary.json``) into ``run_dir`` from its store; returns its path.
+    """Write ``report.html`` (and ``records.jsonl``, ``summary.json``, and for texts a page for each in ``notes``) into
+    ``run_dir`` from its store; returns its path.
 
     ``show_text`` reveals texts only where the run stored them (an audit with ``--show-text``); else they stay masked.
     """
     path = Path(run_dir) / "report.html"
     with closing(RunStore(run_dir)) as store, refused_if_damaged(run_dir):
         records, plan = list(store), store.plan
+        made = Made(store.sittings, store.about)
         if plan.get("kind") == "calibration":
             page = render_calibration(finished(run_dir))
         elif plan.get("kind") == "membership":
             page = render_membership(records, plan)
             store.export(asdict(membership_findings(records, plan)))
         else:
-            page = render(records, plan, show_text=show_text)
+            page = render(records, plan, made, show_text=show_text)
+            write_notes(run_dir, records, plan, show_text=show_text)
             store.export(summary_of(found_in(records, plan)))
     write_whole(path, page)
     return path
+
+
+def write_notes(run_dir: str | Path, records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text: bool) -> None:
+    """Write a page for each text of a run, with what came back of it in every attack."""
+    found, shown = found_in(records, plan), show_text and bool(plan.get("show_text"))
+    for note in notes_in(records, found):
+        folder = Path(run_dir) / "notes"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        page = filled("note.html", note=note, attempts=attempts(note, records, found, shown), f=found, shown=shown)
+        write_whole(folder / f"{note + 1}.html", page)
 
 
 def found_in(records: list[dict[str, Any]], plan: Mapping[str, Any]) -> Findings:
@@ -55,10 +71,14 @@ def found_in(records: list[dict[str, Any]], plan: Mapping[str, Any]) -> Findings
     return service_findings(records, plan) if plan.get("kind") == "service" else findings(records, plan)
 
 
-def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text: bool = False) -> str:
-    """The page of an audit of updates or of a model service, as a string."""
-    f, service = found_in(records, plan), plan.get("kind") == "service"
-    evidence = [_evidence(e, show_text) for e in f.evidence]
+def render(
+    records: list[dict[str, Any]], plan: Mapping[str, Any], made: Made | None = None, *, show_text: bool = False
+) -> str:
+    """The page of an audit of updates or of a model service, as a string. ``made``: what the run stored about itself."""
+    f, service, made = found_in(records, plan), plan.get("kind") == "service", made or Made()
+    rows = protection_rows(f, plan, records, made)
+    shown = show_text and bool(plan.get("show_text"))
+    evidence = [masked(e, shown) for e in f.evidence]
     return filled(
         "services.html" if service else "page.html",
         f=f,
@@ -67,30 +87,21 @@ def render(records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text:
         continued=continued(records, f) if service else (),
         evidence=evidence,
         plan=plan,
+        made=made,
+        head=head(f, plan, records, made),
+        settings=settings(plan),
+        rows=rows,
+        plot=plot(rows, f),
         not_tested=not_tested(records, service=service),
-        shown=show_text and bool(plan.get("show_text")),
+        shown=shown,
+        notes=notes_in(records, f),
         versions=records[0]["versions"] if records else {},
-        data=records[0]["data"] if records else "",
         device=records[0]["device"] if records else "",
         schema=records[0]["schema"] if records else "",
         seconds=sum(r["wall_seconds"] for r in records),
         curves=_curves(f),
         frontier=None if service else _frontier(f),
     )
-
-
-def _evidence(row: Mapping[str, Any], show: bool) -> dict[str, Any]:
-    if row.get("image"):
-        return dict(row) if show else dict(row, sent="", read="")
-    return dict(row, words=_words(row["words"], show), read=_shown(row["read"], show))
-
-
-def _words(words: list[list[Any]], show: bool) -> list[tuple[str, bool, bool]]:
-    return [(str(w) if show else "█" * len(str(w)), bool(hit), bool(hurts)) for w, hit, hurts in words]
-
-
-def _shown(text: str, show: bool) -> str:
-    return text if show else " ".join("█" * len(w) for w in text.split())
 
 
 NEAR = 12

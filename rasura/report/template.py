@@ -16,6 +16,16 @@ def spaced(defense: str) -> str:
     return re.sub(r"(?<=[\w.])([+/])(?=[A-Za-z])", r" \1 ", defense)
 
 
+def pieces(text: str) -> list[tuple[str, bool, bool]]:
+    """``text`` in pieces for a page: each with whether no line may break in it (names and options: ``--attack``,
+    ``embedding-rows``), and whether a line may break after it (in lists after a comma, in paths after a slash)."""
+    found = []
+    for word in re.findall(r"\s+|\S+", text):
+        *first, last = re.split(r"(?<=[,/])(?=.)", word)
+        found += [(part, True, True) for part in first] + [(last, "-" in last or bool(first), False)]
+    return found
+
+
 def filled(name: str, **values: Any) -> str:
     """The template ``name`` with ``values``, escaped, as a string. Raises ``MissingExtra`` without Jinja2."""
     try:
@@ -27,5 +37,5 @@ def filled(name: str, **values: Any) -> str:
 
     loader = PackageLoader("rasura", "report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["spaced"] = spaced
+    environment.filters |= {"spaced": spaced, "pieces": pieces}
     return environment.get_template(name).render(values)

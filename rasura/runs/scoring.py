@@ -11,6 +11,7 @@ from typing import Any
 from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Metric
+from rasura.core.records import MASK
 from rasura.core.values import Reconstruction, Transcript, Vocabulary
 from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
@@ -89,8 +90,8 @@ def recovered_texts(guess: TokenReading, truth: ServiceTranscript, show: bool) -
 
 
 def _recovered_text(text: str, read: str, score: float, show: bool) -> dict[str, Any]:
-    words = [[w if show else "█" * len(w), hit, hurts] for w, hit, hurts in marked_words(text, read)]
-    shown = read if show else " ".join("█" * len(w) for w in read.split())
+    words = [[w if show else MASK, hit, hurts] for w, hit, hurts in marked_words(text, read)]
+    shown = read if show else " ".join(MASK for _ in read.split())
     sent = text if show else " ".join(str(w[0]) for w in words)
     return {"sent": sent, "read": shown, "words": words, "score": score}
 

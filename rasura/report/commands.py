@@ -1,0 +1,142 @@
+"""The next step for each protection of a run, as a command that can be copied. No torch."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rasura.core.records import MASK
+from rasura.report.matrix import Findings
+from rasura.report.verdicts import ABOVE, HOLDS_WITHIN, READS, Verdict, names_of, plain, texts_needed
+
+OPTIONS = {
+    "reference": "reference", "language_model": "language-model", "entries": "entries", "model": "model", "task": "task",
+    "attacks": "attack", "defenses": "defense", "updates": "update", "threats": "threat", "batch_sizes": "batch-size",
+    "limit": "limit", "seeds": "seeds", "seed": "seed", "budget": "budget", "num_labels": "num-labels",
+    "truncate": "truncate", "text_column": "text-column", "pair_column": "pair-column", "label_column": "label-column",
+}  # fmt: skip
+"""Fields of a plan, and the options of ``rasura audit`` that set them."""
+
+USUAL: Mapping[str, Any] = {
+    "model": "minilm", "task": "classification", "updates": ["fedsgd"], "threats": ["honest-server"], "batch_sizes": [1],
+    "seeds": 1, "seed": 0, "budget": "default", "num_labels": None, "truncate": False,
+}  # fmt: skip
+"""Defaults of an audit of updates, which a command leaves out."""
+
+OF_TRAINING = ("model", "task", "num_labels", "truncate", "text_column", "pair_column", "label_column")
+OF_CALIBRATION = (
+    "reference", "language_model", "entries", "attacks", "updates", "threats", "batch_sizes", "seeds", "seed", "budget",
+    *OF_TRAINING,
+)  # fmt: skip
+FILE, PUBLIC = "notes.jsonl", "public.jsonl"
+"""Stand for files that the reader has to name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What to do next: ``says`` in words, and ``command``, empty where no command of this version does it."""
+
+    says: str
+    command: str = ""
+
+
+def command(verb: str, plan: Mapping[str, Any], fields: Iterable[str] = tuple(OPTIONS), **changed: Any) -> str:
+    """``rasura VERB`` with the settings of ``plan``: those of ``fields``, and those that are ``changed``. Private texts are
+    masked."""
+    service = plan.get("kind") == "service"
+    found = {**plan, "defenses": plan.get("protections")} if service else plan
+    wanted = {name: found[name] for name in fields if name in OPTIONS and found.get(name) is not None} | changed
+    words = ["rasura", verb, *(["--service"] if service else [])]
+    words += [str(plan["data"])] if plan.get("data") else []
+    words += ["--text", MASK] * (0 if plan.get("data") else len(plan.get("texts", ())))
+    for name, value in wanted.items():
+        if value == (None if service else USUAL.get(name)) or value is False or value is None or value == []:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        words += [f"--{OPTIONS.get(name, name)}"] + ([] if value is True else [text])
+    return " ".join(word if word == MASK else shlex.quote(word) for word in words)
+
+
+def next_step(
+    v: Verdict, f: Findings, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], methods: Mapping[str, Any]
+) -> Step:
+    """What to do about a protection with the verdict ``v``. ``methods``: what the run stored about its protections."""
+    step = _step(v, f, plan, records, methods)
+    if MASK in step.command:
+        step = Step(f"{step.says} Put your texts in place of {MASK}.", step.command)
+    if step.command and plan.get("skip"):
+        return Step(f"{step.says} This run skipped the first {plan['skip']} texts; the command does not.", step.command)
+    return step
+
+
+def _step(
+    v: Verdict, f: Findings, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], methods: Mapping[str, Any]
+) -> Step:
+    if plain(v.defense):
+        untried = _untried(f)
+        made = Step("Test protections.", command("audit", plan, defenses=untried, out="runs/next"))
+        return made if untried else Step("This is the baseline. Compare with the protections of this run.")
+    if v.word in (READS, ABOVE):
+        return _strengthen(v, f, plan, methods)
+    if v.missing:
+        return _measure(v, plan, records)
+    if not v.holds:
+        wanted = max(texts_needed(HOLDS_WITHIN), 2 * v.n if v.n >= texts_needed(HOLDS_WITHIN) else 0)
+        says = f"Measure at least {wanted} {v.many}.{_own_file(plan)}"
+        return Step(says, command("audit", _named(plan), defenses=[v.defense], limit=wanted, out="runs/next"))
+    if plan.get("task") == "vision":
+        return Step("Measure what it costs in accuracy in your own training. No command of this version trains on images.")
+    says = f"Measure what it costs in accuracy.{_own_file(plan)}"
+    return Step(says, command("train", _named(plan), OF_TRAINING, defenses=["none", v.defense]))
+
+
+def _named(plan: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``plan`` with a file in place of the demo notes or of texts on the command line, which are too few."""
+    return {**plan, "data": plan.get("data") or FILE}
+
+
+def _own_file(plan: Mapping[str, Any]) -> str:
+    return "" if plan.get("data") else f" Put your own texts into {FILE}."
+
+
+def _untried(f: Findings) -> list[str]:
+    """Protections that a run may add, without those that it has."""
+    return [told.partition(",")[0] for part, told in f.words.more.items() if not any(part in c for c in f.columns)]
+
+
+def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Step:
+    known = [r.get("known_by", {}) for r in records if r["defense"] == v.defense]
+    unknown = sorted({part for one in known for part in one.get("unknown", ())})
+    if unknown or not known:
+        return Step(f"No attack of this version knows {', '.join(unknown) or v.defense}. No command can measure it.")
+    absent = [a for a in dict.fromkeys(a for one in known for a in one["attacks"]) if a not in plan["attacks"]]
+    if not absent:
+        return Step("Read below why an attack has no result. No command of this version removes the reason by itself.")
+    changed: dict[str, Any] = {"attacks": [*plan["attacks"], *absent], "defenses": [v.defense], "out": "runs/next"}
+    says = "Add the attacks that know this protection."
+    if any(a.startswith("ghost-") for a in absent) and not plan.get("reference"):
+        changed["reference"] = PUBLIC
+        says += f" Put public texts of the same kind into {PUBLIC}."
+    return Step(says, command("audit", plan, **changed))
+
+
+def _strengthen(v: Verdict, f: Findings, plan: Mapping[str, Any], methods: Mapping[str, Any]) -> Step:
+    names, parts = names_of(v.defense), v.defense.split("+")
+    able = [k for k, name in enumerate(names) if methods.get(name, {}).get("calibrated") == "yes"]
+    if len(able) == 1 and plan.get("kind") != "service" and v.guess is not None:
+        (place,) = able
+        # calibrate looks for the figure of the part whose value is left out.
+        opened = "+".join([*parts[:place], names[place], *parts[place + 1 :]])
+        at_most = math.ceil(round(100 * (v.guess.mean + HOLDS_WITHIN), 6)) / 100
+        if at_most < 1:
+            made = {"attacks": [a for a in plan["attacks"] if a != "blind"], "defenses": [opened], "at-most": at_most}
+            made["limit"] = max(texts_needed(HOLDS_WITHIN), plan["limit"])
+            says = f"Find the weakest setting that holds.{_own_file(plan)}"
+            return Step(says, command("calibrate", _named(plan), OF_CALIBRATION, **made))
+    if untried := _untried(f):
+        says = "This setting does not stop the attacks. Test another protection."
+        return Step(says, command("audit", plan, defenses=untried, out="runs/next"))
+    return Step("This setting does not stop the attacks of this run. Choose another protection.")

@@ -1,0 +1,107 @@
+"""What a report says of each protection: its verdict, what it is, what it costs, and what to do next. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rasura.report.commands import Step, next_step
+from rasura.report.findings import recommended
+from rasura.report.head import UNKNOWN, Made, per
+from rasura.report.matrix import Entry, Findings
+from rasura.report.readings import Level
+from rasura.report.verdicts import HOLDS_WITHIN, Verdict, names_of, plain
+
+
+@dataclass(frozen=True)
+class Row:
+    """One protection: ``about`` in plain words by part, ``costs`` as name and value, ``step`` to take next.
+
+    ``entry``: the strongest attack with its figure; None where no attack has one.
+    """
+
+    name: str
+    verdict: Verdict
+    baseline: bool
+    chosen: bool
+    about: tuple[tuple[str, str], ...]
+    entry: Entry | None
+    costs: tuple[tuple[str, str], ...]
+    step: Step
+
+    @property
+    def level(self) -> Level | None:
+        """What the strongest attack read."""
+        return None if self.entry is None else self.entry.level
+
+
+def protection_rows(
+    f: Findings, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], made: Made
+) -> tuple[Row, ...]:
+    """A row for each column of the run, in their order."""
+    chosen = recommended(f)
+    return tuple(
+        Row(
+            name,
+            v,
+            name in f.baseline and name not in f.judged,
+            name == chosen,
+            _about(v.defense, made),
+            f.best.get(name),
+            _costs(name, f, made, plan),
+            next_step(v, f, plan, records, made.protections),
+        )
+        for name, v in ((c, f.verdicts[c]) for c in f.columns)
+    )
+
+
+def _about(defense: str, made: Made) -> tuple[tuple[str, str], ...]:
+    def of(name: str) -> str:
+        return made.protections.get(name, {}).get("about") or f"what it is was {UNKNOWN}"
+
+    return tuple((name, of(name)) for name in dict.fromkeys(names_of(defense)))
+
+
+def _costs(name: str, f: Findings, made: Made, plan: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    price, without = f.prices[name], next((f.prices[c] for c in f.baseline), None)
+    sent = _size(price.sent) if price.sent else "nothing was sent, or its size is not known"
+    if price.sent and without is not None and without.sent and name not in f.baseline:
+        ratio = price.sent / without.sent
+        sent += f" ({'as many as' if round(ratio, 2) == 1 else f'{ratio:.3g} times those'} without protection)"
+    what = per(plan)
+    return (
+        ("bytes", f"{sent} {what}" if price.sent else sent),
+        ("time", f"{'less than 0.01 s' if price.seconds < 0.01 else f'{price.seconds:.2g} s'} {what} to apply"),
+        ("accuracy", "not measured in this run"),
+        ("guarantee", _guarantee(f.verdicts[name].defense, made)),
+    )
+
+
+def _guarantee(defense: str, made: Made) -> str:
+    """The kind of formal guarantee. Its epsilon follows from a training run, which an audit does not have."""
+    names = names_of(defense)
+    if plain(defense):
+        return "none"
+    if not all(n in made.protections for n in names):
+        return UNKNOWN
+    kinds = [g for n in names if (g := made.protections[n].get("guarantee", "")) not in ("", "none")]
+    if not kinds:
+        return "none; the verdict is empirical"
+    epsilon = " Epsilon was not computed in this run: it depends on the whole training (rasura account)."
+    return f"{'; '.join(kinds)}.{epsilon * any('differential privacy' in k for k in kinds)}"
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def plot(rows: Sequence[Row], f: Findings) -> dict[str, Any]:
+    """Places on the axis of the dot plot, in percent of its width: guessing as a band, the target as a line."""
+    band = None if f.blind is None else (100 * f.blind.low, 100 * f.blind.high)
+    target = None if f.blind is None else min(100.0, 100 * (f.blind.mean + HOLDS_WITHIN))
+    dots = {r.name: tuple(100 * x for x in (r.level.mean, r.level.low, r.level.high)) for r in rows if r.level}
+    return {"band": band, "target": target, "dots": dots, "within": 100 * HOLDS_WITHIN}

@@ -1,0 +1,316 @@
+"""The report as evidence: where it comes from, each protection with its next step, and each note. Unknown facts are said."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from audit_setting import TEXTS, model_folder, plan_for
+from rows import GUESS, MANY, READ, column, record
+
+from rasura.cli import app
+from rasura.core.records import MASK
+from rasura.core.run_store import RunStore
+from rasura.registry import DEFENSES, family
+from rasura.report.commands import OPTIONS, USUAL, command, next_step
+from rasura.report.findings import findings
+from rasura.report.head import UNKNOWN, Made, duration, head, settings
+from rasura.report.notes import attempts, masked, notes_in
+from rasura.report.page import render, write_report
+from rasura.report.protections import plot, protection_rows
+from rasura.runs.audit import audit
+from rasura.runs.plans import Plan
+
+__all__ = ["model_folder"]
+
+PLAN = {**Plan(data="my notes.jsonl").canonical(), "attacks": ["blind", "span"], "limit": 3}
+METHODS = {name: {"about": s.about, "guarantee": s.guarantee, "calibrated": "yes" if s.strength else "no"}
+           for name, s in DEFENSES.items()}  # fmt: skip
+MADE = Made(
+    ({"began": "2026-11-23T08:05:00.000001+00:00", "command": "rasura audit", "code": "c0de", "machine": "a laptop",
+      "packages": {"torch": "2.6"}},),
+    {"model": "0123456789abcdef", "protections": METHODS},
+)  # fmt: skip
+
+
+def step_of(rows: Sequence[dict[str, Any]], defense: str, **plan: Any) -> tuple[str, list[str]]:
+    found = findings(rows)
+    step = next_step(found.verdicts[defense], found, {**PLAN, **plan}, rows, METHODS)
+    return step.says, shlex.split(step.command)
+
+
+def parsed(words: list[str]) -> Mapping[str, Any]:
+    """What the command line takes from a command; it refuses unknown options."""
+    assert words[0] == "rasura"
+    return dict(typer.main.get_command(app).commands[words[1]].make_context(words[1], words[2:]).params)  # type: ignore[attr-defined]
+
+
+def test_a_command_gives_the_command_line_what_the_plan_holds() -> None:
+    plan = Plan(data="my notes.jsonl", model="./m", attacks=("blind", "span"), defenses=("none", "dropout:0.1"), seeds=2,
+                batch_sizes=(1, 4), truncate=True, entries=0.5, text_column="note text")  # fmt: skip
+    took = parsed(shlex.split(command("audit", plan.canonical(), out="runs/next")))
+    assert (took["file"], took["model"], took["attack"], took["defense"]) == (
+        plan.data,
+        "./m",
+        "blind,span",
+        "none,dropout:0.1",
+    )
+    assert (took["seeds"], took["batch_size"], took["truncate"], took["entries"]) == (2, "1,4", True, 0.5)
+    assert took["text_column"] == "note text" and Path(took["folder"]) == Path("runs/next")
+
+
+def test_what_a_command_leaves_out_is_the_default() -> None:
+    usual, names = Plan().canonical(), {f.name for f in fields(Plan)}
+    assert {name: usual.get(name, value) for name, value in USUAL.items()} == dict(USUAL)
+    assert set(OPTIONS) <= names
+    options = {o for p in typer.main.get_command(app).commands["audit"].params for o in p.opts}  # type: ignore[attr-defined]
+    assert {f"--{option}" for option in OPTIONS.values()} <= options
+
+
+def test_what_was_read_leads_to_a_stronger_setting_or_to_another_protection() -> None:
+    rows = [*READ, *column("span", "dropout:0.1", [1.0] * MANY), *column("span", "bf16", [1.0] * MANY)]
+    says, words = step_of(rows, "dropout:0.1")
+    took = parsed(words)
+    assert "weakest setting that holds" in says and words[1] == "calibrate"
+    assert (
+        family(took["defense"]).text == "dropout" and took["limit"] >= 39 and took["at_most"] == pytest.approx(GUESS + 0.1)
+    )
+    says, words = step_of(rows, "bf16")
+    assert "does not stop" in says and parsed(words)["defense"] == "frozen-embeddings+accumulate:1.0d,sealing:all"
+    assert step_of(rows, "none")[1][1] == "audit"
+
+
+def test_what_was_not_measured_leads_to_the_attacks_that_know_it_or_says_that_there_are_none() -> None:
+    rows = [*READ, *column("span", "gaussian:1", [GUESS] * MANY), *column("span", "qsgd:16", [GUESS] * MANY)]
+    says, words = step_of(rows, "gaussian:1")
+    assert parsed(words)["attack"] == "blind,span,pursuit,grab" and "know this protection" in says
+    assert step_of(rows, "qsgd:16") == ("No attack of this version knows qsgd. No command can measure it.", [])
+    says, words = step_of(rows, "gaussian:1", attacks=["blind", "span", "pursuit", "grab"])
+    assert not words and "why an attack has no result" in says
+    ghost = [*READ, *column("span", "ghost", [GUESS] * MANY)]
+    assert parsed(step_of(ghost, "ghost")[1])["reference"] == "public.jsonl"
+
+
+def test_too_few_lead_to_more_and_what_holds_to_its_price() -> None:
+    rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
+    says, words = step_of(rows, "dropout:0.1")
+    took = parsed(words)
+    assert words[1] == "train" and took["defense"] == "none,dropout:0.1" and says.startswith("Measure what it costs")
+    few = [r for r in rows if r["batch"] < 4]
+    says, words = step_of(few, "dropout:0.1", data=None, texts=["Lena owes 7"])
+    assert parsed(words)["limit"] == 39 and "notes.jsonl" in says and "Lena" not in " ".join(words)
+    assert "skipped the first 5" in step_of(few, "dropout:0.1", skip=5)[0]
+    assert "own training" in step_of(rows, "dropout:0.1", task="vision")[0]
+
+
+def test_private_texts_are_masked_in_commands_and_settings() -> None:
+    plan = {**PLAN, "data": None, "texts": ["Lena owes 7", "Max"]}
+    assert command("audit", plan).split()[2:6] == ["--text", MASK, "--text", MASK]
+    assert ("texts", f"2 texts ({MASK})") in settings(plan)
+    assert "Put your texts in place" in step_of(READ, "none", data=None, texts=["Lena"])[0]
+
+
+def test_the_head_says_where_the_run_comes_from() -> None:
+    rows = [{**r, "data": "da7a", "threat_plain": "the server operator", "wall_seconds": 90.0} for r in READ]
+    found = dict(head(findings(rows), PLAN, rows, MADE))
+    assert found["made"] == "2026-11-23 08:05 UTC" and "0123456789abcdef" in found["model"]
+    assert found["data"] == "my notes.jsonl, fingerprint da7a" and found["packages"] == "torch 2.6"
+    assert found["with what means"] == "span took 90 seconds an update without protection, on a laptop"
+    assert found["who could do this"] == "the server operator"
+    assert [duration(s) for s in (0.2, 119, 600)] == ["less than a second", "119 seconds", "10 minutes"]
+
+
+def test_what_an_old_run_does_not_know_is_said_in_words() -> None:
+    rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
+    found = findings(rows)
+    told = dict(head(found, PLAN, [{**r, "data": "x"} for r in rows], Made()))
+    assert all(UNKNOWN in told[name] for name in ("made", "with what means", "model", "code", "command", "packages"))
+    (_, row) = protection_rows(found, PLAN, rows, Made())
+    assert UNKNOWN in row.about[0][1] and dict(row.costs)["guarantee"] == UNKNOWN
+    assert "not known" in dict(row.costs)["bytes"], "a size of 0 is no size"
+
+
+def test_a_change_during_the_run_is_said() -> None:
+    (first,) = MADE.sittings
+    later = {**first, "began": "2026-11-24T10:00:00.000000+00:00", "code": "other", "packages": {"torch": "2.7"}}
+    rows = [{**r, "data": "x"} for r in READ]
+    found = dict(head(findings(rows), PLAN, rows, Made((first, later), MADE.about)))
+    assert found["made"].endswith("resumed 1 time until 2026-11-24 10:00 UTC")
+    assert found["code"] == "the code changed during the run: c0de, then other"
+    assert "changed during the run: torch 2.6; then torch 2.7" in found["packages"]
+
+
+def test_each_protection_says_what_it_is_and_what_it_costs() -> None:
+    rows = [{**r, "sent_bytes": 1000} for r in READ]
+    rows += [{**r, "sent_bytes": 2000, "defense_seconds": 0.5} for r in column("span", "dp-sgd:1.0", [0.9] * MANY)]
+    found = findings(rows)
+    base, dp = protection_rows(found, PLAN, rows, MADE)
+    assert base.baseline and not dp.baseline and dp.about == (("dp-sgd", DEFENSES["dp-sgd"].about),)
+    costs = dict(dp.costs)
+    assert costs["bytes"] == "2 kB (2 times those without protection) an update" and costs["time"].startswith("0.5 s")
+    assert costs["accuracy"] == "not measured in this run"
+    assert (
+        costs["guarantee"].startswith("(epsilon, delta)-differential privacy") and "was not computed" in costs["guarantee"]
+    )
+    places = plot((base, dp), found)
+    assert places["dots"]["none"][0] == 100 and places["target"] == pytest.approx(100 * (GUESS + 0.1))
+    assert places["band"][0] < 100 * GUESS < places["band"][1]
+
+
+def test_only_what_holds_is_recommended() -> None:
+    rows = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY), *column("span", "bf16", [1.0] * MANY)]
+    assert [r.name for r in protection_rows(findings(rows), PLAN, rows, MADE) if r.chosen] == ["dropout:0.1"]
+    few = [r for r in rows if r["batch"] < 4]
+    assert not any(r.chosen for r in protection_rows(findings(few), PLAN, few, MADE))
+
+
+# --- each note
+
+
+def test_every_attack_on_a_note_says_how_it_ended_and_how_sure_it_is() -> None:
+    told = {"sent": "x", "read": "Lena owes", "score": 1.0, "words": [["Lena", True, True], ["owes", False, False]]}
+    rows = [record("span", "none", 1.0, note=4, confidence="verified", recovered=[told]),
+            record("tag", "none", note=4, status="crashed"), record("grab", "none", note=4, status="failed"),
+            record("span", "bf16", 0.5, note=4, confidence="matched", recovered=[told]), record("blind", note=4),
+            record("span", "none", 1.0, note=5, confidence="new")]  # fmt: skip
+    found = findings(rows)
+    assert notes_in(rows, found) == (4, 5)
+    span, grab, tag, matched = attempts(4, rows, found, False)
+    assert (span.attack, span.score, span.guess) == ("span", 1.0, GUESS) and span.sure.startswith(
+        "verified: there is a proof"
+    )
+    assert span.words == ((MASK, True, True), (MASK, False, False)) and span.read == f"{MASK} {MASK}"
+    assert grab.score == GUESS and grab.how.startswith("gave up, which counts as guessing") and grab.sure == "no guess"
+    assert tag.score is None and tag.how == "crashed: it crashed" and "no proof" in matched.sure
+    (new,) = attempts(5, rows, found, False)
+    assert new.sure == "how sure is not known" and new.words == ()
+
+
+def test_not_even_the_length_of_a_masked_word_is_shown() -> None:
+    older = {"read": "██ ████████", "words": [["███████████", True, True], ["█", False, False]]}
+    shown = masked(older, False)
+    assert {w for w, _, _ in shown["words"]} == {MASK} and set(shown["read"].split()) == {MASK}
+
+
+# --- the page
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    list(
+        audit(
+            plan_for(model_folder, defenses=("none", "frozen-embeddings+dropout:0.1", "gaussian:0.1", "qsgd:16")), out=folder
+        )
+    )
+    return folder
+
+
+def test_a_stored_text_is_masked_word_by_word(run: Path) -> None:
+    with closing(RunStore(run)) as store:
+        rows = [row for r in store for row in r["recovered"]]
+    words = {w for row in rows for w, *_ in row["words"]} | {
+        w for row in rows for w in f"{row['sent']} {row['read']}".split()
+    }
+    assert rows and words == {MASK}
+
+
+def test_the_page_holds_what_an_officer_files(run: Path) -> None:
+    page = write_report(run).read_text()
+    with closing(RunStore(run)) as store:
+        (sitting,), about = store.sittings, store.about
+    for fact in (str(sitting["code"]), about["model"], str(sitting["began"])[:10], "fingerprint", "(honest-but-curious)"):
+        assert fact in page
+    assert all(about["protections"][n]["about"] in page.replace("&#39;", "'") for n in ("dropout", "gaussian", "qsgd"))
+    assert page.count('class="dot"') == 4 and 'class="band"' in page and 'class="target"' in page
+    assert len(page) < 500_000
+
+
+def test_the_page_links_a_page_for_each_note(run: Path) -> None:
+    page = write_report(run).read_text()
+    links = re.findall(r'href="(notes/\d+\.html)"', page)
+    assert links == [f"notes/{k}.html" for k in (1, 2, 3)]
+    for link in links:
+        note = (run / link).read_text()
+        assert MASK in note and not any(w in note for t in TEXTS for w in ("Alpha", "Bravo", "Carol", "Delta") if w in t)
+        assert (run / link).stat().st_mode & 0o077 == 0
+        assert all(attack in note for attack in ("embedding-rows", "span"))
+
+
+BREAKS = """
+const broken = [], range = document.createRange();
+for (const walk = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT); walk.nextNode();) {
+  const node = walk.currentNode;
+  if (node.parentElement.closest("details:not([open]), svg")) continue;
+  for (const word of node.data.matchAll(/[A-Za-z]+/g)) {
+    range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
+    if (new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1) broken.push(word[0]);
+  }
+}
+const told = document.createElement("p");
+told.textContent = "BROKEN" + JSON.stringify({broken, wide: document.documentElement.scrollWidth - innerWidth}) + "END";
+document.body.append(told);
+"""
+
+
+def in_browser(page: Path, folder: Path, script: str, *, width: int = 1280, dark: bool = False) -> str:
+    """What Chromium makes of ``page`` after ``script``. Headless windows have a least width, so the page is in a frame."""
+    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium on this machine")
+    (folder / "inner.html").write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
+    (folder / "frame.html").write_text(
+        f'<iframe id="f" src="inner.html" style="width:{width}px;height:900px;border:0"></iframe><pre id="o"></pre><script>'
+        "f.onload = () => setTimeout("
+        "() => o.textContent = f.contentDocument.body.lastElementChild.textContent, 2500)</script>"
+    )
+    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    flags += "--disable-component-update --disable-sync --allow-file-access-from-files --virtual-time-budget=9000"
+    mode = ["--blink-settings=preferredColorScheme=0"] * dark
+    done = subprocess.run(
+        [browser, *flags.split(), *mode, f"--user-data-dir={folder / 'profile'}", "--dump-dom",
+         (folder / "frame.html").as_uri()],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("name", ["report.html", "notes/1.html"])
+def test_nothing_breaks_mid_word(run: Path, tmp_path: Path, name: str, width: int) -> None:
+    write_report(run)
+    shown = in_browser(run / name, tmp_path, BREAKS, width=width)
+    found = json.loads(re.search(r'<pre id="o">BROKEN(.*)END</pre>', shown)[1])  # type: ignore[index]
+    assert found["broken"] == [] and found["wide"] <= 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize("name", ["report.html", "notes/1.html"])
+def test_axe_finds_no_violation(run: Path, tmp_path: Path, name: str, dark: bool) -> None:
+    axe = pytest.importorskip("axe_core_python")
+    write_report(run)
+    source = (Path(axe.__path__[0]) / "axe.min.js").read_text()
+    script = (
+        source + "; axe.run(document).then(r => { const told = document.createElement('p'); told.textContent = 'AXE' + "
+        "JSON.stringify([r.violations.map(v => [v.id, v.nodes[0].target]), r.passes.length]) + 'END';"
+        " document.body.append(told); })"
+    )
+    shown = in_browser(run / name, tmp_path, script, dark=dark)
+    violations, passes = json.loads(re.search(r'<pre id="o">AXE(.*)END</pre>', shown)[1])  # type: ignore[index]
+    assert violations == [] and passes > 15
+
+
+def test_a_run_without_any_record_makes_a_page() -> None:
+    page = render([], PLAN)
+    assert UNKNOWN in page and "no records" in page
