@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -75,6 +76,21 @@ def test_a_process_that_ends_or_refuses_stops_the_run(
             done.append(record)
     assert {str(r["key"]) for r in store} == {r.key for r in done} and 0 < len(done) < len(prepared.cells)
     store.close()
+
+
+def test_processes_end_with_the_one_that_made_them(model_folder: Path) -> None:
+    prepared = Audit(plan_for(model_folder, limit=1))
+    here, there = os.pipe()
+    first = os.fork()
+    if not first:
+        try:
+            Workers(prepared, 2, 1)
+        finally:
+            os._exit(0)  # as if killed: nothing is closed
+    os.close(there)  # the processes keep their copies as long as they run
+    os.waitpid(first, 0)
+    assert select.select([here], [], [], 30)[0] and os.read(here, 1) == b""
+    os.close(here)
 
 
 def test_how_many_processes() -> None:

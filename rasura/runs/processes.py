@@ -55,7 +55,7 @@ class Workers:
         self._processes: dict[Connection, Any] = {}
         for _ in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(prepared, theirs, threads))
+            process = context.Process(target=_work, args=(prepared, theirs, [*self._processes, ours], threads))
             process.start()
             theirs.close()  # so that the end of the process ends the pipe
             self._processes[ours] = process
@@ -100,7 +100,9 @@ class Workers:
             ours.close()
 
 
-def _work(prepared: Prepared, theirs: Connection, threads: int) -> None:
+def _work(prepared: Prepared, theirs: Connection, inherited: Sequence[Connection], threads: int) -> None:
+    for end in inherited:
+        end.close()  # so that this process ends when the first one is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the first process, which ends this one
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     torch.set_num_threads(threads)
@@ -110,6 +112,7 @@ def _work(prepared: Prepared, theirs: Connection, threads: int) -> None:
         except EOFError:
             return
         try:
-            theirs.send((list(prepared.records(cells)), prepared.unavailable))
+            found: Any = (list(prepared.records(cells)), prepared.unavailable)
         except Exception as error:
-            theirs.send(error)
+            found = error
+        theirs.send(found)
