@@ -157,7 +157,7 @@ def test_each_protection_says_what_it_is_and_what_it_costs() -> None:
     base, dp = protection_rows(found, PLAN, rows, MADE)
     assert base.baseline and not dp.baseline and dp.about == (("dp-sgd", DEFENSES["dp-sgd"].about),)
     costs = dict(dp.costs)
-    assert costs["bytes"] == "2 kB (2 times those without protection) an update" and costs["time"].startswith("0.5 s")
+    assert costs["bytes"] == "2 kB an update (2 times those without protection)" and costs["time"].startswith("0.5 s")
     assert costs["accuracy"] == "not measured in this run"
     assert (
         costs["guarantee"].startswith("(epsilon, delta)-differential privacy") and "was not computed" in costs["guarantee"]

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import logging
 
-from rasura.cli import about, account, audit, calibrate, keys, membership, new, obfuslm, read, service, study, train
+from rasura.cli import (
+    about,
+    account,
+    audit,
+    calibrate,
+    evidence,
+    keys,
+    membership,
+    new,
+    obfuslm,
+    read,
+    service,
+    study,
+    train,
+)
 from rasura.cli.shared import app, err
 from rasura.core.errors import InputError
 
 __all__ = [
-    "about", "account", "app", "audit", "calibrate", "keys", "main", "membership", "new", "obfuslm", "read", "service",
-    "study", "train",
+    "about", "account", "app", "audit", "calibrate", "evidence", "keys", "main", "membership", "new", "obfuslm", "read",
+    "service", "study", "train",
 ]  # fmt: skip
 
 _ORDER = (
-    "audit", "read", "report", "calibrate", "train", "membership", "account", "keys", "new", "study", "serve", "list",
-    "doctor",
+    "audit", "read", "report", "compare", "bundle", "reproduce", "calibrate", "train", "membership",
+    "account", "keys", "new", "study", "serve", "list", "doctor",
 )  # fmt: skip
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
 

@@ -217,15 +217,20 @@ def report(
     show_text: Annotated[
         bool, typer.Option("--show-text", help="show the unmasked texts or images that the run stored")
     ] = False,
+    dpia: Annotated[
+        Path | None, typer.Option(help="also write the section of an impact assessment to this file, .docx or .md")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
     """Write report.html for a finished or interrupted audit of updates, of a model service or of a trained model.
 
     Example: rasura report runs/audit
     """
-    from rasura.report.page import write_report
+    from rasura.report.page import write_dpia, write_report
 
     path = write_report(folder, show_text=show_text)
+    if dpia is not None:
+        err.print(f"impact assessment: {write_dpia(folder, dpia)}", markup=False, highlight=False, soft_wrap=True)
     if as_json:
         sys.stdout.write((folder / "summary.json").read_text(encoding="utf-8"))
     else:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rasura.core.errors import InputError
 from rasura.core.files import write_whole
 from rasura.core.run_store import RunStore, refused_if_damaged
+from rasura.report.assessment import assessment
 from rasura.report.calibration import finished, render_calibration
+from rasura.report.compare import Run
 from rasura.report.findings import findings, summary_of
 from rasura.report.head import Made, head, settings
 from rasura.report.matrix import Findings
@@ -20,13 +23,14 @@ from rasura.report.protections import plot, protection_rows
 from rasura.report.readings import Level
 from rasura.report.services import MEASURES, continued, measures, service_findings
 from rasura.report.template import filled
+from rasura.report.word import write_assessment
 
 ACTIVE = "a server that sends a crafted model (active attacks)"
 ACTIVE_SERVICE = "an operator who changes the model or its answers (active attacks)"
 REMEMBERED = "membership inference and memorization by the trained model (`rasura membership`)"
 
 
-def not_tested(records: list[dict[str, Any]], *, service: bool = False) -> list[str]:
+def not_tested(records: Sequence[Mapping[str, Any]], *, service: bool = False) -> list[str]:
     """What the run of ``records`` did not test."""
     if service:
         return [ACTIVE_SERVICE, REMEMBERED]
@@ -66,7 +70,26 @@ def write_notes(run_dir: str | Path, records: list[dict[str, Any]], plan: Mappin
         write_whole(folder / f"{note + 1}.html", page)
 
 
-def found_in(records: list[dict[str, Any]], plan: Mapping[str, Any]) -> Findings:
+def opened(run_dir: str | Path) -> Run:
+    """An audit of updates or of a model service, as it was stored. Raises ``InputError`` for runs of other kinds."""
+    with closing(RunStore(run_dir)) as store, refused_if_damaged(run_dir):
+        records, plan = list(store), store.plan
+        if plan.get("kind") not in (None, "service"):
+            raise InputError(
+                f"{run_dir} is a run of kind {plan['kind']}; expected an audit of updates or of a model service"
+            )
+        return Run(records, plan, Made(store.sittings, store.about), found_in(records, plan))
+
+
+def write_dpia(run_dir: str | Path, path: Path) -> Path:
+    """Write the section of an impact assessment, ``.docx`` or ``.md``, that the run fills in; returns its path."""
+    run = opened(run_dir)
+    with refused_if_damaged(run_dir):
+        untested = not_tested(run.records, service=run.plan.get("kind") == "service")
+        return write_assessment(path, assessment(run.found, run.plan, run.records, run.made, untested))
+
+
+def found_in(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Findings:
     """What ``records`` say, of an audit of updates or of a model service."""
     return service_findings(records, plan) if plan.get("kind") == "service" else findings(records, plan)
 

@@ -65,13 +65,13 @@ def _about(defense: str, made: Made) -> tuple[tuple[str, str], ...]:
 
 def _costs(name: str, f: Findings, made: Made, plan: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     price, without = f.prices[name], next((f.prices[c] for c in f.baseline), None)
-    sent = _size(price.sent) if price.sent else "nothing was sent, or its size is not known"
+    what = per(plan)
+    sent = f"{_size(price.sent)} {what}" if price.sent else "nothing was sent, or its size is not known"
     if price.sent and without is not None and without.sent and name not in f.baseline:
         ratio = price.sent / without.sent
         sent += f" ({'as many as' if round(ratio, 2) == 1 else f'{ratio:.3g} times those'} without protection)"
-    what = per(plan)
     return (
-        ("bytes", f"{sent} {what}" if price.sent else sent),
+        ("bytes", sent),
         ("time", f"{'less than 0.01 s' if price.seconds < 0.01 else f'{price.seconds:.2g} s'} {what} to apply"),
         ("accuracy", "not measured in this run"),
         ("guarantee", _guarantee(f.verdicts[name].defense, made)),

@@ -1,0 +1,117 @@
+"""``rasura compare``, ``bundle`` and ``reproduce``: what changed between runs, and whether figures come back."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from rasura.cli.shared import Device, app, device_named, err, out
+
+if TYPE_CHECKING:
+    from rasura.report.compare import Comparison
+
+Folder = Annotated[Path, typer.Argument(help="the --out folder of a run")]
+Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
+
+
+@app.command()
+def compare(first: Folder, second: Folder, as_json: Json = False) -> None:
+    """Say what changed between two audits of the same kind, beyond noise.
+
+    If both audits read the same texts, each text is compared with itself.
+
+    Example: rasura compare runs/before runs/after
+    """
+    from rasura.report.compare import compared
+    from rasura.report.page import opened
+
+    found = compared(opened(first), opened(second))
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(found), ensure_ascii=False) + "\n")
+    else:
+        _print(found)
+
+
+def _print(found: Comparison) -> None:
+    from rasura.report.compare import CHANGED
+
+    for line in found.settings:
+        out.print(f"different: {line}", markup=False, highlight=False, soft_wrap=True)
+    verdicts = [v for v in found.verdicts if v[1] != v[2]]
+    for column, was, now in verdicts:
+        said = f"{column}: {was or 'not in the first run'}; then {now or 'not in the second run'}"
+        out.print(f"verdict on {said}", markup=False, highlight=False, soft_wrap=True)
+    table = Table("attack", "protection", "before, %", "after, %", "difference, points", "n", "", header_style="bold")
+    for c in found.changes:
+        mean = ["–" if v is None else f"{100 * v:.0f}" for v in (c.before, c.after)]
+        span = "–" if c.low is None or c.high is None else f"{100 * c.low:+.0f} to {100 * c.high:+.0f}"
+        n = str(c.n[0]) if c.n[0] == c.n[1] else f"{c.n[0]}, {c.n[1]}"
+        table.add_row(c.attack, c.column, *mean, span, n, c.word)
+    out.print(table)
+    changed = sum(c.word == CHANGED for c in found.changes)
+    told = (
+        f"{changed} of {len(found.changes)} comparisons changed beyond noise" if changed else "Nothing changed beyond noise"
+    )
+    out.print(f"{told}, by the 95 % interval of each difference. By chance, about one in twenty is called changed.")
+
+
+@app.command(name="bundle")
+def bundle_run(
+    folder: Folder,
+    file: Annotated[Path | None, typer.Option("--out", help="file to write; default: bundle.json in the folder")] = None,
+) -> None:
+    """Write the records, plan, versions and hashes of a run into one file.
+
+    Example: rasura bundle runs/audit --out audit.json
+    """
+    from rasura.runs.bundles import bundle
+
+    path = bundle(folder, file or folder / "bundle.json")
+    out.print(f"bundle: {path}", markup=False, highlight=False, soft_wrap=True)
+    err.print("The bundle is personal data, as the run is.")
+
+
+@app.command()
+def reproduce(
+    file: Annotated[Path, typer.Argument(metavar="BUNDLE", help="a file that rasura bundle wrote")],
+    attack: Annotated[str | None, typer.Option(help="only cells of this attack")] = None,
+    defense: Annotated[str | None, typer.Option(help="only cells of this defense")] = None,
+    cells: Annotated[int, typer.Option(help="number of cells to run again, the quickest first; 0: all", min=0)] = 3,
+    data: Annotated[str | None, typer.Option(help="the data file of the run, if it is elsewhere")] = None,
+    model: Annotated[str | None, typer.Option(help="the model of the run, if it is elsewhere")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Run cells of a bundled audit again and say whether their figures come back.
+
+    The command refuses data or weights that are not those of the run. Exit code 1: a figure did not come back.
+
+    Example: rasura reproduce audit.json --attack span --cells 2
+    """
+    from rasura.runs.bundles import DIFFERENT, Reproduction, read_bundle
+
+    with err.status("loading the model and the data"):
+        again = Reproduction(read_bundle(file), data=data, model=model, device=device_named(device))
+    found = []
+    for cell in again.cells(attack, defense, cells or None):
+        found.append(again.again(cell))
+        if not as_json:
+            one = found[-1]
+            line = f"{one.word}: {one.attack} under {one.defense} ({one.key}): {one.says}"
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in again.unchecked:
+        err.print(f"not checked: {line}", markup=False, highlight=False, soft_wrap=True)
+    lost = sum(one.word == DIFFERENT for one in found)
+    if as_json:
+        told = {"cells": [asdict(one) for one in found], "unchecked": list(again.unchecked), "different": lost}
+        sys.stdout.write(json.dumps(told, ensure_ascii=False) + "\n")
+    else:
+        out.print(f"{len(found) - lost} of {len(found)} cells came back")
+    if lost:
+        raise typer.Exit(1)

@@ -1,0 +1,122 @@
+"""What changed between two runs, beyond noise. No torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rasura.core.errors import InputError
+from rasura.metrics.intervals import mean_interval
+from rasura.report.findings import column_of
+from rasura.report.head import Made
+from rasura.report.matrix import Findings
+from rasura.report.readings import Record, cells_of, reading
+
+CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One of the two runs: what it stored, and what its records say."""
+
+    records: Sequence[Record]
+    plan: Mapping[str, Any]
+    made: Made
+    found: Findings
+
+    @property
+    def data(self) -> frozenset[str]:
+        """The fingerprints of the data."""
+        return frozenset(str(r["data"]) for r in self.records)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One attack under one protection in both runs. ``before``, ``after``: the mean fractions read, None without a figure.
+    ``low``, ``high``: the 95 % interval of the difference; None where there is none."""
+
+    attack: str
+    column: str
+    word: str
+    before: float | None
+    after: float | None
+    low: float | None = None
+    high: float | None = None
+    n: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``settings``: what differs between the runs, in words. ``paired``: both read the same texts, so that each text is
+    compared with itself. ``verdicts``: column, verdict before, verdict after; None where a run lacks the column."""
+
+    settings: tuple[str, ...]
+    paired: bool
+    verdicts: tuple[tuple[str, str | None, str | None], ...]
+    changes: tuple[Change, ...]
+
+
+def compared(first: Run, second: Run) -> Comparison:
+    """Compare two runs of the same kind. Raises ``InputError`` if they measure different things."""
+    if first.plan.get("kind") != second.plan.get("kind") or first.found.metric != second.found.metric:
+        raise InputError("the runs measure different things (updates, a service, images); compare two runs of one kind")
+    paired = first.data == second.data and len(first.data) == 1
+    before, after = (_values(run) for run in (first, second))
+    order = dict.fromkeys([*first.found.columns, *second.found.columns])
+    keys = sorted({*before, *after}, key=lambda key: (list(order).index(key[1]), key[0]))
+    was, now = ({c: v.says for c, v in run.found.verdicts.items()} for run in (first, second))
+    verdicts = tuple((c, was.get(c), now.get(c)) for c in order)
+    changes = tuple(_change(*key, before.get(key, {}), after.get(key, {}), paired) for key in keys)
+    return Comparison(_settings(first, second), paired, verdicts, changes)
+
+
+def _values(run: Run) -> dict[tuple[str, str], Mapping[int, float]]:
+    """Attack and column -> text -> the fraction that was read of it, the mean over seeds."""
+    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for r in run.records:
+        groups[r["attack"], column_of(r["update"], r["defense"])].append(r)
+    known = {key: (some, reading(key[0], some, cells_of(some), run.found.metric)) for key, some in groups.items()}
+    return {key: found.read for key, (_, found) in known.items() if key[1] in run.found.columns}
+
+
+def _change(attack: str, column: str, a: Mapping[int, float], b: Mapping[int, float], paired: bool) -> Change:
+    n = len(a), len(b)
+    before, after = (sum(v.values()) / len(v) if v else None for v in (a, b))
+    if before is None or after is None:
+        return Change(attack, column, UNKNOWN, before, after, n=n)
+    if paired and set(a) != set(b):  # not of the same texts: some were measured in one run only
+        return Change(attack, column, UNKNOWN, before, after, n=n)
+    if paired and dict(a) == dict(b):
+        return Change(attack, column, SAME, before, after, 0.0, 0.0, n)
+    if paired:
+        _, low, high = mean_interval([b[note] - a[note] for note in sorted(a)], low=-1.0, high=1.0)
+    else:  # each at 97.5 %, so that both hold together at 95 %
+        (_, a_low, a_high), (_, b_low, b_high) = (mean_interval(list(v.values()), level=0.975) for v in (a, b))
+        low, high = b_low - a_high, b_high - a_low
+    return Change(attack, column, CHANGED if low > 0 or high < 0 else NOISE, before, after, low, high, n)
+
+
+def _settings(first: Run, second: Run) -> tuple[str, ...]:
+    said = []
+    if first.data != second.data:
+        said.append("the data is different: texts are compared as two independent groups")
+    for name in sorted({*first.plan, *second.plan} - {"texts"}):
+        was, now = first.plan.get(name), second.plan.get(name)
+        if was != now:
+            said.append(f"{name.replace('_', ' ')}: {_shown(was)}, then {_shown(now)}")
+    models = [run.made.about.get("model") for run in (first, second)]
+    if None in models:
+        said.append("the weights of the model: not recorded in one of the runs, so they may differ")
+    elif models[0] != models[1]:
+        said.append(f"the weights of the model: {models[0]}, then {models[1]}")
+    for what in ("code", "machine"):
+        was, now = (run.made.kept(what) for run in (first, second))
+        if was != now:
+            said.append(f"{what}: {', '.join(was) or 'not recorded'}, then {', '.join(now) or 'not recorded'}")
+    return tuple(said)
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,152 @@
+"""A run in one file, and whether its figures come back. A bundle is personal data, as the run is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rasura.core.errors import InputError
+from rasura.core.files import read_limited, write_whole
+from rasura.core.records import SCHEMA, Record, canonical, wrong_in
+from rasura.core.run_store import RunStore
+from rasura.runs.audit import Audit
+from rasura.runs.cells import Cell
+from rasura.runs.plans import plan_of
+from rasura.victims.fingerprint import fingerprint
+
+FORMAT = "rasura bundle 1"
+MAX_BYTES = 1 << 30
+ROUNDING = 1e-6
+"""Differences of scores up to this come from the order of sums on another machine."""
+
+EQUAL, CLOSE, DIFFERENT = "equal", "equal but for rounding", "different"
+
+
+def bundle(run_dir: str | Path, path: str | Path) -> Path:
+    """Write the records, the plan, the versions and the hashes of a run into one JSON file with a digest; returns its path.
+
+    Raises ``InputError`` if the run is damaged or holds no records.
+    """
+    with closing(RunStore(run_dir)) as store:
+        held = {"format": FORMAT, "schema": SCHEMA, "plan": store.plan, "sittings": store.sittings, "about": store.about}
+        content = {**held, "records": list(store)}
+    if not content["records"]:
+        raise InputError(f"{run_dir} holds no records yet; expected a run with results")
+    text = canonical(content)
+    write_whole(path, canonical({"digest": _digest(text), "content": text}) + "\n")
+    return Path(path)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_bundle(path: str | Path) -> dict[str, Any]:
+    """The content of a bundle. Raises ``InputError`` if it was changed, or is not a bundle of this version."""
+    data, _ = read_limited(path, "bundle", MAX_BYTES)
+    try:
+        outer = json.loads(data)
+        text = outer["content"]
+        if outer["digest"] != _digest(text):
+            raise InputError(f"{path} was changed: its digest does not match; use the original file")
+        found: dict[str, Any] = json.loads(text)
+        form, schema, records = found["format"], found["schema"], found["records"]
+    except InputError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise InputError(f"{path} is not a bundle; expected a file that rasura bundle wrote") from None
+    if form != FORMAT or schema != SCHEMA:
+        raise InputError(f"{path} is {form!r} with schema {schema}; this version reads {FORMAT!r} with schema {SCHEMA}")
+    if wrong := next((why for r in records if (why := wrong_in(r))), ""):
+        raise InputError(f"{path}: a record is not valid ({wrong})")
+    return found
+
+
+@dataclass(frozen=True)
+class Returned:
+    """One cell that was run again: ``word`` is ``EQUAL``, ``CLOSE`` or ``DIFFERENT``, and ``says`` names what differs."""
+
+    attack: str
+    defense: str
+    key: str
+    word: str
+    says: str
+
+
+class Reproduction:
+    """The audit of a bundle, ready to run its cells again. ``data``, ``model``: where they are on this machine.
+
+    Raises ``InputError`` for a bundle that is no audit of updates, and if the data or the weights here are not those of the
+    run: another figure would then say nothing. ``unchecked``: what could not be checked, in words.
+    """
+
+    def __init__(
+        self, content: Mapping[str, Any], *, data: str | None = None, model: str | None = None, device: str = "cpu"
+    ) -> None:
+        held = {k: v for k, v in content["plan"].items() if k != "label_names" and v is not None}
+        if "kind" in held:
+            raise InputError(f"the bundle is of a run of kind {held['kind']}; only audits of updates can be run again")
+        plan = plan_of(held, "the bundle's plan")
+        plan = replace(plan, data=data or plan.data, model=model or plan.model)
+        self.records = {_place(r): r for r in content["records"]}
+        self.prepared = Audit(plan, device=device)
+        (name,) = {r["data"] for r in content["records"]}
+        if self.prepared.data_name != name:
+            raise InputError(
+                f"the data here is not that of the run (fingerprint {self.prepared.data_name}, expected {name})"
+            )
+        expected, found = content["about"].get("model"), fingerprint(self.prepared.victim.model)
+        if expected not in (None, found):
+            raise InputError(f"the weights here are not those of the run (fingerprint {found}, expected {expected})")
+        self.unchecked: tuple[str, ...] = () if expected else ("the run did not store a fingerprint of its model",)
+
+    def cells(self, attack: str | None = None, defense: str | None = None, count: int | None = None) -> list[Cell]:
+        """The cells of the bundle by attack and defense, those that took least time first; at most ``count``."""
+        found = [c for c in self.prepared.cells if _place(vars(c)) in self.records]
+        found = [c for c in found if attack in (None, c.attack) and defense in (None, c.defense)]
+        if not found:
+            raise InputError("the bundle has no such cell; see its attacks and defenses in the report of the run")
+        return sorted(found, key=lambda c: (self.records[_place(vars(c))]["wall_seconds"], c.key))[:count]
+
+    def again(self, cell: Cell) -> Returned:
+        """Run ``cell`` and compare its figures with those of the bundle."""
+        (new,) = self.prepared.records([cell])
+        return returned(self.records[_place(vars(cell))], new)
+
+
+def _place(one: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(one[name] for name in ("attack", "update", "defense", "threat", "batch_size", "seed", "batch"))
+
+
+def returned(old: Mapping[str, Any], new: Record) -> Returned:
+    """Whether the figures of the record ``old`` came back in ``new``: status, confidence, and every score of every text."""
+    now = new.to_dict()
+    differs = [
+        f"{what} {old[what]}, now {now[what]}" for what in ("status", "confidence", "examples") if old[what] != now[what]
+    ]
+    exact = not differs
+    for side in ("scores", "blind"):
+        for metric in sorted({*old[side], *now[side]}):
+            was, found = (_known(one[side].get(metric, {}).get("per_record")) for one in (old, now))
+            exact &= was == found
+            if not _alike(was, found):
+                differs.append(f"{metric} ({side}) {was}, now {found}")
+    word = DIFFERENT if differs else EQUAL if exact else CLOSE
+    return Returned(new.attack, new.defense, str(old["key"]), word, "; ".join(differs) or "all scores came back")
+
+
+def _known(values: Sequence[float | None] | None) -> list[float | None] | None:
+    """The values, with None for NaN, as they are stored."""
+    return None if values is None else [None if v is None or v != v else v for v in values]
+
+
+def _alike(was: Sequence[float | None] | None, found: Sequence[float | None] | None) -> bool:
+    if was is None or found is None or len(was) != len(found):
+        return was is None and found is None
+    pairs = list(zip(was, found))
+    return all(a is b is None or (a is not None and b is not None and abs(a - b) <= ROUNDING) for a, b in pairs)

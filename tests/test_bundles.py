@@ -1,0 +1,91 @@
+"""A run in one file: figures come back, and what is not the run's data, weights or file is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from audit_setting import model_folder, plan_for
+from typer.testing import CliRunner
+
+from rasura.cli import app
+from rasura.core.errors import InputError
+from rasura.core.records import Record
+from rasura.runs.audit import audit
+from rasura.runs.bundles import CLOSE, DIFFERENT, EQUAL, Reproduction, bundle, read_bundle, returned
+
+__all__ = ["model_folder"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    list(audit(plan_for(model_folder, defenses=("none", "gaussian:0.1")), out=folder))
+    return bundle(folder, folder / "bundle.json")
+
+
+def test_every_figure_of_a_run_comes_back(file: Path) -> None:
+    again = Reproduction(read_bundle(file))
+    cells = again.cells()
+    assert len(cells) == 18 and again.unchecked == ()
+    assert [one.says for cell in cells if (one := again.again(cell)).word != EQUAL] == []
+    assert {(c.attack, c.defense) for c in again.cells("span", "gaussian:0.1")} == {("span", "gaussian:0.1")}
+    assert len(again.cells(count=2)) == 2
+    with pytest.raises(InputError, match="no such cell"):
+        again.cells("tag")
+
+
+def test_what_does_not_come_back_is_said(file: Path) -> None:
+    old = next(r for r in read_bundle(file)["records"] if r["attack"] == "span" and r["defense"] == "none")
+    new = Record.from_dict(old)
+    score = old["scores"]["token_recall"]
+
+    def scored(value: float | None) -> Record:
+        return replace(new, scores={**old["scores"], "token_recall": {**score, "per_record": [value]}})
+
+    (was,) = score["per_record"]
+    assert returned(old, new).word == EQUAL and returned(old, scored(was - 1e-9)).word == CLOSE
+    found = returned(old, scored(was - 0.01))
+    assert found.word == DIFFERENT and "token_recall (scores)" in found.says
+    assert returned(old, scored(None)).word == DIFFERENT
+    assert returned(old, replace(new, status="failed", scores={})).says.startswith("status ok, now failed")
+    assert returned(old, replace(new, scores={})).word == DIFFERENT
+
+
+def test_other_data_or_weights_are_refused(file: Path) -> None:
+    content = read_bundle(file)
+    with pytest.raises(InputError, match="data here is not that of the run"):
+        Reproduction({**content, "plan": {**content["plan"], "texts": ["another text"], "limit": 1}})
+    with pytest.raises(InputError, match="weights here are not those of the run"):
+        Reproduction({**content, "about": {**content["about"], "model": "0" * 16}})
+    assert "did not store a fingerprint" in Reproduction({**content, "about": {}}).unchecked[0]
+    with pytest.raises(InputError, match="only audits of updates"):
+        Reproduction({**content, "plan": {**content["plan"], "kind": "service"}})
+
+
+def test_a_changed_file_is_refused(file: Path, tmp_path: Path) -> None:
+    changed = tmp_path / "bundle.json"
+    for text, why in (
+        (file.read_text().replace("honest-server", "honest-servex"), "was changed"), ("{}", "not a bundle"),
+        ("[1]", "not a bundle"), ("no JSON", "not a bundle"),
+    ):  # fmt: skip
+        changed.write_text(text)
+        with pytest.raises(InputError, match=why):
+            read_bundle(changed)
+    assert file.stat().st_mode & 0o077 == 0, "a bundle is personal data"
+
+
+def test_the_commands_bundle_reproduce_and_compare(file: Path, tmp_path: Path) -> None:
+    run = CliRunner()
+    made = run.invoke(app, ["bundle", str(file.parent), "--out", str(tmp_path / "b.json")])
+    assert made.exit_code == 0 and "personal data" in " ".join(made.output.split())
+    assert (tmp_path / "b.json").read_text() == file.read_text()
+    done = run.invoke(app, ["reproduce", str(tmp_path / "b.json"), "--attack", "span", "--cells", "2", "--json"])
+    told = json.loads(done.stdout)
+    assert done.exit_code == 0 and [one["word"] for one in told["cells"]] == [EQUAL, EQUAL]
+    same = run.invoke(app, ["compare", str(file.parent), str(file.parent), "--json"])
+    assert same.exit_code == 0 and {c["word"] for c in json.loads(same.stdout)["changes"]} == {"the same"}
+    shown = run.invoke(app, ["compare", str(file.parent), str(file.parent)])
+    assert "Nothing changed beyond noise" in " ".join(shown.output.split())

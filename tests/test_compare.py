@@ -1,0 +1,84 @@
+"""Two runs side by side: a change is said only beyond noise, and what cannot be compared is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rows import GUESS, MANY, READ, column
+
+from rasura.core.errors import InputError
+from rasura.report.compare import CHANGED, NOISE, SAME, UNKNOWN, Run, compared
+from rasura.report.findings import findings
+from rasura.report.head import Made
+
+
+def run(rows: list[dict[str, Any]], data: str = "d", model: str | None = "m", **plan: Any) -> Run:
+    rows = [{**r, "data": data} for r in rows]
+    return Run(rows, plan, Made((), {} if model is None else {"model": model}), findings(rows))
+
+
+def words(first: Run, second: Run) -> dict[tuple[str, str], str]:
+    return {(c.attack, c.column): c.word for c in compared(first, second).changes}
+
+
+def noisy(shift: float = 0.0) -> list[float]:
+    return [0.3 + 0.4 * (k % 2) + shift for k in range(MANY)]
+
+
+def test_a_run_is_the_same_as_itself() -> None:
+    one = run([*READ, *column("span", "bf16", noisy())])
+    found = compared(one, one)
+    assert {c.word for c in found.changes} == {SAME} and found.paired and found.settings == ()
+    assert all(was == now for _, was, now in found.verdicts)
+
+
+def test_only_a_change_beyond_noise_is_said() -> None:
+    first = run([*READ, *column("span", "bf16", noisy())])
+    small = [v + (0.01 if k % 2 else -0.01) for k, v in enumerate(noisy())]
+    assert words(first, run([*READ, *column("span", "bf16", small)]))["span", "bf16"] == NOISE
+    found = compared(first, run([*READ, *column("span", "bf16", noisy(0.25))]))
+    (change,) = [c for c in found.changes if c.column == "bf16"]
+    assert change.word == CHANGED and change.low is not None and change.high is not None
+    assert 0 < change.low < 0.25 < change.high and change.n == (MANY, MANY)
+    few = [r for r in READ if r["batch"] < 2]
+    a, b = (run([*few, *column("span", "bf16", [v] * 2)]) for v in (0.3, 0.6))
+    assert words(a, b)["span", "bf16"] == NOISE, "two texts show nothing"
+
+
+def test_other_texts_are_two_groups_and_need_a_larger_change() -> None:
+    first = run(column("span", "bf16", noisy()))
+    same = compared(first, run(column("span", "bf16", noisy()), data="other"))
+    assert not same.paired and same.changes[0].word == NOISE and "data is different" in same.settings[0]
+    assert words(first, run(column("span", "bf16", [1.0] * MANY), data="other"))["span", "bf16"] == CHANGED
+
+
+def test_what_one_run_lacks_is_not_comparable() -> None:
+    first = run([*READ, *column("span", "bf16", noisy())])
+    found = compared(first, run([*READ, *column("span", "bf16", [None] * MANY, "crashed")]))
+    assert {c.word for c in found.changes if c.column == "bf16"} == {UNKNOWN}
+    half = [v if k % 2 else None for k, v in enumerate(noisy())]
+    assert words(first, run([*READ, *column("span", "bf16", half, "crashed")]))["span", "bf16"] == UNKNOWN
+    alone = compared(first, run(READ))
+    assert words(first, run(READ))["span", "bf16"] == UNKNOWN
+    assert ("bf16", None) in [(c, now) for c, _, now in alone.verdicts]
+
+
+def test_what_differs_is_said() -> None:
+    a, b = run(READ, model="aa", budget="quick", data="x"), run(READ, model="bb", budget="paper", data="x")
+    assert compared(a, b).settings == ("budget: quick, then paper", "the weights of the model: aa, then bb")
+    assert "may differ" in compared(a, run(READ, model=None, data="x")).settings[-1]
+    with pytest.raises(InputError, match="different things"):
+        compared(a, run(READ, kind="service"))
+    assert GUESS < 1
+
+
+def test_of_runs_that_are_alike_few_are_called_changed() -> None:
+    """Pairs of runs of the same attack: the interval of the difference leaves out 0 in at most 5 %, here of 200."""
+    import random
+
+    draw, called = random.Random(0), 0
+    for _ in range(200):
+        a, b = ([float(draw.random() < 0.5) for _ in range(12)] for _ in range(2))
+        called += words(run(column("span", "bf16", a)), run(column("span", "bf16", b)))["span", "bf16"] == CHANGED
+    assert called <= 10
