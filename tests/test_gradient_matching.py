@@ -10,6 +10,7 @@ import torch
 from span_setting import seen_by_server
 from torch import Tensor, nn
 
+from rasura.attacks.shared.dummies import nearest_tokens
 from rasura.attacks.updates.gradient_matching.factors import Factor, Factoriser, LowRank, shortened
 from rasura.attacks.updates.gradient_matching.likely import RIDGE, left, likely
 from rasura.attacks.updates.gradient_matching.masks import Dropouts, Masked, shapes
@@ -374,3 +375,10 @@ def test_grab_reads_one_text_from_its_likely_words() -> None:
     text = [CLS, 40, 3, 41, SEP]
     guess = grab()(through_dropout([text]), rng=generator(0), budget=Budget("quick"))
     assert guess.tokens == (tuple(text),) and guess.confidence == "matched" and guess.details["steps"] == 0
+
+
+def test_nearest_tokens_have_the_largest_cosines_of_the_ordinary_ones() -> None:
+    draw = partial(torch.randn, generator=generator(7), dtype=torch.double)
+    table, e, ordinary = draw(50, 8) * draw(50, 1).exp(), draw(2, 3, 8), torch.arange(5, 50, 2)
+    slow = torch.stack([nn.functional.cosine_similarity(e, table[i], dim=-1) for i in ordinary], -1)
+    assert torch.equal(nearest_tokens(e, table, ordinary, 4), ordinary[slow.topk(4, dim=-1).indices])
