@@ -95,6 +95,8 @@ def duration(seconds: float) -> str:
     """Wall-clock time in the unit that fits."""
     if seconds < 1:
         return "less than a second"
+    if seconds < 1.5:
+        return "a second"
     return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
 
 
