@@ -49,7 +49,7 @@ KINDS = ("noise", "weights", "other")
 SCALES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 WORDS, PLACES, PAD, FIRST, LAST = 200, 24, 0, 1, 2
 ENCODERS_ONLY = frozenset(
-    {"labels", "pursuit", "dlg", "tag", "lamp-cos", "lamp-l1l2", "grab", "mask-positions", "decepticons"}
+    {"labels", "pursuit", "dlg", "tag", "lamp-cos", "lamp-l1l2", "grab", "guided-grab", "mask-positions", "decepticons"}
 )
 SPECIAL = frozenset({PAD, FIRST, LAST})
 SMALL_GHOST = ShadowSettings(k=12, overlap=0.3, grow=4, max_k=40, language=None)

@@ -15,7 +15,7 @@ from rasura.attacks.updates.gradient_matching.factors import Factor, Factoriser,
 from rasura.attacks.updates.gradient_matching.likely import RIDGE, left, likely
 from rasura.attacks.updates.gradient_matching.masks import Dropouts, Masked, shapes
 from rasura.attacks.updates.gradient_matching.objective import Distance, Kind, soft_cross_entropy
-from rasura.attacks.updates.gradient_matching.presets import dlg, grab, lamp_cos, tag
+from rasura.attacks.updates.gradient_matching.presets import dlg, grab, guided_grab, lamp_cos, tag
 from rasura.attacks.updates.gradient_matching.reorder import orders, reordered
 from rasura.attacks.updates.gradient_matching.settings import Work
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -368,12 +368,15 @@ def test_without_a_row_space_or_with_several_texts_no_words_are_likely() -> None
     seen = through_dropout([[CLS, 40, 3, SEP]])
     hidden = {n: g for n, g in seen.gradients.items() if ".layer.0." not in n}
     assert likely(replace(seen, message=Message(hidden)), torch.arange(5, 60), 4) is None
-    assert all(not work.guided for level, work in grab().levels.items() if level == "paper")
+    two = through_dropout([[CLS, 40, 3, 41, 9, 50, SEP], [CLS, 51, 4, SEP]])
+    for other in (two, replace(seen, message=Message(hidden))):
+        with pytest.raises(NotApplicable, match="one text whose block 0"):
+            guided_grab()(other, rng=generator(0), budget=Budget("quick"))
 
 
-def test_grab_reads_one_text_from_its_likely_words() -> None:
+def test_guided_grab_reads_one_text_from_its_likely_words() -> None:
     text = [CLS, 40, 3, 41, SEP]
-    guess = grab()(through_dropout([text]), rng=generator(0), budget=Budget("quick"))
+    guess = guided_grab()(through_dropout([text]), rng=generator(0), budget=Budget("quick"))
     assert guess.tokens == (tuple(text),) and guess.confidence == "matched" and guess.details["steps"] == 0
 
 
