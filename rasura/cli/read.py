@@ -87,9 +87,10 @@ def read(
         from rasura.victims.loading import load
 
         level: Any = known("budget", budget, ("quick", "default", "paper"))
+        kind = _text_task(task)
         paths = _checked(updates or [], watch, candidates)
         victim = load(
-            model, _text_task(task), num_labels=num_labels, seed=seed, device=device_named(device),
+            model, kind, num_labels=num_labels, seed=seed, device=device_named(device),
             allow_pickle=allow_pickle, adapter=adapter_among(model, before, names_from),
         )  # fmt: skip
         request = ReadRequest(

@@ -168,9 +168,12 @@ class RunStore:
                     "choose another --out"
                 )
         merged = {k: {**held.get(k, {}), **v} if isinstance(v, Mapping) else v for k, v in facts.items()}
+        told = {**held, **merged}
+        if canonical(told) == canonical(held):
+            return  # a run that is only looked at again stays as it is
         try:
             with self._db:
-                self._write("about", canonical({**held, **merged}))
+                self._write("about", canonical(told))
         except sqlite3.Error as error:
             raise InputError(f"{self.folder}: the run could not be described ({error}); free some disk space") from None
 

@@ -108,7 +108,7 @@ def _untried(f: Findings) -> list[str]:
 
 
 def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Step:
-    known = [r.get("known_by", {}) for r in records if r["defense"] == v.defense]
+    known = [r["known_by"] for r in records if r["defense"] == v.defense and r.get("known_by")]
     unknown = sorted({part for one in known for part in one.get("unknown", ())})
     if unknown or not known:
         return Step(f"No attack of this version knows {', '.join(unknown) or v.defense}. No command can measure it.")

@@ -19,7 +19,6 @@ from rasura.attacks.updates.gradient_matching.masks import Masked, shapes
 from rasura.attacks.updates.gradient_matching.objective import Distance, soft_cross_entropy
 from rasura.attacks.updates.gradient_matching.reorder import reordered
 from rasura.attacks.updates.gradient_matching.settings import Settings, Work
-from rasura.core.interfaces import NotApplicable
 from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Grant, Observation
 
@@ -50,8 +49,6 @@ class Judge:
         self.width = max(lengths) if exact else min(math.ceil(1.5 * max(lengths)), max(max(lengths), longest(seen)))
         self.table, self.ordinary = token_table(model, vocabulary), ordinary_ids(vocabulary)
         self.likely = likely(seen, self.ordinary, self.width) if work.guided and len(lengths) == 1 else None
-        if work.guided and self.likely is None:
-            raise NotApplicable("needs an update of one text whose block 0 shows a row space and positions; use grab")
         self.classes = int(model.config.num_labels)  # type: ignore[union-attr, arg-type]  # a Hugging Face config
         self.granted = seen.labels if Grant.LABELS in seen else None
         self.rate = announced_dropout(seen) if settings.learn_masks else 0.0

@@ -72,7 +72,8 @@ def grab() -> GradientMatching:
 def guided_grab() -> GradientMatching:
     """Ours: GRAB's beam search over words that block 0's gradient makes likely, for one text (``likely``).
 
-    The distance of a whole gradient only settles them. No masks are learned, and no text is optimised.
+    The distance of a whole gradient only settles them. No masks are learned, and no text is optimised. For several texts,
+    and where block 0 shows no row space, it is ``grab``.
     """
     settings = Settings("norm", alpha=0.01, learn_masks=True, match_norm=True)
     return GradientMatching("guided-grab", settings, levels=GUIDED_LEVELS)

@@ -126,12 +126,15 @@ def arranged(
 
 
 def _filled_up(seen: Observation, found: list[Text], rest: list[Text], size: int) -> list[Text]:
-    """``size`` texts: those ``found``, and copies of them or some of the ``rest``, whatever repeats the gradient best."""
+    """``size`` texts: those ``found``, and copies of them or some of the ``rest``, whatever repeats the gradient best; where
+    the batch size is not known, perhaps those found alone."""
     missing = size - len(found)
     if not missing or not found:
         return [*found, *rest][:size]
     fills = itertools.combinations_with_replacement([*rest[:2], *found], missing)
     tried = [[*found, *rest[:missing]], *([*found, *more] for more in itertools.islice(fills, MAX_COPIES))]
+    if Grant.BATCH_SIZE not in seen:  # the size is the largest that the rows allow
+        tried.insert(0, found)
 
     def error(texts: list[Text]) -> float:
         return check(seen, [[t for t, _ in text] for text in texts], [[s for _, s in text] for text in texts])[0]
