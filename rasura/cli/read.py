@@ -87,8 +87,7 @@ def read(
         from rasura.victims.loading import load
 
         level: Any = known("budget", budget, ("quick", "default", "paper"))
-        kind = _text_task(task)
-        paths = _checked(updates or [], watch, candidates)
+        kind, paths = _text_task(task), _checked(updates or [], watch, candidates)
         victim = load(
             model, kind, num_labels=num_labels, seed=seed, device=device_named(device),
             allow_pickle=allow_pickle, adapter=adapter_among(model, before, names_from),
