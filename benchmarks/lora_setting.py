@@ -131,7 +131,6 @@ def seen_of(
     sent: Mapping[str, Tensor],
     local: Local,
     size: int,
-    lengths: Sequence[int] | None = None,
 ) -> Observation:
     """What an honest server sees: the update, the model, how clients train and how many texts they have."""
     return observe_update(

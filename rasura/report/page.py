@@ -53,16 +53,19 @@ def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
             page = render_membership(records, plan)
             store.export(asdict(membership_findings(records, plan)))
         else:
-            page = render(records, plan, made, show_text=show_text)
-            write_notes(run_dir, records, plan, show_text=show_text)
-            store.export(summary_of(found_in(records, plan)))
+            found = found_in(records, plan)
+            page = _rendered(found, records, plan, made, show_text)
+            write_notes(run_dir, found, records, plan, show_text=show_text)
+            store.export(summary_of(found))
     write_whole(path, page)
     return path
 
 
-def write_notes(run_dir: str | Path, records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text: bool) -> None:
+def write_notes(
+    run_dir: str | Path, found: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any], *, show_text: bool
+) -> None:
     """Write a page for each text of a run, with what came back of it in every attack."""
-    found, shown = found_in(records, plan), show_text and bool(plan.get("show_text"))
+    shown = show_text and bool(plan.get("show_text"))
     for note in notes_in(records, found):
         folder = Path(run_dir) / "notes"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -98,7 +101,11 @@ def render(
     records: list[dict[str, Any]], plan: Mapping[str, Any], made: Made | None = None, *, show_text: bool = False
 ) -> str:
     """The page of an audit of updates or of a model service, as a string. ``made``: what the run stored about itself."""
-    f, service, made = found_in(records, plan), plan.get("kind") == "service", made or Made()
+    return _rendered(found_in(records, plan), records, plan, made or Made(), show_text)
+
+
+def _rendered(f: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any], made: Made, show_text: bool) -> str:
+    service = plan.get("kind") == "service"
     rows = protection_rows(f, plan, records, made)
     shown = show_text and bool(plan.get("show_text"))
     evidence = [masked(e, shown) for e in f.evidence]

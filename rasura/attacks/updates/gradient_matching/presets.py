@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from rasura.attacks.updates.gradient_matching.engine import GradientMatching
 from rasura.attacks.updates.gradient_matching.settings import Settings, Work
@@ -23,11 +24,7 @@ GRAB_LEVELS: Mapping[str, Work] = {
     "paper": Work(2000, 1, 2000, orders=2000, rounds=5, beam=4, sweeps=5),
 }
 
-GUIDED_LEVELS: Mapping[str, Work] = {
-    "quick": Work(8, 1, 60, orders=16, rounds=2, beam=2, sweeps=1, entries=0.0, guided=True),
-    "default": Work(64, 1, 200, orders=64, rounds=4, beam=2, sweeps=2, entries=0.0, guided=True),
-    "paper": Work(64, 1, 200, orders=64, rounds=4, beam=4, sweeps=5, entries=0.0, guided=True),
-}
+GUIDED_LEVELS: Mapping[str, Work] = {level: replace(work, guided=True) for level, work in GRAB_LEVELS.items()}
 
 
 def dlg() -> GradientMatching:
@@ -75,8 +72,7 @@ def guided_grab() -> GradientMatching:
     The distance of a whole gradient only settles them. No masks are learned, and no text is optimised. For several texts,
     and where block 0 shows no row space, it is ``grab``.
     """
-    settings = Settings("norm", alpha=0.01, learn_masks=True, match_norm=True)
-    return GradientMatching("guided-grab", settings, levels=GUIDED_LEVELS)
+    return replace(grab(), name="guided-grab", levels=GUIDED_LEVELS)
 
 
 DLG = AttackSpec(
