@@ -32,6 +32,9 @@ def test_audit_prints_the_sentence_and_writes_the_report(tmp_path: Path, model_f
     assert "the server read back 100 %" in " ".join(done.stdout.split())
     assert (tmp_path / "run" / "report.html").is_file()
     again = rasura_command(*common, "--json", "--fail-above", "0.2")
+    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "The line is the limit of --fail-above, 20\N{NO-BREAK SPACE}%" in page and 'x1="20.00%" x2="20.00%"' in page
+    assert "The line is the target" not in page
     assert again.returncode == 4 and "8 done before" in again.stderr, again.stderr
     assert "--fail-above judges: gaussian:0.1" in again.stderr, "the baseline is not judged"
     assert "not measured against an adversary who knows it: add --attack pursuit,grab" in again.stderr

@@ -432,7 +432,14 @@ def test_every_import_is_declared_or_optional() -> None:
     required = {re.split(r"[^\w.-]", line)[0] for line in about["dependencies"]}
     assert len(required) <= 8
     known = {{"scikit-learn": "sklearn", "rouge-score": "rouge_score"}.get(name, name) for name in required} | OPTIONAL
-    known |= {"rasura", "rich", "nltk", "tokenizers", "pydantic"}  # of Typer, rouge-score, transformers and FastAPI
+    known |= {
+        "rasura",
+        "rich",
+        "nltk",
+        "tokenizers",
+        "huggingface_hub",
+        "pydantic",
+    }  # of Typer, rouge-score, transformers, FastAPI
     found = {i.split(".")[0] for m in MODULES for i in imports(m)} - set(sys.stdlib_module_names)
     assert found - known == set()
 

@@ -19,6 +19,7 @@ from rasura.cli import (
     study,
     train,
 )
+from rasura.cli.panels import panelled
 from rasura.cli.shared import app, err
 from rasura.core.errors import InputError
 
@@ -32,6 +33,7 @@ _ORDER = (
     "account", "keys", "new", "study", "serve", "list", "doctor",
 )  # fmt: skip
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
+panelled(app)
 
 
 class Told(logging.Handler):

@@ -37,7 +37,7 @@ def account(
         float | None, typer.Option(help="probability that an example is in a step, instead of --batch-size")
     ] = None,
     epochs: Annotated[int, typer.Option(help="average number of times that each example is used")] = 1,
-    delta: Annotated[float | None, typer.Option(help="delta of the guarantee; default 0.1 / examples")] = None,
+    delta: Annotated[float | None, typer.Option(help="delta of the guarantee")] = None,
     noise: Annotated[str, typer.Option(help="kind of noise: gaussian or laplace")] = "gaussian",
     ledger: Annotated[
         Path | None, typer.Option(help="ledger or result.json of a training run; prints the privacy budget it spent")

@@ -27,6 +27,7 @@ from rasura.cli.shared import (
     app,
     device_named,
     err,
+    left_over,
     numbers,
     out,
     split,
@@ -36,8 +37,8 @@ from rasura.cli.shared import (
 from rasura.core.errors import InputError
 
 Engine = Annotated[str, typer.Option(help="local, or ray to distribute the cells over a Ray cluster")]
-Address = Annotated[str | None, typer.Option(help="address of a running Ray cluster; default: start one on this machine")]
-Workers = Annotated[int | None, typer.Option(help="number of processes; default: all cores")]
+Address = Annotated[str | None, typer.Option(help="address of a running Ray cluster")]
+Workers = Annotated[int | None, typer.Option(help="number of processes")]
 FailAbove = Annotated[
     float | None, typer.Option(help="exit with code 3 if a risk is above this fraction, or 4 if a risk is unknown")
 ]
@@ -66,7 +67,7 @@ def audit(
     seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
     budget: Annotated[str | None, typer.Option(help="effort per attack: quick, default or paper")] = None,
-    max_memory: Annotated[int | None, typer.Option(help="memory limit of an attack in MiB; default 4096")] = None,
+    max_memory: Annotated[int | None, typer.Option(help="memory limit of an attack in MiB")] = None,
     entries: Entries = None,
     suite: Annotated[str | None, typer.Option(help="use the attacks and defenses of a suite: quick or full")] = None,
     config: Annotated[Path | None, typer.Option(help="a TOML file with the same settings")] = None,
@@ -169,7 +170,11 @@ def run_audit(
         f"{len(prepared.cells)} cells ({done} done before), {len(prepared.data.private)} "
         f"{'images' if prepared.data.images else 'texts'}; roughly {max(0.1, minutes):.1f} CPU minutes for a small model"
     )
+    for line in left_over(prepared.plan.batch_sizes, len(prepared.data.private)):
+        err.print(line, markup=False, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    if fail_above is not None:
+        store.describe({"fail_above": fail_above})
     with forked as processes, watched(*columns, close=store.close) as bar:
         task = bar.add_task("", total=len(prepared.cells), completed=done)
 

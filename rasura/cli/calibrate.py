@@ -39,18 +39,16 @@ from rasura.core.errors import InputError
 Families = Annotated[str, typer.Option(help="protections without their parameters, separated by commas: gaussian,pruning")]
 Attacks = Annotated[
     str | None,
-    typer.Option(help="attacks, separated by commas; default: a few standard attacks and those that know the protections"),
+    typer.Option(help="attacks, separated by commas; see: rasura list attacks"),
 ]
-Risk = Annotated[str | None, typer.Option(help="risk metric (default rougeL; for images ssim)")]
+Risk = Annotated[str | None, typer.Option(help="risk metric; see: rasura list metrics")]
 AtMost = Annotated[float, typer.Option(help="largest fraction that the upper 95 % bound of the risk may reach")]
 Steps = Annotated[int, typer.Option(help="bisection steps between the last setting that fails and the first that holds")]
 Utility = Annotated[
     str | None, typer.Option(help="also measure this utility at the setting found: accuracy, f1, mcc, loss or perplexity")
 ]
 TrainBatch = Annotated[int, typer.Option(help="examples per step, for training and for the formal guarantee")]
-Attacked = Annotated[
-    int | None, typer.Option(help="number of examples to attack; as many others are used to verify (default 8)")
-]
+Attacked = Annotated[int | None, typer.Option(help="number of examples to attack; as many others are used to verify")]
 
 
 @app.command()
@@ -63,7 +61,7 @@ def calibrate(
     at_most: AtMost = 0.1,
     steps: Steps = 3,
     utility: Utility = None,
-    train: Annotated[str | None, typer.Option(help="texts to train on for --utility; default FILE")] = None,
+    train: Annotated[str | None, typer.Option(help="texts to train on for --utility")] = None,
     test: Annotated[str | None, typer.Option(help="texts to evaluate the trained model on")] = None,
     train_limit: Annotated[int | None, typer.Option(help="number of texts to train on")] = None,
     epochs: Annotated[int, typer.Option(help="epochs of training and of the formal guarantee")] = 3,

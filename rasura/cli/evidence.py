@@ -64,7 +64,7 @@ def _print(found: Comparison) -> None:
 @app.command(name="bundle")
 def bundle_run(
     folder: Folder,
-    file: Annotated[Path | None, typer.Option("--out", help="file to write; default: bundle.json in the folder")] = None,
+    file: Annotated[Path | None, typer.Option("--out", help="file to write")] = None,
 ) -> None:
     """Write the records, plan, versions and hashes of a run into one file.
 

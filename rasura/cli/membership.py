@@ -52,7 +52,7 @@ def membership(
     optimizer: Optimizer = "adamw",
     fpr: Annotated[
         str | None,
-        typer.Option(help="false positive rates, separated by commas; default 0.01 and 0.001 where n is large enough"),
+        typer.Option(help="false positive rates, separated by commas"),
     ] = None,
     epsilon: Annotated[float | None, typer.Option(help="epsilon of a guarantee to compare the results with")] = None,
     delta: Annotated[float, typer.Option(help="delta of that guarantee")] = 0.0,

@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 
 
 def serve_and_read(
-    plan: ServicePlan, folder: Path, training: Training | None = None, *, baseline: bool = True
+    plan: ServicePlan,
+    folder: Path,
+    training: Training | None = None,
+    *,
+    baseline: bool = True,
+    fail_above: float | None = None,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Run ``plan`` into ``folder``: the identity of the run, and all its records. ``baseline``: as in ``ServiceAudit``."""
     from rasura.core.run_store import RunStore
@@ -31,6 +36,8 @@ def serve_and_read(
     with err.status("loading the model and the texts"):
         prepared = ServiceAudit(plan, training, baseline=baseline)
         store = RunStore(folder, prepared.identity)
+    if fail_above is not None:
+        store.describe({"fail_above": fail_above})
     done = sum(cell.key in store for cell in prepared.cells)
     with watched(close=store.close) as bar:
         line = bar.add_task("", total=len(prepared.cells), completed=done)
@@ -63,5 +70,5 @@ def service_planned(config: Path | None, given: Mapping[str, Any]) -> ServicePla
 
 def run_service_audit(plan: ServicePlan, folder: Path, fail_above: float | None, as_json: bool) -> None:
     """Run ``plan`` into ``folder``, print the results, and exit according to ``fail_above``."""
-    identity, records = serve_and_read(plan, folder)
+    identity, records = serve_and_read(plan, folder, fail_above=fail_above)
     conclude(records, identity, folder, fail_above, as_json)

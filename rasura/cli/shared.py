@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 app = typer.Typer(
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -34,7 +33,7 @@ LabelColumn = Annotated[str | None, typer.Option(help="column of the label, a nu
 Source = Annotated[str | None, typer.Argument(help="JSONL, CSV or Parquet file, data set id, or a folder of images")]
 Reference = Annotated[str | None, typer.Option(help="file with other texts of the same kind, known to the adversary")]
 LanguageModel = Annotated[str | None, typer.Option(help="causal model that the adversary uses as a language model")]
-AttackedModel = Annotated[str | None, typer.Option(help="model folder or hub id (default minilm); for images lenet or cnn")]
+AttackedModel = Annotated[str | None, typer.Option(help="model folder, hub id or a name of: rasura list models")]
 Budget = Annotated[str, typer.Option(help="effort per attack: quick, default or paper")]
 Entries = Annotated[
     float | None, typer.Option(help="fraction of the entries on which matching attacks evaluate L1 and masks")
@@ -94,6 +93,17 @@ def numbers(text: str | None, name: str) -> tuple[int, ...] | None:
         return tuple(int(p) for p in parts)
     except ValueError:
         raise InputError(f"--{name} is {text!r}; expected whole numbers separated by commas") from None
+
+
+def left_over(sizes: Iterable[int], count: int) -> list[str]:
+    """A line for each batch size that ``count`` examples do not fill.
+
+    >>> left_over((4, 5, 40), 12)
+    ['--batch-size 5: 2 of 12 examples are left over and not used', '--batch-size 40: only 12 examples, all in one update']
+    """
+    few = {s: f"only {count} examples, all in one update" for s in sizes if s > count}
+    left = {s: f"{count % s} of {count} examples are left over and not used" for s in sizes if s <= count and count % s}
+    return [f"--batch-size {size}: {says}" for size, says in sorted({**few, **left}.items())]
 
 
 def device_named(name: str) -> str:

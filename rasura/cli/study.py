@@ -29,7 +29,7 @@ def study(
     batch_size: Annotated[str | None, typer.Option(help="run only these batch sizes, separated by commas")] = None,
     defense: Annotated[str | None, typer.Option(help="run only these defenses, separated by commas")] = None,
     seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
-    folder: Annotated[Path | None, typer.Option("--out", help="folder for the run; default runs/studies/NAME")] = None,
+    folder: Annotated[Path | None, typer.Option("--out", help="folder for the run")] = None,
     results: Annotated[Path, typer.Option(help="Markdown file for the table")] = Path("studies/RESULTS.md"),
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:

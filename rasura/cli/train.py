@@ -52,7 +52,7 @@ class Rate:
 
 
 Overlap = Annotated[
-    float | None, typer.Option(help="largest fraction of neighbours that a token and its substitute may share (default 0.1)")
+    float | None, typer.Option(help="largest fraction of neighbours that a token and its substitute may share")
 ]
 RoundTrip = Annotated[
     bool,
@@ -70,7 +70,7 @@ def ghost(
     source: Annotated[str, typer.Argument(help="JSONL, CSV or Parquet file, or data set id")],
     target: Annotated[Path, typer.Argument(help="file to write: .jsonl, .csv or .parquet")],
     model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
-    k: Annotated[int | None, typer.Option(help="nearest tokens to search for a substitute (default 70)")] = None,
+    k: Annotated[int | None, typer.Option(help="nearest tokens to search for a substitute")] = None,
     overlap: Overlap = None,
     group: Annotated[int | None, typer.Option(help="tokens that share substitutes; 1: as published, 8: balanced")] = None,
     beam: Annotated[int, typer.Option(help="beam width of the substitute search")] = 1,
@@ -166,7 +166,7 @@ def train(
     max_length: MaxLength = None,
     service: ForService = False,
     precision: Annotated[str, typer.Option(help="precision: float32 or bf16")] = "float32",
-    delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee; default 0.1 / examples")] = None,
+    delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee")] = None,
     seeded_noise: Annotated[
         bool, typer.Option("--seeded-noise", help="reproducible noise, without a formal guarantee")
     ] = False,

@@ -32,6 +32,12 @@ class Made:
         return found
 
     @property
+    def limit(self) -> float | None:
+        """The last ``--fail-above`` of the run; None without one."""
+        found: float | None = self.about.get("fail_above")
+        return found
+
+    @property
     def date(self) -> str:
         """When the run was made, in UTC."""
         days = [_minute(str(one["began"])) for one in self.sittings]

@@ -121,7 +121,7 @@ def _rendered(f: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any
         head=head(f, plan, records, made),
         settings=settings(plan),
         rows=rows,
-        plot=plot(rows, f),
+        plot=plot(rows, f, made.limit),
         not_tested=not_tested(records, service=service),
         shown=shown,
         notes=notes_in(records, f),

@@ -99,9 +99,13 @@ def _size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def plot(rows: Sequence[Row], f: Findings) -> dict[str, Any]:
-    """Places on the axis of the dot plot, in percent of its width: guessing as a band, the target as a line."""
+def plot(rows: Sequence[Row], f: Findings, limit: float | None = None) -> dict[str, Any]:
+    """Places on the axis of the dot plot, in percent of its width: guessing as a band, the target as a line.
+
+    The target is the ``limit`` of ``--fail-above`` if the run had one, otherwise what a verdict allows above guessing.
+    """
     band = None if f.blind is None else (100 * f.blind.low, 100 * f.blind.high)
     target = None if f.blind is None else min(100.0, 100 * (f.blind.mean + HOLDS_WITHIN))
+    target = target if limit is None else 100 * limit
     dots = {r.name: tuple(100 * x for x in (r.level.mean, r.level.low, r.level.high)) for r in rows if r.level}
-    return {"band": band, "target": target, "dots": dots, "within": 100 * HOLDS_WITHIN}
+    return {"band": band, "target": target, "dots": dots, "within": 100 * HOLDS_WITHIN, "limit": limit}

@@ -38,4 +38,5 @@ def filled(name: str, **values: Any) -> str:
     loader = PackageLoader("rasura", "report")
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"spaced": spaced, "pieces": pieces}
-    return environment.get_template(name).render(values)
+    page = environment.get_template(name).render(values)
+    return re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", page)  # no line ends between a figure and its sign

