@@ -9,6 +9,7 @@ from rasura.cli import (
     account,
     audit,
     calibrate,
+    check_dp,
     evidence,
     keys,
     membership,
@@ -24,13 +25,13 @@ from rasura.cli.shared import app, err
 from rasura.core.errors import InputError
 
 __all__ = [
-    "about", "account", "app", "audit", "calibrate", "evidence", "keys", "main", "membership", "new", "obfuslm", "read",
-    "service", "study", "train",
+    "about", "account", "app", "audit", "calibrate", "check_dp", "evidence", "keys", "main", "membership", "new", "obfuslm",
+    "read", "service", "study", "train",
 ]  # fmt: skip
 
 _ORDER = (
     "audit", "read", "report", "compare", "bundle", "reproduce", "calibrate", "train", "membership",
-    "account", "keys", "new", "study", "serve", "list", "doctor",
+    "account", "check-dp", "keys", "new", "study", "serve", "list", "doctor",
 )  # fmt: skip
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
 panelled(app)

@@ -1,0 +1,155 @@
+"""Files of settings: NVFlare's JSON, Python programs, and TOML with the same names."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rasura.accounting.configurations.facts import Call, Facts, Stated, Value
+from rasura.accounting.configurations.nvflare import WITHOUT_NOISE
+from rasura.accounting.configurations.programs import program
+from rasura.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What files say: calls, facts, a statement, and what looks like a mechanism without being known."""
+
+    calls: tuple[Call, ...] = ()
+    facts: Facts = field(default_factory=Facts)
+    stated: Stated | None = None
+    strange: tuple[str, ...] = ()
+
+
+def read_files(paths: Iterable[Path]) -> Contents:
+    """Everything that the files say together. Raises ``InputError`` for unreadable files and for two statements."""
+    found = Contents()
+    for path in paths:
+        one = _read(path)
+        if found.stated is not None and one.stated is not None:
+            raise InputError(f"{path}: a second [stated] table; expected one for all files")
+        facts = _agreeing(found.facts, one.facts, path)
+        found = Contents(found.calls + one.calls, facts, found.stated or one.stated, found.strange + one.strange)
+    return found
+
+
+def _agreeing(first: Facts, second: Facts, path: Path) -> Facts:
+    for name, value in vars(second).items():
+        other = getattr(first, name)
+        if value not in (None, (), False) and other not in (None, (), False) and value != other:
+            raise InputError(f"{path}: {name} is {value}, but another file says {other}")
+    return first.over(second)
+
+
+def _read(path: Path) -> Contents:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} could not be read: {type(error).__name__}") from None
+    try:
+        if path.suffix == ".toml":
+            return _toml(tomllib.loads(text), path)
+        if path.suffix == ".json":
+            return _json(json.loads(text), path)
+        if path.suffix == ".py":
+            return _python(text, path)
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError, SyntaxError, RecursionError) as error:
+        raise InputError(f"{path} is not valid {path.suffix[1:].upper()}: {str(error)[:120]}") from None
+    raise InputError(f"{path}: expected a file .toml, .json or .py; convert other formats of NVFlare to JSON")
+
+
+def _toml(found: Mapping[str, Value], path: Path) -> Contents:
+    """``[run]``, ``[stated]``, and a table for each component: ``[flower.LocalDpMod]``, ``[opacus.make_private]``."""
+    calls: list[Call] = []
+    facts, stated = Facts(), None
+    for name, table in found.items():
+        if not isinstance(table, Mapping):
+            raise InputError(f"{path}: {name} stands alone; expected tables such as [run] and [flower.LocalDpMod]")
+        if name == "run":
+            facts = Facts.read(table)
+        elif name == "stated":
+            stated = Stated.read(table)
+        else:
+            for part, arguments in table.items():
+                each = arguments if isinstance(arguments, list) else [arguments]
+                if not all(isinstance(one, Mapping) for one in each):
+                    raise InputError(f"{path}: [{name}] has the value {part}; expected tables such as [{name}.LocalDpMod]")
+                calls += [Call(part, dict(one), f"{path} [{name}.{part}]") for one in each]
+    return Contents(tuple(calls), facts, stated)
+
+
+def _python(text: str, path: Path) -> Contents:
+    calls, strange = program(text, str(path))
+    facts: dict[str, Value] = {}
+
+    def take(name: str, value: Value) -> None:
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if whole and facts.setdefault(name, value) != value:
+            facts[name] = None  # two figures: neither is taken
+
+    for call in calls:
+        given = call.arguments
+        take("rounds", given.get("num_rounds"))
+        if call.name == "DataLoader":
+            take("batch_size", given.get("batch_size"))
+            if given.get("drop_last") is True:
+                facts["drop_last"] = True
+        if call.name == "TrainingArguments":
+            take("batch_size", given.get("per_device_train_batch_size", 8))
+            epochs = given.get("num_train_epochs", 3)
+            take("epochs", int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs)
+        if call.name == "get_epsilon" and isinstance(delta := given.get("delta"), float) and 0 < delta < 1:
+            facts["delta"] = delta
+    return Contents(tuple(calls), Facts.read(facts), None, tuple(strange))
+
+
+def _json(found: Value, path: Path) -> Contents:
+    """NVFlare's client or server configuration."""
+    if not isinstance(found, Mapping) or not {"executors", "workflows", "task_result_filters"} & set(found):
+        raise InputError(f"{path} is not a configuration of NVFlare; expected executors, workflows or task_result_filters")
+    workflows = [one.get("args") for one in _tables(found.get("workflows"))]
+    given = [args.get("num_rounds") for args in workflows if isinstance(args, Mapping)]
+    rounds = {one for one in given if isinstance(one, int)}
+    facts = Facts(rounds=rounds.pop() if len(rounds) == 1 else None)
+    tasks = tuple(dict.fromkeys(task for one in _tables(found.get("executors")) for task in _names(one.get("tasks"))))
+    calls = []
+    for direction, key in (("result", "task_result_filters"), ("data", "task_data_filters")):
+        for chain in _tables(found.get(key)):
+            filters = [_filter(one, f"{path} [{key}]") for one in _tables(chain.get("filters"))]
+            for one in filters:
+                covered = _covered(found.get("task_result_filters"), one.name)
+                open_tasks = () if "*" in covered else tuple(t for t in tasks if t not in covered)
+                submits = "submit_model" in tasks and "submit_model" not in open_tasks
+                beside = tuple(o.name for o in filters if o.name not in (*WITHOUT_NOISE, one.name))
+                extra = {"direction": direction, "unfiltered": open_tasks, "strange": beside, "submits": submits}
+                calls.append(replace(one, extra=extra))
+    return Contents(tuple(calls), facts)
+
+
+def _covered(chains: Value, name: str) -> set[str]:
+    """The tasks whose results pass a filter called ``name``."""
+    return {
+        task
+        for chain in _tables(chains)
+        if any(_filter(one, "").name == name for one in _tables(chain.get("filters")))
+        for task in _names(chain.get("tasks"))
+    }
+
+
+def _filter(found: Mapping[str, Value], place: str) -> Call:
+    name = str(found.get("path") or found.get("name") or "a filter without a name").rsplit(".", 1)[-1]
+    arguments = found.get("args") or {}
+    if not isinstance(arguments, Mapping):
+        raise InputError(f"{place}: the args of {name} are not an object")
+    return Call(name, dict(arguments), place)
+
+
+def _tables(found: Value) -> list[Mapping[str, Value]]:
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
+
+
+def _names(found: Value) -> list[str]:
+    return [str(one) for one in found] if isinstance(found, list) else []

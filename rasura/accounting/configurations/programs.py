@@ -1,0 +1,180 @@
+"""Calls in a Python program that set up differential privacy. The program is read and never run.
+
+An argument counts only where its value is written: a literal, a name that is assigned once, or arithmetic of these.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Mapping
+
+from rasura.accounting.configurations.facts import Call, Unknown, Unread, Value
+from rasura.accounting.configurations.jax_privacy import jax_sensitivity
+
+POSITIONS: Mapping[str, tuple[str, ...]] = {
+    "LocalDpMod": ("clipping_norm", "sensitivity", "epsilon", "delta"),
+    "DifferentialPrivacyServerSideFixedClipping": ("strategy", "noise_multiplier", "clipping_norm", "num_sampled_clients"),
+    "DifferentialPrivacyClientSideFixedClipping": ("strategy", "noise_multiplier", "clipping_norm", "num_sampled_clients"),
+    "DifferentialPrivacyServerSideAdaptiveClipping": (
+        "strategy", "noise_multiplier", "num_sampled_clients", "initial_clipping_norm", "target_clipped_quantile",
+        "clip_norm_lr", "clipped_count_stddev",
+    ),
+    "DifferentialPrivacyClientSideAdaptiveClipping": (
+        "strategy", "noise_multiplier", "num_sampled_clients", "initial_clipping_norm", "target_clipped_quantile",
+        "clip_norm_lr", "clipped_count_stddev",
+    ),
+    "SVTPrivacy": ("fraction", "epsilon", "noise_var", "gamma", "tau", "data_kinds", "replace"),
+    "PercentilePrivacy": ("percentile", "gamma", "data_kinds"),
+    "ExcludeVars": ("exclude_vars", "data_kinds"),
+    "make_private": (),
+    "make_private_with_epsilon": (),
+    "PrivacyEngine": (),
+    "clipped_grad": ("fun", "argnums", "has_aux"),
+    "gaussian_privatizer": (),
+    "CyclicPoissonSampling": (
+        "sampling_prob", "iterations", "truncated_batch_size", "cycle_length", "partition_type",
+    ),
+    "DPKerasConfig": (
+        "epsilon", "delta", "clipping_norm", "batch_size", "gradient_accumulation_steps", "train_steps", "train_size",
+        "poisson_sampling_in_fit", "noise_multiplier", "rescale_to_unit_norm", "microbatch_size", "seed",
+    ),
+    "protect_training": ("model", "optimizer", "loader", "defense"),
+    "PrivateTrainer": ("model", "args", "data_collator", "train_dataset"),
+    "clip_grad_norm_": ("parameters", "max_norm"),
+    "DataLoader": ("dataset", "batch_size"),
+    "TrainingArguments": ("output_dir",),
+    "ServerConfig": ("num_rounds",),
+    "get_epsilon": ("delta",),
+}  # fmt: skip
+"""The calls that are read, with the names of their arguments by position."""
+
+MODS = ("fixedclipping_mod", "adaptiveclipping_mod")
+
+_LOOKS_PRIVATE = re.compile(r"(?i:priva|differential)|(?<![A-Z])D[pP](?=[A-Z]|$)(?!O)|(?:^|_)dp(?:_|$)")
+"""Names of calls that seem to be about differential privacy. One that is not known leaves the whole file open."""
+
+_HARMLESS = ("get_privacy_spent", "privacy_spent", "is_private")
+_KNOWN_BESIDE = ("RdpAccountant", "PrivacyConfig", "GaussianPrivacyEvent")
+
+_ARITHMETIC = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: lambda base, power: float(base) ** float(power), ast.FloorDiv: operator.floordiv,
+}  # fmt: skip
+
+
+class _Reader:
+    """The names that a program assigns once, and the calls that it makes."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.tree = tree
+        self.assigned: dict[str, ast.expr | None] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.assigned[node.id] = None
+            elif isinstance(node, ast.arg):
+                self.assigned[node.arg] = None
+        counts: dict[str, int] = {}
+        for node in ast.walk(tree):
+            for target in _targets(node):
+                counts[target] = counts.get(target, 0) + 1
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+                name = node.targets[0].id
+                if counts.get(name) == 1:
+                    self.assigned[name] = node.value
+
+    def value(self, node: ast.expr, depth: int = 0) -> Value:
+        """The value of an expression, ``Unread`` if it is not written in the program."""
+        unread = Unread(ast.unparse(node)[:80])
+        if depth > 9:
+            return unread
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            known = self.assigned.get(node.id)
+            return unread if known is None else self.value(known, depth + 1)
+        if isinstance(node, ast.List | ast.Tuple):
+            each = [self.value(one, depth + 1) for one in node.elts]
+            return unread if any(isinstance(one, Unread) for one in each) else each
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            inner = self.value(node.operand, depth + 1)
+            return -inner if isinstance(inner, int | float) else unread
+        if isinstance(node, ast.BinOp) and (made := _ARITHMETIC.get(type(node.op))) is not None:
+            return self._computed(made, node, depth, unread)
+        if isinstance(node, ast.Call) and ast.unparse(node) in ("float('inf')", 'float("inf")'):
+            return float("inf")
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("math.inf", "np.inf", "jnp.inf", "numpy.inf"):
+            return float("inf")
+        return self._sensitivity(node, unread)
+
+    def _computed(self, made: object, node: ast.BinOp, depth: int, unread: Unread) -> Value:
+        left, right = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
+        if not isinstance(left, int | float) or not isinstance(right, int | float):
+            return unread
+        try:
+            found = made(left, right)  # type: ignore[operator]  # one of _ARITHMETIC
+        except (ArithmeticError, ValueError):
+            return unread
+        return found if isinstance(found, int | float) else unread
+
+    def _sensitivity(self, node: ast.expr, unread: Unread) -> Value:
+        """Of ``name.sensitivity()`` or ``name.l2_norm_bound``, where the name is assigned a ``clipped_grad``."""
+        inner = node.func if isinstance(node, ast.Call) and not node.args and not node.keywords else node
+        if not isinstance(inner, ast.Attribute) or inner.attr not in ("sensitivity", "l2_norm_bound"):
+            return unread
+        made = self.assigned.get(inner.value.id) if isinstance(inner.value, ast.Name) else None
+        if not isinstance(made, ast.Call) or _name(made.func) != "clipped_grad":
+            return unread
+        try:
+            return jax_sensitivity(self.call(made, ""))
+        except Unknown:
+            return unread
+
+    def call(self, node: ast.Call, place: str) -> Call:
+        """A call with its arguments by name."""
+        name = _name(node.func)
+        names = POSITIONS.get(name, ())
+        arguments: dict[str, Value] = {}
+        for position, one in enumerate(node.args):
+            if position < len(names):
+                arguments[names[position]] = self.value(one)
+            else:
+                arguments[f"argument {position + 1}"] = Unread(ast.unparse(one)[:80])
+        for keyword in node.keywords:
+            arguments[keyword.arg or "**"] = self.value(keyword.value)
+        return Call(name, arguments, place)
+
+
+def program(text: str, path: str) -> tuple[list[Call], list[str]]:
+    """The calls in a program that are known here, and the names of those that look like privacy and are not known.
+
+    Raises ``SyntaxError`` if ``text`` is not a Python program.
+    """
+    reader = _Reader(ast.parse(text))
+    calls, strange = [], []
+    for node in ast.walk(reader.tree):
+        if isinstance(node, ast.Name | ast.Attribute) and _name(node) in MODS:
+            calls.append(Call(_name(node), {}, f"{path}:{node.lineno}"))
+        if not isinstance(node, ast.Call):
+            continue
+        name = _name(node.func)
+        rounds = [k for k in node.keywords if k.arg == "num_rounds"]
+        if name in POSITIONS or rounds:
+            calls.append(reader.call(node, f"{path}:{node.lineno}"))
+        elif _LOOKS_PRIVATE.search(name) and name not in (*_HARMLESS, *_KNOWN_BESIDE):
+            strange.append(f"{name} ({path}:{node.lineno})")
+    return calls, strange
+
+
+def _name(node: ast.AST) -> str:
+    """The last part of a dotted name."""
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _targets(node: ast.AST) -> list[str]:
+    """Names that a statement changes."""
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
+        return [node.id]
+    return [node.arg] if isinstance(node, ast.arg) else []

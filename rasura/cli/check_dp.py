@@ -1,0 +1,160 @@
+"""``rasura check-dp``: what the differential privacy settings of a framework guarantee."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rasura.cli.shared import app, err, out
+from rasura.core.errors import InputError
+
+if TYPE_CHECKING:
+    from rasura.accounting.configurations import Checked, Finding
+
+RUN, STATED, ATTACK = "About the run", "What is stated", "Attack at that noise"
+
+Files = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="NVFlare's JSON, a Python program, or TOML")]
+Count = int | None
+
+
+@app.command(name="check-dp")
+def check_dp(
+    config: Files,
+    examples: Annotated[Count, typer.Option(help="training examples (of one client)", rich_help_panel=RUN)] = None,
+    clients: Annotated[Count, typer.Option(help="number of all clients", rich_help_panel=RUN)] = None,
+    clients_per_round: Annotated[Count, typer.Option(help="clients that answer in a round", rich_help_panel=RUN)] = None,
+    rounds: Annotated[Count, typer.Option(help="number of rounds", rich_help_panel=RUN)] = None,
+    rounds_per_client: Annotated[Count, typer.Option(help="the most rounds of one client", rich_help_panel=RUN)] = None,
+    batch_size: Annotated[Count, typer.Option(help="examples in a step, on average", rich_help_panel=RUN)] = None,
+    epochs: Annotated[Count, typer.Option(help="passes over the examples, in a round", rich_help_panel=RUN)] = None,
+    sampling: Annotated[
+        str | None, typer.Option(help="how batches are drawn: poisson, shuffled or fixed", rich_help_panel=RUN)
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="equal, or the largest fraction of a client in the average", rich_help_panel=RUN)
+    ] = None,
+    parameters: Annotated[Count, typer.Option(help="entries of an update", rich_help_panel=RUN)] = None,
+    version: Annotated[str | None, typer.Option(help="version of the framework", rich_help_panel=RUN)] = None,
+    epsilon: Annotated[float | None, typer.Option(help="epsilon that is stated", rich_help_panel=STATED)] = None,
+    delta: Annotated[float | None, typer.Option(help="delta of the guarantee", rich_help_panel=STATED)] = None,
+    unit: Annotated[str | None, typer.Option(help="what it protects: example or client", rich_help_panel=STATED)] = None,
+    per: Annotated[str, typer.Option(help="what it covers: run or round", rich_help_panel=STATED)] = "run",
+    model: Annotated[str | None, typer.Option(help="model folder or hub id to attack", rich_help_panel=ATTACK)] = None,
+    data: Annotated[str | None, typer.Option(help="file with texts for the attack", rich_help_panel=ATTACK)] = None,
+    attack: Annotated[str, typer.Option(help="attack to run", rich_help_panel=ATTACK)] = "best",
+    limit: Annotated[int, typer.Option(help="number of texts to attack", rich_help_panel=ATTACK)] = 4,
+    folder: Annotated[Path, typer.Option("--out", help="folder for the audit", rich_help_panel=ATTACK)] = Path(
+        "runs/check-dp"
+    ),
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print the result as JSON, and the audit as a second line")
+    ] = False,
+) -> None:
+    """Recompute what the differential privacy settings of Flower, NVFlare, Opacus or jax-privacy guarantee.
+
+    The files are read and never run. With --model and --data, an attack reads texts at the same noise. Exit code 0: a
+    figure stands, and no less than stated. 3: a stated guarantee does not hold, or a hazard was found. 4: nothing can be
+    said, and the reason is printed.
+
+    Example: rasura check-dp config_fed_client.json --version 2.9.0 --parameters 22713216 --rounds 10
+    """
+    from rasura.accounting.configurations import Facts, Stated, checked_files
+
+    if (model is None) != (data is None):
+        raise InputError("--model and --data go together: an attack needs the model and texts")
+    if epsilon is None and (unit is not None or per != "run"):
+        raise InputError("--unit and --per say what --epsilon covers; pass --epsilon as well")
+    facts = Facts(
+        examples, clients, clients_per_round, rounds, rounds_per_client, batch_size, epochs, None, sampling, delta,
+        _weights(weights), parameters, version,
+    )  # fmt: skip
+    stated = None if epsilon is None else Stated.read(_given(epsilon=epsilon, delta=delta, unit=unit, per=per))
+    with err.status("accounting"):
+        found = checked_files(config, facts, stated)
+    if as_json:
+        sys.stdout.write(json.dumps(found.to_dict(), ensure_ascii=False) + "\n")
+    else:
+        _told(found)
+    if model is not None and data is not None:
+        _attacked(found, model, data, attack, limit, folder, as_json)
+    if found.exit_code:
+        raise typer.Exit(found.exit_code)
+
+
+def _given(**options: object) -> dict[str, object]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _weights(text: str | None) -> str | float | None:
+    if text is None or text == "equal":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--weights is {text!r}; expected equal, or a fraction") from None
+
+
+def _line(text: str, style: str | None = None) -> None:
+    out.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
+def _told(found: Checked) -> None:
+    for one in found.findings:
+        _finding(one)
+    for text in found.unknown:
+        _line(f"not known: {text}")
+    _line(f"\n{_OUTCOMES[found.outcome]}", "bold")
+
+
+_OUTCOMES = {
+    "holds": "The stated guarantee holds, under the assumptions above.",
+    "computed": "No guarantee is stated; the figures above hold under the assumptions above.",
+    "does not hold": "Not private as configured: see the hazards above.",
+    "not known": "No guarantee can be confirmed: see above for what is not known.",
+}
+
+
+def _finding(one: Finding) -> None:
+    from rasura.accounting.configurations.drafts import HAZARDS
+
+    _line(f"{one.mechanism} ({one.place})", "bold")
+    if one.stated is not None:
+        at = "" if one.stated.delta is None else f" at delta {one.stated.delta:g}"
+        origin = ", by its arguments" if one.stated.by_argument else ""
+        _line(f"  stated: epsilon {one.stated.epsilon:g}{at} for one {one.stated.per}{origin}")
+    if one.one_round is not None:
+        _line(f"  after one round: epsilon {one.one_round:.6g} for one client")
+    for bound in one.bounds:
+        if bound.epsilon is None or bound.delta is None:
+            _line(f"  one {bound.unit}: no guarantee; {bound.says}")
+        else:
+            says = f" ({bound.says})" if bound.says else ""
+            at = f"epsilon {bound.epsilon:.6g} at delta {bound.delta:.3g}"
+            _line(f"  one {bound.unit}: {at}, {bound.relation}{says}")
+    for hazard in one.hazards:
+        _line(f"  hazard: {HAZARDS[hazard.code]}: {hazard.says}")
+    for text in one.unknown:
+        _line(f"  not known: {text}")
+    for text in one.notes:
+        _line(f"  note: {text}")
+
+
+def _attacked(found: Checked, model: str, data: str, attack: str, limit: int, folder: Path, as_json: bool) -> None:
+    """Audit single texts under the equal noise: the clip and the noise of one contribution, nothing of others."""
+    from rasura.cli.audit import run_audit
+    from rasura.cli.shared import device_named
+    from rasura.runs.plans import Plan
+
+    noises = {one.equal_noise for one in found.findings if one.equal_noise is not None}
+    if len(noises) != 1:
+        err.print(f"no attack was run: the noise of {len(noises)} mechanisms is known; expected one", soft_wrap=True)
+        return
+    multiplier, clip = noises.pop()
+    defense = f"dp-sgd:{multiplier:.6g}/clip={clip:.6g}"
+    err.print(f"attack on single texts under {defense}, by an adversary who knows all other contributions", soft_wrap=True)
+    plan = Plan(data=data, model=model, attacks=("blind", attack), defenses=("none", defense), batch_sizes=(1,), limit=limit)
+    run_audit(plan.checked(), folder, device_named("auto"), None, as_json, workers=1)
