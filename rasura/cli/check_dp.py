@@ -9,50 +9,59 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rasura.cli.shared import app, err, out
+from rasura.cli.shared import Out, app, err, out
 from rasura.core.errors import InputError
 
 if TYPE_CHECKING:
     from rasura.accounting.configurations import Checked, Finding
 
-RUN, STATED, ATTACK = "About the run", "What is stated", "Attack at that noise"
-
 Files = Annotated[list[Path], typer.Argument(metavar="CONFIG...", help="NVFlare's JSON, a Python program, or TOML")]
-Count = int | None
+Examples = Annotated[int | None, typer.Option(help="number of training examples (of one client)")]
+Clients = Annotated[int | None, typer.Option(help="number of all clients")]
+ClientsPerRound = Annotated[int | None, typer.Option(help="number of clients that answer in a round")]
+Rounds = Annotated[int | None, typer.Option(help="number of rounds")]
+RoundsPerClient = Annotated[int | None, typer.Option(help="the most rounds that one client takes part in")]
+BatchSize = Annotated[int | None, typer.Option(help="examples in a step, on average")]
+Epochs = Annotated[int | None, typer.Option(help="passes over the examples, in a round")]
+Sampling = Annotated[str | None, typer.Option(help="how batches are drawn: poisson, shuffled or fixed")]
+Weights = Annotated[str | None, typer.Option(help="equal, or the largest fraction of one client in the average")]
+Parameters = Annotated[int | None, typer.Option(help="number of entries of an update")]
+Version = Annotated[str | None, typer.Option(help="version of the framework")]
+Epsilon = Annotated[float | None, typer.Option(help="epsilon that is stated")]
+Delta = Annotated[float | None, typer.Option(help="delta of the guarantee")]
+Unit = Annotated[str | None, typer.Option(help="what the stated epsilon protects: example or client")]
+Per = Annotated[str, typer.Option(help="what the stated epsilon covers: run or round")]
+Model = Annotated[str | None, typer.Option(help="model to attack at that noise: folder or hub id")]
+Data = Annotated[str | None, typer.Option(help="file with texts for the attack")]
+Attack = Annotated[str, typer.Option(help="attack to run")]
+Texts = Annotated[int, typer.Option(help="number of texts to attack")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and an audit as a second line")]
 
 
 @app.command(name="check-dp")
 def check_dp(
     config: Files,
-    examples: Annotated[Count, typer.Option(help="training examples (of one client)", rich_help_panel=RUN)] = None,
-    clients: Annotated[Count, typer.Option(help="number of all clients", rich_help_panel=RUN)] = None,
-    clients_per_round: Annotated[Count, typer.Option(help="clients that answer in a round", rich_help_panel=RUN)] = None,
-    rounds: Annotated[Count, typer.Option(help="number of rounds", rich_help_panel=RUN)] = None,
-    rounds_per_client: Annotated[Count, typer.Option(help="the most rounds of one client", rich_help_panel=RUN)] = None,
-    batch_size: Annotated[Count, typer.Option(help="examples in a step, on average", rich_help_panel=RUN)] = None,
-    epochs: Annotated[Count, typer.Option(help="passes over the examples, in a round", rich_help_panel=RUN)] = None,
-    sampling: Annotated[
-        str | None, typer.Option(help="how batches are drawn: poisson, shuffled or fixed", rich_help_panel=RUN)
-    ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="equal, or the largest fraction of a client in the average", rich_help_panel=RUN)
-    ] = None,
-    parameters: Annotated[Count, typer.Option(help="entries of an update", rich_help_panel=RUN)] = None,
-    version: Annotated[str | None, typer.Option(help="version of the framework", rich_help_panel=RUN)] = None,
-    epsilon: Annotated[float | None, typer.Option(help="epsilon that is stated", rich_help_panel=STATED)] = None,
-    delta: Annotated[float | None, typer.Option(help="delta of the guarantee", rich_help_panel=STATED)] = None,
-    unit: Annotated[str | None, typer.Option(help="what it protects: example or client", rich_help_panel=STATED)] = None,
-    per: Annotated[str, typer.Option(help="what it covers: run or round", rich_help_panel=STATED)] = "run",
-    model: Annotated[str | None, typer.Option(help="model folder or hub id to attack", rich_help_panel=ATTACK)] = None,
-    data: Annotated[str | None, typer.Option(help="file with texts for the attack", rich_help_panel=ATTACK)] = None,
-    attack: Annotated[str, typer.Option(help="attack to run", rich_help_panel=ATTACK)] = "best",
-    limit: Annotated[int, typer.Option(help="number of texts to attack", rich_help_panel=ATTACK)] = 4,
-    folder: Annotated[Path, typer.Option("--out", help="folder for the audit", rich_help_panel=ATTACK)] = Path(
-        "runs/check-dp"
-    ),
-    as_json: Annotated[
-        bool, typer.Option("--json", help="print the result as JSON, and the audit as a second line")
-    ] = False,
+    examples: Examples = None,
+    clients: Clients = None,
+    clients_per_round: ClientsPerRound = None,
+    rounds: Rounds = None,
+    rounds_per_client: RoundsPerClient = None,
+    batch_size: BatchSize = None,
+    epochs: Epochs = None,
+    sampling: Sampling = None,
+    weights: Weights = None,
+    parameters: Parameters = None,
+    version: Version = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    unit: Unit = None,
+    per: Per = "run",
+    model: Model = None,
+    data: Data = None,
+    attack: Attack = "best",
+    limit: Texts = 4,
+    folder: Out = Path("runs/check-dp"),
+    as_json: AsJson = False,
 ) -> None:
     """Recompute what the differential privacy settings of Flower, NVFlare, Opacus or jax-privacy guarantee.
 

@@ -29,6 +29,11 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "epochs", "patience", "keep", "learning_rate", "train_batch_size", "schedule", "warmup", "optimizer", "lora",
         "precision",
     ),
+    "Clients and rounds": (
+        "examples", "clients", "clients_per_round", "rounds", "rounds_per_client", "sampling", "weights", "parameters",
+        "version",
+    ),
+    "Statement": ("unit", "per"),
     "Run": ("seeds", "seed", "device", "engine", "address", "workers", "cells"),
     "Output": ("folder", "fail_above", "show_text", "results", "dpia", "as_json"),
 }  # fmt: skip
@@ -38,6 +43,15 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "audit": {"service": "Input"},
     "train": {"service": "Protections", "batch_size": "Training", "update": "Training"},
     "membership": {"batch_size": "Training"},
+    "check-dp": {
+        "batch_size": "Clients and rounds",
+        "epochs": "Clients and rounds",
+        "epsilon": "Statement",
+        "delta": "Statement",
+        "model": "Adversary",
+        "data": "Adversary",
+        "limit": "Adversary",
+    },
 }
 """Parameters that mean something else in one command."""
 
@@ -73,6 +87,12 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
     "study": {
         "model": "the study's", "limit": "the study's", "budget": "the study's", "attack": "the study's",
         "batch_size": "the study's", "defense": "the study's", "folder": "runs/studies/NAME",
+    },
+    "check-dp": {
+        **dict.fromkeys(("examples", "clients", "rounds", "batch_size", "epochs", "parameters", "version"), "not known"),
+        "clients_per_round": "as the noise assumes", "rounds_per_client": "all", "sampling": "that of the framework",
+        "weights": "not known", "epsilon": "that of the files", "delta": "that of the files", "unit": "the mechanism's",
+        "model": "no attack", "data": "no attack",
     },
     "bundle": {"file": "bundle.json in the folder"},
 }  # fmt: skip
