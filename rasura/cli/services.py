@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rasura.cli.outcome import conclude
+from rasura.cli.outcome import Ending, conclude
 from rasura.cli.shared import err, watched
 from rasura.core.errors import InputError
 
@@ -68,7 +68,7 @@ def service_planned(config: Path | None, given: Mapping[str, Any]) -> ServicePla
     return service_plan_of(found, str(config or "--service")).checked()
 
 
-def run_service_audit(plan: ServicePlan, folder: Path, fail_above: float | None, as_json: bool) -> None:
-    """Run ``plan`` into ``folder``, print the results, and exit according to ``fail_above``."""
-    identity, records = serve_and_read(plan, folder, fail_above=fail_above)
-    conclude(records, identity, folder, fail_above, as_json)
+def run_service_audit(plan: ServicePlan, folder: Path, ending: Ending) -> None:
+    """Run ``plan`` into ``folder``, print the results, and exit as ``ending`` says."""
+    identity, records = serve_and_read(plan, folder, fail_above=ending.fail_above)
+    conclude(records, identity, folder, ending)

@@ -12,6 +12,7 @@ import typer
 
 from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
+from rasura.cli.outcome import Ending
 from rasura.cli.services import serve_and_read
 from rasura.cli.shared import Limit, app, err, numbers, split, watched
 from rasura.cli.train import prepared, trained
@@ -72,7 +73,7 @@ def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: boo
     from rasura.studies import files, plots, tables
 
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.
-    run_audit(plan, folder, "cpu", None, as_json, baseline=False)
+    run_audit(plan, folder, "cpu", Ending(as_json=as_json), baseline=False)
     store = RunStore(folder)
     try:
         records = list(store)

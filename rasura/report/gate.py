@@ -37,26 +37,38 @@ def checked_limit(limit: float) -> float:
     return limit
 
 
-def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
-    """Judge every column of ``verdicts`` against ``limit``.
+def outcomes(verdicts: Mapping[str, Verdict], limit: float) -> dict[str, tuple[int, str]]:
+    """The exit code of each judged column of ``verdicts``, and what is said of it.
 
     A column is above it where its strongest attack read more on average, and more than guessing scores: one that gave up has
     the score of guessing and recovered nothing. Else the column is not judged unless it was fully measured and the upper
     bound of what was read is at most ``limit``.
     """
     checked_limit(limit)
-    columns = judged(verdicts)
     share = f"--fail-above {100 * limit:.3g} %"
-    above, unknown = [], []
-    for name, v in columns.items():
+    found: dict[str, tuple[int, str]] = {}
+    for name, v in judged(verdicts).items():
         most = max((c for c in v.columns or (v,) if _read_more(c, limit)), key=lambda c: c.risk or 0.0, default=None)
         if most is not None:
-            above.append(f"{name}: {most.attack} read {100 * (most.risk or 0):.0f} %, above {share}{_guessing(most, limit)}")
+            read = f"{most.attack} read {100 * (most.risk or 0):.0f} %"
+            found[name] = ABOVE_LIMIT, f"{name}: {read}, above {share}{_guessing(most, limit)}"
         elif not v.within(limit, v.upper):
-            unknown.append(f"{name}: not judged against {share}: {_why(v, limit)}")
-    if not columns:
-        unknown.append(f"nothing to judge against {share}: the run contains no protection and no baseline")
-    return Gate(ABOVE_LIMIT if above else NOT_JUDGED if unknown else PASSED, tuple(columns), (*above, *unknown))
+            found[name] = NOT_JUDGED, f"{name}: not judged against {share}: {_why(v, limit)}"
+        else:
+            found[name] = PASSED, f"{name}: at most {100 * (v.upper or 0):.0f} % is read, within {share}"
+    return found
+
+
+def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
+    """Judge every column of ``verdicts`` against ``limit``, as ``outcomes`` says."""
+    found = outcomes(verdicts, limit)
+    above = [says for code, says in found.values() if code == ABOVE_LIMIT]
+    unknown = [says for code, says in found.values() if code == NOT_JUDGED]
+    if not found:
+        unknown = [
+            f"nothing to judge against --fail-above {100 * limit:.3g} %: the run contains no protection and no baseline"
+        ]
+    return Gate(ABOVE_LIMIT if above else NOT_JUDGED if unknown else PASSED, tuple(found), (*above, *unknown))
 
 
 def _read_more(v: Verdict, limit: float) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,13 @@ class ReadResult:
             **read, "ordered": self.ordered, "labels": list(self.labels) if self.labels is not None else None,
             "seconds": self.seconds, "details": dict(self.details),
         }  # fmt: skip
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the texts, and how sure they are."""
+        if not self.texts:
+            return f"<p>nothing was recovered: {escape(self.reason or 'the attack returned no text')}</p>"
+        rows = "".join(f"<li>{escape(text)}</li>" for text in self.texts)
+        return f"<ul>{rows}</ul><p><b>{self.confidence}</b> by {escape(self.attack)} in {self.seconds:.1f} s</p>"
 
 
 def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = None) -> ReadResult:
