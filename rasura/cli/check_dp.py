@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rasura.cli.shared import Out, app, err, out
+from rasura.cli.shared import Out, app, err, out, split
 from rasura.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ Unit = Annotated[str | None, typer.Option(help="what the stated epsilon protects
 Per = Annotated[str, typer.Option(help="what the stated epsilon covers: run or round")]
 Model = Annotated[str | None, typer.Option(help="model to attack at that noise: folder or hub id")]
 Data = Annotated[str | None, typer.Option(help="file with texts for the attack")]
-Attack = Annotated[str, typer.Option(help="attack to run")]
+Attack = Annotated[str, typer.Option(help="attacks, separated by commas; see: rasura list attacks")]
 Texts = Annotated[int, typer.Option(help="number of texts to attack")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON, and an audit as a second line")]
 
@@ -58,7 +58,7 @@ def check_dp(
     per: Per = "run",
     model: Model = None,
     data: Data = None,
-    attack: Attack = "best",
+    attack: Attack = "span,pursuit,grab",
     limit: Texts = 4,
     folder: Out = Path("runs/check-dp"),
     as_json: AsJson = False,
@@ -166,5 +166,6 @@ def _attacked(found: Checked, model: str, data: str, attack: str, limit: int, fo
     multiplier, clip = noises.pop()
     defense = f"dp-sgd:{multiplier:.6g}/clip={clip:.6g}"
     err.print(f"attack on single texts under {defense}, by an adversary who knows all other contributions", soft_wrap=True)
-    plan = Plan(data=data, model=model, attacks=("blind", attack), defenses=("none", defense), batch_sizes=(1,), limit=limit)
+    attacks = ("blind", *(split(attack) or ()))
+    plan = Plan(data=data, model=model, attacks=attacks, defenses=("none", defense), batch_sizes=(1,), limit=limit)
     run_audit(plan.checked(), folder, device_named("auto"), Ending(as_json=as_json), workers=1)
