@@ -303,3 +303,72 @@ def test_a_statement_on_the_command_line_replaces_that_of_the_file() -> None:
     files = sorted((SETTINGS / "correct").glob("flower_server_fixed.*"))
     assert checked_files(files, None, Stated(4.0, 1e-5, "client")).exit_code == 3
     assert checked_files(files, None, Stated(9.0, 1e-5, "example")).exit_code == 3  # 10 for an example
+
+
+# --- what must not pass
+
+PROGRAMS = {
+    "the sensitivity is imported again": "S = 2.0\nfrom settings import S\nmod = LocalDpMod(1.0, S, 0.5, 1e-5)\n",
+    "anything may be imported": "S = 2.0\nfrom settings import *\nmod = LocalDpMod(1.0, S, 0.5, 1e-5)\n",
+    "further arguments": "mod = LocalDpMod(clipping_norm=1.0, sensitivity=2.0, epsilon=0.5, **more)\n",
+    "further arguments of a clip": (
+        "g = clipped_grad(f, l2_clip_norm=0.1, **more)\np = gaussian_privatizer(stddev=1.0)\n"
+        "b = CyclicPoissonSampling(sampling_prob=0.01, iterations=10)\n"
+    ),
+    "two plans of sampling": (
+        "g = clipped_grad(f, l2_clip_norm=0.1)\np = gaussian_privatizer(stddev=1.0)\n"
+        "a = CyclicPoissonSampling(0.01, 10)\nb = CyclicPoissonSampling(0.5, 10_000)\n"
+    ),
+    "a filter whose tasks are not read": "job.to(SVTPrivacy(epsilon_release=1.0), 'site-1', tasks=['x'])\n",
+    "a mechanism under another name": (
+        "from mine import DpNoise as Plain\nmod = LocalDpMod(1.0, 2.0, 0.5, 1e-5)\nother = Plain(3)\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_program_hides_is_not_known(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAMS[name], encoding="utf-8")
+    facts = Facts(examples=1000, clients=1000, rounds=1, parameters=1000, version="2.9.0", delta=1e-5)
+    assert checked_files([path], facts, Stated(50.0, 1e-5)).outcome == "not known"
+
+
+def test_a_mechanism_that_is_imported_under_another_name_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text("from flwr.clientapp.mod import LocalDpMod as Mod\nmod = Mod(1.0, 2.0, 0.5, 1e-5)\n", encoding="utf-8")
+    assert checked_files([path], Facts(rounds=1, clients=1000)).outcome == "holds"
+
+
+@pytest.mark.parametrize("name", ["flower_server_fixed", "opacus_make_private", "flower_local_total"])
+def test_gaussian_noise_has_no_guarantee_at_delta_zero(name: str) -> None:
+    files = sorted((SETTINGS / "correct").glob(f"{name}.*"))
+    assert checked_files(files, None, Stated(100.0, 0.0)).exit_code in (3, 4)
+
+
+def test_a_pure_statement_is_compared_with_the_pure_figure() -> None:
+    files = sorted((SETTINGS / "correct").glob("nvflare_svt_delta.*"))
+    assert checked_files(files, None, Stated(10.0, 1e-5)).exit_code == 0
+    assert checked_files(files, None, Stated(10.0, 0.0)).exit_code == 3
+
+
+def test_without_poisson_sampling_the_way_of_drawing_must_be_known() -> None:
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "poisson_sampling": False}
+    for sampling, figure in ((None, None), ("shuffled", math.sqrt(3)), ("fixed", math.sqrt(30)), ("poisson", 0.0)):
+        facts = Facts(examples=1000, batch_size=100, epochs=3, delta=1e-5, sampling=sampling)
+        (finding,) = check(Contents((Call("make_private", arguments),), facts)).findings
+        found = {one.unit: one.epsilon for one in finding.bounds}
+        if figure is None:
+            assert found == {} and finding.unknown
+        elif figure:
+            assert found["example"] == pytest.approx(gaussian_epsilon(figure, 1e-5))
+        else:
+            assert found["example"] == epsilon(1.0, 0.1, 30, 1e-5) and finding.outcome == "computed"
+
+
+def test_a_filter_without_tasks_is_not_known(tmp_path: Path) -> None:
+    path = tmp_path / "client.json"
+    chain = {"tasks": ["other"], "filters": [{"name": "SVTPrivacy", "args": {"epsilon_release": 1.0}}]}
+    path.write_text(json.dumps({"task_result_filters": [chain]}), encoding="utf-8")
+    facts = Facts(rounds=1, parameters=1000, version="2.9.0")
+    assert checked_files([path], facts, Stated(50.0)).outcome == "not known"

@@ -38,7 +38,7 @@ def opacus(draft: Draft) -> None:
     """``PrivacyEngine.make_private`` (Opacus 1.6): noise of deviation ``noise_multiplier * max_grad_norm`` on the sum of
     clipped gradients, Poisson sampling at 1 / len(loader), and as many steps in an epoch."""
     _opacus_clip(draft)
-    _planned(draft, draft.noise("noise_multiplier"), draft.value("poisson_sampling", True) is True)
+    _planned(draft, draft.noise("noise_multiplier"), _opacus_poisson(draft))
 
 
 def opacus_target(draft: Draft) -> None:
@@ -57,8 +57,12 @@ def opacus_target(draft: Draft) -> None:
         draft.hazard("steps", f"the noise is for {epochs} epochs, but {made} are made")
     # An epsilon within a thousandth of the target is the target's: both accountants round.
     multiplier = 1.001 * sigma_for(target, rate, epochs * in_epoch, delta)
-    poisson = draft.value("poisson_sampling", True) is True
+    poisson = _opacus_poisson(draft)
     accounted(draft, multiplier, Steps(rate, made * in_epoch, made, poisson), delta)
+
+
+def _opacus_poisson(draft: Draft) -> bool:
+    return draft.value("poisson_sampling", True) is True or draft.facts.sampling == "poisson"
 
 
 def _opacus_clip(draft: Draft) -> None:
@@ -195,7 +199,9 @@ def accounted(
         draft.hazard("sampling", "batches are not drawn by Poisson sampling, which the framework's accountant assumes")
     if noise == "laplace" and not steps.poisson:
         raise Unknown("Laplace noise without Poisson sampling is not counted here")
-    releases = steps.passes if draft.facts.sampling in (None, "shuffled") else steps.made
+    if not steps.poisson and draft.facts.sampling is None:
+        raise Unknown("how batches are drawn is not known; pass --sampling shuffled or fixed")
+    releases = steps.passes if draft.facts.sampling == "shuffled" else steps.made
 
     def spent(sigma: float) -> float:
         if noise == "laplace":

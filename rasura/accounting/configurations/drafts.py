@@ -111,6 +111,8 @@ class Draft:
 
     def value(self, name: str, default: Value = None) -> Value:
         """The argument ``name``. Raises ``Unknown`` if its value is not written in the file."""
+        if name not in self.call.arguments and "**" in self.call.arguments:
+            raise Unknown(f"{name} of {self.call.name} may be among its further arguments, which are not in this file")
         found = self.call.arguments.get(name, default)
         if isinstance(found, Unread):
             raise Unknown(f"{name} of {self.call.name} is {found.text}, which is not a number in this file")
@@ -175,7 +177,9 @@ class Draft:
         """The delta of the figures: of the statement, the argument, the facts, or a tenth of 1 over the number of units."""
         units = self.facts.clients if unit == "client" else self.facts.examples
         stated = self.stated.delta if self.stated is not None else None
-        for found in (stated or None, argument, self.facts.delta, 0.1 / units if units else None):
+        if stated == 0:
+            raise Unknown("delta 0 is stated, but Gaussian noise guarantees nothing at delta 0")
+        for found in (stated, argument, self.facts.delta, 0.1 / units if units else None):
             if found is None:
                 continue
             if not isinstance(found, float | int) or not probability(found):

@@ -77,6 +77,8 @@ class Facts:
         weight = self.weights
         if weight not in (None, "equal") and not (isinstance(weight, float | int) and 0 < float(weight) <= 1):
             raise InputError(f"weights is {weight!r}; expected equal, or the largest fraction of one client in the average")
+        if not isinstance(self.client_mods, tuple) or not isinstance(self.drop_last, bool):
+            raise InputError("client_mods is not a list, or drop_last is not true or false")
         if self.version is not None and not isinstance(self.version, str):
             raise InputError(f"version is {self.version!r}; expected a text such as '2.8.0'")
 

@@ -121,10 +121,12 @@ def _json(found: Value, path: Path) -> Contents:
             filters = [_filter(one, f"{path} [{key}]") for one in _tables(chain.get("filters"))]
             for one in filters:
                 covered = _covered(found.get("task_result_filters"), one.name)
-                open_tasks = () if "*" in covered else tuple(t for t in tasks if t not in covered)
+                listed = tasks or ("tasks that no executor lists",)
+                open_tasks = () if "*" in covered else tuple(t for t in listed if t not in covered)
                 submits = "submit_model" in tasks and "submit_model" not in open_tasks
                 beside = tuple(o.name for o in filters if o.name not in (*WITHOUT_NOISE, one.name))
                 extra = {"direction": direction, "unfiltered": open_tasks, "strange": beside, "submits": submits}
+                extra["server"] = "workflows" in found
                 calls.append(replace(one, extra=extra))
     return Contents(tuple(calls), facts)
 

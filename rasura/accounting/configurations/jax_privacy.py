@@ -67,6 +67,8 @@ def privatizer(draft: Draft) -> None:
         raise Unknown("without clipping there is no guarantee")
     multiplier = draft.noise("stddev") / sensitivity
     drawn = [one for one in draft.others if one.name == "CyclicPoissonSampling"]
+    if len(drawn) > 1:
+        raise Unknown(f"{len(drawn)} calls of CyclicPoissonSampling were found; at most one is expected")
     if drawn:
         plan = Draft(drawn[0], draft.facts, None)
         if plan.count("cycle_length", 1) != 1 or plan.value("truncated_batch_size") is not None:

@@ -73,7 +73,8 @@ def sparse_vector(draft: Draft) -> None:
         concentrated = rounds * sent * (released / sent) ** 2 / 2
         return min(pure, rounds * selected + concentrated + 2 * math.sqrt(concentrated * -math.log(delta)))
 
-    delta = draft.stated.delta or 0.0 if not draft.facts.delta else draft.delta("client")
+    asked = draft.facts.delta if draft.stated.delta is None else draft.stated.delta
+    delta = draft.delta("client") if asked else 0.0
     draft.one_round = spent(1, delta)
     try:
         # The task submit_model sends the model once more.
@@ -120,6 +121,10 @@ def _sound_version(draft: Draft) -> None:
 def _tasks(draft: Draft) -> None:
     """Raises ``Unknown`` if something that a client sends does not pass the filter."""
     extra = draft.call.extra
+    if extra.get("program"):
+        raise Unknown("which tasks the filter covers is not read from a program; pass the JSON that NVFlare exports")
+    if extra.get("server"):
+        draft.notes.append("the filter works on the server: nothing is guaranteed against the server")
     if extra.get("direction", "result") != "result":
         draft.hazard("unfiltered-task", "the filter works on what a client receives, not on what it sends")
         raise Unknown("what a client sends has no noise")

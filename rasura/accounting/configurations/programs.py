@@ -69,21 +69,26 @@ class _Reader:
 
     def __init__(self, tree: ast.AST) -> None:
         self.tree = tree
+        self.aliases: dict[str, str] = {}
         self.assigned: dict[str, ast.expr | None] = {}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                self.assigned[node.id] = None
-            elif isinstance(node, ast.arg):
-                self.assigned[node.arg] = None
         counts: dict[str, int] = {}
         for node in ast.walk(tree):
-            for target in _targets(node):
-                counts[target] = counts.get(target, 0) + 1
+            for name in _changed(node):
+                counts[name] = counts.get(name, 0) + 1
+            if isinstance(node, ast.ImportFrom):
+                self.aliases |= {one.asname: one.name for one in node.names if one.asname}
+        if "*" in counts:  # an import of everything may change any name
+            return
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
                 name = node.targets[0].id
                 if counts.get(name) == 1:
                     self.assigned[name] = node.value
+
+    def name(self, node: ast.AST) -> str:
+        """The last part of a dotted name, as it was before an import gave it another."""
+        found = _name(node)
+        return self.aliases.get(found, found) if isinstance(node, ast.Name) else found
 
     def value(self, node: ast.expr, depth: int = 0) -> Value:
         """The value of an expression, ``Unread`` if it is not written in the program."""
@@ -125,7 +130,7 @@ class _Reader:
         if not isinstance(inner, ast.Attribute) or inner.attr not in ("sensitivity", "l2_norm_bound"):
             return unread
         made = self.assigned.get(inner.value.id) if isinstance(inner.value, ast.Name) else None
-        if not isinstance(made, ast.Call) or _name(made.func) != "clipped_grad":
+        if not isinstance(made, ast.Call) or self.name(made.func) != "clipped_grad":
             return unread
         try:
             return jax_sensitivity(self.call(made, ""))
@@ -134,7 +139,7 @@ class _Reader:
 
     def call(self, node: ast.Call, place: str) -> Call:
         """A call with its arguments by name."""
-        name = _name(node.func)
+        name = self.name(node.func)
         names = POSITIONS.get(name, ())
         arguments: dict[str, Value] = {}
         for position, one in enumerate(node.args):
@@ -144,7 +149,7 @@ class _Reader:
                 arguments[f"argument {position + 1}"] = Unread(ast.unparse(one)[:80])
         for keyword in node.keywords:
             arguments[keyword.arg or "**"] = self.value(keyword.value)
-        return Call(name, arguments, place)
+        return Call(name, arguments, place, {"program": True})
 
 
 def program(text: str, path: str) -> tuple[list[Call], list[str]]:
@@ -155,11 +160,11 @@ def program(text: str, path: str) -> tuple[list[Call], list[str]]:
     reader = _Reader(ast.parse(text))
     calls, strange = [], []
     for node in ast.walk(reader.tree):
-        if isinstance(node, ast.Name | ast.Attribute) and _name(node) in MODS:
-            calls.append(Call(_name(node), {}, f"{path}:{node.lineno}"))
+        if isinstance(node, ast.Name | ast.Attribute) and reader.name(node) in MODS:
+            calls.append(Call(reader.name(node), {}, f"{path}:{node.lineno}"))
         if not isinstance(node, ast.Call):
             continue
-        name = _name(node.func)
+        name = reader.name(node.func)
         rounds = [k for k in node.keywords if k.arg == "num_rounds"]
         if name in POSITIONS or rounds:
             calls.append(reader.call(node, f"{path}:{node.lineno}"))
@@ -173,8 +178,14 @@ def _name(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _targets(node: ast.AST) -> list[str]:
-    """Names that a statement changes."""
+def _changed(node: ast.AST) -> list[str]:
+    """Names that a node of a program binds or deletes; a star for an import of everything."""
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
         return [node.id]
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [(one.asname or one.name).split(".")[0] for one in node.names]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+        return [node.name] if node.name else []
     return [node.arg] if isinstance(node, ast.arg) else []
