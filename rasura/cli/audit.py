@@ -32,7 +32,6 @@ from rasura.cli.shared import (
     out,
     split,
     starting,
-    watched,
 )
 from rasura.core.errors import InputError
 
@@ -158,25 +157,26 @@ def run_audit(
     workers: int | None = None, *, baseline: bool = True,
 ) -> None:  # fmt: skip
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rasura.cli.progress import cells_watched
+    from rasura.report.head import duration
 
-    prepared, store, forked = _prepared(plan, folder, device, workers if engine == "local" else 1, baseline)
-    done = sum(cell.key in store for cell in prepared.cells)
-    minutes = prepared.estimate() * (1 - done / max(1, len(prepared.cells))) / 60
-    err.print(
-        f"{len(prepared.cells)} cells ({done} done before), {len(prepared.data.private)} "
-        f"{'images' if prepared.data.images else 'texts'}; roughly {max(0.1, minutes):.1f} CPU minutes for a small model"
+    prepared, store, estimated, count, forked = _prepared(
+        plan, folder, device, workers if engine == "local" else 1, baseline
     )
+    what = "images" if prepared.data.images else "texts"
+    err.print(
+        f"{len(prepared.cells)} cells ({len(prepared.cells) - len(estimated)} done before), {len(prepared.data.private)} "
+        f"{what}; roughly {duration(sum(estimated.values()))} of CPU time on {count} process{'es' * (count > 1)}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
     for line in left_over(prepared.plan.batch_sizes, len(prepared.data.private)):
         err.print(line, markup=False, highlight=False, soft_wrap=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     if ending.fail_above is not None:
         store.describe({"fail_above": ending.fail_above})
-    with forked as processes, watched(*columns, close=store.close) as bar:
-        task = bar.add_task("", total=len(prepared.cells), completed=done)
+    with forked as processes, cells_watched(len(prepared.cells), estimated, count, store.close) as bar:
 
         def progress(c: Any) -> None:
-            bar.update(task, description=f"{c.attack} / {c.defense}")
+            bar.start(f"{c.attack} / {c.defense}")
 
         if engine == "ray":
             from rasura.integrations.ray_cluster import spread
@@ -184,17 +184,19 @@ def run_audit(
             records = spread(prepared, store, address=address, workers=workers, progress=progress)
         else:
             records = prepared.run(store, progress, processes)
-        for _ in records:
-            bar.advance(task)
+        for record in records:
+            bar.end(record.key)
         everything = list(store)
     for name, why in prepared.unavailable.items():
         err.print(f"metric {name} was left out: {why}", markup=False)
     conclude(everything, prepared.plan.canonical(), folder, ending)
 
 
-def _prepared(plan: Any, folder: Path, device: str, workers: int | None, baseline: bool) -> tuple[Any, Any, Any]:
-    """The audit, its store and a context with its processes, None if one does it all. They are forked here, before a
-    progress bar starts a thread."""
+def _prepared(
+    plan: Any, folder: Path, device: str, workers: int | None, baseline: bool
+) -> tuple[Any, Any, dict[str, float], int, Any]:
+    """The audit, its store, the CPU seconds estimated for each cell that is left, the number of processes, and a context
+    with them, None if one does it all. They are forked here, before a progress bar starts a thread."""
     from contextlib import closing, nullcontext
 
     with starting(), err.status("loading the model and the data"):
@@ -209,8 +211,10 @@ def _prepared(plan: Any, folder: Path, device: str, workers: int | None, baselin
         prepared = Audit(plan, device=device, baseline=baseline)
         store = RunStore(folder, prepared.plan.canonical())
         count = fitting(len(prepared.left(store)), plan.max_memory, workers, threads, device)
+        estimated = prepared.estimate(store)
         torch.set_num_threads(threads)
-    return prepared, store, nullcontext() if count == 1 else closing(Workers(prepared, count, max(1, threads // count)))
+    forked = nullcontext() if count == 1 else closing(Workers(prepared, count, max(1, threads // count)))
+    return prepared, store, estimated, count, forked
 
 
 @app.command()

@@ -127,15 +127,15 @@ def _attacks(named: str | None, defense: str, task: str) -> tuple[str, ...]:
 def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> None:
     """Run ``wanted``, a ``CalibrationPlan``, into ``folder``; print the result and write the report."""
     from rasura.report.calibration import REACHED
+    from rasura.report.head import duration
     from rasura.report.page import write_report
     from rasura.runs.calibration import Calibration
 
     with err.status("loading the model and the data"):
         prepared = Calibration(wanted, folder, device=device)
-    minutes = prepared.estimate() / 60
     err.print(
-        f"{prepared.n_texts} examples, verified on {prepared.which}; roughly {max(0.1, minutes):.1f} CPU minutes "
-        "for a small model if the run starts from the beginning", markup=False, highlight=False, soft_wrap=True,
+        f"{prepared.n_texts} examples, verified on {prepared.which}; roughly {duration(prepared.estimate())} of CPU time "
+        "if the run starts from the beginning", markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
     for said in prepared.too_few():
         err.print(said, markup=False, highlight=False, soft_wrap=True)

@@ -123,11 +123,13 @@ def device_named(name: str) -> str:
 
 @contextmanager
 def watched(*columns: ProgressColumn, close: Callable[[], None] = lambda: None) -> Iterator[Progress]:
-    """A progress bar for resumable work. Ctrl-C prints a notice and exits with code 130; ``close`` is always called."""
-    from rich.progress import Progress
+    """A progress bar for resumable work, which moves inside a long step, too. Ctrl-C prints a notice and exits with code
+    130; ``close`` is always called."""
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
     try:
-        with Progress(*(columns or Progress.get_default_columns()), console=err, transient=True) as bar:
+        usual = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+        with Progress(*(columns or usual), console=err, transient=True) as bar:
             yield bar
     except KeyboardInterrupt:
         err.print("interrupted; finished work is kept, and the same command resumes the run")

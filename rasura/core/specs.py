@@ -55,17 +55,26 @@ class Home:
     reads: bool = False
 
 
+WORK: Mapping[str, float] = {"quick": 0.25, "default": 1.0, "paper": 30.0}
+"""The factor of each budget level on an attack's cost, where its spec names no other."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttackSpec(MethodSpec):
     """An attack on an update.
 
-    ``make`` builds it. ``seconds`` is a rough cost in CPU seconds for one short text on MiniLM (or one image), used only for
-    estimates. ``embedding``: it reads only the gradient of the word embedding. ``protection``: it reads the protection
-    itself, so it cannot run without one.
+    ``make`` builds it. ``seconds`` is a rough cost in CPU seconds for one text of 11 tokens on MiniLM (or one image), used
+    only for estimates: the cost on other models scales with their step. ``growth``: beyond that, the power of the number of
+    tokens with which the cost grows. ``work``: the factor of each budget level. ``last``: of a portfolio, the attack that it
+    ends with where nothing is certain. ``embedding``: it reads only the gradient of the word embedding. ``protection``: it
+    reads the protection itself, so it cannot run without one.
     """
 
     make: Callable[[], Attack[Reconstruction]]
     seconds: float
+    growth: float = 0.0
+    work: Mapping[str, float] = field(default_factory=lambda: WORK)
+    last: str = ""
     tasks: frozenset[Task] = TEXT
     embedding: bool = False
     protection: bool = False

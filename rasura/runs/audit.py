@@ -41,14 +41,12 @@ from rasura.runs.audit_models import AuditModels, load_language_model, load_vict
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
 from rasura.runs.described import describe_run
+from rasura.runs.estimate import cell_seconds, image_seconds, measured_step
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
 from rasura.runs.scoring import recovered, score, versions
 from rasura.victims.loading import Victim, in_memory
 from rasura.victims.step import step
-
-WORK = {"quick": 0.25, "default": 1.0, "paper": 30.0}
-"""The factor of each budget level on an attack's usual cost."""
 
 
 class Audit:
@@ -84,9 +82,20 @@ class Audit:
         self.data_name = data.name
         self.unavailable: dict[str, str] = {}
 
-    def estimate(self) -> float:
-        """Rough CPU seconds of the whole audit on a small model, so the user can decide before it starts."""
-        return WORK[self.plan.budget] * sum(self.methods.attacks[c.attack].seconds * c.batch_size for c in self.cells)
+    def estimate(self, store: RunStore | None = None) -> dict[str, float]:
+        """Rough CPU seconds of each cell, by its key, without those that ``store`` holds. Three steps are taken for it."""
+        left = [c for c in self.cells if store is None or c.key not in store]
+        attacks, level = self.methods.attacks, self.plan.budget
+        if self.data.images or not left:
+            return {c.key: image_seconds(c, level, attacks) for c in left}
+        batch = {c.key: self.batches[c.defense, c.batch_size][c.batch] for c in left}
+        v, rng = self.victim, generator(self.plan.seed, "estimate")
+        taken = measured_step(
+            lambda b: step(v.model, b, task=v.task, vocabulary=v.vocabulary, rng=rng), list(batch.values())
+        )
+        known = {d: self._adversaries(d) for d in {c.defense for c in left}}
+        tokens = {key: int(b.input_ids.numel()) for key, b in batch.items()}
+        return {c.key: cell_seconds(c, tokens[c.key], level, taken, attacks, known[c.defense]) for c in left}
 
     def run(
         self, store: RunStore, progress: Callable[[Cell], None] | None = None, workers: Workers | None = None

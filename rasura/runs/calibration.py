@@ -81,9 +81,12 @@ class Calibration:
         )  # fmt: skip
 
     def estimate(self) -> float:
-        """Rough CPU seconds for a small model, without training."""
-        each = Audit(replace(self.plan, defenses=("none",)), victim=self.victim).estimate()
-        return each * sum(one.strength.points + self.wanted.steps + 2 for one in self.families)
+        """Rough CPU seconds from the beginning, without training."""
+        found = 0.0
+        for one in self.families:
+            audit = Audit(replace(self.plan, defenses=(one.setting(0.5),)), victim=self.victim, baseline=False)
+            found += sum(audit.estimate().values()) * (one.strength.points + self.wanted.steps + 2)
+        return found
 
     def close(self) -> None:
         """Close the store."""

@@ -35,7 +35,7 @@ def says_who_it_is(spec: AttackSpec) -> None:
     attack = spec.make()
     assert attack.name == spec.name
     assert all(isinstance(g, Grant) for g in (*attack.needs, *attack.uses))
-    assert spec.seconds > 0 and spec.home.task in spec.tasks
+    assert spec.seconds > 0 and {"quick", "default", "paper"} <= set(spec.work) and spec.home.task in spec.tasks
 
 
 def guessed(attack: Attack[Reconstruction], observation: Observation, seed: int = 0) -> Reconstruction:

@@ -110,6 +110,9 @@ SPEC = AttackSpec(
     about="portfolio: runs cheap attacks first and stops once a text is certain",
     source="Rasura",
     make=Best,
-    seconds=60.0,
+    seconds=0.8,
+    growth=0.3,
+    work={"quick": 0.9, "default": 1.0, "paper": 3.0},
+    last="dlg",
     home=Home(reads=True),
 )

@@ -282,7 +282,8 @@ SPEC = AttackSpec(
     about="finds the words in the gradient of the word embedding",
     source="Melis et al. 2019, sec. 4; Lu et al. 2022 (APRIL), sec. 3",
     make=EmbeddingRows,
-    seconds=0.3,
+    seconds=0.4,
+    work={"quick": 1.0, "default": 1.0, "paper": 1.0},
     embedding=True,
     home=Home(reads=True),
 )

@@ -172,5 +172,6 @@ SPEC = AttackSpec(
     about="recovers the labels from the gradient of the classifier",
     source="Zhao et al. 2020 (iDLG), sec. 3; Wainakh et al. 2022 (LLG), sec. 4",
     make=LabelRecovery,
-    seconds=0.1,
+    seconds=0.5,
+    work={"quick": 1.0, "default": 1.0, "paper": 1.0},
 )

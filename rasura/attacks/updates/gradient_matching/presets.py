@@ -81,6 +81,8 @@ DLG = AttackSpec(
     source="Zhu et al. 2019 (DLG), Algorithm 1",
     make=dlg,
     seconds=250.0,
+    growth=0.4,
+    work={"quick": 0.05, "default": 1.0, "paper": 30.0},
 )
 
 TAG = AttackSpec(
@@ -89,6 +91,8 @@ TAG = AttackSpec(
     source="Deng et al. 2021 (TAG), sec. 3",
     make=tag,
     seconds=250.0,
+    growth=0.4,
+    work={"quick": 0.05, "default": 1.0, "paper": 30.0},
 )
 
 LAMP_COS = AttackSpec(
@@ -96,7 +100,9 @@ LAMP_COS = AttackSpec(
     about="gradient matching with cosine distance; reorders tokens by gradient and language model",
     source="Balunovic et al. 2022 (LAMP), sec. 4",
     make=lamp_cos,
-    seconds=70.0,
+    seconds=52.0,
+    growth=0.4,
+    work={"quick": 0.17, "default": 1.0, "paper": 15.0},
 )
 
 LAMP_L1L2 = AttackSpec(
@@ -104,7 +110,9 @@ LAMP_L1L2 = AttackSpec(
     about="gradient matching with L2 and L1 distance; reorders tokens as lamp-cos does",
     source="Balunovic et al. 2022 (LAMP), sec. 4",
     make=lamp_l1l2,
-    seconds=120.0,
+    seconds=90.0,
+    growth=0.4,
+    work={"quick": 0.17, "default": 1.0, "paper": 15.0},
 )
 
 GRAB = AttackSpec(
@@ -113,6 +121,8 @@ GRAB = AttackSpec(
     source="Feng et al. 2024 (GRAB), sec. 4, Algorithms 1 and 2",
     make=grab,
     seconds=240.0,
+    growth=0.4,
+    work={"quick": 0.08, "default": 1.0, "paper": 30.0},
 )
 
 GUIDED_GRAB = AttackSpec(
@@ -120,5 +130,7 @@ GUIDED_GRAB = AttackSpec(
     about="one text through dropout: grab's beam search over the words that block 0 makes likely",
     source="Rasura",
     make=guided_grab,
-    seconds=20.0,
+    seconds=7.0,
+    growth=2.0,
+    work={"quick": 0.62, "default": 1.0, "paper": 15.0},
 )

@@ -130,4 +130,6 @@ SPEC = AttackSpec(
     source="Rasura, after orthogonal matching pursuit (Pati et al. 1993)",
     make=Pursuit,
     seconds=60.0,
+    growth=1.0,
+    work={"quick": 0.37, "default": 1.0, "paper": 15.0},
 )

@@ -1,0 +1,94 @@
+"""Time is told truly: what an estimate depends on, and what a bar shows. How close it comes: ``benchmarks/estimate.py``."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from audit_setting import TEXTS, model_folder, plan_for
+from commands import rasura_command
+from rich.console import Console
+from rich.progress import Progress
+
+from rasura.cli import progress, shared
+from rasura.core.run_store import RunStore
+from rasura.registry import ATTACKS, Adversaries
+from rasura.runs.audit import Audit
+from rasura.runs.cells import Cell
+from rasura.runs.estimate import StepTime, cell_seconds, measured_step
+
+__all__ = ["model_folder"]
+
+STEP = StepTime(0.05, 0.001)
+NOBODY = Adversaries((), (), ())
+
+
+def seconds(
+    attack: str, tokens: int = 11, level: str = "default", step: StepTime = STEP, known: Adversaries = NOBODY
+) -> float:
+    cell = Cell(attack, "fedsgd", "none", "honest-server", 1, 0, 0, "key")
+    return cell_seconds(cell, tokens, level, step, ATTACKS, known)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_every_attack_costs_more_with_longer_texts_larger_models_and_more_effort(attack: str) -> None:
+    assert seconds(attack) > 0
+    assert seconds(attack, 300) > seconds(attack, 11)
+    assert seconds(attack, step=StepTime(0.5, 0.01)) > 5 * seconds(attack)
+    assert seconds(attack, level="quick") <= seconds(attack) <= seconds(attack, level="paper")
+
+
+def test_a_portfolio_runs_to_its_end_where_no_exact_attack_knows_the_protection() -> None:
+    noise = Adversaries(("pursuit", "grab"), (), ())
+    assert seconds("best", known=noise) > seconds("pursuit") + seconds("grab") - 1
+    assert seconds("best", known=Adversaries(("span",), (), ())) == seconds("best")
+
+
+def test_the_step_is_measured_on_the_shortest_and_the_longest_batch(model_folder: Path) -> None:
+    plan = plan_for(model_folder, texts=("the echo", "the echo paid in Delta . " * 8), limit=2, defenses=("none",))
+    batches = [batch for _, some in sorted(Audit(plan).batches.items()) for batch in some]
+    taken: list[int] = []
+    found = measured_step(lambda batch: taken.append(int(batch.input_ids.numel())), batches)
+    assert taken == [min(taken), min(taken), max(taken)] and max(taken) > 40
+    assert found.start >= 0 and found.per_token >= 0
+
+
+def test_only_cells_that_are_left_are_estimated(tmp_path: Path, model_folder: Path) -> None:
+    audit = Audit(plan_for(model_folder, attacks=("blind",), defenses=("none",)))
+    store = RunStore(tmp_path, audit.plan.canonical())
+    try:
+        assert set(audit.estimate(store)) == {c.key for c in audit.cells}
+        first = next(audit.run(store))
+        assert set(audit.estimate(store)) == {c.key for c in audit.cells} - {first.key}
+    finally:
+        store.close()
+
+
+def test_what_is_left_follows_the_speed_so_far() -> None:
+    assert progress.remaining(elapsed=0.0, done=0.0, left=100.0, processes=2) == 50.0
+    assert progress.remaining(elapsed=40.0, done=20.0, left=80.0, processes=2) == 160.0
+
+
+def test_the_bar_fits_a_terminal_and_shows_the_current_cell() -> None:
+    cells = progress.Cells({"a": 7200.0, "b": 40000.0}, 1)
+    cells.began -= 36000
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None)
+    with Progress(*progress.columns(), console=console) as bar:
+        bar.add_task("ghost-generation / frozen-embeddings+dropout:0.1", total=1200, completed=118, told=cells)
+    shown = [line for line in re.split(r"[\r\n]|\x1b\[2K", file.getvalue()) if "left" in line][-1]
+    assert "10:00:00, ~13:06:40 left, cell 0:0" in shown and len(shown) <= 80, shown
+    assert "118/1200" in shown and "ghost-generation" in shown
+
+
+def test_without_a_terminal_lines_say_how_far_it_is(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "EVERY", 0.0)
+    assert not shared.err.is_terminal
+    words = [word for text in TEXTS for word in ("--text", text)]
+    common = ("--model", model_folder, "--attack", "blind", "--defense", "none", "--out", tmp_path / "run")
+    done = rasura_command("audit", *words, *common)
+    assert "3 of 3 cells, 0:0" in done.stderr and "3 cells (0 done before), 3 texts; roughly" in done.stderr
