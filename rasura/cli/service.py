@@ -24,7 +24,7 @@ TokenFile = Annotated[
 ]
 KeyFile = Annotated[Path, typer.Option(help="key file of the model; set RASURA_PASSPHRASE if it has a passphrase")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
-LOCAL = "http://127.0.0.1:8000"
+LOCAL = "http://127.0.0.1:8765"
 
 
 @app.command()
@@ -32,7 +32,7 @@ def serve(
     store: Annotated[Path, typer.Option(help="folder for models and jobs")],
     token_file: Annotated[Path, typer.Option(help="file with one line name:token per tenant, mode 0600")],
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on")] = 8000,
+    port: Annotated[int, typer.Option(help="port to listen on")] = 8765,
     max_model: Annotated[int, typer.Option(help="largest model in MiB")] = 2048,
     max_data: Annotated[int, typer.Option(help="largest data set in MiB")] = 256,
     quota: Annotated[int, typer.Option(help="largest total size of a tenant's models in MiB")] = 20480,

@@ -41,7 +41,7 @@ from rasura.runs.audit_models import AuditModels, load_language_model, load_vict
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
 from rasura.runs.described import describe_run
-from rasura.runs.estimate import cell_seconds, image_seconds, measured_step
+from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, measured_step
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
 from rasura.runs.scoring import recovered, score, versions
@@ -95,7 +95,8 @@ class Audit:
         )
         known = {d: self._adversaries(d) for d in {c.defense for c in left}}
         tokens = {key: int(b.input_ids.numel()) for key, b in batch.items()}
-        return {c.key: cell_seconds(c, tokens[c.key], level, taken, attacks, known[c.defense]) for c in left}
+        found = {c.key: cell_seconds(c, tokens[c.key], level, taken, attacks, known[c.defense]) for c in left}
+        return {**found, left[0].key: found[left[0].key] + FIRST}
 
     def run(
         self, store: RunStore, progress: Callable[[Cell], None] | None = None, workers: Workers | None = None

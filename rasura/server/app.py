@@ -263,7 +263,7 @@ def _page(told: dict[str, Any]) -> str:
 
 
 def serve(
-    folder: str | Path, token_file: str | Path, *, host: str = "127.0.0.1", port: int = 8000, limits: Limits | None = None,
+    folder: str | Path, token_file: str | Path, *, host: str = "127.0.0.1", port: int = 8765, limits: Limits | None = None,
     device: str = "cpu", ready: Callable[[], None] = lambda: None,
 ) -> None:  # fmt: skip
     """Serve the store in ``folder`` until interrupted; ``ready`` is called when requests are accepted. Only one process can

@@ -28,7 +28,7 @@ class Answer:
 
 
 class Client:
-    """Talks to a model service: ``Client("http://127.0.0.1:8000", token, key="my.key")``.
+    """Talks to a model service: ``Client("http://127.0.0.1:8765", token, key="my.key")``.
 
     ``key``, the file of ``rasura protect obfuslm``, is needed for methods with texts: ``train``, ``classify``, ``generate``.
     All methods raise ``InputError``: with the server's reason if it refuses, or if it cannot be reached.
