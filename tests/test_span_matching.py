@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from span_setting import TEXTS, seen_by_server
 
 from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
 from rasura.attacks.updates.span_matching import SpanMatching
+from rasura.attacks.updates.span_matching.attack import LEVELS
 from rasura.attacks.updates.span_matching.discrete import beam_search, fill_holes, neighbours
+from rasura.attacks.updates.span_matching.guided import Guided, Lens, orders
 from rasura.attacks.updates.span_matching.objective import Objective, readout
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
@@ -19,10 +23,12 @@ from rasura.victims.positions import read_position
 SHORT = [CLS, 40, 3, 41, 9, SEP]
 
 
-def test_last_block_alone_gives_the_text_verified() -> None:
+@pytest.mark.parametrize("starts", [4, 0], ids=["likely words", "continuous"])
+def test_last_block_alone_gives_the_text_verified(starts: int) -> None:
     model = tiny("bert", "classification", blocks=3)
     seen = seen_by_server(model, batch_of([SHORT], "classification"), "classification", keep="layer.2.")
-    guess = SpanMatching()(seen, rng=generator(0), budget=Budget())
+    levels = {"default": replace(LEVELS["default"], starts=starts)}
+    guess = SpanMatching(levels=levels)(seen, rng=generator(0), budget=Budget())
     assert guess.tokens == (tuple(SHORT),)
     assert guess.confidence == "verified"
 
@@ -123,3 +129,59 @@ def test_says_when_it_cannot_be_tried_or_sees_nothing() -> None:
     noisy = {n: torch.randn(g.shape, generator=generator(1)) for n, g in seen.gradients.items()}
     with pytest.raises(AttackFailed, match="no visible layer shows a row space"):
         SpanMatching()(Observation(Message(noisy), seen.task, seen.granted), rng=generator(0), budget=Budget("quick"))
+
+
+def guided_of(seen: Observation, length: int) -> Guided:
+    table = seen.model.get_input_embeddings().weight.detach()  # type: ignore[operator,union-attr]
+    return Guided(objective_of(seen), table, torch.arange(3, len(table)), [9, 40], length, 1e-9, generator(0))
+
+
+def test_the_lens_tells_distances_as_the_fitted_inputs_do_one_by_one() -> None:
+    rng = generator(3)
+    table, basis = torch.randn(30, 8, generator=rng), torch.linalg.qr(torch.randn(6, 3, generator=rng).double()).Q
+    bodies = [tuple(row) for row in torch.randint(30, (40, 4), generator=rng).tolist()]
+    inputs = torch.randn(40, 4, 6, generator=rng)
+    lens = Lens(table.double(), basis, bodies, inputs.double())
+    ids = torch.tensor([2, 5, 7])
+    found = lens.outside(ids)
+    for place in range(4):
+        for k, token in enumerate(ids):
+            x = table[token].double() @ lens.slope + lens.place[place]
+            outside = x - basis @ (basis.T @ x)
+            assert found[place, k] == pytest.approx(float(outside.square().sum() / x.square().sum()), abs=1e-9)
+
+
+def test_the_lens_finds_linear_inputs_and_where_they_stand() -> None:
+    rng = generator(4)
+    table, slope = torch.randn(60, 8, generator=rng), torch.randn(8, 20, generator=rng)
+    places = 3 * torch.randn(5, 20, generator=rng)
+    truth = (11, 22, 33, 44, 55)
+    basis = torch.linalg.qr((table[list(truth)] @ slope + places).T).Q
+    bodies = [tuple(row) for row in torch.randint(60, (200, 5), generator=rng).tolist()]
+    inputs = table[torch.tensor(bodies)] @ slope + places
+    found = Lens(table, basis, bodies, inputs).outside(torch.arange(60))
+    assert tuple(found.argmin(1).tolist()) == truth
+
+
+def test_likely_words_climb_to_the_text_and_no_text_is_judged_twice() -> None:
+    seen = seen_by_server(tiny("bert", "classification", blocks=3), batch_of([SHORT], "classification"), "classification",
+                          keep="layer.2.")  # fmt: skip
+    guided = guided_of(seen, 4)
+    judged: list[tuple[int, ...]] = []
+    run = guided._run
+    guided._run = lambda bodies: judged.extend(bodies) or run(bodies)  # type: ignore[method-assign,func-returns-value]
+    beam = guided.climb(guided.start(2), 2)
+    assert beam[0][1] == tuple(SHORT[1:-1]) and beam[0][0] < 1e-9
+    assert len(judged) == len(set(judged)) == len(guided.scores)
+    some = judged[:20]
+    alone = [float(guided.objective.texts([body])[0]) for body in some]
+    assert [guided.scores[body] for body in some] == pytest.approx(alone, abs=1e-6)
+
+
+def test_orders_swap_two_tokens_or_move_a_run() -> None:
+    text = (1, 2, 3, 4, 5, 6)
+    found = orders(text)
+    assert {sum(a != b for a, b in zip(x, text)) for x in found} >= {2, 3, 6}
+    assert (6, 2, 3, 4, 5, 1) in found and (3, 4, 5, 1, 2, 6) in found and (2, 3, 4, 5, 6, 1) in found
+    assert all(sorted(x) == list(text) for x in found) and text not in found
+    assert orders((1,)) == set()

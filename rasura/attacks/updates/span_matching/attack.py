@@ -14,6 +14,7 @@ from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.span.completion import uncovered
 from rasura.attacks.updates.span.rows import RowSpace, block_spaces, visible_blocks
 from rasura.attacks.updates.span_matching.discrete import Beam, beam_search, fill_holes
+from rasura.attacks.updates.span_matching.guided import Guided
 from rasura.attacks.updates.span_matching.objective import Body, Objective, readout
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.core.specs import AttackSpec, Home
@@ -23,14 +24,17 @@ from rasura.priors.ngram import Unigram
 FLOOR = 1e-7
 """Squared relative residual under which a text is exact: float32 leaves 1e-12 to 1e-9, one wrong token 1e-3 and more."""
 
+PATIENCE = 2
+"""How often a search by likely words that is stuck goes on with twice as many of them."""
+
 COMMON = 100
 """Common tokens that join the pool where the tokens of the restarts alone do not make a text."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """Work of one level: restarts and steps of the continuous search, width of the beam, rounds, sweeps of a beam, and how
-    many holes are opened where a beam is stuck."""
+    """Work of one level: restarts and steps of the continuous search, width of the beam, rounds, sweeps of a beam, how many
+    holes are opened where a beam is stuck, and starts of the search by likely words, which comes first for a single text."""
 
     restarts: int
     steps: int
@@ -38,6 +42,7 @@ class Work:
     rounds: int
     sweeps: int = 6
     holes: int = 16
+    starts: int = 4
 
 
 LEVELS: Mapping[str, Work] = {
@@ -119,9 +124,32 @@ class _Search:
 
     def __call__(self) -> Beam:
         """One text for each of the batch, as they were found, then the best near misses."""
-        while len(self.found) < self.size and self._one():
-            pass
+        if self.size > 1 or self._resize or not self._guided():
+            while len(self.found) < self.size and self._one():
+                pass
         return (self.found + self.near)[: self.size]
+
+    def _guided(self) -> bool:
+        """Looks for a single text by its likely words; whether it was found."""
+        length, work = self._lengths()[0] - len(self.objective.whole(())), self.work
+        if length < 1 or not work.starts:
+            return False
+        guided = Guided(self.objective, self.table, self.ordinary, self.common, length, FLOOR, self.rng)
+        for _ in range(work.starts):
+            self.rounds += 1
+            beam = guided.climb(guided.start(work.beam), PATIENCE)
+            if beam[0][0] >= FLOOR and work.holes:
+                texts = [text for _, text in beam[:1]]
+                mended = fill_holes(
+                    self.objective, texts, self.table, self.ordinary, rate=self.settings.learning_rate,
+                    holes=work.holes // 2, rng=self.rng,
+                )  # fmt: skip
+                beam = guided.climb(guided.best([*texts, *mended[: 2 * work.beam]], work.beam), PATIENCE)
+            self.near = sorted({*self.near, *beam})[: 4 * self.size]
+            if beam[0][0] < FLOOR:
+                self.found, self.near = beam[:1], []
+                return True
+        return False
 
     def _one(self) -> bool:
         """Looks for one more text; whether it was found."""

@@ -18,7 +18,7 @@ Body = tuple[int, ...]
 """A text without the tokens that the tokenizer puts around every text."""
 
 
-RIDGE = 1e-2
+RIDGE = 1e-3
 """Squared length, of unit inputs, under which directions of a text's span do not count in full: inputs nearly the same."""
 
 
@@ -129,13 +129,18 @@ class Objective:
         return found[self.read.module][torch.arange(len(mask)), at]
 
     @torch.no_grad()
-    def texts(self, bodies: Sequence[Body], tokens: int = 2048) -> Tensor:
-        """Objective ``(texts,)`` of each text by itself; about ``tokens`` tokens in a forward pass."""
+    def texts(self, bodies: Sequence[Body], tokens: int = 2048, kept: list[Tensor] | None = None) -> Tensor:
+        """Objective ``(texts,)`` of each text by itself; about ``tokens`` tokens in a forward pass.
+
+        What goes into the first visible layer, ``(texts, length, width)`` of each pass, joins ``kept``.
+        """
         ids, mask = pad([self.whole(body) for body in bodies], self.pad_id)
         rows = max(1, tokens // ids.shape[1])
         out = []
         for x, real in zip(torch.split(ids, rows), torch.split(mask, rows)):
             found = layer_inputs(self.model, self._recorded, input_ids=x, attention_mask=real)
+            if kept is not None:
+                kept.append(found[self.modules[0]])
             total = torch.zeros(len(x))
             for module, space in zip(self.modules, self.spaces):
                 total += self._distance(module, space, found[module], real)
