@@ -16,6 +16,7 @@ from rasura.cli import app
 from rasura.core.interfaces import InputError
 from rasura.core.run_store import RunStore
 from rasura.registry import family, parse_defense, strengths
+from rasura.report.commands import applied
 from rasura.report.page import write_report
 from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration, calibrate
@@ -205,6 +206,16 @@ def test_bad_input_is_refused_before_anything_runs(
     assert "\n" not in str(caught.value) and not (tmp_path / "x").exists()
 
 
+def test_what_applies_a_setting_is_what_can_take_it() -> None:
+    plan = {**CalibrationPlan(Plan(data="notes.jsonl")).plan.canonical(), "attacks": ["span"]}
+    train, line, audit = applied("gaussian:0.01", plan)
+    assert train == "rasura train notes.jsonl --defense none,gaussian:0.01" and '"gaussian:0.01")' in line
+    assert audit == "rasura audit notes.jsonl --attack span --defense gaussian:0.01 --limit 4 --out runs/applied"
+    assert [one.split()[1] for one in applied("ghost:group=8", plan)] == ["train", "audit"]
+    assert [one.split()[1] for one in applied("sealing:grad=0.1", plan)] == ["new", "audit"]
+    assert [one.split()[1] for one in applied("gaussian:0.01", {**plan, "task": "vision"})] == ["audit"]
+
+
 def test_the_command_tells_a_missed_target_from_one_that_nobody_can_judge(
     model_folder: Path, notes: Path, tmp_path: Path
 ) -> None:
@@ -216,6 +227,11 @@ def test_the_command_tells_a_missed_target_from_one_that_nobody_can_judge(
     found = CliRunner().invoke(app, [*common, "--at-most", str(TARGET), "--defense", WAITING])
     assert found.exit_code == 0, found.output
     assert "the weakest setting that holds" in " ".join(found.output.split())
+    train, audit = [line.strip() for line in found.output.splitlines() if line.startswith("    rasura ")]
+    assert train.startswith(f"rasura train {notes} --model {model_folder} --defense none,{WAITING}:")
+    assert audit.startswith(f"rasura audit {notes} ") and "--attack span" in audit and f"--defense {WAITING}:" in audit
+    assert "protect_training" not in found.output, "which refuses to wait for more text"
+    assert "to apply" not in unknown.output
     common[common.index("span")] = "embedding-rows"
     refused = CliRunner().invoke(app, [*common, "--at-most", str(TARGET), "--defense", "accumulate"])
     assert isinstance(refused.exception, InputError), "which main turns into one line and exit code 2"

@@ -127,6 +127,7 @@ def _attacks(named: str | None, defense: str, task: str) -> tuple[str, ...]:
 def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> None:
     """Run ``wanted``, a ``CalibrationPlan``, into ``folder``; print the result and write the report."""
     from rasura.report.calibration import REACHED
+    from rasura.report.commands import applied
     from rasura.report.head import duration
     from rasura.report.page import write_report
     from rasura.runs.calibration import Calibration
@@ -143,10 +144,16 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> No
         line = bar.add_task("", total=None)
         result = prepared.run(lambda c: bar.update(line, description=f"{c.attack} / {c.defense}"))
     path = write_report(folder)
+    found = [f["setting"] for f in result["families"] if f["status"] in REACHED]
+    apply = {setting: applied(setting, wanted.plan.canonical()) for setting in found}
     if as_json:
-        sys.stdout.write(json.dumps({**result, "report": str(path)}, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps({**result, "apply": apply, "report": str(path)}, ensure_ascii=False) + "\n")
     else:
         _print(result, path)
+        for setting, lines in apply.items():
+            out.print(f"\nto apply {setting}, and to audit exactly that:", markup=False, highlight=False)
+            for one in lines:
+                out.print(f"    {one}", markup=False, highlight=False, soft_wrap=True)
     statuses = {f["status"] for f in result["families"]}
     if not statuses & set(REACHED) and "not measured" in statuses:
         err.print(f"not judged: {result['recommendation']} Report: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -243,12 +243,19 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
     if as_json:
         sys.stdout.write(json.dumps(results) + "\n")
         return results
+    from rasura.metrics.learned import accuracy_interval, unlearned
+
     names = list(results[0]["after"])
     table = Table(Column("defense", overflow="fold"), "seed", *names, "before", "epochs")
     for r in results:
         start = f"{r['before'][names[0]]:.3f}"
-        table.add_row(r["defense"], str(r["seed"]), *(f"{r['after'][n]:.3f}" for n in names), start, str(r["epochs"]))
+        shown = {n: f"{r['after'][n]:.3f}" for n in names}
+        if "accuracy" in shown:
+            shown["accuracy"] += "\n({:.2f} to {:.2f})".format(*accuracy_interval(r))
+        table.add_row(r["defense"], str(r["seed"]), *shown.values(), start, str(r["epochs"]))
     out.print(table)
+    for said in unlearned(results):
+        out.print(said, markup=False, highlight=False, soft_wrap=True, style="bold")
     for name, promised in {r["defense"]: r["privacy"] for r in results}.items():
         for line in (promised["statement"], *promised.get("warnings", ())) if len(promised) > 1 else ():
             out.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)

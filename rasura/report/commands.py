@@ -93,6 +93,20 @@ def _step(
     return Step(says, command("train", _named(plan), OF_TRAINING, defenses=["none", v.defense]))
 
 
+def applied(setting: str, plan: Mapping[str, Any]) -> list[str]:
+    """The commands, and the Python line where a loop can take it, that apply ``setting`` and audit exactly that."""
+    names = names_of(setting)
+    lines = []
+    if "sealing" in names:
+        lines.append(f'rasura new federated my-app, with defense = "{setting}" in its pyproject.toml')
+    elif plan.get("task") != "vision" and not plain(setting):
+        lines.append(command("train", _named(plan), OF_TRAINING, defenses=["none", setting]))
+        if not {"ghost", "accumulate"} & set(names):
+            call = f'rasura.protect_training(model, optimizer, loader, "{setting}")'
+            lines.append(f"model, optimizer, loader, ledger = {call}")
+    return [*lines, command("audit", plan, defenses=[setting], out="runs/applied")]
+
+
 def _named(plan: Mapping[str, Any]) -> Mapping[str, Any]:
     """``plan`` with a file in place of the demo notes or of texts on the command line, which are too few."""
     return {**plan, "data": plan.get("data") or FILE}

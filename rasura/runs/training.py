@@ -23,6 +23,7 @@ from rasura.core.local import Adapter
 from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
+from rasura.metrics.learned import majority
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan
@@ -179,6 +180,8 @@ class Training:
             "device": self.device, "versions": versions(),
         }  # fmt: skip
         result |= {"label_names": list(self.label_names)} if self.label_names else {}
+        if plan.task == "classification":
+            result["majority"] = majority([int(row.labels[0]) for row in test])
         run.finish(result)
         return result
 
