@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: audit test slow coverage mutants fuzz bench clean
+.PHONY: audit docs test slow coverage mutants fuzz bench clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv .venv
@@ -16,6 +16,14 @@ $(BIN)/python:
 
 audit: .venv/demo
 	$(BIN)/rasura audit --budget quick --limit 3 --out runs/demo
+
+.venv/docs: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/pip install -q -c constraints.txt mkdocs-material
+	touch $@
+
+# The site of docs/, into site/. A broken link or a page that the navigation lacks ends it.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 test: .venv/dev
 	$(BIN)/ruff format --check .
@@ -58,4 +66,4 @@ bench: .venv/dev
 	git worktree remove --force .venv/before
 
 clean:
-	rm -rf .venv runs build dist mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*
+	rm -rf .venv runs site build dist mutants *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage*

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from commands import rasura_command
 
 from rasura.registry import DEFENSES, SERVICE_PROTECTIONS
@@ -26,6 +27,14 @@ def test_every_page_is_there_and_listed() -> None:
     assert set(re.findall(r"\]\((\S+?\.md)\)", index)) == pages
     named = re.findall(r"`((?:docs|benchmarks|studies|examples)/[\w./-]+)`", README)
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_site_has_every_page_and_is_strict() -> None:
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    first, *parts = site["nav"]
+    listed = [first, *(page for part in parts for pages in part.values() for page in pages)]
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert site["strict"] and set(site["validation"].values()) == {"warn"}
 
 
 def test_the_sharp_edges_name_every_protection() -> None:
