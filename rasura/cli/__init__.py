@@ -9,6 +9,7 @@ from rasura.cli import (
     account,
     audit,
     calibrate,
+    canaries,
     check_dp,
     evidence,
     keys,
@@ -25,8 +26,8 @@ from rasura.cli.shared import app, err
 from rasura.core.errors import InputError
 
 __all__ = [
-    "about", "account", "app", "audit", "calibrate", "check_dp", "evidence", "keys", "main", "membership", "new", "obfuslm",
-    "read", "service", "study", "train",
+    "about", "account", "app", "audit", "calibrate", "canaries", "check_dp", "evidence", "keys", "main", "membership", "new",
+    "obfuslm", "read", "service", "study", "train",
 ]  # fmt: skip
 
 _ORDER = (

@@ -1,0 +1,89 @@
+"""``rasura canaries``: a lower bound of epsilon from one training, by texts that are in it or not by a coin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rasura.cli.shared import AsJson, TextTask, app, err, out, starting
+from rasura.core.errors import InputError
+
+canaries = typer.Typer(no_args_is_help=True, help="Measure a lower bound of epsilon: draw canary texts, train, measure.")
+app.add_typer(canaries, name="canaries")
+
+Folder = Annotated[Path, typer.Argument(help="folder of the canaries")]
+
+
+@canaries.command()
+def draw(
+    folder: Folder,
+    model: Annotated[str, typer.Option(help="model that will be trained: folder or hub id")],
+    data: Annotated[str | None, typer.Option(help="training texts that the canaries are mixed into")] = None,
+    number: Annotated[int, typer.Option(help="number of canaries; half of them are trained on")] = 500,
+    task: TextTask = "classification",
+    num_labels: Annotated[int, typer.Option(help="number of classes")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Write the texts to train on (train.jsonl), and the canaries with their coins, which must stay secret (canaries.json).
+
+    Example: rasura canaries draw canaries --model minilm --data notes.jsonl --number 500
+    """
+    from rasura.core.options import known
+
+    with starting(), err.status("drawing"):
+        from rasura.runs.canaries import COINS, MIXED
+        from rasura.runs.canaries import draw as drawn
+
+        kind: Any = known("task", task, ("classification", "causal"))
+        made = drawn(model, data, number, folder, task=kind, num_labels=num_labels)
+    inside = sum(one.included for one in made)
+    if as_json:
+        about = {"canaries": len(made), "included": inside, "train": str(folder / MIXED), "coins": str(folder / COINS)}
+        sys.stdout.write(json.dumps(about) + "\n")
+        return
+    out.print(f"{len(made)} canaries, {inside} of them in the training texts")
+    for what, name in (("train on all of", MIXED), ("keep secret", COINS)):
+        out.print(f"{what}: {folder / name}", markup=False, highlight=False, soft_wrap=True)
+
+
+@canaries.command()
+def measure(
+    folder: Folder,
+    model: Annotated[str, typer.Option(help="the trained model: folder or hub id")],
+    base: Annotated[str | None, typer.Option(help="model that training started from; none scores by the loss alone")] = None,
+    delta: Annotated[float, typer.Option(help="delta of the guarantee")] = 1e-5,
+    guesses: Annotated[int | None, typer.Option(help="number of guesses, even; default: a fifth of the canaries")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="stated epsilon; exit code 3 if the bound is above it")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what the trained model shows about the canaries: a lower bound of epsilon at confidence 0.95.
+
+    Choose --guesses before you look at any result. Exit code 3: the stated epsilon is refuted.
+
+    Example: rasura canaries measure canaries --model runs/train/dp-sgd-1.0-0/model --base minilm --epsilon 8
+    """
+    if epsilon is not None and not epsilon >= 0:
+        raise InputError(f"--epsilon is {epsilon}; expected at least 0")
+    with starting(), err.status("measuring"):
+        from rasura.runs.canaries import measure as measured
+
+        found = measured(folder, model, base=base, delta=delta, guesses=guesses)
+    bound, refuted = found.bound, epsilon is not None and found.bound.epsilon > epsilon
+    if as_json:
+        sys.stdout.write(json.dumps({**found.to_dict(), "stated": epsilon, "refuted": refuted}) + "\n")
+    else:
+        out.print(
+            f"{bound.right} of {bound.guesses} guesses right, on {bound.canaries} canaries (chance: {bound.guesses / 2:g})"
+        )
+        out.print(f"epsilon is at least {bound.epsilon:.3g} at delta {bound.delta:g} (confidence {bound.confidence:g})")
+        out.print(f"if the training hides a text as Gaussian noise does: at least {found.gaussian.epsilon:.3g}")
+        if not bound.epsilon:
+            out.print("The guesses show nothing. That does not prove that the training is private.")
+        if refuted:
+            out.print(f"The stated epsilon {epsilon:g} is refuted.", style="bold")
+    if refuted:
+        raise typer.Exit(3)

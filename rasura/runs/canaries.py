@@ -1,0 +1,136 @@
+"""Canary texts: drawn with a coin each, mixed into training texts, and scored by the trained model (black box)."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rasura.accounting import LowerBound, gaussian_run_bound, one_run_bound, right_guesses
+from rasura.core.errors import InputError
+from rasura.core.files import read_limited, write_whole
+from rasura.core.values import Task
+from rasura.data.text import Example, load_examples
+from rasura.runs.training import encoded
+from rasura.victims.loading import Victim, load
+from rasura.victims.outputs import answers
+
+COINS, MIXED = "canaries.json", "train.jsonl"
+"""The canaries with their coins, which must stay secret; and the texts to train on."""
+
+VERSION, MAX_BYTES, LENGTH, TRIES = 1, 1 << 26, 10, 100_000
+
+
+@dataclass(frozen=True)
+class Canary:
+    """A text of random words, its label (None for a causal model), and whether it is to be trained on."""
+
+    text: str
+    label: int | None
+    included: bool
+
+
+def draw(model: str, data: str | None, number: int, folder: Path, *, task: Task, num_labels: int = 2) -> tuple[Canary, ...]:
+    """Draw ``number`` canaries for ``model`` and write two files into ``folder``: the canaries with their coins, and the
+    texts of ``data`` together with the canaries that are in, in random order.
+
+    A canary is ``LENGTH`` random words of the model's vocabulary, each one token. Coins, words, labels and order come from
+    the operating system. Raises ``InputError`` for fewer than 20 canaries, for existing files, and for a vocabulary with too
+    few words.
+    """
+    if number < 20:
+        raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
+    victim = load(model, task, num_labels=num_labels, attacked=False)
+    words = _words(victim, 400)
+    texts = {" ".join(secrets.choice(words) for _ in range(LENGTH)) for _ in range(number)}
+    while len(texts) < number:
+        texts.add(" ".join(secrets.choice(words) for _ in range(LENGTH)))
+    labels = [None if task == "causal" else secrets.randbelow(num_labels) for _ in texts]
+    canaries = tuple(Canary(text, label, bool(secrets.randbits(1))) for text, label in zip(sorted(texts), labels))
+    rows = [*(load_examples(data) if data else ()), *(Example(c.text, label=c.label) for c in canaries if c.included)]
+    secrets.SystemRandom().shuffle(rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    told = {"version": VERSION, "task": task, "num_labels": num_labels, "canaries": [vars(c) for c in canaries]}
+    write_whole(folder / COINS, json.dumps(told, ensure_ascii=False), replace=False)
+    write_whole(folder / MIXED, "".join(_row(one) for one in rows), replace=False)
+    return canaries
+
+
+def _row(example: Example) -> str:
+    about = {"text": example.text, "text_pair": example.text_pair, "label": example.label}
+    return json.dumps({k: v for k, v in about.items() if v is not None}, ensure_ascii=False) + "\n"
+
+
+def _words(victim: Victim, number: int) -> list[str]:
+    """Random words of the vocabulary that are one token each, also between other words."""
+    found: set[str] = set()
+    for _ in range(TRIES):
+        word = victim.tokenizer.decode([secrets.randbelow(victim.vocabulary.size)]).strip()
+        if word.isascii() and word.isalnum() and word not in found:
+            bare = victim.tokenizer(f"{word} {word}", add_special_tokens=False)["input_ids"]
+            if len(bare) == 2:
+                found.add(word)
+        if len(found) == number:
+            break
+    if len(found) < 40:
+        raise InputError(f"the vocabulary has {len(found)} words of one token; expected at least 40")
+    return sorted(found)
+
+
+def read_canaries(folder: Path) -> tuple[Task, int, tuple[Canary, ...]]:
+    """The task, the number of classes and the canaries that ``draw`` wrote. Raises ``InputError`` for anything else."""
+    content, _ = read_limited(folder / COINS, "a file of canaries", MAX_BYTES)
+    try:
+        told: Any = json.loads(content)
+        task, labels, rows = told["task"], told["num_labels"], told["canaries"]
+        canaries = tuple(Canary(one["text"], one["label"], one["included"]) for one in rows)
+        whole = told["version"] == VERSION and task in ("classification", "causal") and type(labels) is int
+        if not whole or not all(type(c.included) is bool and isinstance(c.text, str) and c.text for c in canaries):
+            raise ValueError
+    except (ValueError, LookupError, TypeError):
+        raise InputError(f"{folder / COINS} does not hold canaries; expected what rasura canaries draw wrote") from None
+    return task, labels, canaries
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one trained model shows: the bound for any training, and the one that assumes Gaussian noise."""
+
+    bound: LowerBound
+    gaussian: LowerBound
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values."""
+        return {**vars(self.bound), "gaussian_epsilon": self.gaussian.epsilon}
+
+
+def measure(
+    folder: Path, model: str, *, base: str | None, delta: float, guesses: int | None = None, confidence: float = 0.95
+) -> Measured:
+    """The lower bounds of epsilon that the trained ``model`` shows for the canaries in ``folder``.
+
+    The score of a canary is how much lower its loss is than under ``base``, the model that training started from; without
+    one, how low its loss is. ``guesses``: a fifth of the canaries if None, which does not depend on the coins. Raises
+    ``InputError`` for invalid files and values, and for losses that are not finite.
+    """
+    task, labels, canaries = read_canaries(folder)
+    examples = [Example(one.text, label=one.label) for one in canaries]
+    scores = -np.array(list(_losses(model, task, labels, examples)))
+    if base is not None:
+        scores += np.array(list(_losses(base, task, labels, examples)))
+    included = np.array([one.included for one in canaries])
+    asked = max(2, len(canaries) // 10 * 2) if guesses is None else guesses
+    right = right_guesses(scores, included, asked)
+    figures = (len(canaries), asked, right, delta, confidence)
+    return Measured(one_run_bound(*figures), gaussian_run_bound(*figures))
+
+
+def _losses(model: str, task: Task, labels: int, examples: Sequence[Example]) -> Iterator[float]:
+    victim = load(model, task, num_labels=labels, attacked=False)
+    rows = encoded(victim, examples, max_length=None, truncate=False)
+    yield from answers(victim.model, rows, victim.vocabulary.pad_id or 0).losses.tolist()

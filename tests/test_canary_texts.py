@@ -1,0 +1,87 @@
+"""``rasura canaries``: texts that are in a training by a coin, and what the trained model shows about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from audit_setting import model_folder
+from commands import rasura_command, refused
+
+from rasura.core.errors import InputError
+from rasura.runs.canaries import draw, measure, read_canaries
+from rasura.runs.training import encoded
+from rasura.victims.batching import joined
+from rasura.victims.loading import load
+
+__all__ = ["model_folder"]
+
+pytest.importorskip("dp_accounting")
+
+
+def trained(base: Path, texts: Path, out: Path, steps: int) -> Path:
+    """A model trained without any protection on all texts of a file."""
+    from rasura.data.text import load_examples
+
+    victim = load(str(base), "classification", num_labels=2, attacked=False)
+    batch = joined(encoded(victim, load_examples(texts), max_length=None, truncate=False), victim.vocabulary.pad_id or 0)
+    optimizer = torch.optim.Adam(victim.model.parameters(), 3e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        victim.model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, labels=batch.labels).loss.backward()
+        optimizer.step()
+    victim.model.save_pretrained(out)
+    victim.tokenizer.save_pretrained(out)
+    return out
+
+
+def test_a_model_that_learned_its_texts_by_heart_is_caught(tmp_path: Path, model_folder: Path) -> None:
+    folder = tmp_path / "canaries"
+    done = rasura_command("canaries", "draw", folder, "--model", model_folder, "--number", 80, "--json")
+    told = json.loads(done.stdout)
+    assert told["canaries"] == 80 and 15 < told["included"] < 65
+    task, labels, canaries = read_canaries(folder)
+    assert (task, labels) == ("classification", 2) and len({one.text for one in canaries}) == 80
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert sorted(row["text"] for row in rows) == sorted(one.text for one in canaries if one.included)
+    assert (folder / "canaries.json").stat().st_mode & 0o077 == 0
+
+    out = trained(model_folder, folder / "train.jsonl", tmp_path / "model", 40)
+    found = measure(folder, str(out), base=str(model_folder), delta=1e-5, guesses=40)
+    assert found.bound.right > 30 and found.bound.epsilon > 0.3 and found.gaussian.epsilon > found.bound.epsilon
+    done = rasura_command("canaries", "measure", folder, "--model", out, "--guesses", 40, "--epsilon", "0.1", "--json")
+    again = json.loads(done.stdout)
+    assert done.returncode == 3 and again["refuted"] and again["right"] > 25
+    done = rasura_command("canaries", "measure", folder, "--model", out, "--guesses", 40, "--epsilon", "20")
+    assert done.returncode == 0 and "guesses right, on 80 canaries (chance: 20)" in done.stdout
+
+
+def test_a_model_that_saw_none_of_them_shows_nothing(tmp_path: Path, model_folder: Path) -> None:
+    draw(str(model_folder), None, 60, tmp_path, task="classification")
+    found = measure(tmp_path, str(model_folder), base=None, delta=1e-5)
+    assert found.bound.guesses == 12 and found.bound.epsilon < 1  # chance: above 0 in less than 1 of 20 runs
+
+
+def test_training_texts_are_mixed_in(tmp_path: Path, model_folder: Path) -> None:
+    data = tmp_path / "notes.jsonl"
+    data.write_text('{"text": "alpha met bravo", "label": 1}\n', encoding="utf-8")
+    canaries = draw(str(model_folder), str(data), 20, tmp_path / "out", task="classification")
+    rows = [json.loads(line) for line in (tmp_path / "out" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {"text": "alpha met bravo", "label": 1} in rows and len(rows) == 1 + sum(one.included for one in canaries)
+    with pytest.raises(InputError, match="already exists"):
+        draw(str(model_folder), None, 20, tmp_path / "out", task="classification")
+
+
+def test_what_is_wrong_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    assert "expected at least 20" in refused("canaries", "draw", tmp_path, "--model", model_folder, "--number", "5")
+    (tmp_path / "canaries.json").write_text('{"version": 1}', encoding="utf-8")
+    assert "does not hold canaries" in refused("canaries", "measure", tmp_path, "--model", model_folder)
+    draw(str(model_folder), None, 20, tmp_path / "out", task="classification")
+    for words, arguments in (
+        ("guesses", ("--guesses", "3")),
+        ("delta", ("--delta", "1")),
+        ("--epsilon", ("--epsilon", "nan")),
+    ):
+        assert words in refused("canaries", "measure", tmp_path / "out", "--model", model_folder, *arguments)
