@@ -84,7 +84,7 @@ def _words(victim: Victim, number: int) -> list[str]:
 
 def read_canaries(folder: Path) -> tuple[Task, int, tuple[Canary, ...]]:
     """The task, the number of classes and the canaries that ``draw`` wrote. Raises ``InputError`` for anything else."""
-    content, _ = read_limited(folder / COINS, "a file of canaries", MAX_BYTES)
+    content, _ = read_limited(folder / COINS, "file of canaries", MAX_BYTES)
     try:
         told: Any = json.loads(content)
         task, labels, rows = told["task"], told["num_labels"], told["canaries"]
