@@ -239,6 +239,28 @@ def simulated(place: Path, folder: Path, **given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("flower")
+def test_without_data_each_client_has_enough_notes_of_both_kinds(app_modules: Path, folder: Path) -> None:
+    import importlib
+
+    from flwr.app import Context, RecordDict
+
+    config = tomllib.loads((app_modules / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    config |= {"model": str(folder / "model")}
+    task = importlib.import_module("federated.task")
+    for part in range(3):
+        rows, held = task.texts(Context(1, part, {"partition-id": part, "num-partitions": 3}, RecordDict(), config))
+        assert (len(rows), len(held)) == (64, 16)
+        assert {int(r.labels[0]) for r in rows} == {int(r.labels[0]) for r in held} == {0, 1}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("flower", "minilm_path")
+def test_the_app_learns_from_the_notes_that_it_comes_with(app_modules: Path, folder: Path) -> None:
+    rounds = simulated(app_modules, folder, model="minilm", data="", defense="none", **{"num-server-rounds": 1})
+    assert rounds["1"]["evaluate"]["accuracy"] > 0.9
+
+
+@pytest.mark.usefixtures("flower")
 def test_the_app_trains_weights_and_adapters_behind_sealing(app_modules: Path, folder: Path) -> None:
     pytest.importorskip("peft")
     for lora in (0, 2):
