@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
+from scipy.stats import beta
 from torch import Tensor, nn
 
 import rasura
@@ -23,8 +24,9 @@ from rasura.attacks.updates.gradient_matching.presets import dlg, grab, tag
 from rasura.attacks.updates.noise_in_sight import shows_noise
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.attack import dager
-from rasura.attacks.updates.span.null import chance_limit, explained, outside, robust_chance, rows_believed, stand_clear
+from rasura.attacks.updates.span.null import chance_limit, explained, fitted_chance, outside, rows_believed, stand_clear
 from rasura.attacks.updates.span.rows import Inputs, RowSpace
+from rasura.attacks.updates.span.tokens import Row
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, WITH_LABELS_AND_LENGTHS, adversary_copy, observe
@@ -303,19 +305,23 @@ def test_outside_leaves_out_inputs_of_size_zero() -> None:
     assert torch.allclose(left.norm(dim=1), space_of(x[:3]).residual(x), atol=1e-12)
 
 
-def test_robust_fits_are_chance_hits_near_the_width_only() -> None:
-    assert robust_chance(8, 128, 12000) < 1e-6 < 0.01 < robust_chance(110, 128, 12000)
-    assert robust_chance(20, 64, 1e4) < 0.01 < robust_chance(50, 64, 1e4)
-    assert robust_chance(20, 64, 1e4) == pytest.approx(1e3 * robust_chance(20, 64, 10.0))
-    # ln: 2 to the 64 halves, ways of 3 % wrong, and 62.08 - 40 coordinates at one in 25.
-    wrong = -64 * (0.03 * math.log(0.03) + 0.97 * math.log(0.97))
-    bound = 64 * math.log(2) + wrong + (62.08 - 40) * math.log(0.04)
-    assert math.log(robust_chance(40, 64, 1.0)) == pytest.approx(bound)
-    assert robust_chance(64, 64, 1.0) == pytest.approx(math.exp(64 * math.log(2) + wrong))
+def test_fits_under_dropout_are_chance_hits_near_the_width_only() -> None:
+    assert fitted_chance(8, 128, 1e-4, 12000) < 1e-6 < 0.01 < fitted_chance(120, 128, 1e-4, 12000)
+    assert fitted_chance(50, 64, 1e-4, 1e4) < 0.01 < fitted_chance(50, 64, 0.1, 1e4)
+    assert fitted_chance(20, 64, 1e-2, 1e4) == pytest.approx(1e3 * fitted_chance(20, 64, 1e-2, 10.0))
+    for rank, residual in ((20, 0.3), (1, 0.5), (60, 0.9)):
+        exact = math.log(float(beta.cdf(residual**2, (64 - rank) / 2, rank / 2))) + 64 * math.log(2)
+        assert exact <= math.log(fitted_chance(rank, 64, residual, 1.0)) + 1e-9
+    for nothing in (1.0, 2.0, math.nan):
+        assert fitted_chance(8, 128, nothing, 1.0) > 1e300
+    assert fitted_chance(64, 64, 1e-9, 1.0) > 1e300
     space = space_of(torch.randn(8, 128, generator=generator(0), dtype=torch.double))
-    assert rows_believed(space, [None] * 8, 1e4, 0) and rows_believed(space, [None] * 7, 1e4, 1)  # type: ignore[list-item]
+    row = Row(0, 1, 0, torch.ones(128), 1e-6)
+    assert rows_believed(space, [row] * 8, 1e4, 0) and rows_believed(space, [row] * 7, 1e4, 1)
+    assert not rows_believed(space, [row] * 7 + [replace(row, residual=0.9)], 1e4, 0)
+    assert not rows_believed(space, [], 1e4, 8)
     for count in (7, 9):
-        assert not rows_believed(space, [None] * count, 1e4, 0)  # type: ignore[list-item]
+        assert not rows_believed(space, [row] * count, 1e4, 0)
 
 
 def test_special_tokens_alone_are_no_text() -> None:

@@ -16,10 +16,10 @@ from rasura.attacks.updates.span.null import (
     OTHERS,
     chance_limit,
     explained,
+    fitted_chance,
     others_of,
     outside,
     prefixes_believed,
-    robust_chance,
     stand_clear,
     tokens_believed,
 )
@@ -152,9 +152,11 @@ def test_what_is_left_is_over_the_size_and_inputs_of_no_size_are_left_out() -> N
     assert torch.allclose(left, torch.tensor([[0.0, 0, 0, 0.8, 0, 0]], dtype=torch.double), rtol=1e-6)
 
 
-def test_the_chance_of_robust_fits_stays_a_number() -> None:
-    assert robust_chance(10**5, 10**5, 1e6) == pytest.approx(math.exp(700.0), rel=1e-9)
-    assert robust_chance(64, 64, 0.0) == robust_chance(64, 64, 1.0) == pytest.approx(robust_chance(64, 64, 2.0) / 2)
+def test_the_chance_of_fits_under_dropout_stays_a_number() -> None:
+    assert fitted_chance(10**5 - 1, 10**5, 0.5, 1e6) == pytest.approx(math.exp(700.0), rel=1e-9)
+    assert fitted_chance(1, 10**5, 0.0, 1e6) == 0.0
+    assert fitted_chance(60, 64, 0.01, 0.0) == fitted_chance(60, 64, 0.01, 1.0)
+    assert fitted_chance(60, 64, 0.01, 1.0) == pytest.approx(fitted_chance(60, 64, 0.01, 2.0) / 2)
 
 
 # --- other tokens

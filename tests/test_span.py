@@ -14,10 +14,11 @@ from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.grouping import cluster, projections
-from rasura.attacks.updates.span.rows import PRODUCTS, Inputs, Normal, RowSpace, block_spaces, row_space, visible_blocks
+from rasura.attacks.updates.span.passing import Passing
+from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
-from rasura.attacks.updates.span.tokens import Row, robust_fit
+from rasura.attacks.updates.span.tokens import Row
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
@@ -181,34 +182,51 @@ def test_dropout_that_nobody_announced_is_noticed() -> None:
     assert guess.details["dropout_fit"] is True
 
 
-def test_robust_fit_recovers_masked_vectors_exactly_and_rejects_others() -> None:
+@pytest.mark.parametrize("rate", [0.05, 0.1, 0.3])
+def test_message_passing_recovers_masked_vectors_exactly_and_rejects_others(rate: float) -> None:
     rng = generator(7)
     width, rank = 120, 8
     full = torch.randn(rank, width, generator=rng, dtype=torch.double)
-    masks = torch.rand(rank, width, generator=rng) > 0.1
+    masks = torch.rand(rank, width, generator=rng) > rate
     basis = torch.linalg.qr((full * masks).T).Q
     other = torch.randn(20, width, generator=rng, dtype=torch.double)
-    fit = robust_fit(RowSpace(basis, torch.full((rank,), 1e-9)), torch.cat([full, other]))
-    assert fit.accepted() == list(range(rank))
-    assert torch.allclose(fit.inputs[:rank], full * masks, atol=1e-6)
+    fit = Passing(RowSpace(basis, torch.full((rank,), 1e-9)), rate)(torch.cat([full, other]), steps=60)
+    assert fit.accepted.tolist() == [True] * rank + [False] * 20
+    assert torch.equal(fit.inputs[:rank], full * masks)
+    assert float(fit.residual[:rank].max()) < 1e-6 < 0.1 < float(fit.residual[rank:].min())
 
 
-@pytest.mark.parametrize(("width", "rank"), [(1, 1), (120, 8), (64, 40)])
-def test_normal_matrices_of_many_fits_are_those_of_each(width: int, rank: int) -> None:
-    rng = generator(3)
-    basis = torch.linalg.qr(torch.randn(width, rank, generator=rng, dtype=torch.double)).Q
-    weights = torch.rand(5, width, generator=rng, dtype=torch.double)
-    found = Normal(basis)(weights, 0.25).tril()
-    for w, one in zip(weights, found):
-        assert torch.allclose(one, (basis.T @ torch.diag(w) @ basis + 0.25 * torch.eye(rank)).tril(), atol=1e-12)
+def test_each_of_a_tokens_copies_is_found_once_the_others_are_excluded() -> None:
+    rng = generator(8)
+    width = 200
+    others = torch.randn(40, width, generator=rng, dtype=torch.double)
+    one = torch.randn(width, generator=rng, dtype=torch.double)
+    copies = one * (torch.rand(3, width, generator=rng) > 0.1)
+    passing = Passing(RowSpace(torch.linalg.qr(torch.cat([others, copies]).T).Q, torch.full((43,), 1e-9)), 0.1)
+    found: list[int] = []
+    for _ in range(3):
+        kept = torch.zeros(24, width, dtype=torch.bool)
+        for copy in found:
+            kept[:, int(((copies[copy] == 0) & (one.abs() > 0.5)).nonzero()[0])] = True
+        fit = passing(one.expand(24, -1), steps=160, spread=2.0, kept=kept, rng=rng)
+        new = {int((fit.inputs[i] - copies).norm(dim=1).argmin()) for i in fit.accepted.nonzero().flatten()}
+        assert new and not new & set(found)
+        assert all(float((x - copies).norm(dim=1).min()) < 1e-9 for x in fit.inputs[fit.accepted])
+        found += sorted(new)
+        if len(found) == 3:
+            break
+    assert sorted(found) == [0, 1, 2]
 
 
-def test_bases_with_more_products_than_are_kept_give_the_same() -> None:
-    width, rank = PRODUCTS // (60 * 61 // 2) + 1, 60
-    basis = torch.randn(width, rank, generator=generator(3), dtype=torch.double) / width**0.5
-    weights = torch.rand(2, width, generator=generator(4), dtype=torch.double)
-    wanted = torch.stack([(basis.T * w) @ basis for w in weights]).tril()
-    assert torch.allclose(Normal(basis)(weights, 0.0).tril(), wanted, atol=1e-12)
+def test_changing_coordinates_one_by_one_ends_at_the_row_space() -> None:
+    rng = generator(9)
+    full = torch.randn(5, 100, generator=rng, dtype=torch.double)
+    gone = torch.rand(5, 100, generator=rng) < 0.1
+    passing = Passing(RowSpace(torch.linalg.qr(torch.where(gone, 0.0, full).T).Q, torch.full((5,), 1e-9)), 0.1)
+    small = full.abs().topk(3, largest=False).indices
+    wrong = gone.scatter(1, small, ~gone.gather(1, small))
+    assert torch.equal(passing.changed(full, wrong), gone)
+    assert torch.equal(passing.changed(full, gone), gone)
 
 
 # --- pieces

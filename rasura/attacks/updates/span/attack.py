@@ -28,16 +28,16 @@ from rasura.victims.models import parts
 class Span:
     """DAGER (Petrov et al. 2024), extended to exact decomposition, any visible block of a decoder, and active dropout.
 
-    Encoders: tokens with their positions from block 0, robustly fitted where dropout zeroes coordinates; several texts are
-    told apart by a layer that has seen the context, or, under dropout, by the query and key gradients. Decoders: prefixes
-    grown from whichever block is visible. Needs fewer tokens in the batch than the layer has inputs.
+    Encoders: tokens with their positions from block 0, fitted by message passing where dropout zeroes coordinates; several
+    texts are told apart by a layer that has seen the context, or, under dropout, by the query and key gradients. Decoders:
+    prefixes grown from whichever block is visible. Needs fewer tokens in the batch than the layer has inputs.
     """
 
     name: str = "span"
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.MECHANISM})
     work: Mapping[str, tuple[int, int, int]] = field(
-        default_factory=lambda: {"quick": (48, 4, 2), "default": (160, 6, 8), "paper": (400, 32, 16)}
+        default_factory=lambda: {"quick": (96, 8, 2), "default": (400, 32, 8), "paper": (1600, 128, 16)}
     )
     """Budget level -> candidates fitted at a position, rounds that look for copies, random texts per text of the batch."""
     adaptive: bool = True
@@ -71,7 +71,7 @@ class Span:
             spaces = {0: spaces[0]}
         if scan is None:
             raise NotApplicable("block 0 is hidden, so tokens cannot be tested one by one; span-matching can be tried")
-        return self._by_position(observed, seen, spaces, scan, dropout > 0, rng, budget)
+        return self._by_position(observed, seen, spaces, scan, dropout, rng, budget)
 
     def _decoder(
         self,
@@ -111,7 +111,7 @@ class Span:
         seen: Observation,
         spaces: Mapping[int, RowSpace],
         scan: Scan,
-        active: bool,
+        dropout: float,
         rng: torch.Generator,
         budget: Budget,
     ) -> Reconstruction:
@@ -122,7 +122,7 @@ class Span:
         longest = min(max(seen.lengths) if known_length else space.rank, scan.places)
         rows: list[Row] = []
         likely: list[list[int]] = []
-        owed = 0
+        owed, active = 0, dropout > 0
         if not active:
             rows = self._plain(scan, longest, known_length)
         named = any(row.token not in seen.vocabulary.special_ids for row in rows)
@@ -130,7 +130,7 @@ class Span:
             active = True
             prefilter, rounds, _ = self.work[budget.level]
             opening = seen.vocabulary.prefix if size else ()
-            look = Search(scan, copies=size or MAX_COPIES, opening=opening, rng=rng)
+            look = Search(scan, rate=dropout, copies=size or MAX_COPIES, opening=opening, rng=rng)
             rows = look(longest, known_length=known_length, prefilter=prefilter, rounds=rounds)
             owed = look.owed
             likely = [[t for t in ids.tolist() if t not in seen.vocabulary.special_ids] for ids in look.nearest]

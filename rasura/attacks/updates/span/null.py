@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.updates.span.rows import DOUBT, Inputs, RowSpace
-from rasura.attacks.updates.span.tokens import TOLERANT, Row
+from rasura.attacks.updates.span.tokens import Row
 from rasura.core.values import UNKNOWN
 from rasura.victims.models import Block
 
@@ -99,18 +99,19 @@ def stand_clear(residuals: Tensor, beside: Sequence[Tensor], trials: float) -> b
     return bool((residuals <= limit).all()) and bool((residuals <= EDGE * min_residual).all())
 
 
-def robust_chance(rank: int, width: int, trials: float) -> float:
-    """An upper bound on how many of ``trials`` tokens ``tokens.robust_fit`` accepts by chance.
+def fitted_chance(rank: int, width: int, residual: float, trials: float) -> float:
+    """An upper bound on how many of ``trials`` tokens under dropout come within ``residual`` of a row space by chance.
 
-    A row space of rank ``rank`` fits that many coordinates of any vector. Of the 97 % that must be right or zero, each of
-    the others is so by chance with probability ``2 * TOLERANT``, whichever half is zero and whichever 3 % are wrong.
+    Of a vector in a direction of its own, the squared share outside a row space of rank ``rank`` has the distribution
+    Beta((width - rank) / 2, rank / 2), whose probability up to x is at most ``x^a / (a B(a, b) sqrt(1 - x))``. Any of the
+    ``2^width`` ways to remove coordinates may come so near.
     """
-
-    def ways(share: float) -> float:
-        return -width * (share * math.log(share) + (1 - share) * math.log(1 - share))
-
-    bound = math.log(max(trials, 1.0)) + ways(0.5) + ways(0.03) + max(0.0, 0.97 * width - rank) * math.log(2 * TOLERANT)
-    return math.exp(min(bound, 700.0))
+    a, b = (width - rank) / 2, rank / 2
+    if a <= 0 or not 0 <= residual < 1:
+        return math.exp(700.0)
+    beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    within = a * math.log(max(residual**2, 1e-300)) - math.log(a) - beta - 0.5 * math.log1p(-(residual**2))
+    return math.exp(min(math.log(max(trials, 1.0)) + width * math.log(2) + within, 700.0))
 
 
 def others_of(inputs: Inputs, ids: Tensor, found: set[int]) -> Tensor:
@@ -193,4 +194,6 @@ def rows_believed(space: RowSpace, rows: Sequence[Row], trials: float, owed: int
     masks make the input of every token different, so if there are more rows than dimensions, one of them is false: in a
     batch, a token at the position of another text.
     """
-    return len(rows) <= space.rank <= len(rows) + owed and robust_chance(space.rank, len(space.basis), trials) <= FALSE
+    if not rows or not len(rows) <= space.rank <= len(rows) + owed:
+        return False
+    return fitted_chance(space.rank, len(space.basis), max(row.residual for row in rows), trials) <= FALSE

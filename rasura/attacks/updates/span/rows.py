@@ -31,9 +31,6 @@ CHUNK = 2048
 GAP = 30.0
 """A ratio of neighbouring singular values from which the row space certainly ends there."""
 
-PRODUCTS = 2**23
-"""Most products of columns of a basis that are kept, times inputs: 64 MiB. With more, each fit multiplies for itself."""
-
 ABOVE = 1.3
 """Without such a gap: singular values of at least this many times the noise belong to the row space."""
 
@@ -42,31 +39,6 @@ TOLERANCE = 1e-4
 
 DOUBT = 1.5
 """Tolerance relative to the expected residual: true inputs had .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
-
-
-class Normal:
-    """``basis^T diag(w) basis`` for many weights at once: products of each two columns, once, times all weights."""
-
-    def __init__(self, basis: Tensor) -> None:
-        self.basis = basis
-        rank = basis.shape[1]
-        one, other = torch.tril_indices(rank, rank)
-        self._places = one * rank + other
-        self._products = basis[:, one] * basis[:, other] if len(basis) * len(one) <= PRODUCTS else None
-
-    def __call__(self, weights: Tensor, ridge: float) -> Tensor:
-        """The lower triangles for ``weights`` ``(k, inputs)``, ``ridge`` on the diagonal: ``(k, rank, rank)``.
-
-        What stands above the diagonal means nothing.
-        """
-        rank = self.basis.shape[1]
-        if self._products is None:
-            out = (self.basis.T * weights[:, None, :]) @ self.basis
-        else:
-            out = weights.new_zeros(len(weights), rank * rank)
-            out = out.index_copy_(1, self._places, weights @ self._products).view(-1, rank, rank)
-        out.diagonal(dim1=1, dim2=2).add_(ridge)
-        return out
 
 
 @dataclass(frozen=True)
@@ -78,16 +50,6 @@ class RowSpace:
     basis: Tensor
     noise: Tensor
     known: Tensor | None = None
-
-    @cached_property
-    def normal(self) -> Normal:
-        """Normal matrices of weighted fits by the basis, in float64."""
-        return Normal(self.basis)
-
-    @cached_property
-    def coarse(self) -> Normal:
-        """The same in float32."""
-        return Normal(self.basis.float())
 
     @property
     def rank(self) -> int:

@@ -1,37 +1,55 @@
-"""Which tokens stand where: the plain span test, and the robust test, which also works under active dropout."""
+"""Which tokens stand where: the plain span test, and a search that also works under active dropout."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.span.rows import TOLERANCE, RowSpace
+from rasura.attacks.updates.span.passing import TOLERANT, Passing
+from rasura.attacks.updates.span.rows import TOLERANCE
 from rasura.attacks.updates.span.scan import Scan
 from rasura.core.values import Vocabulary
 
-TOLERANT = 2e-2
-"""Largest error of a fitted coordinate, relative to the coordinates' mean size. A token with little influence on the loss
-lies deep in the numerical noise of the row space; a wrong token misses most coordinates by far more."""
+FIRST = 60
+"""Steps of the first fits, from the middle of what dropout may have left."""
 
+STEPS = 160
+"""Steps of the later fits, which start at random."""
 
-COMMON = 8
-"""How many tokens of a position (nearest to the row space first) are searched for again where copies hide each other; twice
-as many in the second half of the rounds."""
+SPREAD = 32.0
+"""How far random starts spread. Of 64 starts, a copy that others hid was found by 0, 8, 12 and 18 with 2, 8, 16 and 32; a
+token without copies is found as often by all of them."""
 
-STARTS = 8
-"""Fits of each of these tokens in a round."""
+STARTS = 2
+"""Fits of each token in a round."""
 
-FRUITLESS = 5
-"""Rounds without a new copy after which a token is no longer searched for at a position: one fit in 10 to 20 finds a true
-copy."""
+EMPTY = 3
+"""Positions in a row where a first fit finds nothing although texts go on: what stands there hides behind copies."""
 
-POLISH = 4
-"""Steps in float64 that end a robust fit."""
+COMMON = 16
+"""How many tokens of a position, nearest to the row space first, are searched for again although none was found anywhere:
+copies may hide each other."""
+
+FRUITLESS = 4
+"""Rounds without a new copy after which a token is no longer searched for at a position. About half of the fits of a token
+find a copy."""
+
+LARGER = 10
+"""How many times the usual residual of a true input may be."""
+
+TOGETHER = 192
+"""Fits at once."""
+
+EXCLUDED = 0.1
+"""Share of the coordinates that a known copy lacks by which it is excluded. Another copy lacks few of them."""
+
+PLAUSIBLE = 2.0
+"""About ``rate * (1 - rank / width)`` of the square of a true input without dropout lies outside the row space; 1,300 had
+at most 1.8 times as much."""
 
 
 @dataclass(frozen=True)
@@ -60,96 +78,30 @@ def plain(scan: Scan, position: int) -> list[Row]:
     return []
 
 
-@dataclass(frozen=True)
-class Fit:
-    """Robust fits of candidates, each ``(k, hidden)`` or ``(k,)``: ``inputs`` with dropped coordinates exactly zero,
-    ``explained`` the fraction of coordinates that are right or zero, ``kept`` the fraction that are right."""
-
-    inputs: Tensor
-    explained: Tensor
-    kept: Tensor
-
-    def accepted(self) -> list[int]:
-        """Candidates of which every coordinate is either right or zero. This is the signature of dropout, so it is no chance
-        hit."""
-        return [int(i) for i in ((self.explained > 0.97) & (self.kept > 0.5)).nonzero().flatten()]
-
-
-def robust_fit(
-    space: RowSpace,
-    targets: Tensor,
-    *,
-    zeros: Tensor | None = None,
-    decay: float = 0.75,
-    known: Sequence[Sequence[Tensor]] = (),
-) -> Fit:
-    """Fit each row of ``targets`` ``(k, hidden)`` by the row space where dropped coordinates are sparse errors.
-
-    Iteratively reweighted least squares with weights ``1 / (r^2 + width^2)``, ``width`` shrinking by ``decay`` from half the
-    coordinates' mean size to the numerical floor (graduated non-convexity): it finds rows where L1 settles on a mixture of
-    near copies. ``zeros`` ``(k, n)`` names coordinates that the first steps hold at zero. Of several copies of a token, this
-    leads to the one in which dropout removed them. A fit that is hopeless, or on its way to one of the ``known`` inputs of
-    its candidate (one sequence a row), is given up early.
-    """
-    whole, targets = targets, space.shown(targets)
-    scale = targets.abs().mean(1, keepdim=True)
-    held = targets if zeros is None else targets.scatter(1, zeros, 0.0)
-    alive = torch.arange(len(targets))
-    normal, ridge = space.coarse, 1e-6
-    e, width = held.float(), 0.5 * scale.float()
-    near = torch.zeros_like(e)
-    coarse = math.ceil(math.log(1e-4) / math.log(decay))
-    first = round(math.log(0.03) / math.log(decay))
-    for step in range(coarse + POLISH):
-        if step == coarse:  # which coordinates were dropped is settled; float64 brings the rest
-            normal, ridge, decay = space.normal, 1e-13, 0.1
-            e, near, width = held[alive], near.double(), width.double()
-        r = e - near
-        w = 1 / (r * r + width * width) if step else torch.ones_like(e)
-        if step < first and zeros is not None:
-            w.scatter_(1, zeros, 1e4 * w.mean(1, keepdim=True).expand_as(zeros))
-        w = w / w.mean(1, keepdim=True)
-        right_side = ((w * e) @ normal.basis)[:, :, None]
-        solved = torch.cholesky_solve(right_side, torch.linalg.cholesky_ex(normal(w, ridge)).L)[:, :, 0]
-        near = solved @ normal.basis.T
-        width = width * decay
-        if step in (first, round(1.5 * first)):
-            # Any row space of rank N explains N coordinates of anything; a true token soon has many more.
-            share = ((e - near).abs() < 0.02 * scale[alive]).double().mean(1)
-            going = share > space.rank / targets.shape[1] + (0.03 if step == first else 0.15)
-            for i, k in enumerate(alive.tolist()) if known else ():
-                going[i] &= all(float((near[i] - other).norm()) > 0.1 * float(other.norm()) for other in known[k])
-            alive, e, near, width = alive[going], e[going], near[going], width[going]
-            if not len(alive):
-                break
-    fitted = torch.zeros_like(targets)
-    fitted[alive] = near.double()
-    wrong, size = (targets - fitted).abs(), fitted.abs()
-    close = TOLERANT * scale
-    right = wrong < close
-    return Fit(
-        torch.where((size < wrong) & (targets != 0), 0.0, whole),
-        (right | (size < close)).double().mean(1),
-        right.double().mean(1),
-    )
+Key = tuple[int, int, int]
+"""Position, token and segment."""
 
 
 class Search:
     """Searches for all private tokens under active dropout, until as many are found as the row space has dimensions.
 
-    ``copies``: how many texts may share a token at one place. ``opening``: tokens that open every text; one copy is enough.
+    ``rate``: the dropout rate, 0 if it is not known. ``copies``: how many texts may share a token at one place. ``opening``:
+    tokens that open every text; one copy is enough.
     """
 
-    def __init__(self, scan: Scan, *, copies: int, opening: Sequence[int] = (), rng: torch.Generator) -> None:
+    def __init__(self, scan: Scan, *, rate: float, copies: int, opening: Sequence[int] = (), rng: torch.Generator) -> None:
         self.scan = scan
         self.space, self.inputs, self.ids = scan.space, scan.inputs, scan.ids
+        self.fit = Passing(scan.space, rate)
+        self.plausible = PLAUSIBLE * rate * self.fit.equations + TOLERANT if rate else torch.inf
+        self.tolerant = TOLERANT
         self.copies = copies
         self.opening = tuple(enumerate(opening))
         self.rng = rng
         self.rows: list[Row] = []
         self.nearest: list[Tensor] = []
         """The tokens of each position, nearest to the row space first. Set by the search."""
-        self._inputs: dict[tuple[int, int, int], Tensor] = {}
+        self._inputs: dict[Key, Tensor] = {}
 
     def __call__(self, longest: int, *, known_length: bool, prefilter: int, rounds: int) -> list[Row]:
         """Rows at the first ``longest`` positions; ``prefilter`` candidates a position, best plain residual first.
@@ -161,13 +113,15 @@ class Search:
         empty = 0
         for position in range(longest):
             missing = self.scan.missing(position)
-            best.append(self.ids[missing.topk(min(prefilter, len(self.ids)), largest=False).indices])
+            near = missing.topk(min(prefilter, len(self.ids)), largest=False)
+            best.append(self.ids[near.indices[near.values < self.plausible]])
             empty = 0 if self._fit(position, best[-1][:some]) else empty + 1
-            if empty > 1 and not known_length:
+            if empty > EMPTY and not known_length:
                 break
         if prefilter > some and not self.complete:
             for position, tokens in enumerate(best):
                 self._fit(position, tokens[some:])
+        self._settle()
         self._again(rounds)
         return self.rows
 
@@ -182,59 +136,72 @@ class Search:
         counts = Counter((r.position, r.token) for r in self.rows)
         return sum(self.copies - counts[key] for key in self.opening if counts[key])
 
+    def _settle(self) -> None:
+        """What true inputs leave is known from the first fits; those that leave much more have a coordinate wrong."""
+        if self.rows:
+            usual = torch.tensor([r.residual for r in self.rows]).median()
+            self.tolerant = float((LARGER * usual).clamp(TOLERANCE, TOLERANT))
+            self.rows = [r for r in self.rows if r.residual < float(self.space.tolerance(r.input, self.tolerant))]
+
     def _fit(self, position: int, tokens: Tensor) -> bool:
         """The first fits at a position; the segment is the first one in which a token fits."""
         for segment in range(self.inputs.types):
-            targets = self.inputs.first(tokens, position, segment).double()
-            fit = robust_fit(self.space, targets)
-            found = [self._add(position, int(tokens[i]), segment, fit.inputs[i]) for i in fit.accepted()]
+            fit = self.fit(self.inputs.first(tokens, position, segment), steps=FIRST)
+            good = fit.accepted.nonzero().flatten().tolist()
+            found = [self._add((position, int(tokens[i]), segment), fit.inputs[i], fit.residual[i]) for i in good]
             if any(found):
                 return True
         return False
 
-    def _add(self, position: int, token: int, segment: int, x: Tensor) -> bool:
-        known = [r.input for r in self.rows if (r.position, r.token, r.segment) == (position, token, segment)]
+    def _add(self, key: Key, x: Tensor, residual: Tensor) -> bool:
+        known = [r.input for r in self.rows if (r.position, r.token, r.segment) == key]
         # The fit is exact, so another copy differs by whole coordinates.
         if any(float((k - x).norm()) < 1e-2 * float(x.norm()) for k in known) or len(known) >= self.copies:
             return False
-        self.rows.append(Row(position, token, segment, x, float(self.space.residual(x))))
+        self.rows.append(Row(*key, x, float(residual)))
         return True
 
     def _again(self, rounds: int) -> None:
-        """Copies of found tokens, and tokens that also stand elsewhere: there a mixture of near copies fits best at first.
+        """Copies of found tokens, found tokens at other positions, and the likeliest ones: a mixture of copies, or of near
+        copies at other positions, fits best at first.
 
-        A random coordinate held at zero singles out one of several. Tokens of the opening need no copy, and only the
-        first few of a place have any: they are the common ones.
+        Fits start at random, and each known copy is excluded by coordinates that it lacks. Tokens of the opening need no
+        copy.
         """
-        fruitless = 0
-        waited: Counter[tuple[int, int, int]] = Counter()
-        for number in range(rounds):
-            wide = COMMON if number < rounds // 2 else 2 * COMMON
-            found: dict[tuple[int, int, int], list[Tensor]] = {}
+        waited: Counter[Key] = Counter()
+        for _ in range(rounds):
+            copies: dict[Key, list[Tensor]] = {}
             for row in self.rows:
-                found.setdefault((row.position, row.token, row.segment), []).append(row.input)
-            tokens = {token for _, token, _ in found}
-            near = [(n, int(t), 0) for n, ids in enumerate(self.nearest) for t in ids[:wide] if int(t) in tokens]
-            keys = [key for key in dict.fromkeys([*found, *near]) if key[:2] not in self.opening]
-            keys = [key for key in keys if len(found.get(key, [])) < self.copies and (key in near or key[2])]
-            keys = [key for key in keys if waited[key] < FRUITLESS]
-            if self.complete or fruitless > 1 or not keys:
+                copies.setdefault((row.position, row.token, row.segment), []).append(row.input)
+            tokens = {row.token for row in self.rows}
+            places = ((n, k, int(t)) for n, ids in enumerate(self.nearest) for k, t in enumerate(ids))
+            near = [(n, t, 0) for n, k, t in places if k < COMMON or t in tokens]
+            full = Counter(row.position for row in self.rows)
+            keys = [key for key in dict.fromkeys([*copies, *near]) if key[:2] not in self.opening or key not in copies]
+            keys = [key for key in keys if full[key[0]] < self.copies and waited[key] < FRUITLESS]
+            if self.complete or not keys:
                 return
-            new, starts = 0, [key for key in keys for _ in range(STARTS)]
-            for begin in range(0, len(starts), 192):
-                part = starts[begin : begin + 192]
-                targets = torch.cat([self._input(key) for key in part]).double()
-                zeros = torch.multinomial(targets.abs(), 1, generator=self.rng)
-                known = [found.get(key, []) for key in part]
-                fit = robust_fit(self.space, targets, zeros=zeros, decay=0.85, known=known)
-                fresh = [part[i] for i in fit.accepted() if self._add(*part[i], fit.inputs[i])]
-                new += len(fresh)
-                for key in fresh:
-                    waited[key] = -1
+            starts = [key for key in keys for _ in range(STARTS)]
+            for begin in range(0, len(starts), TOGETHER):
+                part = starts[begin : begin + TOGETHER]
+                targets = torch.cat([self._input(key) for key in part])
+                kept = torch.stack([self._kept(x, copies.get(key, ())) for x, key in zip(targets, part)])
+                fit = self.fit(targets, steps=STEPS, tolerant=self.tolerant, spread=SPREAD, kept=kept, rng=self.rng)
+                for i in fit.accepted.nonzero().flatten().tolist():
+                    if self._add(part[i], fit.inputs[i], fit.residual[i]):
+                        waited[part[i]] = -1
+                if self.complete:
+                    return
             waited.update(keys)
-            fruitless = 0 if new else fruitless + 1
 
-    def _input(self, key: tuple[int, int, int]) -> Tensor:
+    def _kept(self, x: Tensor, copies: Iterable[Tensor]) -> Tensor:
+        """Some of the coordinates that each of the ``copies`` of the input ``x`` ``(hidden,)`` lacks, ``(hidden,)`` bool."""
+        kept = torch.zeros(len(x), dtype=torch.bool)
+        for copy in copies:
+            kept |= (copy == 0) & (x != 0) & (torch.rand(len(x), generator=self.rng) < EXCLUDED)
+        return kept
+
+    def _input(self, key: Key) -> Tensor:
         if key not in self._inputs:
             position, token, segment = key
             self._inputs[key] = self.inputs.first(torch.tensor([token]), position, segment)
