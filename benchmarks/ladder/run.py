@@ -183,6 +183,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
 
     def one(rung: Rung, attacks: Sequence[str]) -> None:
+        cells = RECIPES["batches"][str(rung.batch)] * len(rung.defenses) * len(rung.updates) * len(attacks)
+        if len(_records(args.out / rung.name / attacks[0])) == cells:
+            return
         command = [sys.executable, __file__, "--out", str(args.out), "--rung", rung.name, "--attacks", ",".join(attacks)]
         command += ["--models", args.models, "--english", args.english]
         with (args.out / f"{rung.name}.log").open("a", encoding="utf-8") as log:
