@@ -227,7 +227,9 @@ SPEC = AttackSpec(
     about="recovers exact tokens from attention gradients, also under dropout and from any block of a decoder",
     source="Petrov et al. 2024 (DAGER), sec. 4; extensions: see the module",
     make=Span,
-    seconds=4.0,
+    seconds=0.6,
+    growth=0.3,
+    work={"quick": 0.9, "default": 1.0, "paper": 3.0},
     home=Home(reads=True),
 )
 
@@ -236,6 +238,8 @@ DAGER = AttackSpec(
     about="the plain span test of blocks 0 and 1; hidden entries count as zeros",
     source="Petrov et al. 2024 (DAGER), Algorithms 1 and 2",
     make=dager,
-    seconds=4.0,
+    seconds=0.6,
+    growth=0.3,
+    work={"quick": 0.9, "default": 1.0, "paper": 3.0},
     home=Home(reads=True),
 )
