@@ -24,6 +24,9 @@ SAMPLES = 4
 RECENT = 600
 """Texts judged last that later fits are made of, too: the search is among them."""
 
+TOKENS = 1 << 16
+"""Tokens whose inputs are held at a time."""
+
 DRAWS = 128
 """Texts of likely words that a start is the best of."""
 
@@ -58,6 +61,9 @@ class Lens:
 
     def outside(self, ids: Tensor) -> Tensor:
         """The squared relative distance from the row space of each of ``ids`` at each place: ``(length, ids)``."""
+        return torch.cat([self._outside(some) for some in torch.split(ids, TOKENS)], 1)
+
+    def _outside(self, ids: Tensor) -> Tensor:
         moved = self.table[ids] @ self.slope
         whole = _squares(moved, self.place)
         inside = _squares(moved @ self.basis, self.place @ self.basis)

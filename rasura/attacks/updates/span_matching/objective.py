@@ -132,7 +132,7 @@ class Objective:
     def texts(self, bodies: Sequence[Body], tokens: int = 2048, kept: list[Tensor] | None = None) -> Tensor:
         """Objective ``(texts,)`` of each text by itself; about ``tokens`` tokens in a forward pass.
 
-        What goes into the first visible layer, ``(texts, length, width)`` of each pass, joins ``kept``.
+        What goes into the first visible layer and is shown joins ``kept``, ``(texts, length, width)`` of each pass.
         """
         ids, mask = pad([self.whole(body) for body in bodies], self.pad_id)
         rows = max(1, tokens // ids.shape[1])
@@ -140,7 +140,7 @@ class Objective:
         for x, real in zip(torch.split(ids, rows), torch.split(mask, rows)):
             found = layer_inputs(self.model, self._recorded, input_ids=x, attention_mask=real)
             if kept is not None:
-                kept.append(found[self.modules[0]])
+                kept.append(self.spaces[0].shown(found[self.modules[0]]))
             total = torch.zeros(len(x))
             for module, space in zip(self.modules, self.spaces):
                 total += self._distance(module, space, found[module], real)
