@@ -24,7 +24,15 @@ from rasura.attacks.updates.gradient_matching.presets import dlg, grab, tag
 from rasura.attacks.updates.noise_in_sight import shows_noise
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.attack import dager
-from rasura.attacks.updates.span.null import chance_limit, explained, fitted_chance, outside, rows_believed, stand_clear
+from rasura.attacks.updates.span.null import (
+    chance_limit,
+    each_once,
+    explained,
+    fitted_chance,
+    outside,
+    rows_believed,
+    stand_clear,
+)
 from rasura.attacks.updates.span.rows import Inputs, RowSpace
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -296,6 +304,17 @@ def test_a_guess_explains_the_whole_row_space_or_is_not_believed() -> None:
     noisy = replace(space, noise=torch.tensor([1e-9] * 5 + [0.9], dtype=torch.double))
     tilted = torch.cat([space.basis.T[:5], torch.randn(1, 40, generator=generator(3), dtype=torch.double)])
     assert explained(noisy, tilted) and not explained(space, tilted)
+
+
+def test_texts_that_use_a_row_twice_or_leave_one_out_are_not_believed() -> None:
+    rows = [Row(n, t, 0, torch.ones(4), 0.0) for n, t in ((0, CLS), (1, 7), (1, 8), (2, 9), (3, SEP))]
+    one, other = [(CLS, 0), (7, 0), (9, 0), (SEP, 0)], [(CLS, 0), (8, 0), (SEP, 0)]
+    assert each_once(rows, [one, other], {CLS, SEP})
+    assert each_once(rows, [one, [*other, (UNKNOWN, 0)]], {CLS, SEP})
+    assert not each_once(rows, [one, [(CLS, 0), (7, 0), (SEP, 0)]], {CLS, SEP})
+    assert not each_once(rows, [one], {CLS, SEP})
+    assert not each_once(rows, [one, other, other], {CLS, SEP})
+    assert not each_once(rows, [[(CLS, 0), (9, 0), (7, 0)], other], {CLS, SEP})
 
 
 def test_outside_leaves_out_inputs_of_size_zero() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span import Span
-from rasura.attacks.updates.span.grouping import cluster, projections
+from rasura.attacks.updates.span.grouping import cluster, dealt, projections
 from rasura.attacks.updates.span.passing import Passing
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
@@ -227,6 +227,18 @@ def test_changing_coordinates_one_by_one_ends_at_the_row_space() -> None:
     wrong = gone.scatter(1, small, ~gone.gather(1, small))
     assert torch.equal(passing.changed(full, wrong), gone)
     assert torch.equal(passing.changed(full, gone), gone)
+
+
+def test_no_text_gets_two_tokens_of_a_place() -> None:
+    rng = generator(3)
+    truth, places = [0, 0, 0, 1, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2, 0, 1]
+    alike = torch.tensor([[float(a == b) for b in truth] for a in truth]) + 0.2 * torch.rand(8, 8, generator=rng)
+    alike = alike + alike.T
+    wrong = [0, 0, 0, 1, 0, 1, 2, 2]
+    assert dealt(alike, places, truth, 3) == truth
+    assert dealt(alike, places, wrong, 3) == truth
+    crowded = dealt(alike, [0] * 8, wrong, 3)
+    assert crowded == wrong, "a place with more rows than texts is left as it is"
 
 
 # --- pieces

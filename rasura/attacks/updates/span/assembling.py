@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.verify import check
-from rasura.attacks.updates.span.grouping import affinity, cluster
+from rasura.attacks.updates.span.grouping import affinity, cluster, dealt
 from rasura.attacks.updates.span.placing import likely
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, visible_gradients
 from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
@@ -68,6 +68,8 @@ def assembled(
         found = affinity(seen, inputs.parts.blocks[0], x, spaces[0], _attention_heads(seen.model))
         likeness = likeness if found is None else found
         labels = cluster(likeness, size)
+        if score is None:
+            labels = dealt(likeness, [r.position for r in rows], labels, size)
         groups = [[i for i, g in enumerate(labels) if g == group] for group in range(size)]
     if score is None:
         return [_strongest(rows, group, likeness) for group in groups if group]

@@ -13,7 +13,7 @@ from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arranged, assembled, completed
 from rasura.attacks.updates.span.completion import uncovered
 from rasura.attacks.updates.span.endings import finish
-from rasura.attacks.updates.span.null import prefixes_believed, rows_believed, tokens_believed
+from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
@@ -158,9 +158,7 @@ class Span:
         def believed() -> bool:
             if not active:
                 return tokens_believed(space, inputs, ids, texts, positional=True)
-            here = {(row.position, row.token) for row in rows}
-            frame = seen.vocabulary.special_ids
-            fitted = all(t == UNKNOWN or t in frame or (n, t) in here for text in texts for n, (t, _) in enumerate(text))
+            fitted = each_once(rows, texts, seen.vocabulary.special_ids)
             return fitted and rows_believed(space, rows, len(ids) * longest, owed)
 
         return self._judged(observed, texts, max(row.residual for row in rows), spaces, believed, active)

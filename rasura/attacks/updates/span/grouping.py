@@ -8,9 +8,11 @@ heads, and the coefficients are an affinity that is zero between texts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from rasura.attacks.updates.span.rows import RowSpace
@@ -35,6 +37,9 @@ class Projection:
         out: Tensor = (self.gradient @ inverse).T
         return out
 
+
+DEALS = 4
+"""How often the rows of all places are dealt to the groups."""
 
 PAIRS = (("query", "key"), ("q_proj", "k_proj"), ("q_lin", "k_lin"), ("query_proj", "key_proj"), ("q", "k"))
 """The names of the query layer, and of the key layer beside it, in the model families."""
@@ -140,3 +145,24 @@ def cluster(similarity: Tensor, groups: int) -> list[int]:
         rest = rest - torch.outer(rest @ unit, unit)
     u, _, v = torch.linalg.svd(leading[chosen].T)
     return [int(g) for g in (leading @ (u @ v)).abs().argmax(1)]
+
+
+def dealt(similarity: Tensor, places: Sequence[int], labels: Sequence[int], groups: int) -> list[int]:
+    """``labels`` changed so that no group has two rows of a place, if a place has no more rows than there are groups.
+
+    At each place in turn, the rows go to the groups whose other rows they are most similar to in sum: an assignment problem.
+    """
+    out = torch.tensor(labels)
+    at = torch.tensor(places)
+    for _ in range(DEALS):
+        before = out.clone()
+        for place in sorted(set(places)):
+            here = (at == place).nonzero().flatten()
+            if len(here) > groups:
+                continue
+            member = torch.nn.functional.one_hot(out, groups).double() * (at != place).double()[:, None]
+            _, columns = linear_sum_assignment(-(similarity[here].double() @ member).numpy())
+            out[here] = torch.as_tensor(columns)
+        if torch.equal(out, before):
+            break
+    return [int(g) for g in out]

@@ -9,7 +9,8 @@ space, not a part of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -197,3 +198,11 @@ def rows_believed(space: RowSpace, rows: Sequence[Row], trials: float, owed: int
     if not rows or not len(rows) <= space.rank <= len(rows) + owed:
         return False
     return fitted_chance(space.rank, len(space.basis), max(row.residual for row in rows), trials) <= FALSE
+
+
+def each_once(rows: Sequence[Row], texts: Sequence[Sequence[tuple[int, int]]], frame: Collection[int]) -> bool:
+    """Whether the (token, segment) pairs of ``texts`` are the tokens of ``rows`` at their places, each once, but for those
+    of the ``frame`` and holes: a row that is used twice leaves another text without its token."""
+    apart = {*frame, UNKNOWN}
+    named = Counter((n, t) for text in texts for n, (t, _) in enumerate(text) if t not in apart)
+    return named == Counter((row.position, row.token) for row in rows if row.token not in apart)
