@@ -31,12 +31,12 @@ EMPTY = 3
 """Positions in a row where a first fit finds nothing although texts go on: what stands there hides behind copies."""
 
 COMMON = 16
-"""How many tokens of a position, nearest to the row space first, are searched for again although none was found anywhere:
-copies may hide each other."""
+"""Where the rate is not known: how many tokens of a position, nearest to the row space first, are searched for
+again although no copy was found: copies may hide each other."""
 
-FRUITLESS = 4
-"""Rounds without a new copy after which a token is no longer searched for at a position. About half of the fits of a token
-find a copy."""
+FRUITLESS = 8
+"""Rounds without a new copy after which a token is no longer searched for at a position. Of 64 fits, 10 to 33 found a copy
+that the rounds before had not found."""
 
 LARGER = 10
 """How many times the usual residual of a true input may be."""
@@ -47,9 +47,8 @@ TOGETHER = 192
 EXCLUDED = 0.1
 """Share of the coordinates that a known copy lacks by which it is excluded. Another copy lacks few of them."""
 
-PLAUSIBLE = 2.0
-"""About ``rate * (1 - rank / width)`` of the square of a true input without dropout lies outside the row space; 1,300 had
-at most 1.8 times as much."""
+DEVIATIONS = 5.0
+"""How many standard deviations more than is expected dropout may have removed of a token that is searched for."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class Search:
         self.scan = scan
         self.space, self.inputs, self.ids = scan.space, scan.inputs, scan.ids
         self.fit = Passing(scan.space, rate)
-        self.plausible = PLAUSIBLE * rate * self.fit.equations + TOLERANT if rate else torch.inf
+        self.rate = rate
         self.tolerant = TOLERANT
         self.copies = copies
         self.opening = tuple(enumerate(opening))
@@ -114,7 +113,7 @@ class Search:
         for position in range(longest):
             missing = self.scan.missing(position)
             near = missing.topk(min(prefilter, len(self.ids)), largest=False)
-            best.append(self.ids[near.indices[near.values < self.plausible]])
+            best.append(self._plausible(position, self.ids[near.indices], near.values))
             empty = 0 if self._fit(position, best[-1][:some]) else empty + 1
             if empty > EMPTY and not known_length:
                 break
@@ -135,6 +134,18 @@ class Search:
         """Copies of the opening that need not be found."""
         counts = Counter((r.position, r.token) for r in self.rows)
         return sum(self.copies - counts[key] for key in self.opening if counts[key])
+
+    def _plausible(self, position: int, tokens: Tensor, missing: Tensor) -> Tensor:
+        """Those ``tokens`` of whose square dropout may have put as much as is ``missing`` outside the row space.
+
+        The share that it removes of an input has the mean ``rate`` and a variance that a few large coordinates make large.
+        """
+        if not self.rate:
+            return tokens
+        square = self.inputs.first(tokens, position).square()
+        spread = (self.rate * (1 - self.rate) * square.square().sum(1)).sqrt() / square.sum(1).clamp_min(1e-30)
+        kept: Tensor = tokens[missing < self.fit.equations * (self.rate + DEVIATIONS * spread) + TOLERANT]
+        return kept
 
     def _settle(self) -> None:
         """What true inputs leave is known from the first fits; those that leave much more have a coordinate wrong."""
@@ -175,7 +186,7 @@ class Search:
                 copies.setdefault((row.position, row.token, row.segment), []).append(row.input)
             tokens = {row.token for row in self.rows}
             places = ((n, k, int(t)) for n, ids in enumerate(self.nearest) for k, t in enumerate(ids))
-            near = [(n, t, 0) for n, k, t in places if k < COMMON or t in tokens]
+            near = [(n, t, 0) for n, k, t in places if self.rate or k < COMMON or t in tokens]
             full = Counter(row.position for row in self.rows)
             keys = [key for key in dict.fromkeys([*copies, *near]) if key[:2] not in self.opening or key not in copies]
             keys = [key for key in keys if full[key[0]] < self.copies and waited[key] < FRUITLESS]
