@@ -28,11 +28,11 @@ from rasura.attacks.updates.span.null import (
     chance_limit,
     each_once,
     explained,
-    fitted_chance,
     outside,
     rows_believed,
     stand_clear,
 )
+from rasura.attacks.updates.span.passing import fitted_chance
 from rasura.attacks.updates.span.rows import Inputs, RowSpace
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable

@@ -11,18 +11,17 @@ import transformers
 from torch import Tensor
 
 from rasura.attacks.updates.span.null import (
-    FALSE,
     NEIGHBOURS,
     OTHERS,
     chance_limit,
     explained,
-    fitted_chance,
     others_of,
     outside,
     prefixes_believed,
     stand_clear,
     tokens_believed,
 )
+from rasura.attacks.updates.span.passing import FALSE, fitted_chance
 from rasura.attacks.updates.span.rows import Inputs, RowSpace
 from rasura.core.rng import generator
 from rasura.core.values import UNKNOWN

@@ -14,7 +14,7 @@ from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.grouping import cluster, dealt, projections
-from rasura.attacks.updates.span.passing import Passing
+from rasura.attacks.updates.span.passing import TOLERANT, Passing
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
@@ -194,6 +194,17 @@ def test_message_passing_recovers_masked_vectors_exactly_and_rejects_others(rate
     assert fit.accepted.tolist() == [True] * rank + [False] * 20
     assert torch.equal(fit.inputs[:rank], full * masks)
     assert float(fit.residual[:rank].max()) < 1e-6 < 0.1 < float(fit.residual[rank:].min())
+
+
+def test_a_noisy_row_space_takes_no_token_that_lies_outside() -> None:
+    rng = generator(7)
+    full = torch.randn(8, 60, generator=rng, dtype=torch.double)
+    basis = torch.linalg.qr(full.T).Q
+    others = torch.randn(200, 60, generator=rng, dtype=torch.double)
+    noisy = RowSpace(basis, torch.full((8,), 0.6))
+    assert float(noisy.tolerance(others).min()) > TOLERANT
+    fit = Passing(noisy, 0.1)(torch.cat([full, others]), steps=60)
+    assert fit.accepted.tolist() == [True] * 8 + [False] * 200
 
 
 def test_each_of_a_tokens_copies_is_found_once_the_others_are_excluded() -> None:

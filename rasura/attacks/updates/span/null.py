@@ -15,13 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rasura.attacks.updates.span.passing import FALSE, fitted_chance
 from rasura.attacks.updates.span.rows import DOUBT, Inputs, RowSpace
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.values import UNKNOWN
 from rasura.victims.models import Block
-
-FALSE = 0.01
-"""Expected number of tokens that may lie in the row space by chance, over all tokens and positions tried."""
 
 EDGE = 0.5
 """A token's residual must be below this fraction of the smallest residual of another token at its position."""
@@ -98,21 +96,6 @@ def stand_clear(residuals: Tensor, beside: Sequence[Tensor], trials: float) -> b
     different = {id(o): o for o in beside}
     limit = chance_limit(torch.cat(list(different.values())), trials)
     return bool((residuals <= limit).all()) and bool((residuals <= EDGE * min_residual).all())
-
-
-def fitted_chance(rank: int, width: int, residual: float, trials: float) -> float:
-    """An upper bound on how many of ``trials`` tokens under dropout come within ``residual`` of a row space by chance.
-
-    Of a vector in a direction of its own, the squared share outside a row space of rank ``rank`` has the distribution
-    Beta((width - rank) / 2, rank / 2), whose probability up to x is at most ``x^a / (a B(a, b) sqrt(1 - x))``. Any of the
-    ``2^width`` ways to remove coordinates may come so near.
-    """
-    a, b = (width - rank) / 2, rank / 2
-    if a <= 0 or not 0 <= residual < 1:
-        return math.exp(700.0)
-    beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-    within = a * math.log(max(residual**2, 1e-300)) - math.log(a) - beta - 0.5 * math.log1p(-(residual**2))
-    return math.exp(min(math.log(max(trials, 1.0)) + width * math.log(2) + within, 700.0))
 
 
 def others_of(inputs: Inputs, ids: Tensor, found: set[int]) -> Tensor:

@@ -41,8 +41,26 @@ NEAR = 0.1
 """Residual of a rounded input from which it is too far off for single coordinates to be changed; tokens that were not in the
 batch have .04 and more."""
 
+FALSE = 0.01
+"""Expected number of tokens that may lie in the row space by chance, over all tokens and positions tried."""
+
 CHANGES = 60
 """Most coordinates that are changed."""
+
+
+def fitted_chance(rank: int, width: int, residual: float, trials: float) -> float:
+    """An upper bound on how many of ``trials`` tokens under dropout come within ``residual`` of a row space by chance.
+
+    Of a vector in a direction of its own, the squared share outside a row space of rank ``rank`` has the distribution
+    Beta((width - rank) / 2, rank / 2), whose probability up to x is at most ``x^a / (a B(a, b) sqrt(1 - x))``. Any of the
+    ``2^width`` ways to remove coordinates may come so near.
+    """
+    a, b = (width - rank) / 2, rank / 2
+    if a <= 0 or not 0 <= residual < 1:
+        return math.exp(700.0)
+    beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    within = a * math.log(max(residual**2, 1e-300)) - math.log(a) - beta - 0.5 * math.log1p(-(residual**2))
+    return math.exp(min(math.log(max(trials, 1.0)) + width * math.log(2) + within, 700.0))
 
 
 @dataclass(frozen=True)
@@ -63,6 +81,8 @@ class Passing:
         self.rate = rate or USUAL
         self.basis = space.basis.float()
         self.left = torch.eye(len(space.basis), dtype=torch.double) - space.basis @ space.basis.T
+        self.most = TOLERANT
+        """No fit with a larger residual is accepted, however noisy the basis is."""
         self.equations = max(1, len(space.basis) - space.rank) / len(space.basis)
 
     def __call__(
@@ -93,7 +113,8 @@ class Passing:
             found = torch.where(gone, 0.0, whole[alive])
             # Nothing but zeros would fit any row space.
             residual = self.space.residual(found).where(gone.double().mean(1) < 0.5, 1.0)
-            good = residual < self.space.tolerance(found, tolerant if step == steps else TOLERANCE)
+            allowed = self.space.tolerance(found, tolerant if step == steps else TOLERANCE)
+            good = residual < allowed.clamp(max=self.most)
             out.inputs[alive], out.residual[alive], out.accepted[alive] = found, residual, good
             alive, state = alive[~good], state.of(~good)
             if not len(alive):

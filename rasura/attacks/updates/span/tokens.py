@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.span.passing import TOLERANT, Passing
+from rasura.attacks.updates.span.passing import FALSE, TOLERANT, Passing, fitted_chance
 from rasura.attacks.updates.span.rows import TOLERANCE
 from rasura.attacks.updates.span.scan import Scan
+from rasura.core.interfaces import AttackFailed
 from rasura.core.values import Vocabulary
 
 FIRST = 60
@@ -107,6 +108,7 @@ class Search:
 
         A first pass fits some of them everywhere; further rounds search for copies and for tokens hidden by others.
         """
+        self._allow(len(self.ids) * longest)
         some = min(48, prefilter)
         best = self.nearest
         empty = 0
@@ -123,6 +125,18 @@ class Search:
         self._settle()
         self._again(rounds)
         return self.rows
+
+    def _allow(self, trials: int) -> None:
+        """Set how much a fit may leave, so that none of ``trials`` does by chance. Raises ``AttackFailed`` if any would."""
+        rank, width = self.space.rank, len(self.space.basis)
+        if fitted_chance(rank, width, TOLERANT, trials) <= FALSE:
+            return
+        self.tolerant = self.fit.most = TOLERANCE
+        if fitted_chance(rank, width, TOLERANCE, trials) > FALSE:
+            raise AttackFailed(
+                f"under dropout, a row space of rank {rank} of {width} takes any token: the batch has about as many tokens "
+                "as the layer has inputs"
+            )
 
     @property
     def complete(self) -> bool:
@@ -151,13 +165,13 @@ class Search:
         """What true inputs leave is known from the first fits; those that leave much more have a coordinate wrong."""
         if self.rows:
             usual = torch.tensor([r.residual for r in self.rows]).median()
-            self.tolerant = float((LARGER * usual).clamp(TOLERANCE, TOLERANT))
+            self.tolerant = float((LARGER * usual).clamp(TOLERANCE, self.tolerant))
             self.rows = [r for r in self.rows if r.residual < float(self.space.tolerance(r.input, self.tolerant))]
 
     def _fit(self, position: int, tokens: Tensor) -> bool:
         """The first fits at a position; the segment is the first one in which a token fits."""
         for segment in range(self.inputs.types):
-            fit = self.fit(self.inputs.first(tokens, position, segment), steps=FIRST)
+            fit = self.fit(self.inputs.first(tokens, position, segment), steps=FIRST, tolerant=self.tolerant)
             good = fit.accepted.nonzero().flatten().tolist()
             found = [self._add((position, int(tokens[i]), segment), fit.inputs[i], fit.residual[i]) for i in good]
             if any(found):
