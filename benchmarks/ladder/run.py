@@ -116,14 +116,15 @@ def table(out: Path) -> None:
         if not (out / rung.name).is_dir():
             continue
         records = [r for group in TOGETHER for r in _records(out / rung.name / group[0])]
+        tried = {a: (out / rung.name / group[0]).is_dir() for group in TOGETHER for a in group}
         for update, defense in product(rung.updates, rung.defenses):
             here = [r for r in records if (r["update"], r["defense"]) == (update, defense)]
-            cells = [_cell([r for r in here if r["attack"] == a], rung) for a in attacks]
+            cells = [_cell([r for r in here if r["attack"] == a], rung, tried[a]) for a in attacks]
             span = [r for r in here if r["attack"] == "span"]
             says = ", ".join(sorted({_said(r) for r in span}))
             cpu = f"{sum(r['cpu_seconds'] for r in span) / len(span):.1f}" if span else "–"
             place = [rung.axis, rung.model, rung.language, str(rung.length), str(rung.batch), update, defense]
-            print("|", " | ".join([*place, *cells, says or "stopped", cpu]), "|")
+            print("|", " | ".join([*place, *cells, says or "–", cpu]), "|")
 
 
 def _records(folder: Path) -> list[Mapping[str, Any]]:
@@ -144,12 +145,12 @@ def _said(record: Mapping[str, Any]) -> str:
     return str(record["confidence"])
 
 
-def _cell(records: Sequence[Mapping[str, Any]], rung: Rung) -> str:
+def _cell(records: Sequence[Mapping[str, Any]], rung: Rung, tried: bool) -> str:
     """ROUGE-1, its interval over texts and their number; a word where nothing was measured."""
     from rasura.metrics.intervals import mean_interval
 
     if not records:
-        return "stopped"
+        return "stopped" if tried else "not run"
     read = [r for r in records if r["status"] == "ok" and "rouge1" in r["scores"]]
     if not read:
         return str(records[0]["status"]).replace("_", " ")
@@ -186,6 +187,7 @@ def main() -> None:
         cells = RECIPES["batches"][str(rung.batch)] * len(rung.defenses) * len(rung.updates) * len(attacks)
         if len(_records(args.out / rung.name / attacks[0])) == cells:
             return
+        (args.out / rung.name / attacks[0]).mkdir(parents=True, exist_ok=True)
         command = [sys.executable, __file__, "--out", str(args.out), "--rung", rung.name, "--attacks", ",".join(attacks)]
         command += ["--models", args.models, "--english", args.english]
         with (args.out / f"{rung.name}.log").open("a", encoding="utf-8") as log:
