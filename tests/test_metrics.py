@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rouge_score import tokenizers
 from torch import nn
 
 from rasura.core.batches import Batch
@@ -17,6 +18,7 @@ from rasura.metrics.chrf import score as chrf_score
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
 from rasura.metrics.text import (
     Meteor,
+    RougeWords,
     exact_match,
     jaccard,
     position_exact,
@@ -175,3 +177,30 @@ def test_chrf_is_the_papers_by_hand() -> None:
     assert chrf_score("ab", "abab") == pytest.approx((5 / 5.5 + (10 / 3) / 4) / 2)
     assert chrf_score("ab", "ab") == chrf_score("Lena pays 4,250 euros.", "Lena pays 4,250 euros.") == 1.0
     assert chrf_score("ab", " ") == chrf_score("", "ab") == 0.0 and chrf_score("ab", "cd") < 1e-12
+
+
+SENTENCES = {
+    "de": "Für Jürgen gab es 40 Äpfel.",
+    "el": "Η Μαρία ζει στην Αθήνα.",
+    "ru": "Анна живёт в Москве.",
+    "zh": "她住在北京的医院里。",
+    "ja": "患者は東京に住んでいます。",
+    "ko": "그녀는 서울에 산다.",
+    "ar": "تعيش في القاهرة",
+    "hi": "वह दिल्ली में रहती है",
+    "th": "เธออยู่ที่กรุงเทพ",
+}
+
+
+@pytest.mark.parametrize("language", SENTENCES)
+def test_rouge_reads_every_script(language: str) -> None:
+    text = SENTENCES[language]
+    half = text[: len(text) // 2]
+    for kind in ("rouge1", "rouge2", "rougeL"):
+        score = rouge(kind).score  # type: ignore[arg-type]
+        assert score(text, text) == 1.0 and 0.0 < score(text, half) < 1.0 and score(text, "nothing of it") == 0.0
+
+
+@given(st.text(st.characters(codec="ascii")))
+def test_the_words_of_english_are_those_of_the_package(text: str) -> None:
+    assert RougeWords().tokenize(text) == tokenizers.DefaultTokenizer(use_stemmer=False).tokenize(text)

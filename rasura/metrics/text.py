@@ -31,15 +31,32 @@ class TextMetric:
         return [value for value, _ in paired(truth.text_batch.seen, read_texts(guess, truth), self.score)]
 
 
+UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff"
+"""Scripts of which every character counts as a word: Thai, Lao, Burmese, Khmer, Japanese, Chinese, Korean."""
+
+
+class RougeWords:
+    """The words of a text for ROUGE: on English those of the package rouge-score, which drops all letters but a to z. A text
+    in another script would score 0 however well it was read, so here other letters count as well."""
+
+    def tokenize(self, text: str) -> list[str]:
+        """The words in lower case, without punctuation.
+
+        >>> RougeWords().tokenize("Für 4,250 Euro: 你好")
+        ['für', '4', '250', 'euro', '你', '好']
+        """
+        return re.findall(f"[{UNSPACED}]|[^\\W_{UNSPACED}]+", text.lower())
+
+
 @lru_cache(maxsize=4)
 def _scorer(kind: str) -> Any:
     from rouge_score.rouge_scorer import RougeScorer
 
-    return RougeScorer([kind])
+    return RougeScorer([kind], tokenizer=RougeWords())
 
 
 def rouge(kind: Literal["rouge1", "rouge2", "rougeL"]) -> TextMetric:
-    """ROUGE F1 by the package rouge-score, without stemming, as in the papers.
+    """ROUGE F1 by the package rouge-score, without stemming, as in the papers; all scripts count (``RougeWords``).
 
     ROUGE-L is ``2 LCS / (a + b)`` for texts of a and b words. The calibration paper writes ``LCS / max(a, b)``, which is
     never larger, and equal if both are equally long.

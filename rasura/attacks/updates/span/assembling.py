@@ -149,8 +149,8 @@ def _with_holes(known: Mapping[int, tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def completed(text: list[tuple[int, int]], likely: list[list[int]], vocabulary: Vocabulary) -> list[tuple[int, int]]:
-    """``text`` with what the search under dropout may have missed: the tokenizer's own tokens and, in each hole, the ``likely``
-    token.
+    """``text`` with what the search under dropout may have missed: the tokenizer's own tokens and, in each hole, the
+    ``likely`` token.
 
     A missing token was hidden by its own copies, so its input without dropout is near the row space.
     """
