@@ -21,7 +21,7 @@ from rasura.attacks.updates.span.null import (
     stand_clear,
     tokens_believed,
 )
-from rasura.attacks.updates.span.passing import FALSE, fitted_chance
+from rasura.attacks.updates.span.passing import FALSE
 from rasura.attacks.updates.span.rows import Inputs, RowSpace
 from rasura.core.rng import generator
 from rasura.core.values import UNKNOWN
@@ -149,13 +149,6 @@ def test_what_is_left_is_over_the_size_and_inputs_of_no_size_are_left_out() -> N
     left = outside(space, torch.cat([size / 5 * x for size in sizes]))
     assert left.dtype == torch.double and left.shape == (3, 6)
     assert torch.allclose(left, torch.tensor([[0.0, 0, 0, 0.8, 0, 0]], dtype=torch.double), rtol=1e-6)
-
-
-def test_the_chance_of_fits_under_dropout_stays_a_number() -> None:
-    assert fitted_chance(10**5 - 1, 10**5, 0.5, 1e6) == pytest.approx(math.exp(700.0), rel=1e-9)
-    assert fitted_chance(1, 10**5, 0.0, 1e6) == 0.0
-    assert fitted_chance(60, 64, 0.01, 0.0) == fitted_chance(60, 64, 0.01, 1.0)
-    assert fitted_chance(60, 64, 0.01, 1.0) == pytest.approx(fitted_chance(60, 64, 0.01, 2.0) / 2)
 
 
 # --- other tokens

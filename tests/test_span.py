@@ -14,8 +14,7 @@ from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.grouping import cluster, dealt, projections
-from rasura.attacks.updates.span.passing import TOLERANT, Passing
-from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, row_space, visible_blocks
+from rasura.attacks.updates.span.rows import Inputs, block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
 from rasura.attacks.updates.span.tokens import Row
@@ -180,64 +179,6 @@ def test_dropout_that_nobody_announced_is_noticed() -> None:
     guess = attack(Observation(Message(found), "classification", granted))
     assert guess.tokens == (tuple(TEXTS[0]),)
     assert guess.details["dropout_fit"] is True
-
-
-@pytest.mark.parametrize("rate", [0.05, 0.1, 0.3])
-def test_message_passing_recovers_masked_vectors_exactly_and_rejects_others(rate: float) -> None:
-    rng = generator(7)
-    width, rank = 120, 8
-    full = torch.randn(rank, width, generator=rng, dtype=torch.double)
-    masks = torch.rand(rank, width, generator=rng) > rate
-    basis = torch.linalg.qr((full * masks).T).Q
-    other = torch.randn(20, width, generator=rng, dtype=torch.double)
-    fit = Passing(RowSpace(basis, torch.full((rank,), 1e-9)), rate)(torch.cat([full, other]), steps=60)
-    assert fit.accepted.tolist() == [True] * rank + [False] * 20
-    assert torch.equal(fit.inputs[:rank], full * masks)
-    assert float(fit.residual[:rank].max()) < 1e-6 < 0.1 < float(fit.residual[rank:].min())
-
-
-def test_a_noisy_row_space_takes_no_token_that_lies_outside() -> None:
-    rng = generator(7)
-    full = torch.randn(8, 60, generator=rng, dtype=torch.double)
-    basis = torch.linalg.qr(full.T).Q
-    others = torch.randn(200, 60, generator=rng, dtype=torch.double)
-    noisy = RowSpace(basis, torch.full((8,), 0.6))
-    assert float(noisy.tolerance(others).min()) > TOLERANT
-    fit = Passing(noisy, 0.1)(torch.cat([full, others]), steps=60)
-    assert fit.accepted.tolist() == [True] * 8 + [False] * 200
-
-
-def test_each_of_a_tokens_copies_is_found_once_the_others_are_excluded() -> None:
-    rng = generator(8)
-    width = 200
-    others = torch.randn(40, width, generator=rng, dtype=torch.double)
-    one = torch.randn(width, generator=rng, dtype=torch.double)
-    copies = one * (torch.rand(3, width, generator=rng) > 0.1)
-    passing = Passing(RowSpace(torch.linalg.qr(torch.cat([others, copies]).T).Q, torch.full((43,), 1e-9)), 0.1)
-    found: list[int] = []
-    for _ in range(3):
-        kept = torch.zeros(24, width, dtype=torch.bool)
-        for copy in found:
-            kept[:, int(((copies[copy] == 0) & (one.abs() > 0.5)).nonzero()[0])] = True
-        fit = passing(one.expand(24, -1), steps=160, spread=2.0, kept=kept, rng=rng)
-        new = {int((fit.inputs[i] - copies).norm(dim=1).argmin()) for i in fit.accepted.nonzero().flatten()}
-        assert new and not new & set(found)
-        assert all(float((x - copies).norm(dim=1).min()) < 1e-9 for x in fit.inputs[fit.accepted])
-        found += sorted(new)
-        if len(found) == 3:
-            break
-    assert sorted(found) == [0, 1, 2]
-
-
-def test_changing_coordinates_one_by_one_ends_at_the_row_space() -> None:
-    rng = generator(9)
-    full = torch.randn(5, 100, generator=rng, dtype=torch.double)
-    gone = torch.rand(5, 100, generator=rng) < 0.1
-    passing = Passing(RowSpace(torch.linalg.qr(torch.where(gone, 0.0, full).T).Q, torch.full((5,), 1e-9)), 0.1)
-    small = full.abs().topk(3, largest=False).indices
-    wrong = gone.scatter(1, small, ~gone.gather(1, small))
-    assert torch.equal(passing.changed(full, wrong), gone)
-    assert torch.equal(passing.changed(full, gone), gone)
 
 
 def test_no_text_gets_two_tokens_of_a_place() -> None:

@@ -130,8 +130,8 @@ class Span:
             active = True
             prefilter, rounds, _ = self.work[budget.level]
             opening = seen.vocabulary.prefix if size else ()
-            look = Search(scan, rate=dropout, copies=size or MAX_COPIES, opening=opening, rng=rng)
-            rows = look(longest, known_length=known_length, prefilter=prefilter, rounds=rounds)
+            look = Search(scan, longest, rate=dropout, copies=size or MAX_COPIES, opening=opening, rng=rng)
+            rows = look(known_length=known_length, prefilter=prefilter, rounds=rounds)
             owed = look.owed
             likely = [[t for t in ids.tolist() if t not in seen.vocabulary.special_ids] for ids in look.nearest]
         if not rows:

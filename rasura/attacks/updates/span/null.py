@@ -79,7 +79,7 @@ def outside(space: RowSpace, inputs: Tensor) -> Tensor:
     """
     x = space.shown(inputs.double())
     size = x.norm(dim=1, keepdim=True)
-    left = (x - (x @ space.basis) @ space.basis.T) / size.clamp_min(1e-300)
+    left = space.outside(x) / size.clamp_min(1e-300)
     kept: Tensor = left[size[:, 0] > 1e-12]
     return kept
 

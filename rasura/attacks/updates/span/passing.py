@@ -11,12 +11,13 @@ is tested as any other input is.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rasura.attacks.updates.span.rows import TOLERANCE, RowSpace
+from rasura.core.interfaces import AttackFailed
 
 USUAL = 0.1
 """The dropout rate that is assumed where none is announced."""
@@ -63,6 +64,21 @@ def fitted_chance(rank: int, width: int, residual: float, trials: float) -> floa
     return math.exp(min(math.log(max(trials, 1.0)) + width * math.log(2) + within, 700.0))
 
 
+def largest_residual(space: RowSpace, trials: float) -> float:
+    """How much a fit to ``space`` may leave, so that none of ``trials`` tokens comes so near by chance.
+
+    Raises ``AttackFailed`` if some would even within ``TOLERANCE``.
+    """
+    rank, width = space.rank, len(space.basis)
+    for residual in (TOLERANT, TOLERANCE):
+        if fitted_chance(rank, width, residual, trials) <= FALSE:
+            return residual
+    raise AttackFailed(
+        f"under dropout, a row space of rank {rank} of {width} takes any token: the batch has about as many tokens "
+        "as the layer has inputs"
+    )
+
+
 @dataclass(frozen=True)
 class Fit:
     """Of each candidate: ``inputs`` ``(k, hidden)`` float64 with zeros where dropout removed them, their ``residual``
@@ -74,15 +90,13 @@ class Fit:
 
 
 class Passing:
-    """Fits candidates to ``space``. ``rate``: the dropout rate, 0 if it is not known."""
+    """Fits candidates to ``space``. ``rate``: the dropout rate, 0 if it is not known. ``most``: no fit with a larger
+    residual is accepted, however noisy the basis is."""
 
-    def __init__(self, space: RowSpace, rate: float = 0.0) -> None:
-        self.space = space
-        self.rate = rate or USUAL
-        self.basis = space.basis.float()
+    def __init__(self, space: RowSpace, rate: float = 0.0, most: float = TOLERANT) -> None:
+        self.space, self.coarse = space, replace(space, basis=space.basis.float())
+        self.rate, self.most = rate or USUAL, most
         self.left = torch.eye(len(space.basis), dtype=torch.double) - space.basis @ space.basis.T
-        self.most = TOLERANT
-        """No fit with a larger residual is accepted, however noisy the basis is."""
         self.equations = max(1, len(space.basis) - space.rank) / len(space.basis)
 
     def __call__(
@@ -121,10 +135,6 @@ class Passing:
                 break
         return out
 
-    def outside(self, x: Tensor) -> Tensor:
-        """What the row space leaves of ``x`` ``(k, hidden)``."""
-        return x - (x @ self.basis) @ self.basis.T
-
     def changed(self, x: Tensor, gone: Tensor) -> Tensor:
         """``gone`` ``(k, hidden)`` bool, with those coordinates changed, the best first, that bring ``x`` nearer to the row
         space."""
@@ -151,7 +161,7 @@ class Passing:
             prior, mean = prior.masked_fill(kept, -torch.inf), mean.masked_fill(kept, 0.0)
         square = x.square().mean(1, keepdim=True).clamp_min(1e-30)
         noise = (self.space.doubt(x) / self.equations).square()[:, None] * square + PRECISION * square
-        return _State(x, self.outside(x), prior, mean, self.rate * (1 - self.rate) * square, noise)
+        return _State(x, self.coarse.outside(x), prior, mean, self.rate * (1 - self.rate) * square, noise)
 
 
 @dataclass
@@ -172,7 +182,7 @@ class _State:
     def step(self, fit: Passing) -> Tensor:
         """One exchange of messages. Returns the posterior means of z."""
         x, share = self.x, fit.equations
-        told = self.mean + (self.right - fit.outside(self.mean)) / share
+        told = self.mean + (self.right - fit.coarse.outside(self.mean)) / share
         width = self.variance * (1 - share) / share + self.noise
         removed = torch.sigmoid(self.prior + x * (2 * told - x) / (2 * width))
         spread = (removed * (1 - removed) * x * x).mean(1, keepdim=True)

@@ -65,11 +65,14 @@ class RowSpace:
         """``x`` with zeros for the inputs that the gradients do not show."""
         return x if self.known is None else x * self.known.to(x.dtype)
 
+    def outside(self, x: Tensor) -> Tensor:
+        """What the space leaves of each row of ``x`` ``(..., inputs)``, in the precision of ``x``."""
+        basis, x = self.basis.to(x.dtype), self.shown(x)
+        return x - (x @ basis) @ basis.T
+
     def residual(self, x: Tensor) -> Tensor:
         """``||x outside|| / ||x||`` for each row of ``x`` ``(..., inputs)``, in the precision of ``x``."""
-        basis, x = self.basis.to(x.dtype), self.shown(x)
-        outside = x - (x @ basis) @ basis.T
-        size: Tensor = outside.norm(dim=-1) / x.norm(dim=-1).clamp_min(1e-30)
+        size: Tensor = self.outside(x).norm(dim=-1) / self.shown(x).norm(dim=-1).clamp_min(1e-30)
         return size
 
     def tolerance(self, x: Tensor, min_tolerance: float = TOLERANCE) -> Tensor:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.span.passing import FALSE, TOLERANT, Passing, fitted_chance
+from rasura.attacks.updates.span.passing import TOLERANT, Passing, largest_residual
 from rasura.attacks.updates.span.rows import TOLERANCE
 from rasura.attacks.updates.span.scan import Scan
-from rasura.core.interfaces import AttackFailed
 from rasura.core.values import Vocabulary
 
 FIRST = 60
@@ -85,16 +84,25 @@ Key = tuple[int, int, int]
 class Search:
     """Searches for all private tokens under active dropout, until as many are found as the row space has dimensions.
 
-    ``rate``: the dropout rate, 0 if it is not known. ``copies``: how many texts may share a token at one place. ``opening``:
-    tokens that open every text; one copy is enough.
+    ``longest``: places that are searched at most. ``rate``: the dropout rate, 0 if it is not known. ``copies``: how many
+    texts may share a token at one place. ``opening``: tokens that open every text; one copy is enough.
     """
 
-    def __init__(self, scan: Scan, *, rate: float, copies: int, opening: Sequence[int] = (), rng: torch.Generator) -> None:
-        self.scan = scan
+    def __init__(
+        self,
+        scan: Scan,
+        longest: int,
+        *,
+        rate: float,
+        copies: int,
+        opening: Sequence[int] = (),
+        rng: torch.Generator,
+    ) -> None:
+        self.scan, self.longest = scan, longest
         self.space, self.inputs, self.ids = scan.space, scan.inputs, scan.ids
-        self.fit = Passing(scan.space, rate)
+        self.fit = Passing(scan.space, rate, largest_residual(scan.space, len(scan.ids) * longest))
         self.rate = rate
-        self.tolerant = TOLERANT
+        self.tolerant = self.fit.most
         self.copies = copies
         self.opening = tuple(enumerate(opening))
         self.rng = rng
@@ -103,16 +111,15 @@ class Search:
         """The tokens of each position, nearest to the row space first. Set by the search."""
         self._inputs: dict[Key, Tensor] = {}
 
-    def __call__(self, longest: int, *, known_length: bool, prefilter: int, rounds: int) -> list[Row]:
-        """Rows at the first ``longest`` positions; ``prefilter`` candidates a position, best plain residual first.
+    def __call__(self, *, known_length: bool, prefilter: int, rounds: int) -> list[Row]:
+        """The rows found, with ``prefilter`` candidates a position, best plain residual first.
 
         A first pass fits some of them everywhere; further rounds search for copies and for tokens hidden by others.
         """
-        self._allow(len(self.ids) * longest)
         some = min(48, prefilter)
         best = self.nearest
         empty = 0
-        for position in range(longest):
+        for position in range(self.longest):
             missing = self.scan.missing(position)
             near = missing.topk(min(prefilter, len(self.ids)), largest=False)
             best.append(self._plausible(position, self.ids[near.indices], near.values))
@@ -125,18 +132,6 @@ class Search:
         self._settle()
         self._again(rounds)
         return self.rows
-
-    def _allow(self, trials: int) -> None:
-        """Set how much a fit may leave, so that none of ``trials`` does by chance. Raises ``AttackFailed`` if any would."""
-        rank, width = self.space.rank, len(self.space.basis)
-        if fitted_chance(rank, width, TOLERANT, trials) <= FALSE:
-            return
-        self.tolerant = self.fit.most = TOLERANCE
-        if fitted_chance(rank, width, TOLERANCE, trials) > FALSE:
-            raise AttackFailed(
-                f"under dropout, a row space of rank {rank} of {width} takes any token: the batch has about as many tokens "
-                "as the layer has inputs"
-            )
 
     @property
     def complete(self) -> bool:

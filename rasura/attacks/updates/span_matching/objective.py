@@ -159,8 +159,7 @@ class Objective:
         """
         x = space.shown(x)
         x = nn.functional.normalize(x, dim=-1) * mask[..., None]
-        basis = space.basis.to(x.dtype)
-        outside = x - (x @ basis) @ basis.T
+        outside = space.outside(x)
         beside = self._beside(module, x)
         gram = beside @ beside.mT + RIDGE * torch.eye(x.shape[1])
         shares: Tensor = torch.linalg.solve(gram, outside @ outside.mT).diagonal(dim1=1, dim2=2)
