@@ -9,10 +9,11 @@ import torch
 from span_setting import TEXTS, seen_by_server
 
 from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
+from rasura.attacks.updates.span.sentences import rearranged
 from rasura.attacks.updates.span_matching import SpanMatching
 from rasura.attacks.updates.span_matching.attack import LEVELS
 from rasura.attacks.updates.span_matching.discrete import beam_search, fill_holes, neighbours
-from rasura.attacks.updates.span_matching.guided import Guided, Lens, orders
+from rasura.attacks.updates.span_matching.guided import RUN, Guided, Lens
 from rasura.attacks.updates.span_matching.objective import Objective, readout
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
@@ -180,8 +181,8 @@ def test_likely_words_climb_to_the_text_and_no_text_is_judged_twice() -> None:
 
 def test_orders_swap_two_tokens_or_move_a_run() -> None:
     text = (1, 2, 3, 4, 5, 6)
-    found = orders(text)
+    found = set(rearranged(text, 0, len(text), RUN))
     assert {sum(a != b for a, b in zip(x, text)) for x in found} >= {2, 3, 6}
     assert (6, 2, 3, 4, 5, 1) in found and (3, 4, 5, 1, 2, 6) in found and (2, 3, 4, 5, 6, 1) in found
     assert all(sorted(x) == list(text) for x in found) and text not in found
-    assert orders((1,)) == set()
+    assert rearranged((1,), 0, 1, RUN) == []

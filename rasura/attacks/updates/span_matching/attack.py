@@ -139,13 +139,10 @@ class _Search:
             self.rounds += 1
             beam = guided.climb(guided.start(work.beam), PATIENCE)
             if beam[0][0] >= FLOOR and work.holes:
-                texts = [text for _, text in beam[:1]]
-                mended = fill_holes(
-                    self.objective, texts, self.table, self.ordinary, rate=self.settings.learning_rate,
-                    holes=work.holes // 2, rng=self.rng,
-                )  # fmt: skip
-                beam = guided.climb(guided.best([*texts, *mended[: 2 * work.beam]], work.beam), PATIENCE)
-            self.near = sorted({*self.near, *beam})[: 4 * self.size]
+                text = beam[0][1]
+                mended = self._mended([text], work.holes // 2)
+                beam = guided.climb(guided.best([text, *mended[: 2 * work.beam]], work.beam), PATIENCE)
+            self._missed(beam)
             if beam[0][0] < FLOOR:
                 self.found, self.near = beam[:1], []
                 return True
@@ -192,15 +189,7 @@ class _Search:
         beam = self._beam(starts, pool, resize=self._resize)
         if beam and beam[0][0] >= FLOOR and self.work.holes:
             stuck = [text for _, text in sorted({*beam, *self.near})]
-            mended = fill_holes(
-                self.objective,
-                stuck,
-                self.table,
-                self.ordinary,
-                rate=self.settings.learning_rate,
-                holes=self.work.holes,
-                rng=self.rng,
-            )
+            mended = self._mended(stuck, self.work.holes)
             again = stuck + mended[: 2 * self.work.beam]
             extra = [t for text in mended[:8] for t in text]
             wider = dict.fromkeys([*pool, *extra, *self.common])
@@ -210,8 +199,17 @@ class _Search:
             self.objective.exclude([text for _, text in self.found])
             self.near = []  # their residuals were those of a search that still had this text before it
             return True
-        self.near = sorted({*self.near, *beam})[: 4 * self.size]
+        self._missed(beam)
         return False
+
+    def _mended(self, texts: list[Body], holes: int) -> list[Body]:
+        """``texts`` with a token that may be in no pool, best first."""
+        rate = self.settings.learning_rate
+        return fill_holes(self.objective, texts, self.table, self.ordinary, rate=rate, holes=holes, rng=self.rng)
+
+    def _missed(self, beam: Beam) -> None:
+        """Keep the best near misses, those of ``beam`` among them."""
+        self.near = sorted({*self.near, *beam})[: 4 * self.size]
 
     def _beam(self, starts: list[Body], pool: list[int], *, resize: bool = False) -> Beam:
         return beam_search(

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from rasura.attacks.updates.span.scan import squares
+from rasura.attacks.updates.span.sentences import rearranged
 from rasura.attacks.updates.span_matching.discrete import Beam
 from rasura.attacks.updates.span_matching.objective import Body, Objective
 
@@ -65,14 +67,9 @@ class Lens:
 
     def _outside(self, ids: Tensor) -> Tensor:
         moved = self.table[ids] @ self.slope
-        whole = _squares(moved, self.place)
-        inside = _squares(moved @ self.basis, self.place @ self.basis)
+        whole = squares(moved, self.place)
+        inside = squares(moved @ self.basis, self.place @ self.basis)
         return 1 - inside / whole.clamp_min(1e-30)
-
-
-def _squares(one: Tensor, other: Tensor) -> Tensor:
-    """Squared norms of all sums of a row of ``one`` and a row of ``other``: ``(other, one)``."""
-    return one.square().sum(1) + 2 * other @ one.T + other.square().sum(1, keepdim=True)
 
 
 class Guided:
@@ -166,7 +163,7 @@ class Guided:
         while self.scores[body] >= self.floor:
             words = sorted(set(body))
             likely = dict(zip(words, self.lens.outside(torch.tensor(words)).T.tolist()))
-            others = [other for other in orders(body) if other not in self.scores]
+            others = [other for other in rearranged(body, 0, len(body), RUN) if other not in self.scores]
             others.sort(key=lambda other: (sum(likely[t][k] for k, t in enumerate(other)), other))
             for some in (others[k : k + ORDERS] for k in range(0, min(len(others), patience * ORDERS), ORDERS)):
                 score, other = self.best(some, 1)[0]
@@ -176,15 +173,3 @@ class Guided:
             else:
                 return body
         return body
-
-
-def orders(body: Body) -> set[Body]:
-    """``body`` with two tokens swapped, or a run of up to ``RUN`` tokens moved."""
-    out = set()
-    for i in range(len(body)):
-        for j in range(i + 1, len(body)):
-            out.add((*body[:i], body[j], *body[i + 1 : j], body[i], *body[j + 1 :]))
-        for end in range(i + 1, min(i + RUN, len(body)) + 1):
-            run, rest = body[i:end], (*body[:i], *body[end:])
-            out |= {(*rest[:k], *run, *rest[k:]) for k in range(len(rest) + 1)}
-    return out - {body}
