@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri
-from scipy.stats import binom
 
 from rasura.accounting.gaussian import gaussian_epsilon
 from rasura.core.errors import InputError
@@ -51,6 +50,8 @@ def one_run_p_value(epsilon: float, delta: float, canaries: int, guesses: int, r
         )
     if not 0 <= epsilon < math.inf or not 0 <= delta < 1:
         raise InputError(f"canaries: epsilon {epsilon} and delta {delta}; expected at least 0, and delta below 1")
+    from scipy.stats import binom
+
     chance = 1 / (1 + math.exp(-epsilon))
     tail = float(binom.sf(right - 1, guesses, chance))
     if not right or not delta:

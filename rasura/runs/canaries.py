@@ -47,7 +47,7 @@ def draw(model: str, data: str | None, number: int, folder: Path, *, task: Task,
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
     victim = load(model, task, num_labels=num_labels, attacked=False)
     words = _words(victim, 400)
-    texts = {" ".join(secrets.choice(words) for _ in range(LENGTH)) for _ in range(number)}
+    texts: set[str] = set()
     while len(texts) < number:
         texts.add(" ".join(secrets.choice(words) for _ in range(LENGTH)))
     labels = [None if task == "causal" else secrets.randbelow(num_labels) for _ in texts]

@@ -17,7 +17,7 @@ from rasura.accounting.configurations.files import Contents, read_files
 from rasura.core.errors import InputError
 
 CHECKS: Mapping[str, tuple[Callable[[Draft], None], tuple[str, ...]]] = {
-    "LocalDpMod": (flower.local_dp, ("clipping_norm", "sensitivity", "epsilon", "delta")),
+    "LocalDpMod": (flower.local_dp, flower.LOCAL),
     "DifferentialPrivacyServerSideFixedClipping": (flower.server_fixed, flower.FIXED),
     "DifferentialPrivacyClientSideFixedClipping": (flower.client_fixed, flower.FIXED),
     "DifferentialPrivacyServerSideAdaptiveClipping": (flower.server_adaptive, flower.ADAPTIVE),

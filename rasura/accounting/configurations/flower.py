@@ -15,6 +15,7 @@ from rasura.accounting.configurations.facts import Stated, Unknown, probability
 from rasura.accounting.gaussian import gaussian_epsilon
 
 SERVER = "the server adds the noise: nothing is guaranteed against the server, which sees each update"
+LOCAL = ("clipping_norm", "sensitivity", "epsilon", "delta")
 FIXED = ("strategy", "noise_multiplier", "clipping_norm", "num_sampled_clients", "accountant")
 ADAPTIVE = (
     "strategy", "noise_multiplier", "num_sampled_clients", "initial_clipping_norm", "target_clipped_quantile",

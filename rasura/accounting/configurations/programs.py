@@ -10,22 +10,18 @@ import operator
 import re
 from collections.abc import Mapping
 
+import rasura.accounting.configurations.flower as flower
+import rasura.accounting.configurations.jax_privacy as jax_privacy
+import rasura.accounting.configurations.nvflare as nvflare
 from rasura.accounting.configurations.facts import Call, Unknown, Unread, Value
-from rasura.accounting.configurations.jax_privacy import jax_sensitivity
 
 POSITIONS: Mapping[str, tuple[str, ...]] = {
-    "LocalDpMod": ("clipping_norm", "sensitivity", "epsilon", "delta"),
-    "DifferentialPrivacyServerSideFixedClipping": ("strategy", "noise_multiplier", "clipping_norm", "num_sampled_clients"),
-    "DifferentialPrivacyClientSideFixedClipping": ("strategy", "noise_multiplier", "clipping_norm", "num_sampled_clients"),
-    "DifferentialPrivacyServerSideAdaptiveClipping": (
-        "strategy", "noise_multiplier", "num_sampled_clients", "initial_clipping_norm", "target_clipped_quantile",
-        "clip_norm_lr", "clipped_count_stddev",
-    ),
-    "DifferentialPrivacyClientSideAdaptiveClipping": (
-        "strategy", "noise_multiplier", "num_sampled_clients", "initial_clipping_norm", "target_clipped_quantile",
-        "clip_norm_lr", "clipped_count_stddev",
-    ),
-    "SVTPrivacy": ("fraction", "epsilon", "noise_var", "gamma", "tau", "data_kinds", "replace"),
+    "LocalDpMod": flower.LOCAL,
+    "DifferentialPrivacyServerSideFixedClipping": flower.FIXED[:4],
+    "DifferentialPrivacyClientSideFixedClipping": flower.FIXED[:4],
+    "DifferentialPrivacyServerSideAdaptiveClipping": flower.ADAPTIVE,
+    "DifferentialPrivacyClientSideAdaptiveClipping": flower.ADAPTIVE,
+    "SVTPrivacy": nvflare.ARGUMENTS[:7],
     "PercentilePrivacy": ("percentile", "gamma", "data_kinds"),
     "ExcludeVars": ("exclude_vars", "data_kinds"),
     "make_private": (),
@@ -36,10 +32,7 @@ POSITIONS: Mapping[str, tuple[str, ...]] = {
     "CyclicPoissonSampling": (
         "sampling_prob", "iterations", "truncated_batch_size", "cycle_length", "partition_type",
     ),
-    "DPKerasConfig": (
-        "epsilon", "delta", "clipping_norm", "batch_size", "gradient_accumulation_steps", "train_steps", "train_size",
-        "poisson_sampling_in_fit", "noise_multiplier", "rescale_to_unit_norm", "microbatch_size", "seed",
-    ),
+    "DPKerasConfig": jax_privacy.KERAS,
     "protect_training": ("model", "optimizer", "loader", "defense"),
     "PrivateTrainer": ("model", "args", "data_collator", "train_dataset"),
     "clip_grad_norm_": ("parameters", "max_norm"),
@@ -133,7 +126,7 @@ class _Reader:
         if not isinstance(made, ast.Call) or self.name(made.func) != "clipped_grad":
             return unread
         try:
-            return jax_sensitivity(self.call(made, ""))
+            return jax_privacy.jax_sensitivity(self.call(made, ""))
         except Unknown:
             return unread
 

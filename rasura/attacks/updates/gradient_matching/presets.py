@@ -24,6 +24,9 @@ GRAB_LEVELS: Mapping[str, Work] = {
     "paper": Work(2000, 1, 2000, orders=2000, rounds=5, beam=4, sweeps=5),
 }
 
+DLG_COST: Mapping[str, float] = {"quick": 0.05, "default": 1.0, "paper": 30.0}
+LAMP_COST: Mapping[str, float] = {"quick": 0.17, "default": 1.0, "paper": 15.0}
+
 GUIDED_LEVELS: Mapping[str, Work] = {level: replace(work, guided=True) for level, work in GRAB_LEVELS.items()}
 
 
@@ -82,7 +85,7 @@ DLG = AttackSpec(
     make=dlg,
     seconds=250.0,
     growth=0.4,
-    work={"quick": 0.05, "default": 1.0, "paper": 30.0},
+    work=DLG_COST,
 )
 
 TAG = AttackSpec(
@@ -92,7 +95,7 @@ TAG = AttackSpec(
     make=tag,
     seconds=250.0,
     growth=0.4,
-    work={"quick": 0.05, "default": 1.0, "paper": 30.0},
+    work=DLG_COST,
 )
 
 LAMP_COS = AttackSpec(
@@ -102,7 +105,7 @@ LAMP_COS = AttackSpec(
     make=lamp_cos,
     seconds=52.0,
     growth=0.4,
-    work={"quick": 0.17, "default": 1.0, "paper": 15.0},
+    work=LAMP_COST,
 )
 
 LAMP_L1L2 = AttackSpec(
@@ -112,7 +115,7 @@ LAMP_L1L2 = AttackSpec(
     make=lamp_l1l2,
     seconds=90.0,
     growth=0.4,
-    work={"quick": 0.17, "default": 1.0, "paper": 15.0},
+    work=LAMP_COST,
 )
 
 GRAB = AttackSpec(

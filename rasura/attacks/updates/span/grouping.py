@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from rasura.attacks.updates.span.rows import RowSpace
@@ -151,8 +152,6 @@ def dealt(similarity: Tensor, places: Sequence[int], labels: Sequence[int], grou
 
     At each place in turn, the rows go to the groups whose other rows they are most similar to in sum: an assignment problem.
     """
-    from scipy.optimize import linear_sum_assignment  # which takes a third of a second to import
-
     out = torch.tensor(labels)
     at = torch.tensor(places)
     for _ in range(DEALS):
