@@ -109,6 +109,13 @@ def test_a_tracker_that_fails_does_not_hide_the_result(
     assert done.returncode == 2 and "mlflow did not take the results (ConnectionError: no network)" in done.stderr
     assert (tmp_path / "run" / "report.html").is_file() and "report:" in done.stdout
 
+    def silent(*given: object) -> None:
+        raise TimeoutError
+
+    monkeypatch.setattr(trackers, "log", silent)
+    done = run(tmp_path, model_folder, "--mlflow", "notes")
+    assert done.returncode == 2 and "mlflow did not take the results (TimeoutError)" in done.stderr
+
 
 @pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed (rasura[mlflow])")
 def test_mlflow_keeps_the_run_offline(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

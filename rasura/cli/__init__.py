@@ -22,7 +22,7 @@ from rasura.cli import (
     train,
 )
 from rasura.cli.panels import panelled
-from rasura.cli.shared import app, err
+from rasura.cli.shared import app, err, say
 from rasura.core.errors import InputError
 
 __all__ = [
@@ -49,7 +49,7 @@ class Told(logging.Handler):
         line = record.getMessage()
         if line not in self.lines:
             self.lines.add(line)
-            err.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line, to=err)
 
 
 def main() -> None:
@@ -60,7 +60,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except InputError as error:
-        err.print(f"rasura: {error}", markup=False, highlight=False, soft_wrap=True, style="bold")
+        say(f"rasura: {error}", to=err, style="bold")
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -16,7 +16,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rasura import __version__
-from rasura.cli.shared import app, err, out
+from rasura.cli.shared import app, err, out, say
 from rasura.core.errors import MissingExtra
 
 
@@ -160,4 +160,4 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print the resul
         sys.stdout.write(json.dumps(rows) + "\n")
         return
     for name, value in rows.items():
-        out.print(f"{name:20} {value}", markup=False, highlight=False, soft_wrap=True)
+        say(f"{name:20} {value}")

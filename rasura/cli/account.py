@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import app, err, out, split
+from rasura.cli.shared import app, err, out, say, split
 from rasura.core.errors import InputError
 
 
@@ -135,7 +135,7 @@ def _spent(path: Path, delta: float | None, as_json: bool) -> None:
         sys.stdout.write(json.dumps(found.to_dict()) + "\n")
         return
     for line in (found.statement, *found.warnings):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(line)
 
 
 def _print(rows: list[dict[str, Any]], accountants: tuple[str, ...]) -> None:

@@ -29,7 +29,7 @@ from rasura.cli.shared import (
     err,
     left_over,
     numbers,
-    out,
+    say,
     split,
     starting,
 )
@@ -170,7 +170,7 @@ def run_audit(
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     for line in left_over(prepared.plan.batch_sizes, len(prepared.data.private)):
-        err.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(line, to=err)
     if ending.fail_above is not None:
         store.describe({"fail_above": ending.fail_above})
     with forked as processes, cells_watched(len(prepared.cells), estimated, count, store.close) as bar:
@@ -236,8 +236,8 @@ def report(
 
     path = write_report(folder, show_text=show_text)
     if dpia is not None:
-        err.print(f"impact assessment: {write_dpia(folder, dpia)}", markup=False, highlight=False, soft_wrap=True)
+        say(f"impact assessment: {write_dpia(folder, dpia)}", to=err)
     if as_json:
         sys.stdout.write((folder / "summary.json").read_text(encoding="utf-8"))
     else:
-        out.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+        say(f"report: {path}")

@@ -31,6 +31,7 @@ from rasura.cli.shared import (
     device_named,
     err,
     out,
+    say,
     split,
     watched,
 )
@@ -134,12 +135,13 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> No
 
     with err.status("loading the model and the data"):
         prepared = Calibration(wanted, folder, device=device)
-    err.print(
+    say(
         f"{prepared.n_texts} examples, verified on {prepared.which}; roughly {duration(prepared.estimate())} of CPU time "
-        "if the run starts from the beginning", markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        "if the run starts from the beginning",
+        to=err,
+    )
     for said in prepared.too_few():
-        err.print(said, markup=False, highlight=False, soft_wrap=True)
+        say(said, to=err)
     with watched(close=prepared.close) as bar:
         line = bar.add_task("", total=None)
         result = prepared.run(lambda c: bar.update(line, description=f"{c.attack} / {c.defense}"))
@@ -153,10 +155,10 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> No
         for setting, lines in apply.items():
             out.print(f"\nto apply {setting}, and to audit exactly that:", markup=False, highlight=False)
             for one in lines:
-                out.print(f"    {one}", markup=False, highlight=False, soft_wrap=True)
+                say(f"    {one}")
     statuses = {f["status"] for f in result["families"]}
     if not statuses & set(REACHED) and "not measured" in statuses:
-        err.print(f"not judged: {result['recommendation']} Report: {path}", markup=False, highlight=False, soft_wrap=True)
+        say(f"not judged: {result['recommendation']} Report: {path}", to=err)
         raise typer.Exit(4)
     if not statuses & set(REACHED):
         raise InputError(f"{result['recommendation']} Report: {path}")
@@ -183,4 +185,4 @@ def _print(result: dict[str, Any], path: Path) -> None:
             out.print(f"{row['family']}: {line}" if line else "", markup=False, highlight=False)
     for line in result["checks"]:
         out.print(line, markup=False, highlight=False)
-    out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
+    say(f"\nreport: {path}")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import AsJson, TextTask, app, err, out, starting
+from rasura.cli.shared import AsJson, TextTask, app, err, out, say, starting
 from rasura.core.errors import InputError
 
 canaries = typer.Typer(no_args_is_help=True, help="Measure a lower bound of epsilon: draw canary texts, train, measure.")
@@ -47,7 +47,7 @@ def draw(
         return
     out.print(f"{len(made)} canaries, {inside} of them in the training texts")
     for what, name in (("train on all of", MIXED), ("keep secret", COINS)):
-        out.print(f"{what}: {folder / name}", markup=False, highlight=False, soft_wrap=True)
+        say(f"{what}: {folder / name}")
 
 
 @canaries.command()

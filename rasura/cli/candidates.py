@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import err, out
+from rasura.cli.shared import err, out, say
 
 Candidates = Annotated[
     Path | None, typer.Option(help="file with texts; prints for each whether it was in the round (see --reference)")
@@ -30,7 +30,7 @@ def candidates_read(update: Path, candidates: Path, victim: Any, request: Any, s
         return
     for one in found.candidates:
         p = "" if one.p is None else f" p {one.p:.3f}"
-        out.print(f"{one.verdict}: score {one.score:.4f}{p}: {one.text[:80]}", markup=False, highlight=False, soft_wrap=True)
+        say(f"{one.verdict}: score {one.score:.4f}{p}: {one.text[:80]}")
     if found.references < ENOUGH:
         out.print(f"no answer: {found.references} reference texts that were not in the round; an answer needs {ENOUGH}")
     if found.auc is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rasura.cli.shared import Out, app, err, out, split
+from rasura.cli.shared import Out, app, err, say, split
 from rasura.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ def check_dp(
     if epsilon is None and (unit is not None or per != "run"):
         raise InputError("--unit and --per say what --epsilon covers; pass --epsilon as well")
     facts = Facts(
-        examples, clients, clients_per_round, rounds, rounds_per_client, batch_size, epochs, None, sampling, delta,
-        _weights(weights), parameters, version,
+        examples=examples, clients=clients, clients_per_round=clients_per_round, rounds=rounds,
+        rounds_per_client=rounds_per_client, batch_size=batch_size, epochs=epochs, sampling=sampling, delta=delta,
+        weights=_weights(weights), parameters=parameters, version=version,
     )  # fmt: skip
     stated = None if epsilon is None else Stated.read(_given(epsilon=epsilon, delta=delta, unit=unit, per=per))
     with err.status("accounting"):
@@ -107,16 +108,12 @@ def _weights(text: str | None) -> str | float | None:
         raise InputError(f"--weights is {text!r}; expected equal, or a fraction") from None
 
 
-def _line(text: str, style: str | None = None) -> None:
-    out.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
-
-
 def _told(found: Checked) -> None:
     for one in found.findings:
         _finding(one)
     for text in found.unknown:
-        _line(f"not known: {text}")
-    _line(f"\n{_OUTCOMES[found.outcome]}", "bold")
+        say(f"not known: {text}")
+    say(f"\n{_OUTCOMES[found.outcome]}", style="bold")
 
 
 _OUTCOMES = {
@@ -130,26 +127,26 @@ _OUTCOMES = {
 def _finding(one: Finding) -> None:
     from rasura.accounting.configurations.drafts import HAZARDS
 
-    _line(f"{one.mechanism} ({one.place})", "bold")
+    say(f"{one.mechanism} ({one.place})", style="bold")
     if one.stated is not None:
         at = "" if one.stated.delta is None else f" at delta {one.stated.delta:g}"
         origin = ", by its arguments" if one.stated.by_argument else ""
-        _line(f"  stated: epsilon {one.stated.epsilon:g}{at} for one {one.stated.per}{origin}")
+        say(f"  stated: epsilon {one.stated.epsilon:g}{at} for one {one.stated.per}{origin}")
     if one.one_round is not None:
-        _line(f"  after one round: epsilon {one.one_round:.6g} for one client")
+        say(f"  after one round: epsilon {one.one_round:.6g} for one client")
     for bound in one.bounds:
         if bound.epsilon is None or bound.delta is None:
-            _line(f"  one {bound.unit}: no guarantee; {bound.says}")
+            say(f"  one {bound.unit}: no guarantee; {bound.says}")
         else:
             says = f" ({bound.says})" if bound.says else ""
             at = f"epsilon {bound.epsilon:.6g} at delta {bound.delta:.3g}"
-            _line(f"  one {bound.unit}: {at}, {bound.relation}{says}")
+            say(f"  one {bound.unit}: {at}, {bound.relation}{says}")
     for hazard in one.hazards:
-        _line(f"  hazard: {HAZARDS[hazard.code]}: {hazard.says}")
+        say(f"  hazard: {HAZARDS[hazard.code]}: {hazard.says}")
     for text in one.unknown:
-        _line(f"  not known: {text}")
+        say(f"  not known: {text}")
     for text in one.notes:
-        _line(f"  note: {text}")
+        say(f"  note: {text}")
 
 
 def _attacked(found: Checked, model: str, data: str, attack: str, limit: int, folder: Path, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import Device, app, device_named, err, out
+from rasura.cli.shared import Device, app, device_named, err, out, say
 
 if TYPE_CHECKING:
     from rasura.report.compare import Comparison
@@ -42,11 +42,11 @@ def _print(found: Comparison) -> None:
     from rasura.report.compare import CHANGED
 
     for line in found.settings:
-        out.print(f"different: {line}", markup=False, highlight=False, soft_wrap=True)
+        say(f"different: {line}")
     verdicts = [v for v in found.verdicts if v[1] != v[2]]
     for column, was, now in verdicts:
         said = f"{column}: {was or 'not in the first run'}; then {now or 'not in the second run'}"
-        out.print(f"verdict on {said}", markup=False, highlight=False, soft_wrap=True)
+        say(f"verdict on {said}")
     table = Table("attack", "protection", "before, %", "after, %", "difference, points", "n", "", header_style="bold")
     for c in found.changes:
         mean = ["–" if v is None else f"{100 * v:.0f}" for v in (c.before, c.after)]
@@ -73,7 +73,7 @@ def bundle_run(
     from rasura.runs.bundles import bundle
 
     path = bundle(folder, file or folder / "bundle.json")
-    out.print(f"bundle: {path}", markup=False, highlight=False, soft_wrap=True)
+    say(f"bundle: {path}")
     err.print("The bundle is personal data, as the run is.")
 
 
@@ -104,9 +104,9 @@ def reproduce(
         if not as_json:
             one = found[-1]
             line = f"{one.word}: {one.attack} under {one.defense} ({one.key}): {one.says}"
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(line)
     for line in again.unchecked:
-        err.print(f"not checked: {line}", markup=False, highlight=False, soft_wrap=True)
+        say(f"not checked: {line}", to=err)
     lost = sum(one.word == DIFFERENT for one in found)
     if as_json:
         told = {"cells": [asdict(one) for one in found], "unchecked": list(again.unchecked), "different": lost}

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import app, out
+from rasura.cli.shared import app, out, say
 
 
 @app.command()
@@ -43,4 +43,4 @@ def keys(
         highlight=False,
         soft_wrap=True,
     )
-    out.print(f"server:       {public}", markup=False, highlight=False, soft_wrap=True)
+    say(f"server:       {public}")

@@ -24,6 +24,7 @@ from rasura.cli.shared import (
     device_named,
     err,
     out,
+    say,
     split,
     watched,
 )
@@ -126,4 +127,4 @@ def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
     out.print(table)
     for line_ in (*found.checks, *found.reasons):
         out.print(line_, markup=False, highlight=False)
-    out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
+    say(f"\nreport: {path}")

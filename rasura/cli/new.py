@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rasura.cli.shared import app, out
+from rasura.cli.shared import app, out, say
 
 
 @app.command()
@@ -25,7 +25,7 @@ def new(
 
     known("project", kind, ("federated",))
     place = new_app(folder, clients)
-    out.print(f"app: {place}; its README.md says how to run it", markup=False, highlight=False, soft_wrap=True)
+    say(f"app: {place}; its README.md says how to run it")
     out.print(
         "keys/clients.secret decrypts every update: copy it to the clients' machines only", markup=False, highlight=False
     )

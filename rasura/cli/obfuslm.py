@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import err, out, protect
+from rasura.cli.shared import err, out, protect, say
 
 
 @protect.command()
@@ -71,7 +71,5 @@ def obfuslm(
             f"From the table alone, a token is named in at most {100 * max_success(epsilon, k):.1f} % of cases. Frequencies "
             "and the order of words are not counted."
         )
-    out.print(f"server: {made.folder}", markup=False, highlight=False, soft_wrap=True)
-    out.print(
-        f"owner:  {made.key} (anyone with this file can read every text)", markup=False, highlight=False, soft_wrap=True
-    )
+    say(f"server: {made.folder}")
+    say(f"owner:  {made.key} (anyone with this file can read every text)")

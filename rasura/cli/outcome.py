@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import err, out
+from rasura.cli.shared import err, out, say
 from rasura.core.errors import InputError
 
 Junit = Annotated[Path | None, typer.Option(help="also write the verdicts as JUnit XML to this file")]
@@ -67,12 +67,12 @@ def conclude(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, 
         sys.stdout.write(json.dumps(whole, ensure_ascii=False) + "\n")
     else:
         out.print(summary(found))
-        out.print(f"\nreport: {path}", markup=False, highlight=False, soft_wrap=True)
+        say(f"\nreport: {path}")
     sent = _sent(records, plan, folder, ending, found)
     if judged is not None:
-        _line(f"--fail-above judges: {', '.join(judged.judged)}")
+        say(f"--fail-above judges: {', '.join(judged.judged)}", to=err)
         for line in judged.says:
-            _line(line)
+            say(line, to=err)
         if judged.exit:
             raise typer.Exit(judged.exit)
     if not sent:
@@ -93,15 +93,12 @@ def _sent(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, end
             write_sarif(ending.sarif, found, ending.fail_above, plan, __version__)
     except InputError as error:  # the gate still sets the exit code
         whole = False
-        _line(f"rasura: {error}")
+        say(f"rasura: {error}", to=err)
     for tracker, place in ending.trackers.items():
         try:
             trackers.log(tracker, place, folder.name, *tracked(found, plan))
         except Exception as error:  # of a network or of a service
             whole = False
-            _line(f"{tracker} did not take the results ({type(error).__name__}: {str(error).splitlines()[0][:200]})")
+            why = ": ".join((type(error).__name__, *str(error).splitlines()[:1]))
+            say(f"{tracker} did not take the results ({why[:200]})", to=err)
     return whole
-
-
-def _line(text: str) -> None:
-    err.print(text, markup=False, highlight=False, soft_wrap=True)

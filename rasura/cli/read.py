@@ -11,7 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rasura.cli.candidates import Candidates, SimulatedRounds, candidates_read
-from rasura.cli.shared import AsJson, Budget, Entries, StepDevice, TextTask, app, device_named, err, numbers, out, starting
+from rasura.cli.shared import (
+    AsJson,
+    Budget,
+    Entries,
+    StepDevice,
+    TextTask,
+    app,
+    device_named,
+    err,
+    numbers,
+    out,
+    say,
+    starting,
+)
 from rasura.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -131,12 +144,12 @@ def _each(paths: Iterable[Path], victim: Victim, request: ReadRequest, as_json: 
     refused = 0
     for path in paths:
         if not as_json:
-            out.print(f"{path}:", markup=False, highlight=False, soft_wrap=True)
+            say(f"{path}:")
         try:
             found = _one(path, victim, request)
         except InputError as error:
             refused += 1
-            err.print(f"rasura: {path}: {error}", markup=False, highlight=False, soft_wrap=True, style="bold")
+            say(f"rasura: {path}: {error}", to=err, style="bold")
             if as_json:
                 _line({"update": str(path), "refused": str(error)})
             continue
@@ -164,7 +177,7 @@ def _text_task(task: str) -> Any:
 def _told(found: ReadResult, as_json: bool, path: Path | None = None) -> None:
     """Print what was ``found``, in JSON with the update's ``path`` where there are several."""
     for line in found.file:
-        err.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(line, to=err)
     if as_json:
         _line(found.to_dict() if path is None else {"update": str(path), **found.to_dict()})
         return

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import app, device_named, err, out
+from rasura.cli.shared import app, device_named, err, say
 from rasura.core.errors import InputError
 
 client = typer.Typer(
@@ -59,7 +59,7 @@ def serve(
     told = f"serving on http://{host}:{port}, API documentation at http://{host}:{port}/docs"
     run(
         store, token_file, host=host, port=port, limits=limits, device=device_named(device),
-        ready=lambda: err.print(told, markup=False, highlight=False, soft_wrap=True),
+        ready=lambda: say(told, to=err),
     )  # fmt: skip
 
 
@@ -79,7 +79,7 @@ def _print(found: Any, as_json: bool, line: str) -> None:
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
     else:
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(line)
 
 
 @client.command()

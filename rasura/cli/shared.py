@@ -121,6 +121,11 @@ def device_named(name: str) -> str:
     return name
 
 
+def say(text: object, *, to: Console = out, style: str | None = None) -> None:
+    """Print ``text`` as it is: no markup, no colours of its own, and no line of it is broken."""
+    to.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
 @contextmanager
 def watched(*columns: ProgressColumn, close: Callable[[], None] = lambda: None) -> Iterator[Progress]:
     """A progress bar for resumable work, which moves inside a long step, too. Ctrl-C prints a notice and exits with code

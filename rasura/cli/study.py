@@ -14,7 +14,7 @@ from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
 from rasura.cli.outcome import Ending
 from rasura.cli.services import serve_and_read
-from rasura.cli.shared import Limit, app, err, numbers, split, watched
+from rasura.cli.shared import Limit, app, err, numbers, say, split, watched
 from rasura.cli.train import prepared, trained
 from rasura.core.errors import MissingExtra
 
@@ -62,9 +62,9 @@ def study(
             drawn = plots.write(plot, results.parent / "plots" / f"{name.replace('/', '-')}.svg")
             text += f"\n![{found.title}](plots/{drawn.name})\n"
         except MissingExtra as missing:  # the table stands without it
-            err.print(str(missing), markup=False, highlight=False, soft_wrap=True)
+            say(str(missing), to=err)
     tables.write_section(text, results)
-    err.print(f"table: {results}", markup=False, highlight=False, soft_wrap=True)
+    say(f"table: {results}", to=err)
 
 
 def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: bool) -> tuple[str, Any]:

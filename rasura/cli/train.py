@@ -29,6 +29,7 @@ from rasura.cli.shared import (
     err,
     out,
     protect,
+    say,
     split,
     watched,
 )
@@ -117,14 +118,14 @@ def ghost(
             progress=lambda done, total: bar.update(task, completed=done, total=total, description=rate(done, total)),
         )  # fmt: skip
     if there:
-        err.print(f"settings of {table}: {found.settings}", markup=False, highlight=False, soft_wrap=True)
+        say(f"settings of {table}: {found.settings}", to=err)
     if as_json:
         sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
         return
     out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.kept} with none")
     if found.kept:
         out.print(f"the {found.kept} tokens without a substitute are unchanged in the data; the report beside it says where")
-    out.print(f"data: {found.path}\ncard: {found.card}", markup=False, highlight=False, soft_wrap=True)
+    say(f"data: {found.path}\ncard: {found.card}")
 
 
 Schedule = Annotated[str, typer.Option(help="learning rate schedule: constant, linear or cosine; the last two decay to 0")]
@@ -255,10 +256,10 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
         table.add_row(r["defense"], str(r["seed"]), *shown.values(), start, str(r["epochs"]))
     out.print(table)
     for said in unlearned(results):
-        out.print(said, markup=False, highlight=False, soft_wrap=True, style="bold")
+        say(said, style="bold")
     for name, promised in {r["defense"]: r["privacy"] for r in results}.items():
         for line in (promised["statement"], *promised.get("warnings", ())) if len(promised) > 1 else ():
-            out.print(f"{name}: {line}", markup=False, highlight=False, soft_wrap=True)
+            say(f"{name}: {line}")
     out.print(
         f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {training.folder}",
         markup=False,
