@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rasura.core.ciphers import WrongKey, decrypted, encrypted, passphrase_key
 from rasura.core.files import read_private, write_whole
-from rasura.core.interfaces import InputError, MissingExtra
+from rasura.core.interfaces import InputError
 
 PAIR = "obfuslm_pair"
 """The entry of the served model's ``config.json`` that says which key it goes with: sixteen random hex digits."""
@@ -110,31 +111,17 @@ def _digest(about: Mapping[str, Any], tokens: Tensor, tokenizer: bytes) -> str:
     return hashlib.sha256(head + tokens.numpy().tobytes() + tokenizer).hexdigest()
 
 
-def _cipher(passphrase: str, salt: bytes) -> Any:
-    try:
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
-    except ImportError:
-        raise MissingExtra("a passphrase needs the library cryptography; run: pip install 'rasura[service]'") from None
-    # 32 MiB and a tenth of a second a guess; fixed, so that a file cannot ask for more.
-    return AESGCM(Scrypt(salt=salt, length=32, n=1 << 15, r=8, p=1).derive(passphrase.encode()))
-
-
 def _sealed(data: bytes, passphrase: str) -> bytes:
     if not passphrase:
         raise InputError("the passphrase is empty; pass a passphrase, or leave it out")
     salt, nonce = os.urandom(SALT), os.urandom(NONCE)
-    sealed: bytes = _cipher(passphrase, salt).encrypt(nonce, data, MAGIC)
-    return MAGIC + salt + nonce + sealed
+    return MAGIC + salt + nonce + encrypted(passphrase_key(passphrase, salt), nonce, data, MAGIC)
 
 
 def _opened(data: bytes, passphrase: str, file: Path) -> bytes:
     rest = data[len(MAGIC) :]
-    cipher = _cipher(passphrase, rest[:SALT])
-    from cryptography.exceptions import InvalidTag
-
+    key = passphrase_key(passphrase, rest[:SALT])
     try:
-        opened: bytes = cipher.decrypt(rest[SALT : SALT + NONCE], rest[SALT + NONCE :], MAGIC)
-    except (InvalidTag, ValueError):
+        return decrypted(key, rest[SALT : SALT + NONCE], rest[SALT + NONCE :], MAGIC)
+    except WrongKey:
         raise InputError(f"the passphrase of the key {file} is wrong, or the file was changed") from None
-    return opened
