@@ -18,7 +18,6 @@ from rasura.cli.shared import (
     Out,
     PairColumn,
     TextColumn,
-    TextTask,
     Truncate,
     app,
     device_named,
@@ -39,9 +38,9 @@ def membership(
     rows: Annotated[
         str | None, typer.Option(help="rows.json of the training run, which names the rows used and held out")
     ] = None,
-    base: Annotated[str, typer.Option(help="public model that training started from")] = "minilm",
+    base: Annotated[str | None, typer.Option(help="public model that training started from")] = None,
     reference: Annotated[str | None, typer.Option(help="more texts of the same kind, known to the adversary")] = None,
-    task: TextTask = "classification",
+    task: Annotated[str | None, typer.Option(help="classification or causal")] = None,
     attack: Annotated[
         str | None, typer.Option(help="attacks, separated by commas; see: rasura list membership-attacks")
     ] = None,
@@ -51,10 +50,7 @@ def membership(
     batch_size: Annotated[int, typer.Option(help="texts per step of the shadow models")] = 32,
     learning_rate: Annotated[float, typer.Option(help="learning rate of the shadow models")] = 1e-4,
     optimizer: Optimizer = "adamw",
-    fpr: Annotated[
-        str | None,
-        typer.Option(help="false positive rates, separated by commas"),
-    ] = None,
+    fpr: Annotated[str | None, typer.Option(help="false positive rates, separated by commas")] = None,
     epsilon: Annotated[float | None, typer.Option(help="epsilon of a guarantee to compare the results with")] = None,
     delta: Annotated[float, typer.Option(help="delta of that guarantee")] = 0.0,
     limit: Annotated[int | None, typer.Option(help="number of members and of non-members to use")] = None,
@@ -71,10 +67,9 @@ def membership(
 ) -> None:
     """Measure how well an adversary with query access to a trained model can tell which texts it was trained on.
 
-    Example: rasura membership runs/train/none-0/model --members train.jsonl --rows runs/train/rows.json
+    Example: rasura membership my-adapter --members train.jsonl --non-members other.jsonl
     """
     from rasura.core.options import known
-    from rasura.registry import MEMBERSHIP
     from rasura.runs.membership_plan import MembershipPlan
     from rasura.victims.recipe import Recipe
 
@@ -85,7 +80,7 @@ def membership(
     except ValueError:
         raise InputError(f"--fpr is {fpr!r}; expected fractions separated by commas, for example 0.01,0.001") from None
     plan = MembershipPlan(
-        model, members, non_members, rows, base, task, split(attack) or tuple(MEMBERSHIP), reference, defense, shadow_models,
+        model, members, non_members, rows, base, task, split(attack), reference, defense, shadow_models,
         rates, epsilon, delta, limit, num_labels, truncate, max_length, text_column, pair_column, label_column, recipe,
     )  # fmt: skip
     told(plan, folder, device_named(device), as_json)

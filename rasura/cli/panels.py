@@ -82,7 +82,10 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
         "attack": "embedding-rows, span and those that know the protections", "risk": "rougeL; for images ssim",
         "limit": "8, or all of --text", "test": "a part of --train",
     },
-    "membership": {"attack": "all", "num_labels": "as the model folder states", "reference": "none"},
+    "membership": {
+        "attack": "the usual ones of the task", "num_labels": "as the model folder states", "reference": "none",
+        "task": "as the model folder states", "base": "an adapter's own, otherwise minilm",
+    },
     "reproduce": {"attack": "all", "defense": "all", "data": "where the run had it", "model": "where the run had it"},
     "study": {
         "model": "the study's", "limit": "the study's", "budget": "the study's", "attack": "the study's",

@@ -28,17 +28,32 @@ class Membership:
 
 
 @dataclass(frozen=True)
+class TokenAnswers:
+    """One causal model's answers to the predicted tokens of one text, each ``(tokens,)``.
+
+    ``logs``: log probability of the token in nats, float64. ``standard``: the same, minus its mean and over its standard
+    deviation for tokens drawn from the model's own distribution at that place. ``first``: bool, whether the token is the
+    model's first choice.
+    """
+
+    logs: Tensor
+    standard: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True)
 class Answers:
     """One model's answers to ``n`` texts, in float64.
 
     ``losses`` ``(n,)``: the loss of the label in nats; for a causal model, the mean over predicted tokens. ``margins``
     ``(n,)``: the log odds of that probability, ``log(p / (1 - p))``. ``logits`` ``(n, classes)``, without columns for a
-    causal model.
+    causal model. ``tokens``: a causal model's answers to each token of each text, where they were asked for.
     """
 
     losses: Tensor
     margins: Tensor
     logits: Tensor
+    tokens: tuple[TokenAnswers, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,12 @@ class ModelObservation(Granted):
     def ask(self) -> Callable[[Sequence[Batch]], Answers]:
         """The trained model's answers to any texts; the candidates are queried once."""
         ask: Callable[[Sequence[Batch]], Answers] = self._get(Grant.MODEL)
+        return ask
+
+    @property
+    def ask_reference(self) -> Callable[[Sequence[Batch]], Answers]:
+        """The answers of the reference model, on which the training began; the candidates are queried once."""
+        ask: Callable[[Sequence[Batch]], Answers] = self._get(Grant.REFERENCE_MODEL)
         return ask
 
     @property

@@ -169,9 +169,14 @@ class UpdateSpec(MethodSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MembershipSpec(MethodSpec):
-    """An attack on a trained model, which infers whether the model was trained on an example."""
+    """An attack on a trained model, which infers whether the model was trained on an example.
+
+    ``tasks``: the tasks that it works on; ``usual``: those on which it runs by default.
+    """
 
     make: Callable[[], MembershipAttack]
+    tasks: frozenset[Task] = TEXT
+    usual: frozenset[Task] = TEXT
 
 
 @dataclass(frozen=True, kw_only=True)

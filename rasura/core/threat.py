@@ -69,7 +69,17 @@ THREATS: Mapping[str, ThreatModel] = {
 
 MODEL_USER = ThreatModel(
     "model-user",
-    frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.CANDIDATES, Grant.REFERENCE_TEXT, Grant.MECHANISM, Grant.TRAINING}),
+    frozenset(
+        {
+            Grant.MODEL,
+            Grant.BASE_MODEL,
+            Grant.REFERENCE_MODEL,
+            Grant.CANDIDATES,
+            Grant.REFERENCE_TEXT,
+            Grant.MECHANISM,
+            Grant.TRAINING,
+        }
+    ),
     "an adversary who can query the trained model for probabilities, holds candidate texts with their labels, "
     "and knows how the model was trained: the public model, the recipe and the protection",
 )
@@ -163,7 +173,8 @@ def observe_model(
     *,
     ask: Callable[[Sequence[Batch]], Answers],
     candidates: Sequence[Batch],
-    base: tuple[nn.Module, Vocabulary],
+    base: tuple[nn.Module, Vocabulary] | None = None,
+    ask_reference: Callable[[Sequence[Batch]], Answers] | None = None,
     reference: Sequence[Batch] = (),
     mechanism: tuple[Mechanism, ...] = (),
     shadow_models: Callable[[], tuple[ShadowModel, ...]] | None = None,
@@ -172,11 +183,13 @@ def observe_model(
     leak.
 
     ``candidates`` must be in an uninformative order (shuffle them). ``shadow_models`` trains the adversary's models at its
-    first call.
+    first call. What is not passed is not granted.
     """
-    sources: dict[Grant, Any] = {
-        Grant.MODEL: ask, Grant.CANDIDATES: tuple(candidates), Grant.BASE_MODEL: base, Grant.MECHANISM: mechanism,
-    }  # fmt: skip
+    sources: dict[Grant, Any] = {Grant.MODEL: ask, Grant.CANDIDATES: tuple(candidates), Grant.MECHANISM: mechanism}
+    if base is not None:
+        sources[Grant.BASE_MODEL] = base
+    if ask_reference is not None:
+        sources[Grant.REFERENCE_MODEL] = ask_reference
     if reference:
         sources[Grant.REFERENCE_TEXT] = tuple(reference)
     if shadow_models is not None:

@@ -31,6 +31,7 @@ class Grant(enum.Enum):
 
     MODEL = "the weights of the trained model before the step"
     BASE_MODEL = "the public pretrained model and its tokenizer"
+    REFERENCE_MODEL = "the answers of the public model on which the training began"
     LABELS = "the labels of the batch"
     LENGTHS = "the number of tokens of every text in the batch"
     BATCH_SIZE = "how many texts the batch holds"

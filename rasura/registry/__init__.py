@@ -34,6 +34,7 @@ from rasura.registry.tables import (
     membership_attack,
     metric,
     service_attack,
+    usual_membership,
     usual_metrics,
 )
 
@@ -73,5 +74,6 @@ __all__ = [
     "parts",
     "service_attack",
     "strengths",
+    "usual_membership",
     "usual_metrics",
 ]  # fmt: skip

@@ -46,6 +46,11 @@ def for_task(methods: Mapping[str, Any], task: Task | str) -> tuple[str, ...]:
     return tuple(name for name, spec in methods.items() if task in spec.tasks)
 
 
+def usual_membership(task: Task | str) -> tuple[str, ...]:
+    """The membership attacks that run on ``task`` unless told otherwise."""
+    return tuple(name for name, spec in MEMBERSHIP.items() if task in spec.usual)
+
+
 def usual_metrics(task: Task | str = "classification") -> tuple[str, ...]:
     """What an audit computes unless told otherwise: all that needs no model of its own."""
     return tuple(name for name in for_task(METRICS, task) if METRICS[name].usual)

@@ -69,6 +69,22 @@ def _sentences(done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Ma
     real = [r for r in done if r["attack"] != "blind"]
     if not real:
         return ["No attack on the model gave a result: not measured."]
+    out = _figures(real, rates, plan)
+    if _off(done):
+        out.append(
+            "Members and others differ as texts, without any model. No figure here says how much of the difference "
+            "the model adds."
+        )
+    return out
+
+
+def _off(done: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether length or words alone part members from others beyond their intervals."""
+    beside = done[0]["blind"]
+    return any(s["low"] > 0.5 or s["high"] < 0.5 for s in (beside.get("auc"), beside["words"]) if s is not None)
+
+
+def _figures(real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any]) -> list[str]:
     asked = f"{plan['n_members']} texts that the model was trained on and {plan['n_others']} other texts"
     if not rates:
         best = max(real, key=lambda r: r["scores"]["auc"]["mean"])
@@ -111,12 +127,11 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
     out = []
     beside = done[0]["blind"]
     blind, by_words = beside.get("auc"), beside["words"]
-    off = [s for s in (blind, by_words) if s is not None and (s["low"] > 0.5 or s["high"] < 0.5)]
     by_length = "(not measured)" if blind is None else _auc(blind)
     out.append(
         f"Without the model, length separates members from others with AUC {by_length}, words with AUC {_auc(by_words)}."
     )
-    if off:
+    if _off(done):
         out.append(
             "This differs from .5: members and others differ as texts, and every figure here also measures that "
             "difference. Draw both at random from the same source."

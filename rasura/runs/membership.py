@@ -21,14 +21,14 @@ from rasura.core.run_store import RunStore
 from rasura.core.threat import MODEL_USER, adversary_copy, observe_model
 from rasura.core.values import Grant
 from rasura.data.overlap import wording_of
-from rasura.data.text import Example, columns_of, data_hash, load_examples
+from rasura.data.text import Example, columns_of, data_hash, load_examples, place_of
 from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import membership_adversaries, membership_attack
 from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
+from rasura.runs.membership_models import QueriedModels
 from rasura.runs.membership_plan import MembershipPlan, classes_of
 from rasura.runs.scoring import versions
 from rasura.runs.training import encoded
-from rasura.victims.loading import Victim, load
 from rasura.victims.outputs import answers
 from rasura.victims.train import FineTuning, protected
 
@@ -70,27 +70,22 @@ class MembershipAudit:
         order = torch.randperm(len(everything), generator=generator(plan.recipe.seed, "candidates")).tolist()
         self.examples = [everything[k] for k in order]
         self.members = torch.tensor([k < len(sides[0]) for k in order])
-        task: Any = plan.task
         labels = [e.label or 0 for e in [*everything, *other]]
         count = plan.num_labels or classes_of(plan.model) or max(2, 1 + max(labels))
-        self.victim = load(plan.model, task, num_labels=count, seed=plan.recipe.seed, device=device, attacked=False)
-        self.base = self._fresh(plan.recipe.seed)
-        if self.base.vocabulary.size != self.victim.vocabulary.size:
-            raise InputError(
-                f"{plan.base} has {self.base.vocabulary.size} tokens, but {plan.model} has "
-                f"{self.victim.vocabulary.size}; pass the public model from which training started as --base"
-            )
+        self.models = QueriedModels(plan, count, device)
+        self.victim = self.models.victim
         limits: Any = {"max_length": plan.max_length, "truncate": plan.truncate}
         self.rows = tuple(encoded(self.victim, self.examples, **limits))
         self.reference = tuple(encoded(self.victim, other, **limits))
+        if self.victim.task == "causal":
+            _predicted([*self.rows, *self.reference], [*self.examples, *other])
+        self.models.kept = (self.rows, self.reference)
         self.data = data_hash(self.examples)
-        self.pad = self.victim.vocabulary.pad_id or 0
         self.identity = {
             **json.loads(json.dumps(asdict(plan))), "kind": "membership", "data_hash": self.data,
             "n_members": len(sides[0]), "n_others": len(sides[1]), "n_reference": len(other),
         }  # fmt: skip
         self.identity |= {"label_names": list(self.label_names)} if self.label_names else {}
-        self._known: dict[str, Answers] = {}
         self._shadow_models: tuple[ShadowModel, ...] | None = None
 
     def _sides(self) -> list[list[Example]]:
@@ -135,20 +130,6 @@ class MembershipAudit:
             if both:
                 raise InputError(f"{name} contains texts that are also {what} ({len(both)}); remove them")
 
-    def _fresh(self, seed: int) -> Victim:
-        task: Any = self.plan.task
-        labels = self.victim.num_labels or 2
-        return load(self.plan.base, task, num_labels=labels, seed=seed, device=self.device, attacked=False)
-
-    def ask(self, rows: Sequence[Batch]) -> Answers:
-        """The audited model's answers; candidates and reference texts are queried once."""
-        known = {id(self.rows): "candidates", id(self.reference): "reference"}.get(id(rows))
-        if known is None:
-            return answers(self.victim.model, rows, self.pad)
-        if known not in self._known:
-            self._known[known] = answers(self.victim.model, rows, self.pad)
-        return self._known[known]
-
     def shadow_models(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[ShadowModel, ...]:
         """The adversary's shadow models: trained in pairs, one on a random half of all texts, one on the other half.
 
@@ -178,7 +159,7 @@ class MembershipAudit:
         path = place / "answers.safetensors"
         if not path.exists():
             seed = self.plan.recipe.seed + 1 + number
-            victim, defense = self._fresh(seed), self.plan.parts
+            victim, defense = self.models.fresh(seed), self.plan.parts
             behind = protected(rows, defense, victim.model, victim.vocabulary, place / "protected", seed)
             # No text is held out: an shadow model ends where its recipe ends, or where nothing more is learned.
             run = FineTuning(
@@ -186,9 +167,9 @@ class MembershipAudit:
                 vocabulary=victim.vocabulary, evaluate=lambda model: {}, watched="train_loss", higher=False,
             )  # fmt: skip
             run.run()
-            said = answers(victim.model, pool, self.pad)
+            said = answers(victim.model, pool, self.models.pad)
             part = path.with_suffix(".part")
-            save_file({k: v.contiguous() for k, v in vars(said).items()}, str(part))
+            save_file({k: getattr(said, k).contiguous() for k in ("losses", "margins", "logits")}, str(part))
             part.replace(path)
             run.finish({"epochs": run.history.epoch, "train_loss": run.history.best})
         return Answers(**load_file(str(path)))
@@ -196,10 +177,10 @@ class MembershipAudit:
     def run(self, store: RunStore, progress: Callable[[str, int, int], None] | None = None) -> Iterator[Record]:
         """Run the attacks that ``store`` lacks; store and yield each Record."""
         beside: dict[str, Any] = {}
-        for number, name in enumerate(self.plan.attacks):
+        for number, name in enumerate(self.plan.attacks or ()):
             key = cell_key(kind="membership", attack=name, plan=self.identity)
             if progress is not None:
-                progress(name, number, len(self.plan.attacks))
+                progress(name, number, len(self.plan.attacks or ()))
             if key in store:
                 continue
             beside = beside or self._beside()
@@ -233,10 +214,11 @@ class MembershipAudit:
 
     def _attempt(self, name: str, progress: Callable[[str, int, int], None] | None) -> Outcome[Told]:
         attack, v = membership_attack(name), self.victim
+        weights = Grant.BASE_MODEL in attack.needs | attack.uses
         seen = observe_model(
-            MODEL_USER, v.task, ask=self.ask, candidates=self.rows, reference=self.reference,
-            base=(adversary_copy(self.base.model), v.vocabulary), shadow_models=lambda: self.shadow_models(progress),
-            mechanism=tuple(p.mechanism for p in self.plan.parts),
+            MODEL_USER, v.task, ask=self.models.ask, ask_reference=self.models.ask_reference, candidates=self.rows,
+            reference=self.reference, base=(adversary_copy(self.models.base.model), v.vocabulary) if weights else None,
+            shadow_models=lambda: self.shadow_models(progress), mechanism=tuple(p.mechanism for p in self.plan.parts),
         )  # fmt: skip
         if (missing := lacking(attack, seen, MODEL_USER.name)) is not None:
             return missing
@@ -273,6 +255,13 @@ class MembershipAudit:
         last = np.flatnonzero(np.append(np.diff(false) > 0, True))  # the highest point over each false positive rate
         some = np.unique(np.geomspace(1, len(last), POINTS).round().astype(int)) - 1
         return [(round(float(false[k]), 6), round(float(true[k]), 6)) for k in last[some]]
+
+
+def _predicted(rows: Sequence[Batch], examples: Sequence[Example]) -> None:
+    """Raises ``InputError`` for a text of which a causal model predicts no token: it has no loss."""
+    for number, (row, example) in enumerate(zip(rows, examples, strict=True), 1):
+        if not bool((row.labels[:, 1:] != -100).any()):
+            raise InputError(f"{place_of(example, number)}: a causal model predicts no token of this text; remove the row")
 
 
 def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import get_args
@@ -12,8 +12,10 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.options import known
 from rasura.core.values import Task
 from rasura.metrics.membership import auc_bound, needed
-from rasura.registry import MEMBERSHIP, parse_defense
+from rasura.registry import MEMBERSHIP, parse_defense, usual_membership
+from rasura.victims.adapters import base_of
 from rasura.victims.recipe import Recipe
+from rasura.victims.weights import read_config
 
 
 @dataclass(frozen=True)
@@ -21,21 +23,23 @@ class MembershipPlan:
     """Attacks that separate ``members`` from ``non_members`` (files of texts with labels) of the trained ``model``.
 
     ``rows``: the ``rows.json`` of a training run, which lists the rows of ``members`` that were used. If ``non_members`` is
-    None, the rows held out are the non-members. ``base``: the public model from which training started. ``defense``,
-    ``recipe``: how the model was trained. The adversary trains ``shadow_models`` models in the same way, each on a random
-    half of the candidates and of ``reference``, a file of other texts. ``fprs``: false positive rates; empty for 1 % and 0.1
-    %, if there are enough texts. ``epsilon``, ``delta``: a guarantee with which the figures are compared. ``limit``: maximum
-    number of texts on each side. ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files.
-    Labels that are text stand for the model's classes of the same names.
+    None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base
+    of an adapter, otherwise MiniLM. ``task``: None for what the model's folder says, otherwise classification. ``attacks``:
+    None for the usual ones of the task. ``defense``, ``recipe``: how the model was trained. The adversary trains
+    ``shadow_models`` models in the same way, each on a random half of the candidates and of ``reference``, a file of other
+    texts. ``fprs``: false positive rates; empty for 1 % and 0.1 %, if there are enough texts. ``epsilon``, ``delta``: a
+    guarantee with which the figures are compared. ``limit``: maximum number of texts on each side. ``text_column``,
+    ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text stand for the model's classes
+    of the same names.
     """
 
     model: str
     members: str
     non_members: str | None = None
     rows: str | None = None
-    base: str = "minilm"
-    task: str = "classification"
-    attacks: tuple[str, ...] = tuple(MEMBERSHIP)
+    base: str | None = None
+    task: str | None = None
+    attacks: tuple[str, ...] | None = None
     reference: str | None = None
     defense: str = "none"
     shadow_models: int = 8
@@ -57,17 +61,23 @@ class MembershipPlan:
         return parse_defense(self.defense)
 
     def checked(self) -> MembershipPlan:
-        """This plan. Raises ``InputError`` if it is wrong."""
-        known("task", self.task, [t for t in get_args(Task) if t != "vision"])
+        """This plan, with base, task and attacks filled in. Raises ``InputError`` if it is wrong."""
+        task = self.task or task_of(self.model)
+        known("task", task, [t for t in get_args(Task) if t != "vision"])
+        attacks = usual_membership(task) if self.attacks is None else self.attacks
+        base = self.base or (base_of(Path(self.model)) if is_adapter(self.model) else "minilm")
         _ = self.parts
         if self.non_members is None and self.rows is None:
             raise InputError(
                 "there are no texts that the model was not trained on; pass --non-members, or --rows of a training run"
             )
-        if not self.attacks:
+        if not attacks:
             raise InputError(f"no attack given; expected at least one of {', '.join(MEMBERSHIP)}")
-        for name in self.attacks:
+        for name in attacks:
             known("membership attack", name, MEMBERSHIP)
+            if task not in MEMBERSHIP[name].tasks:
+                raise InputError(f"{name} is an attack on {' and '.join(sorted(MEMBERSHIP[name].tasks))} models, but the "
+                    f"task is {task}; leave it out")  # fmt: skip
         if self.shadow_models < 2 or self.shadow_models % 2:
             raise InputError(
                 f"shadow models: {self.shadow_models}; expected an even number of at least 2: each text is in half of them"
@@ -80,7 +90,22 @@ class MembershipPlan:
             auc_bound(self.epsilon, self.delta)
         elif self.delta:
             raise InputError(f"delta is {self.delta} without an epsilon; also pass --epsilon")
-        return self
+        return replace(self, task=task, attacks=attacks, base=base)
+
+
+def is_adapter(model: str) -> bool:
+    """Whether ``model`` is the folder of a PEFT adapter."""
+    return (Path(model) / "adapter_config.json").is_file()
+
+
+def task_of(model: str) -> str:
+    """The task that the folder of a model or an adapter states; classification where it states none."""
+    folder = Path(model)
+    if is_adapter(model):
+        return "causal" if read_config(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" else "classification"
+    stated = read_config(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
+    names = [str(name) for name in stated] if isinstance(stated, list) else []
+    return "causal" if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names) else "classification"
 
 
 def classes_of(model: str) -> int | None:

@@ -121,7 +121,7 @@ def membership_section(
 ) -> str:
     """As ``section``, of the models of a training: ``records`` are those of the attacks on each of ``results``."""
     assert study.membership is not None
-    attacks = study.membership.attacks
+    attacks = study.membership.attacks or tuple(sorted({r["attack"] for some in records for r in some}))
     columns = ["trained behind", "epsilon", "accuracy", "attack", *(NAMES.get(m, m) for m in study.metrics)]
     columns += ["AUC permitted", f"paper ({' / '.join(NAMES.get(m, m) for m in study.metrics)})"]
     first = results[0]

@@ -32,6 +32,20 @@ def base_of(folder: Path) -> str:
     return base
 
 
+def turns_off(folder: Path) -> bool:
+    """Whether a PEFT model with the adapter in ``folder`` is exactly its base model while the adapter is disabled.
+
+    True for LoRA alone. Trained biases and layers that an adapter brings whole stay as they are when it is disabled.
+    """
+    from safetensors import safe_open
+
+    config = read_config(folder / "adapter_config.json")
+    if config.get("peft_type") != "LORA" or config.get("bias", "none") != "none" or config.get("modules_to_save"):
+        return False
+    with safe_open(str(folder / "adapter_model.safetensors"), "pt") as file:
+        return all(".lora_" in name for name in file.keys())  # noqa: SIM118  # it cannot be iterated
+
+
 def with_adapter(model: nn.Module, folder: Path, fresh: tuple[str, ...]) -> tuple[nn.Module, tuple[str, ...]]:
     """``model`` with the adapter in ``folder``, and those of its ``fresh`` weights that the adapter does not hold either.
 

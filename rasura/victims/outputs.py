@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from rasura.core.answers import Answers
+from rasura.core.answers import Answers, TokenAnswers
 from rasura.core.batches import Batch
 from rasura.victims.batching import joined
+
+T = TypeVar("T")
 
 
 def predictions(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Tensor:
     """The logits ``(texts, classes)`` of a classifier in eval mode on ``rows``; rows of similar length are batched
     together."""
-    return torch.cat(_ordered(model, rows, pad, together, lambda out, batch: out.logits.float().cpu()))
+    return torch.stack(_ordered(model, rows, pad, together, lambda out, batch: out.logits.float().cpu()))
 
 
 def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) -> tuple[float, int]:
@@ -27,41 +29,76 @@ def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) 
         each = nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
         return torch.stack([each.double().sum(1).cpu(), (labels != -100).sum(1).cpu()], 1)
 
-    found = torch.cat(_ordered(model, rows, pad, together, losses))
+    found = torch.stack(_ordered(model, rows, pad, together, losses))
     return float(found[:, 0].sum()), int(found[:, 1].sum())
 
 
-def answers(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64) -> Answers:
-    """The answers of ``model`` to ``rows`` (one text each): loss, margin, and a classifier's logits."""
+def answers(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64, *, tokens: bool = False) -> Answers:
+    """The answers of ``model`` to ``rows`` (one text each): loss, margin, and a classifier's logits.
 
-    def take(out: Any, batch: Batch) -> Tensor:
-        logits = out.logits.double()
-        if batch.labels.dim() == 1:
-            label = batch.labels[:, None]
-            others = logits.scatter(1, label, -torch.inf).logsumexp(1, keepdim=True)
-            margins = logits.gather(1, label) - others
-            # softplus keeps what is left of a loss that the difference of two logits would round to nothing
-            return torch.cat([nn.functional.softplus(-margins), margins, logits], 1).cpu()
-        target = batch.labels[:, 1:]
-        each = nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), target, ignore_index=-100, reduction="none")
-        losses = each.sum(1) / (target != -100).sum(1).clamp(min=1)
-        margins = -losses - torch.log(-torch.expm1(-losses.clamp(min=1e-12)))
-        return torch.stack([losses, margins], 1).cpu()
-
+    ``tokens``: a causal model also answers for each token. It is asked about at most ``together`` texts at once, and about
+    fewer where their logits would need more than ``LOGITS`` entries.
+    """
     if not rows:
         return Answers(torch.empty(0).double(), torch.empty(0).double(), torch.empty(0, 0).double())
-    found = torch.cat(_ordered(model, rows, pad, together, take))
-    return Answers(found[:, 0], found[:, 1], found[:, 2:])
+    if rows[0].labels.dim() == 1:
+        found = torch.stack(_ordered(model, rows, pad, together, _labels))
+        return Answers(found[:, 0], found[:, 1], found[:, 2:])
+    table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
+    size = int(table.num_embeddings) * max(row.input_ids.shape[1] for row in rows)
+
+    def take(out: Any, batch: Batch) -> list[TokenAnswers]:
+        return [_predicted(out.logits[k], batch.labels[k], tokens) for k in range(len(batch))]
+
+    said = _ordered(model, rows, pad, max(1, min(together, LOGITS // size)), take)
+    none = torch.zeros(1, dtype=torch.float64)
+    losses = torch.stack([-(one.logs if len(one.logs) else none).mean() for one in said])
+    margins = -losses - torch.log(-torch.expm1(-losses.clamp(min=1e-12)))
+    return Answers(losses, margins, torch.empty(len(rows), 0).double(), tuple(said) if tokens else ())
+
+
+LOGITS = 1 << 26
+"""Most entries of the logits of texts that a causal model is asked about at once."""
+
+
+def _labels(out: Any, batch: Batch) -> Tensor:
+    logits, label = out.logits.double(), batch.labels[:, None]
+    others = logits.scatter(1, label, -torch.inf).logsumexp(1, keepdim=True)
+    margins = logits.gather(1, label) - others
+    # softplus keeps what is left of a loss that the difference of two logits would round to nothing
+    return torch.cat([nn.functional.softplus(-margins), margins, logits], 1).cpu()
+
+
+def _predicted(logits: Tensor, labels: Tensor, tokens: bool) -> TokenAnswers:
+    """The answers for the tokens of one text that a causal model predicts, from ``(length, vocabulary)`` logits.
+
+    Without ``tokens`` only the log probabilities.
+    """
+    places = (labels[1:] != -100).nonzero().flatten()
+    target = labels[1:][places][:, None]
+    rows = logits[:-1][places]
+    whole = rows.double().logsumexp(1, keepdim=True)
+    own = (rows.gather(1, target).double() - whole)[:, 0]
+    if not tokens:
+        return TokenAnswers(own.cpu(), own[:0].cpu(), (own[:0] > 0).cpu())
+    # A logit of minus infinity has the probability 0; its log must be finite, since 0 times infinity is no number.
+    logs = (rows - whole.to(rows.dtype)).clamp(min=-1e4)
+    chance = logs.exp()
+    mean = (chance * logs).sum(1, dtype=torch.float64)
+    variance = (chance * (logs - mean[:, None].to(logs.dtype)).square()).sum(1, dtype=torch.float64)
+    standard = (own - mean) / variance.sqrt().clamp(min=1e-12)
+    return TokenAnswers(own.cpu(), standard.cpu(), (rows.argmax(1) == target[:, 0]).cpu())
 
 
 def _ordered(
-    model: nn.Module, rows: Sequence[Batch], pad: int, together: int, take: Callable[[Any, Batch], Tensor]
-) -> list[Tensor]:
+    model: nn.Module, rows: Sequence[Batch], pad: int, together: int, take: Callable[[Any, Batch], Iterable[T]]
+) -> list[T]:
+    """What ``take`` makes of the model's output for each row, in the order of ``rows``."""
     training = model.training
     model.eval()
     device = next(model.parameters()).device
     by_length = sorted(range(len(rows)), key=lambda k: rows[k].input_ids.shape[1])
-    out: list[Tensor] = [torch.empty(0)] * len(rows)
+    out: dict[int, T] = {}
     try:
         for start in range(0, len(rows), together):
             some = by_length[start : start + together]
@@ -69,8 +106,7 @@ def _ordered(
             with torch.no_grad():
                 inputs = {k: v for k, v in batch.inputs().items() if k != "labels"}
                 found = take(model(**inputs), batch)
-            for k, one in zip(some, found):
-                out[k] = one[None]
+            out.update(zip(some, found, strict=True))
     finally:
         model.train(training)
-    return out
+    return [out[k] for k in range(len(rows))]

@@ -122,4 +122,5 @@ SPEC = MembershipSpec(
     about="a member has a lower loss than similar texts",
     source="Mattern et al. 2023, sec. 2.2",
     make=Neighbours,
+    usual=frozenset({"classification"}),
 )

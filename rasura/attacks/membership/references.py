@@ -116,6 +116,7 @@ MIA_R = MembershipSpec(
     about="how rarely reference models trained without the text reach a loss this low",
     source="Ye et al. 2022, sec. 4 (Attack R)",
     make=ReferenceModels,
+    usual=frozenset({"classification"}),
 )
 
 LIRA = MembershipSpec(
@@ -123,6 +124,7 @@ LIRA = MembershipSpec(
     about="likelihood ratio of models trained with and without the text",
     source="Carlini et al. 2022, Algorithm 1",
     make=Lira,
+    usual=frozenset({"classification"}),
 )
 
 RMIA = MembershipSpec(
@@ -130,4 +132,5 @@ RMIA = MembershipSpec(
     about="likelihood of the text relative to that of other texts",
     source="Zarifzadeh et al. 2024, eq. 4 to 6",
     make=Rmia,
+    usual=frozenset({"classification"}),
 )

@@ -60,4 +60,5 @@ SPEC = MembershipSpec(
     about="a classifier trained on shadow models",
     source="Shokri et al. 2017, sec. V",
     make=Shadow,
+    usual=frozenset({"classification"}),
 )

@@ -1,0 +1,83 @@
+"""The two models that membership attacks ask: the audited model, and the public one on which its training began."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rasura.core.answers import Answers
+from rasura.core.batches import Batch
+from rasura.core.errors import InputError
+from rasura.runs.membership_plan import MembershipPlan, is_adapter
+from rasura.victims.adapters import base_of, turns_off
+from rasura.victims.loading import Victim, load
+from rasura.victims.outputs import answers
+
+
+class QueriedModels:
+    """The audited model of ``plan`` and its public base. Each is asked once about each of the ``kept`` sets of texts.
+
+    The base of a LoRA adapter is the audited model with the adapter disabled; it is loaded on its own only where an attack
+    needs its weights. Raises ``InputError`` for a base with other tokens.
+    """
+
+    def __init__(self, plan: MembershipPlan, num_labels: int, device: str) -> None:
+        self.plan, self.device = plan, device
+        task: Any = plan.task
+        here = is_adapter(plan.model)
+        moved = here and plan.base != base_of_or_none(plan.model)
+        self.victim = load(
+            str(plan.base) if moved else plan.model, task, num_labels=num_labels, seed=plan.recipe.seed, device=device,
+            attacked=False, adapter=plan.model if moved else None,
+        )  # fmt: skip
+        off = here and turns_off(Path(plan.model))
+        self.switch: Any = self.victim.model.disable_adapter if off else None  # type: ignore[union-attr]  # of PEFT
+        self.pad = self.victim.vocabulary.pad_id or 0
+        self.kept: tuple[Sequence[Batch], ...] = ()
+        self._known: dict[tuple[str, int], Answers] = {}
+        if self.switch is None and self.base.vocabulary.size != self.victim.vocabulary.size:
+            raise InputError(
+                f"{plan.base} has {self.base.vocabulary.size} tokens, but {plan.model} has "
+                f"{self.victim.vocabulary.size}; pass the public model from which training started as --base"
+            )
+
+    @cached_property
+    def base(self) -> Victim:
+        """The public model from which training started, with a head drawn from the plan's seed."""
+        return self.fresh(self.plan.recipe.seed)
+
+    def fresh(self, seed: int) -> Victim:
+        """The public model, with a head drawn from ``seed``."""
+        task: Any = self.plan.task
+        labels = self.victim.num_labels or 2
+        return load(str(self.plan.base), task, num_labels=labels, seed=seed, device=self.device, attacked=False)
+
+    def ask(self, rows: Sequence[Batch]) -> Answers:
+        """The audited model's answers."""
+        return self._answers("audited", rows)
+
+    def ask_reference(self, rows: Sequence[Batch]) -> Answers:
+        """The public model's answers."""
+        return self._answers("reference", rows)
+
+    def _answers(self, which: str, rows: Sequence[Batch]) -> Answers:
+        kept = any(rows is some for some in self.kept)
+        if kept and (which, id(rows)) in self._known:
+            return self._known[which, id(rows)]
+        audited = which == "audited" or self.switch is not None
+        with self.switch() if which == "reference" and self.switch is not None else nullcontext():
+            found = answers((self.victim if audited else self.base).model, rows, self.pad, tokens=kept)
+        if kept:
+            self._known[which, id(rows)] = found
+        return found
+
+
+def base_of_or_none(model: str) -> str | None:
+    """The base model that an adapter names; None where it names none that can be loaded."""
+    try:
+        return base_of(Path(model))
+    except InputError:
+        return None
