@@ -83,10 +83,12 @@ def waited(port: int, log: Path) -> None:
 
 
 @contextmanager
-def federation(where: str, clients: int, home: Path, kill: bool = False) -> Iterator[None]:
+def federation(where: str, clients: int, home: Path, kill: int = 0) -> Iterator[None]:
     """A SuperLink with ``clients`` nodes, simulated or as SuperNodes, known to ``flwr run`` as ``bench``.
 
-    ``kill``: the last SuperNode and all that it started is killed when it has the first message to train.
+    ``kill``: so many of the last SuperNodes are killed with all that they started, the last one when it has its second
+    message, the one before it when it has its third, and so on: under secure aggregation, in different stages of one round.
+    A single one is killed when it has its first.
     """
     home.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -97,19 +99,21 @@ def federation(where: str, clients: int, home: Path, kill: bool = False) -> Iter
         link += ["--simulation"] if where == "simulation" else []
         stack.enter_context(process(link, home, home / "superlink.log"))
         waited(port, home / "superlink.log")
-        node = None
+        nodes = []
         for k in range(clients if where == "loopback" else 0):
             command = ["flower-supernode", *FLAGS, "--port", str(free_port()), "--superlink", f"127.0.0.1:{port}"]
             command += ["--node-config", f"partition-id={k} num-partitions={clients}"]
-            node = stack.enter_context(process(command, home, home / f"supernode-{k}.log"))
-        if kill and node is not None:
-            threading.Thread(target=killed, args=(node, home / f"supernode-{clients - 1}.log"), daemon=True).start()
+            nodes.append(stack.enter_context(process(command, home, home / f"supernode-{k}.log")))
+        for number in range(kill):
+            place = clients - 1 - number
+            told = (nodes[place], home / f"supernode-{place}.log", 1 if kill == 1 else 2 + number)
+            threading.Thread(target=killed, args=told, daemon=True).start()
         yield
 
 
-def killed(node: subprocess.Popen[bytes], log: Path) -> None:
-    """Kill a SuperNode in the middle of a round: when it has a message to train, before it can answer."""
-    while "Receiving: train message" not in log.read_text(encoding="utf-8", errors="replace"):
+def killed(node: subprocess.Popen[bytes], log: Path, message: int) -> None:
+    """Kill a SuperNode in the middle of a round: when it has its ``message``-th message to train, before it can answer."""
+    while log.read_text(encoding="utf-8", errors="replace").count("Receiving: train message") < message:
         time.sleep(0.05)
     os.killpg(node.pid, signal.SIGKILL)
     print("killed one SuperNode in the middle of a round", flush=True)
@@ -160,16 +164,16 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--update", default="local:epochs=1/batch=16/optimizer=adamw/lr=5e-4")
     parser.add_argument("--timeout", type=float, default=3600)
-    parser.add_argument("--kill", action="store_true", help="kill one of the SuperNodes in the middle of the first round")
+    parser.add_argument("--kill", type=int, nargs="?", const=1, default=0, help="SuperNodes to kill in the first round")
     parser.add_argument("--json")
     told = parser.parse_args()
-    if told.kill and (told.where != "loopback" or told.clients < 2):
-        parser.error("--kill needs --where loopback and two clients or more")
+    if told.kill and (told.where != "loopback" or told.clients <= told.kill):
+        parser.error("--kill needs --where loopback and more clients than it kills")
     signal.signal(signal.SIGTERM, ended)
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
-        app = new_app(place / "app", max(3, told.clients))
+        app = new_app(place / "app", max(3, told.clients), by="bfv")
         common: dict[str, Any] = {
             "num-server-rounds": told.rounds, "min-clients": told.clients - told.kill, "allow-few-clients": True,
             "model": told.model, "limit": told.limit,

@@ -7,98 +7,25 @@ import logging
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rounds_setting import DEFENSES, FIRST, averaged, keys, largest, model, sides, trained
-from torch import Tensor
+from flower_setting import LocalGrid, app_of, flower
+from rounds_setting import DEFENSES, FIRST, averaged, keys, largest, model, sides
 
 from rasura.core.interfaces import InputError
 from rasura.core.wire import from_bytes
 from rasura.defenses.homomorphic_keys import Context as Keys
 from rasura.defenses.homomorphic_keys import make_keys
-from rasura.integrations.flower.agreement import Agreement, agree, read_scales
+from rasura.integrations.flower.agreement import agree, read_scales
 from rasura.integrations.flower.collector import RoundFailed
 from rasura.integrations.flower.rounds import opened
 from rasura.testing.tiny import tiny
 
-__all__ = ["keys"]
-
-
-class LocalGrid:
-    """Nodes in this process: what Flower's strategies use of a grid. ``gone`` maps a round to nodes that do not answer."""
-
-    def __init__(self, nodes: Iterable[int], app: Callable[[int, Any], Any]) -> None:
-        self.nodes, self.app, self.sent = list(nodes), app, 0
-        self.gone: dict[int, set[int]] = {}
-        self.joins: dict[int, int] = {}
-
-    def get_node_ids(self) -> list[int]:
-        return list(self.nodes)
-
-    def send_and_receive(self, messages: Iterable[Any], *, timeout: float | None = None) -> Iterator[Any]:
-        replies = []
-        for message in messages:
-            self.sent += 1
-            node, number = message.metadata.dst_node_id, message.content["config"]["server-round"]
-            if node not in self.gone.get(number, set()):
-                replies.append(self.app(node, message))
-        for number, node in self.joins.items():
-            if message_round(messages) == number and node not in self.nodes:
-                self.nodes.append(node)
-        return iter(replies)
-
-
-def message_round(messages: Iterable[Any]) -> int:
-    return max((m.content["config"]["server-round"] for m in messages), default=0)
-
-
-def app_of(agreement: Agreement | None, change: Callable[[int, int, Any], Any] | None = None) -> Callable[[int, Any], Any]:
-    """A client app, behind the mod where there is an agreement; ``change(node, round, reply)`` tampers with replies."""
-    from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
-    from flwr.app import Message as Reply
-    from flwr.clientapp import ClientApp
-
-    from rasura.integrations.flower import ClientSetup, protection_mod
-
-    mods = [] if agreement is None else [protection_mod(lambda context: ClientSetup(agreement))]
-    app = ClientApp(mods=mods)
-
-    def weights(message: Any) -> dict[str, Tensor]:
-        return {n: torch.tensor(a.numpy()) for n, a in message.content["arrays"].items()}
-
-    @app.train()  # type: ignore[untyped-decorator]  # of Flower
-    def train(message: Any, context: Any) -> Any:
-        after = trained(message.metadata.dst_node_id, weights(message))
-        record = ArrayRecord({n: Array(t.numpy()) for n, t in after.items()})
-        return Reply(RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
-
-    @app.evaluate()  # type: ignore[untyped-decorator]  # of Flower
-    def evaluate(message: Any, context: Any) -> Any:
-        size = sum(float(w.double().square().sum()) for w in weights(message).values())
-        return Reply(RecordDict({"metrics": MetricRecord({"num-examples": 1, "size": size})}), reply_to=message)
-
-    def answer(node: int, message: Any) -> Any:
-        number = message.content["config"]["server-round"]
-        reply = app(message, None)
-        return change(node, number, reply) if change else reply
-
-    return answer
-
-
-@pytest.fixture
-def flower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("flwr")
-    monkeypatch.setenv("FLWR_HOME", str(tmp_path / "flwr"))
-    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "0")
-    from flwr.supercore.task_identity import TaskIdentity
-
-    # What Flower sets in the process of a server app, before any message can be made.
-    for name in ("_task_id", "_run_id", "_node_id"):
-        monkeypatch.setattr(TaskIdentity, name, 1)
+__all__ = ["flower", "keys"]
 
 
 @pytest.mark.usefixtures("flower")
@@ -211,7 +138,7 @@ def folder(tmp_path: Path) -> Path:
 def app_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     from rasura.integrations.flower.new_app import new_app
 
-    place = new_app(folder / "app", 3)
+    place = new_app(folder / "app", 3, by="bfv")
     monkeypatch.syspath_prepend(str(place))
     yield place
     for name in [n for n in sys.modules if n.split(".")[0] == "federated"]:
@@ -315,7 +242,7 @@ def test_the_app_holds_keys_for_its_owner_and_sends_code_alone(tmp_path: Path) -
 
     from rasura.integrations.flower.new_app import new_app
 
-    place = new_app(tmp_path / "app", 5)
+    place = new_app(tmp_path / "app", 5, by="bfv")
     assert (place / "keys/clients.secret").stat().st_mode & 0o077 == 0
     assert not Keys.load(place / "keys/server.public").secret
     assert Keys.load(place / "keys/clients.secret").parameters.max_clients == 64
@@ -326,7 +253,7 @@ def test_the_app_holds_keys_for_its_owner_and_sends_code_alone(tmp_path: Path) -
     with pytest.raises(InputError, match="already exists"):
         new_app(place)
     with pytest.raises(InputError, match="fits at most 64 clients, but 65 were requested"):
-        new_app(tmp_path / "other", 65)
+        new_app(tmp_path / "other", 65, by="bfv")
     with pytest.raises(InputError, match=r"2 clients: with two, .*expected at least 3"):
         new_app(tmp_path / "other", 2)
     assert not (tmp_path / "other").exists()
@@ -400,3 +327,42 @@ def test_a_supernode_killed_in_a_round_leaves_the_others_theirs(folder: Path) ->
     assert "killed one SuperNode" in done.stdout
     (one,) = json.loads((folder / "left.json").read_text()).values()
     assert [r["server"]["counted"] for r in one["rounds"].values()] == [2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("flower")
+def test_eight_supernodes_sum_securely_though_two_are_killed_in_mid_round(folder: Path) -> None:
+    """One SuperLink and eight SuperNodes as processes. One is killed before it sends shares, one before it sends its update;
+    the other six finish the round. Plain FedAvg of the same six is the reference."""
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "federated.py"
+    rows = [{"text": f"w{20 + k} w{60 + 3 * k} w{100 + 5 * k} w{30 + k}", "label": k % 2} for k in range(40)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    command = [sys.executable, str(script), str(folder / "texts.jsonl"), "--model", str(folder / "model"), "--kill", "2"]
+    command += ["--where", "loopback", "--clients", "8", "--rounds", "1", "--json", str(folder / "left.json")]
+    done = subprocess.run([*command, "--defense", "sealing:all/by=secagg,none"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("killed one SuperNode") == 2
+    found = json.loads((folder / "left.json").read_text())
+    for one in found.values():
+        assert one["clients_agree"] and [r["server"]["counted"] for r in one["rounds"].values()] == [6]
+    assert max(found["none"]["difference"].values()) < 1e-6
+
+
+@pytest.mark.usefixtures("flower")
+def test_the_app_sums_securely_by_default_and_holds_no_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rasura.integrations.flower.new_app import new_app
+
+    place = new_app(folder / "app")
+    monkeypatch.syspath_prepend(str(place))
+    told = tomllib.loads((place / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert told["defense"] == "sealing:all/by=secagg" and told["min-clients"] == 3
+    assert not (place / "keys").exists() and "$" not in (place / "README.md").read_text()
+    try:
+        rounds = simulated(place, folder, save=str(folder / "kept" / "{client}-{round}"))
+    finally:
+        for name in [n for n in sys.modules if n.split(".")[0] == "federated"]:
+            del sys.modules[name]
+    assert [r["server"]["counted"] for r in rounds.values()] == [2, 2]
+    assert all(r["train"]["rasura-beyond"] == 0 for r in rounds.values())
+    kept = [(folder / "kept" / k / "model.safetensors").read_bytes() for k in ("0-1", "0-2", "1-2")]
+    assert kept[0] != kept[1] == kept[2]

@@ -222,7 +222,7 @@ class Sealing(_Hiding, named="sealing", at=Stage.WIRE):
     ratio: float | None = number(None, minimum=0, maximum=1, optional=True)
     scope: str = word("global", words=("global", "tensor"))
     embeddings: str = word("counted", words=("counted", "sealed", "clear"))
-    scheme: str = word("none", words=("none", "bfv", "ckks"))
+    scheme: str = word("none", words=("none", "bfv", "ckks", "secagg"))
     noise_budget_bits: float | None = number(None, optional=True, absent=True)
 
 

@@ -38,14 +38,15 @@ class Sealing:
     whole tensors (``ratio`` is then None). ``scope``: the largest of all entries together (as the paper's text implies), or
     of each ``tensor``. ``embeddings``: their entries are ``counted`` like others (as printed), or the whole table is
     ``sealed`` or left ``clear``; positions of single sealed rows name the tokens of the batch, so ``sealed`` is the safe
-    choice. ``scheme``: ``bfv``, ``ckks``, or ``none``. ``clients``: the number of clients in a sum, which the keys must fit.
+    choice. ``scheme``: ``bfv``, ``ckks``, ``secagg`` (secure aggregation, which federated rounds do), or ``none``.
+    ``clients``: the number of clients in a sum, which the keys must fit.
     """
 
     metric: str = "all"
     ratio: float | None = None
     scope: Literal["global", "tensor"] = "global"
     embeddings: Embeddings = "counted"
-    scheme: Literal["none", "bfv", "ckks"] = "none"
+    scheme: Literal["none", "bfv", "ckks", "secagg"] = "none"
     clients: int = 4
 
     def __post_init__(self) -> None:
@@ -59,7 +60,7 @@ class Sealing:
         for name, value, known in (
             ("scope", self.scope, ("global", "tensor")),
             ("embeddings", self.embeddings, get_args(Embeddings)),
-            ("scheme", self.scheme, ("none", "bfv", "ckks")),
+            ("scheme", self.scheme, ("none", "bfv", "ckks", "secagg")),
         ):
             if value not in known:
                 raise InputError(f"sealing: {name} is {value!r}; expected {', '.join(known)}")
@@ -163,6 +164,11 @@ def sealing(
     """
 
     def init(known: tuple[nn.Module, Mapping[str, Tensor]]) -> Sealer:
+        if settings.scheme == "secagg":
+            raise InputError(
+                "secure aggregation shows the server the sum of the clients, so the message of one client does not tell "
+                "what can be read; it works in federated rounds alone (docs/secure-aggregation.md)"
+            )
         model, inputs = known
         return Sealer(model, inputs, keys, scales=scales or {})
 
@@ -177,7 +183,7 @@ def sealing(
             "scheme": settings.scheme,
         }
         ciphertexts: dict[str, bytes] = {}
-        if settings.scheme != "none":
+        if settings.scheme == "bfv" or settings.scheme == "ckks":
             scheme: Scheme = settings.scheme
             state.keys = state.keys or make_keys(settings.clients, scheme)
             values, scale = flattened(message.gradients, sealed, state.scales or agreed_scales(message.gradients, 1.0))
@@ -193,7 +199,7 @@ def sealing(
         "metric": settings.metric, "ratio": settings.ratio, "scope": settings.scope, "embeddings": settings.embeddings,
         "scheme": settings.scheme,
     }  # fmt: skip
-    if settings.scheme != "none":
+    if settings.scheme == "bfv" or settings.scheme == "ckks":
         budget = parameters_for(settings.clients, settings.scheme).noise_budget(settings.clients)
         told |= {} if budget is None else {"noise_budget_bits": round(budget, 1)}
     return Transform(Stage.WIRE, mechanism("sealing", told), init, apply)
@@ -236,7 +242,23 @@ def parsed(text: str) -> Sealing:
     metric, _, ratio = first.partition("=")
     usual = {f.name: f.default for f in fields(Sealing) if f.name not in ("metric", "ratio")}
     share = options("sealing", first, {metric: 0.1})[metric] if ratio else None
-    return Sealing(metric or "all", share, **options("sealing", rest, usual))
+    found = options("sealing", rest, {**usual, "by": "bfv"})
+    if "by" in found:
+        if "scheme" in found:
+            raise InputError("sealing: by and scheme say the same; write one of them")
+        if found["by"] not in BY:
+            raise InputError(f"sealing: by is {found['by']!r}; expected {' or '.join(BY)}{WITHOUT.get(found['by'], '')}")
+        found["scheme"] = found.pop("by")
+    return Sealing(metric or "all", share, **found)
+
+
+BY = ("secagg", "bfv")
+"""What hides the entries of a federated round."""
+
+WITHOUT = {
+    "threshold": ". No library with threshold keys installs on Linux, macOS and Windows, so by=threshold does not exist; "
+    "secagg needs no key that opens one update"
+}
 
 
 SPEC = DefenseSpec(

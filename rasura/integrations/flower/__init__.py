@@ -1,34 +1,47 @@
 """Federated training with Flower under any protection: a mod for clients, and a strategy for the server.
 
-    app = ClientApp(mods=[protection_mod(setup)])  # setup(context) -> ClientSetup(agree(defense, model, keys))
-    strategy(agree(defense, model, public_keys), min_clients=3).start(grid=grid, num_rounds=3)
+    app = ClientApp(mods=[protection_mod(setup)])  # setup(context) -> ClientSetup(agree("sealing:all/by=secagg", model))
+    strategy(agree("sealing:all/by=secagg", model)).start(grid=grid, num_rounds=3)
 
 ``rasura new federated DIR`` writes a whole app. What is protected and what is not: ``docs/federated.md``.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from rasura.core.interfaces import InputError, MissingExtra
-from rasura.integrations.flower.agreement import Agreement, agree, local_part
+from rasura.core.interfaces import InputError
+from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, agree, local_part, needs_keys
 from rasura.integrations.flower.capture import Capture, as_tensors, check_folder
-from rasura.integrations.flower.collector import MIN_CLIENTS, Collector, RoundFailed
+from rasura.integrations.flower.collector import Collector, RoundFailed
+from rasura.integrations.flower.library import (
+    ARRAYS,
+    EXAMPLES,
+    METRICS,
+    RECORD,
+    flower,
+    log,
+    record,
+    sent_bytes,
+    sent_metrics,
+    weighed,
+)  # fmt: skip
 from rasura.integrations.flower.rounds import Ticket, opened, protected
+from rasura.integrations.flower.secure_sums import TRAIN, Call, Masking, State, answered
 
 __all__ = [
-    "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "check_folder", "local_part", "protection_mod",
-    "strategy",
+    "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "check_folder", "local_part", "needs_keys",
+    "protection_mod", "strategy",
 ]  # fmt: skip
 
-RECORD, ARRAYS, METRICS, EXAMPLES = "rasura", "arrays", "metrics", "num-examples"
-"""Names of the records of a message, and of the metric with the number of texts that a client trained on."""
+KEPT = "rasura-secure-sum"
+"""Where a client keeps its part in a secure sum from one stage to the next: in the SuperNode's memory."""
 
 
 @dataclass(frozen=True)
@@ -37,26 +50,6 @@ class ClientSetup:
 
     agreement: Agreement
     processes: int = 1
-
-
-def _flwr() -> tuple[Any, Any]:
-    try:
-        import flwr.app
-        import flwr.serverapp.strategy
-    except ImportError:
-        raise MissingExtra("federated training needs Flower: pip install 'rasura[federated]'") from None
-    return flwr.app, flwr.serverapp.strategy
-
-
-def _log(text: str) -> None:
-    import logging
-
-    logging.getLogger("flwr").warning(text)
-
-
-def _record(arrays: Mapping[str, Tensor]) -> Any:
-    app, _ = _flwr()
-    return app.ArrayRecord({n: app.Array(t.numpy()) for n, t in arrays.items()})
 
 
 def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, Callable[[Any, Any], Any]], Any]:
@@ -70,7 +63,7 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
     """
 
     def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
-        app, _ = _flwr()
+        app, _ = flower()
         try:
             return handled(message, context, call_next, app)
         except InputError as error:
@@ -81,14 +74,22 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
         if RECORD not in message.content:
             raise InputError("the server sent no record of Rasura; use rasura.integrations.flower.strategy on the server")
         told = message.content[RECORD]
+        call = _called(told)
+        # Taken away first: where the client refuses, its secret is gone.
+        kept = {} if call is None else dict(context.state.pop(KEPT, {}))
+        if call is not None and call.stage != TRAIN:
+            answer, state = answered(client.agreement, call, kept)
+            _keep(context, state)
+            return app.Message(app.RecordDict({RECORD: app.ConfigRecord({"message": answer})}), reply_to=message)
         ticket = Ticket(
             int(told["round"]), str(told["nonce"]), int(told["max-examples"]), float(told["first-scale"]), told["aggregate"]
         )
         received = as_tensors({n: a.numpy() for n, a in message.content[ARRAYS].items()})
         before = opened(client.agreement, received, ticket.aggregate)
+        masking = None if call is None else _masking(client.agreement, call, kept, ticket, before.weights)
         # Flower may give the same records to several clients.
         plain = app.RecordDict({k: v for k, v in message.content.items() if k not in (RECORD, ARRAYS)})
-        plain[ARRAYS] = _record(before.weights)
+        plain[ARRAYS] = record(before.weights)
         message.content = plain
         reply = call_next(message, context)
         if reply.has_error():
@@ -101,7 +102,9 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
             if len(arrays) != 1 or not isinstance(metrics.get(EXAMPLES), int | float):
                 raise InputError(f"the app returned {len(arrays)} array records; expected one, and the metric {EXAMPLES}")
             trained = as_tensors({n: a.numpy() for n, a in arrays[0].items()})
-            data, figures = protected(client.agreement, ticket, before, trained, metrics[EXAMPLES], client.processes)
+            given = (client.agreement, ticket, before, trained, metrics[EXAMPLES], client.processes, masking)
+            data, figures = protected(*given)
+            _keep(context, masking.state if masking is not None else None)
             for name, value in figures.items():
                 metrics[f"rasura-{name}"] = value
             content[RECORD] = app.ConfigRecord({"message": data})
@@ -109,6 +112,26 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
         return reply
 
     return mod
+
+
+def _keep(context: Any, state: State | None) -> None:
+    app, _ = flower()
+    if state is not None:
+        context.state[KEPT] = app.ConfigRecord(dict(state))
+
+
+def _masking(agreement: Agreement, call: Call, kept: State, ticket: Ticket, weights: Mapping[str, Tensor]) -> Masking:
+    """This client's part in the sum. Raises ``InputError`` for weights other than those that the clients agreed on."""
+    made = Masking(agreement, call, kept, ticket.first_scale, ticket.max_examples)
+    made.check(weights)
+    return made
+
+
+def _called(told: Any) -> Call | None:
+    """The stage of a secure sum that a message belongs to."""
+    if "stage" not in told:
+        return None
+    return Call(str(told["stage"]), int(told["round"]), told["session"], told["model"], told["data"])
 
 
 def strategy(
@@ -128,7 +151,8 @@ def strategy(
     fewer than three are refused without ``allow_few_clients``, since each of two clients can subtract itself from the sum. A
     client with ``max_examples`` texts or more has the weight 1; with 0 all clients weigh the same. ``first_scale`` is the
     largest change of an entry in one round, from which the scales of sealed entries start. ``capture`` keeps what the server
-    sees. ``options`` are FedAvg's.
+    sees. ``options`` are FedAvg's. Under secure aggregation a round has three more exchanges with the clients, each of which
+    ends at the latest with the ``timeout`` of ``start``.
 
     The strategy's ``figures`` hold, by round, the number of clients asked and counted, the bytes to each client and from all
     clients, the wall-clock seconds of waiting and the CPU seconds of adding. Its ``collector`` holds everything that the
@@ -137,9 +161,9 @@ def strategy(
     Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent.
     ``RoundFailed`` ends a run whose round has fewer than ``min_clients`` valid updates.
     """
-    _, strategies = _flwr()
+    _, strategies = flower()
     collector = Collector(
-        agreement, min_clients, max_examples, first_scale, _log, seen=capture, allow_few_clients=allow_few_clients
+        agreement, min_clients, max_examples, first_scale, log, seen=capture, allow_few_clients=allow_few_clients
     )
     options = {**dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), min_clients), **options}
 
@@ -162,16 +186,41 @@ class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's Fed
         super().__init__(**options)
         self.agreement, self.collector, self.capture, self.told = agreement, collector, capture, told
         self.figures: dict[int, dict[str, float]] = {}
+        self.timeout, self.stage_bytes = 3600.0, 0
 
     def start(self, grid: Any, initial_arrays: Any = None, **rest: Any) -> Any:
-        return super().start(grid, _record(self.agreement.start) if initial_arrays is None else initial_arrays, **rest)
+        self.timeout = rest.get("timeout", 3600.0)
+        return super().start(grid, record(self.agreement.start) if initial_arrays is None else initial_arrays, **rest)
 
-    def _ticketed(self, number: int, messages: Iterable[Any]) -> list[Any]:
-        app, _ = _flwr()
-        arrays, out = _record(self.collector.visible()), []
+    def _ask(self, grid: Any, number: int, stage: str, data: Mapping[int, bytes]) -> list[tuple[int, object]]:
+        """One stage of a secure sum: what each client answers; nothing of those who do not."""
+        app, _ = flower()
+        config = app.ConfigRecord({"server-round": number})
+        messages = []
+        for node, one in data.items():
+            content = {self.configrecord_key: config, RECORD: app.ConfigRecord(self._call(stage, number, one))}
+            messages.append(app.Message(app.RecordDict(content), message_type="train", dst_node_id=node))
+        replies = list(grid.send_and_receive(messages, timeout=self.timeout))
+        for reply in replies:
+            if reply.has_error():
+                log(f"round {number}: client {reply.metadata.src_node_id} failed at the stage {stage}: {reply.error.reason}")
+        found = [(r.metadata.src_node_id, sent_bytes(r)) for r in replies if not r.has_error()]
+        self.stage_bytes += sum(map(len, data.values())) + sum(len(d) for _, d in found if isinstance(d, bytes))
+        return found
+
+    def _call(self, stage: str, number: int, data: bytes) -> dict[str, Any]:
+        secure = self.collector.secure
+        assert secure is not None  # the collector made it before it asks
+        return {"stage": stage, "round": number, "data": data, "session": secure.session, "model": secure.model}
+
+    def _ticketed(self, number: int, messages: Iterable[Any], inboxes: Mapping[int, bytes] | None = None) -> list[Any]:
+        app, _ = flower()
+        arrays, out = record(self.collector.visible()), []
         for message in messages:
             ticket = self.collector.ticket(number, message.metadata.dst_node_id)
             told = {**self.told, "round": number, "nonce": ticket.nonce, "aggregate": ticket.aggregate}
+            if inboxes is not None:
+                told |= self._call(TRAIN, number, inboxes[message.metadata.dst_node_id])
             # One RecordDict is shared by all messages of a round.
             config = app.ConfigRecord(dict(message.content[self.configrecord_key]))
             content = {ARRAYS: arrays, self.configrecord_key: config, RECORD: app.ConfigRecord(told)}
@@ -183,58 +232,37 @@ class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's Fed
         count = max(int(len(list(grid.get_node_ids())) * self.fraction_train), self.min_train_nodes)
         if server_round == 1:
             self.collector.check_clients(count)
-        messages = list(super().configure_train(server_round, arrays, config, grid))
+        messages, inboxes = list(super().configure_train(server_round, arrays, config, grid)), None
+        self.stage_bytes = 0
+        if self.agreement.masked:
+            nodes = [m.metadata.dst_node_id for m in messages]
+            inboxes = self.collector.begin(server_round, nodes, partial(self._ask, grid, server_round))
+            messages = [m for m in messages if m.metadata.dst_node_id in inboxes]
         if self.capture is not None:
             self.capture.model(server_round, self.collector.clear)
         # Clients that join later wait for a place: the run goes on.
-        sent = self._ticketed(server_round, messages[: self.collector.max_clients])
+        sent = self._ticketed(server_round, messages[: self.collector.max_clients], inboxes)
         clear = sum(t.numel() * t.element_size() for t in self.collector.visible().values())
-        down = clear + len(self.collector.aggregate)
+        down = clear + len(self.collector.aggregate) + max(map(len, (inboxes or {}).values()), default=0)
         self.figures[server_round] = {"asked": len(sent), "bytes_down": down, "start": time.time()}
         return sent
 
     def aggregate_train(self, server_round: int, replies: Iterable[Any]) -> tuple[Any, Any]:
         valid, _ = self._check_and_log_replies(replies, is_train=True, validate=False)
-        sent = [(m, _metrics(m)) for m in valid]
-        triples = [(m.metadata.src_node_id, _bytes(m), found.get(EXAMPLES, 0)) for m, found in sent]
+        sent = [(m, sent_metrics(m)) for m in valid]
+        triples = [(m.metadata.src_node_id, sent_bytes(m), found.get(EXAMPLES, 0)) for m, found in sent]
         told = self.figures[server_round]
         told["bytes_up"] = sum(len(data) for _, data, _ in triples if isinstance(data, bytes))
         told["waited_seconds"] = time.time() - told.pop("start")
         begun = time.process_time()
         counted = set(self.collector.collect(triples))
         told |= {"counted": len(counted), "adding_cpu_seconds": time.process_time() - begun}
-        return _record(self.collector.clear), _weighed([f for m, f in sent if m.metadata.src_node_id in counted])
+        told["other_stages_bytes"] = self.stage_bytes
+        return record(self.collector.clear), weighed([f for m, f in sent if m.metadata.src_node_id in counted])
 
     def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
         return self._ticketed(server_round, super().configure_evaluate(server_round, arrays, config, grid))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
         valid, _ = self._check_and_log_replies(replies, is_train=False, validate=False)
-        return _weighed([_metrics(m) for m in valid])
-
-
-def _bytes(message: Any) -> object:
-    try:
-        return message.content[RECORD]["message"]
-    except Exception:  # whatever one client sent, the others go on: the collector refuses what is not bytes
-        return None
-
-
-def _metrics(message: Any) -> dict[str, float]:
-    """The plain finite numbers of a reply's one metric record; nothing where the reply has another number of them."""
-    try:
-        (found,) = message.content.metric_records.values()
-        return {n: float(v) for n, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
-    except Exception:  # as above: without examples, the reply counts for nothing
-        return {}
-
-
-def _weighed(found: list[dict[str, float]]) -> Any:
-    """The means, by examples, of the metrics that all clients report; None where none does."""
-    told = [f for f in found if f.get(EXAMPLES, 0) > 0]
-    names = set.intersection(*(set(f) for f in told)) - {EXAMPLES} if told else set()
-    if not names:
-        return None
-    total = sum(f[EXAMPLES] for f in told)
-    app, _ = _flwr()
-    return app.MetricRecord({n: float(sum(f[n] * f[EXAMPLES] for f in told) / total) for n in sorted(names)})
+        return weighed([sent_metrics(m) for m in valid])

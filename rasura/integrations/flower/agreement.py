@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,13 +17,23 @@ from rasura.core.values import Message, Stage
 from rasura.core.wire import Limits, mask_digest
 from rasura.defenses import sealing
 from rasura.defenses.homomorphic_keys import LIMIT
+from rasura.defenses.secure_aggregation.encoding import Encoding
+from rasura.defenses.secure_aggregation.graph import MOST_CLIENTS
+from rasura.defenses.secure_aggregation.messages import HEAD
 from rasura.registry import parse_defense, parts
+
+MIN_CLIENTS = 3
+"""Minimum number of clients in a round. With two, each could subtract its own update from the sum and obtain the other's."""
+
+BITS = 16
+"""Bits of a value that is summed securely."""
 
 
 @dataclass(frozen=True)
 class Agreement:
     """``start``: the public weights that training starts from, by parameter name; ``sealed``: true where an entry is sealed,
-    for every name, or empty; ``keys``: the scheme's context, the clients' secret one or the server's public one.
+    for every name, or empty; ``keys``: the scheme's context, the clients' secret one or the server's public one. ``masked``:
+    true where an entry is summed securely instead, and then ``least``: a sum of fewer clients is never opened.
 
     The mask is made once, from the public start, so it reveals nothing about any text and is the same in every round.
     """
@@ -34,21 +44,24 @@ class Agreement:
     keys: Any
     start_digest: str
     mask_digest: str
+    masked: Mapping[str, Tensor] = field(default_factory=dict)
+    least: int = 3
 
     @property
     def count(self) -> int:
-        """Sealed entries."""
-        return sum(int(m.sum()) for m in self.sealed.values())
+        """Entries that are sealed, or summed securely."""
+        return sum(int(m.sum()) for m in (self.masked or self.sealed).values())
 
     @property
     def ciphertexts(self) -> int:
         """How many a message holds."""
-        return -(-self.count // self.keys.parameters.values) if self.sealed else 0
+        return -(-self.count // self.keys.parameters.values) if self.sealed else int(bool(self.masked))
 
     @property
     def limits(self) -> Limits:
         """What a receiver takes of one message, by what such a message holds."""
-        entries, most = sum(t.numel() for t in self.start.values()), LIMIT
+        entries = sum(t.numel() for t in self.start.values())
+        most = HEAD + Encoding(self.count, BITS, MOST_CLIENTS).packed_bytes if self.masked else LIMIT
         header = 4096 + 256 * (len(self.start) + self.ciphertexts)
         total = header + 9 * entries + (1 << 16) * (1 + len(self.start)) + self.ciphertexts * (4 + most)
         return Limits(total, header, entries, len(self.start), self.ciphertexts, most)
@@ -59,8 +72,14 @@ class Agreement:
 
     def wire(self, scales: Mapping[str, float], processes: int) -> Defense:
         """The transforms that the client's update goes through."""
-        given = {"keys": self.keys, "scales": scales, "agreed": self.sealed, "processes": processes}
+        given = {"keys": self.keys, "scales": scales, "agreed": self.sealed, "processes": processes} if self.sealed else {}
         return tuple(p for p in parse_defense(self.defense, given) if p.stage in (Stage.AGGREGATE, Stage.WIRE))
+
+
+def needs_keys(defense: str) -> bool:
+    """Whether a defense encrypts with keys that somebody must make before the first round."""
+    schemes = [sealing.parsed(value).scheme for name, value in parts(defense) if name == "sealing"]
+    return any(scheme != "secagg" for scheme in schemes)
 
 
 def local_part(defense: str) -> Defense:
@@ -68,11 +87,21 @@ def local_part(defense: str) -> Defense:
     return tuple(p for p in parse_defense(defense) if p.stage in (Stage.DATA, Stage.MODEL))
 
 
-def agree(defense: str, model: nn.Module, keys: Any = None, seed: int = 0) -> Agreement:
+def agree(
+    defense: str,
+    model: nn.Module,
+    keys: Any = None,
+    seed: int = 0,
+    *,
+    min_clients: int = MIN_CLIENTS,
+    allow_few_clients: bool = False,
+) -> Agreement:
     """The agreement for training the parameters of ``model`` that require gradients.
 
-    ``model`` must be the same for all: the published weights, with a head drawn from a seed. Raises ``InputError`` for a
-    mask that clients cannot agree on, sealing without a scheme or without keys, and keys of another scheme.
+    ``model`` must be the same for all: the published weights, with a head drawn from a seed. With secure aggregation, a
+    client refuses to open a sum of fewer than ``min_clients``, and less than three are refused without
+    ``allow_few_clients``. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
+    keys, and keys of another scheme.
     """
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
     if not start:
@@ -87,6 +116,11 @@ def agree(defense: str, model: nn.Module, keys: Any = None, seed: int = 0) -> Ag
         settings = sealing.parsed(wanted[0])
         if settings.scheme == "none":
             raise InputError("sealing without a scheme loses the sealed entries; write sealing:.../scheme=bfv")
+        if settings.scheme == "secagg":
+            check_few(min_clients, allow_few_clients)
+            masked = sealing.agreed_mask(settings, model, list(start), seed)
+            digest = mask_digest({n: ~m for n, m in masked.items()})
+            return Agreement(defense, start, {}, None, _digest(start), digest, masked, min_clients)
         if keys is None:
             raise InputError("sealing needs keys; make them with rasura keys, and pass clients.secret or server.public")
         if keys.parameters.scheme != settings.scheme:
@@ -96,12 +130,26 @@ def agree(defense: str, model: nn.Module, keys: Any = None, seed: int = 0) -> Ag
     return Agreement(defense, start, sealed, keys if wanted else None, _digest(start), mask)
 
 
+def check_few(min_clients: int, allow_few_clients: bool) -> None:
+    """Refuse rounds of so few clients that each learns about the others, unless they are asked for by name."""
+    if min_clients < MIN_CLIENTS and not allow_few_clients:
+        raise InputError(
+            f"a round of {min_clients} clients: with two, each can subtract its own update from the sum and obtain the "
+            f"other's; expected at least {MIN_CLIENTS}, or pass allow_few_clients=True (allow-few-clients = true in the app)"
+        )
+
+
 def _digest(weights: Mapping[str, Tensor]) -> str:
+    return weights_digest(weights).hex()[:16]
+
+
+def weights_digest(weights: Mapping[str, Tensor]) -> bytes:
+    """32 bytes that differ where a name, a shape, a type or an entry does."""
     out = hashlib.sha256()
     for name, tensor in weights.items():
         out.update(f"{name}\0{tuple(tensor.shape)}\0{tensor.dtype}\0".encode())
         out.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return out.hexdigest()[:16]
+    return out.digest()
 
 
 def next_scales(moved: Mapping[str, Tensor], first: float) -> str:
@@ -140,5 +188,7 @@ def check_sums(message: Message, agreement: Agreement) -> None:
         for name, expected in (("mask", agreement.mask_digest), ("key", agreement.keys.key)):
             if told.get(name) != expected:
                 raise InputError(f"its {name} is {told.get(name)!r}; the agreed one is {expected}")
+    if agreement.masked and told.get("mask") != agreement.mask_digest:
+        raise InputError(f"its mask is {told.get('mask')!r}; the agreed one is {agreement.mask_digest}")
     if len(message.sealed) != agreement.ciphertexts:
         raise InputError(f"it holds {len(message.sealed)} ciphertexts; expected {agreement.ciphertexts}")

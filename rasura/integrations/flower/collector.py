@@ -18,12 +18,11 @@ from torch import Tensor
 from rasura.core.interfaces import InputError
 from rasura.core.values import Message, Parameter
 from rasura.core.wire import from_bytes, to_bytes
-from rasura.defenses import homomorphic, homomorphic_keys
-from rasura.integrations.flower.agreement import Agreement, check_sums, read_scales
+from rasura.defenses import homomorphic, homomorphic_keys, sealing
+from rasura.defenses.secure_aggregation.server import RoundEnded
+from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, check_few, check_sums, read_scales
 from rasura.integrations.flower.rounds import Ticket
-
-MIN_CLIENTS = 3
-"""Minimum number of clients in a round. With two, each could subtract its own update from the sum and obtain the other's."""
+from rasura.integrations.flower.secure_sums import Ask, SecureSums, terms_digest
 
 
 class RoundFailed(RuntimeError):
@@ -54,6 +53,7 @@ class Collector:
     aggregate: bytes = b""
     round: int = 0
     tickets: dict[int, Ticket] = field(default_factory=dict)
+    secure: SecureSums | None = None
 
     def __post_init__(self) -> None:
         self.clear = dict(self.agreement.start)
@@ -65,13 +65,7 @@ class Collector:
                 f"min_clients {self.min_clients}, max_examples {self.max_examples}, first_scale {self.first_scale}; "
                 "expected at least 1, at least 0, and a number above 0"
             )
-
-        if self.min_clients < MIN_CLIENTS and not self.allow_few_clients:
-            raise InputError(
-                f"a round of {self.min_clients} clients: with two, each can subtract its own update from the "
-                f"sum and obtain the other's; expected at least {MIN_CLIENTS}, or pass allow_few_clients=True "
-                "(allow-few-clients = true in the app)"
-            )
+        check_few(self.min_clients, self.allow_few_clients)
 
     @property
     def max_clients(self) -> int | None:
@@ -90,6 +84,16 @@ class Collector:
     def visible(self) -> dict[str, Tensor]:
         """The tensors that the server sends: those that are not sealed as a whole."""
         return {n: t for n, t in self.clear.items() if not self.agreement.whole(n)}
+
+    def begin(self, number: int, nodes: Sequence[int], ask: Ask) -> dict[int, bytes]:
+        """Start the secure sum of a round: what each client that goes on needs to mask. Raises ``RoundFailed`` where too few
+        clients answer."""
+        model = terms_digest(self.agreement, self.clear, self.max_examples, self.first_scale)
+        self.secure = SecureSums(self.agreement, number, model, self.log, ask)
+        try:
+            return self.secure.begin(nodes)
+        except RoundEnded as error:
+            raise RoundFailed(f"round {number}: {error}") from None
 
     def ticket(self, number: int, node: int) -> Ticket:
         """A new ticket for ``node``; tickets of earlier rounds become invalid."""
@@ -119,9 +123,9 @@ class Collector:
         for name, gradient in message.gradients.items():
             if gradient.shape != start[name].shape or gradient.dtype != start[name].dtype:
                 raise InputError(f"{name} is {tuple(gradient.shape)} {gradient.dtype}, unlike the start's")
-            if name in self.agreement.sealed:
+            if name in (self.agreement.masked or self.agreement.sealed):
                 shown = message.visible.get(name)
-                hidden = self.agreement.sealed[name]
+                hidden = (self.agreement.masked or self.agreement.sealed)[name]
                 if bool(hidden.any()) and (shown is None or bool((shown & hidden).any())):
                     raise InputError(f"{name} shows entries that should be sealed")
         del self.tickets[node]
@@ -156,16 +160,17 @@ class Collector:
                 f"round {self.round}: {len(counted)} updates are valid, but at least {self.min_clients} are "
                 f"needed ({reasons})"
             )
+        shares = sum(share for _, _, share in counted)
+        summed = self._opened(shares)
         if self.seen is not None:
             for node, message, _ in counted:
                 self.seen(self.round, node, message)
-        shares = sum(share for _, _, share in counted)
         clear = {}
         for name, before in self.clear.items():
             step = torch.zeros(before.shape, dtype=torch.float64)
             for _, message, share in counted:
                 step += message.gradients[name].double() * (share / shares)
-            clear[name] = (before.double() - step).to(before.dtype)
+            clear[name] = (before.double() - step - summed.get(name, 0.0)).to(before.dtype)
         self.clear = clear
         if self.agreement.sealed:
             header: dict[str, Parameter] = {
@@ -179,13 +184,17 @@ class Collector:
 
     def _added(self, taken: Sequence[Taken], refused: list[tuple[int, str]]) -> tuple[list[Taken], Any]:
         """Who counts, and the sum of their ciphertexts; one after the other, so that a bad one is known by its client."""
-        if not self.agreement.sealed:
+        if not self.agreement.sealed and self.secure is None:
             return list(taken), None
         counted: list[Taken] = []
         sums: Any = None
         for node, message, share in taken:
             own = homomorphic.Sealed(tuple(message.sealed.values()))
             try:
+                if self.secure is not None:
+                    self.secure.add(node, own.ciphertexts[0])
+                    counted.append((node, message, share))
+                    continue
                 self.check_clients(len(counted) + 1)
                 sums = homomorphic.added([sums, own] if counted else [own], self.agreement.keys)
             except Exception as error:
@@ -193,6 +202,17 @@ class Collector:
                 continue
             counted.append((node, message, share))
         return counted, sums
+
+    def _opened(self, shares: float) -> dict[str, Tensor]:
+        """The mean, by weights, of the entries that were summed securely, in tensors that are zero elsewhere."""
+        if self.secure is None:
+            return {}
+        try:
+            total = self.secure.opened(self.first_scale) / shares
+        except RoundEnded as error:
+            raise RoundFailed(f"round {self.round}: {error}") from None
+        nothing = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in self.clear.items()}
+        return sealing.unflattened(total, nothing, {n: ~m for n, m in self.agreement.masked.items()})
 
 
 LONGEST_REASON = 300

@@ -1,4 +1,4 @@
-"""``rasura new federated``: a Flower app with protection switched on, and its keys."""
+"""``rasura new federated``: a Flower app with protection switched on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rasura.core.interfaces import InputError
 from rasura.defenses.homomorphic_keys import make_keys
-from rasura.integrations.flower.collector import MIN_CLIENTS
+from rasura.integrations.flower.agreement import MIN_CLIENTS
 
 PLACES = {
     "pyproject.toml": "pyproject.toml",
@@ -21,8 +21,19 @@ PLACES = {
 """File of the template -> where it goes."""
 
 
-def new_app(folder: str | Path, clients: int = 4) -> Path:
-    """Write the app to ``folder``, which must not hold one, with keys for sums of ``clients`` clients.
+BY = ("secagg", "bfv")
+
+NO_KEYS = """Secure aggregation needs none: clients make new keys in every round, in memory. The server learns the sum of the
+updates (`docs/secure-aggregation.md` of Rasura says who can read what). A round bears a third of its clients gone."""
+
+SHARED_KEY = """`keys/clients.secret` opens every update: it belongs on the clients' machines
+(`--node-config 'clients-key="..."'`) and never on the server's, which needs `keys/server.public` alone. Both were made for
+up to $clients clients; `rasura keys` makes others."""
+
+
+def new_app(folder: str | Path, clients: int = 4, by: str = "secagg") -> Path:
+    """Write the app to ``folder``, which must not hold one: with secure aggregation, or by ``bfv`` with keys for sums of
+    ``clients`` clients.
 
     Raises ``InputError`` for a folder that holds such files, for fewer than three clients, and for more than any keys fit.
     """
@@ -37,13 +48,24 @@ def new_app(folder: str | Path, clients: int = 4) -> Path:
             f"{clients} clients: with two, each can subtract its own update from the sum and obtain the "
             f"other's; expected at least {MIN_CLIENTS}"
         )
-    keys = make_keys(clients, "bfv")
+    if by not in BY:
+        raise InputError(f"by is {by!r}; expected {' or '.join(BY)}")
+    keys = make_keys(clients, "bfv") if by == "bfv" else None
+    most = keys.parameters.max_clients if keys is not None else 0
+    filling = {
+        "$keys": NO_KEYS if keys is None else SHARED_KEY.replace("$clients", str(most)),
+        "$defense": f"sealing:all/by={by}",
+        "$clients_key": "" if keys is None else f"{place}/keys/clients.secret",
+        "$server_key": "" if keys is None else f"{place}/keys/server.public",
+    }
     for name, target in PLACES.items():
         text = resources.files("rasura.integrations.flower").joinpath("template", f"{name}.txt").read_text(encoding="utf-8")
-        filled = text.replace("$folder", str(place)).replace("$clients", str(keys.parameters.max_clients))
+        for placeholder, value in filling.items():
+            text = text.replace(placeholder, value)
         (place / target).parent.mkdir(parents=True, exist_ok=True)
-        (place / target).write_text(filled, encoding="utf-8")
-    (place / "keys").mkdir()
-    keys.save(place / "keys" / "clients.secret")
-    keys.public().save(place / "keys" / "server.public")
+        (place / target).write_text(text, encoding="utf-8")
+    if keys is not None:
+        (place / "keys").mkdir()
+        keys.save(place / "keys" / "clients.secret")
+        keys.public().save(place / "keys" / "server.public")
     return place

@@ -21,6 +21,7 @@ from rasura.core.values import Message, Parameter, Stage
 from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses import homomorphic, sealing
 from rasura.integrations.flower.agreement import Agreement, check_sums, next_scales, read_scales
+from rasura.integrations.flower.secure_sums import Masking
 from rasura.victims.per_example import as_one
 
 
@@ -83,13 +84,19 @@ def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) 
 
 
 def protected(
-    agreement: Agreement, ticket: Ticket, before: Opened, trained: Mapping[str, Tensor], examples: float, processes: int = 1
+    agreement: Agreement,
+    ticket: Ticket,
+    before: Opened,
+    trained: Mapping[str, Tensor],
+    examples: float,
+    processes: int = 1,
+    masking: Masking | None = None,
 ) -> tuple[bytes, dict[str, float]]:
     """The message of a client whose training changed ``before`` into ``trained``, and figures about it.
 
     The update (received weights minus trained) goes through the AGGREGATE part of the defense as if it were one text, which
     protects the client as a whole, and then through the WIRE part. Raises ``InputError`` for other names or shapes, and for
-    weights that are not finite.
+    weights that are not finite. ``masking``: this client's part in a secure sum, where the agreement has one.
     """
     start = time.process_time()
     if set(trained) != set(agreement.start):
@@ -102,12 +109,17 @@ def protected(
     share = ticket.share(examples)
     header: dict[str, Parameter] = {"round": ticket.round, "nonce": ticket.nonce, "start": agreement.start_digest}
     scales: Mapping[str, float] = {}
+    if agreement.masked and masking is None:
+        raise InputError("the agreement is for secure aggregation, but the server began none")
     if agreement.sealed:
         header["scales"] = next_scales(before.moved, ticket.first_scale)
         scales = read_scales(header["scales"], agreement)
     rng = secret_generator()
     message = Message(update, kind="fedavg", header=header)
     for part in agreement.wire(scales, processes):
+        if masking is not None and part.mechanism.name == "sealing":
+            message = masking.apply(message, share)
+            continue
         # No model or inputs: masks are agreed, and what else acts on messages needs neither.
         state = part.init((None, {}))
         if part.stage is Stage.AGGREGATE:

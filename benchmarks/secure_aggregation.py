@@ -1,0 +1,184 @@
+"""What secure sums cost: plain, BFV and SecAgg+ on one update in one run; and how SecAgg+ grows with the number of clients.
+
+python benchmarks/secure_aggregation.py costs
+python benchmarks/secure_aggregation.py growth --clients 10,30,100,300,1000
+python benchmarks/secure_aggregation.py growth --clients 100,300,1000 --bear 1/10
+
+``costs``: the gradient of MiniLM, 22.7 million values, as the update of each of eight clients. Equal updates are the
+worst case for the error, since all clients round alike. ``growth``: vectors of ``--values`` numbers, a twentieth of the
+clients gone before they send their update; ``--bear`` is the fraction of clients that may collude, and that may be gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rasura.data.text import Example, encode
+from rasura.defenses.homomorphic import Sealed, added, opened_sum, seal
+from rasura.defenses.homomorphic_keys import make_keys
+from rasura.defenses.sealing import agreed_scales, flattened
+from rasura.defenses.secure_aggregation.client import Client
+from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decoded, encoded
+from rasura.defenses.secure_aggregation.graph import Bounds, plan
+from rasura.defenses.secure_aggregation.messages import Setting
+from rasura.defenses.secure_aggregation.server import Opened, Server
+from rasura.victims.loading import load
+from rasura.victims.step import gradients
+
+TEXT = "The patient was moved to the ward after the second blood test."
+
+
+class Clock:
+    """CPU seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def __call__(self, name: str, what: Callable[[], Any]) -> Any:
+        start = time.process_time()
+        found = what()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+        return found
+
+
+def update() -> tuple[NDArray[np.float64], Blocks]:
+    """The gradient of MiniLM on one sentence, and one block for each tensor, its scale twice its largest entry."""
+    victim = load("minilm", "classification")
+    batch = encode([Example(TEXT, None, 1)], victim.tokenizer, "classification", max_length=64, num_labels=2)
+    found, _ = gradients(victim.model, batch.inputs())
+    scales = agreed_scales(found)
+    values, _ = flattened(found, {n: torch.ones(g.shape, dtype=torch.bool) for n, g in found.items()}, scales)
+    exponents = tuple(max(-120, math.ceil(math.log2(s))) for s in scales.values())
+    return values, Blocks(tuple(g.numel() for g in found.values()), exponents)
+
+
+def line(name: str, each: float, client: float, server: float, opening: float, error: float, step: float) -> None:
+    """One row of the table: bytes a value, CPU seconds, the largest error of the mean beside the largest step."""
+    print(
+        f"| {name} | {each:.3f} | {each / 4:.3f} | {client:.1f} | {server:.1f} | {opening:.1f} | {error:.1e} | {step:.1e} |",
+        flush=True,
+    )
+
+
+@dataclass
+class Played:
+    """One round: bytes of all clients up and down, CPU seconds, and the sum."""
+
+    setting: Setting
+    clients: int
+    clock: Clock = field(default_factory=Clock)
+    up: int = 0
+    down: int = 0
+
+    def run(self, answer: Callable[[Client, bytes], bytes], gone: int) -> Opened:
+        """All stages; ``answer`` masks a client's update, ``gone`` clients disappear before that."""
+        people = {k: Client(self.setting) for k in range(self.clients)}
+        self.server: Server[int] = Server(self.setting)
+        self._stage(dict.fromkeys(people, b""), lambda k, told: people[k].keys(), self.server.keys)
+        self._stage(self.clock("server", self.server.roster), lambda k, told: people[k].shares(told), self.server.shares)
+        inboxes = self.clock("server", self.server.inboxes)
+        left = dict(list(inboxes.items())[gone:])
+        self._stage(left, lambda k, told: answer(people[k], told), self.server.masked)
+        survivors = self.clock("server", self.server.survivors)
+        self._stage(survivors, lambda k, told: people[k].revealed(told), self.server.revealed)
+        found: Opened = self.clock("opening", self.server.opened)
+        return found
+
+    def _stage(
+        self, told: Mapping[int, bytes], act: Callable[[int, bytes], bytes], take: Callable[[int, object], None]
+    ) -> None:
+        for k, one in told.items():
+            data = self.clock("client", partial(act, k, one))
+            self.up, self.down = self.up + len(data), self.down + len(one)
+            self.clock("server", partial(take, k, data))
+
+
+def secure(values: NDArray[np.float64], blocks: Blocks, clients: int, bits: int, gone: int) -> None:
+    """One round of SecAgg+, in which ``gone`` clients disappear before they send their update."""
+    played, encoding = (
+        Played(Setting(os.urandom(16), 1, bytes(32), len(values), bits), clients),
+        Encoding(len(values), bits, clients),
+    )
+    found = played.run(lambda client, told: client.masked(told, encoded(values, blocks, encoding)[0]), gone)
+    mean = decoded(found.sums, blocks, encoding) / found.clients
+    name = f"SecAgg+, {bits} bits a value, {encoding.modulus_bits} sent" + (f", {gone} gone" if gone else "")
+    error, step = float(np.abs(mean - values).max()), 2.0 ** max(blocks.exponents) / encoding.half
+    seconds, each = played.clock.seconds, played.up / found.clients / len(values)
+    line(name, each, seconds["client"] / clients, seconds["server"], seconds["opening"], error, step)
+
+
+def costs(clients: int) -> None:
+    """The table of one update by each way."""
+    values, blocks = update()
+    print(f"{len(values)} values, {clients} clients; CPU seconds of each client, of the server, of opening the sum\n")
+    print(
+        "| way | bytes a value | x float32 | client | server | opening | error of the mean | largest step |\n"
+        + "|---" * 8
+        + "|"
+    )
+    clock, plain = Clock(), values.astype(np.float32)
+    data = clock("client", plain.tobytes)
+
+    received = [np.frombuffer(data, np.float32)] * clients
+    mean = clock("server", lambda: np.sum(received, axis=0, dtype=np.float64)) / clients
+    error = float(np.abs(mean - values).max())
+    line("plain float32", 4.0, clock.seconds["client"], clock.seconds["server"], 0.0, error, 0.0)
+    for bits, gone in ((16, 0), (29, 0), (16, 2)):
+        secure(values, blocks, clients, bits, gone)
+    keys, scale = make_keys(clients, "bfv"), np.repeat([2.0**e for e in blocks.exponents], blocks.lengths)
+    public = keys.public()
+    sealed, _ = clock("seal", lambda: seal(values, scale, public))
+    each = sum(map(len, sealed.ciphertexts)) / len(values)
+    total: Sealed = clock("add", lambda: added([sealed] * clients, public))
+    mean = clock("open", lambda: opened_sum(total, scale, keys)) / clients
+    error = float(np.abs(mean - values).max())
+    line("BFV", each, clock.seconds["seal"], clock.seconds["add"], clock.seconds["open"], error, float(scale.max()) / 32767)
+
+
+def growth(counts: list[int], values: int, bear: Fraction) -> None:
+    """Bytes and CPU seconds of one client, beside the update itself, by the number of clients."""
+    print(f"{values} values; {bear} of the clients may collude and as many be gone; a twentieth is gone before stage 3\n")
+    print("| clients | degree | threshold | bytes up | bytes down | client CPU s | server CPU s | server CPU s a client |")
+    print("|---" * 8 + "|", flush=True)
+    steps = np.full(values, 7, np.int32)
+    for count in counts:
+        played = Played(Setting(os.urandom(16), 1, bytes(32), values, 16, Bounds(bear, bear)), count)
+        found = played.run(lambda client, told: client.masked(told, steps), count // 20)
+        assert set(found.sums) == {7 * found.clients}
+        shape, seconds = plan(count, Bounds(bear, bear)), played.clock.seconds
+        own = found.clients * Encoding(values, 16, count).packed_bytes
+        server = seconds["server"] + seconds["opening"]
+        up, down = (played.up - own) / count, played.down / count
+        print(f"| {count} | {shape.degree} | {shape.threshold} | {up:,.0f} | {down:,.0f} ", end="")
+        print(f"| {seconds['client'] / count:.3f} | {server:.1f} | {server / count:.3f} |", flush=True)
+
+
+def main() -> None:
+    """Run one of the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("costs", "growth"))
+    parser.add_argument("--clients", default="8")
+    parser.add_argument("--values", type=int, default=1000)
+    parser.add_argument("--bear", type=Fraction, default=Fraction(1, 3))
+    told = parser.parse_args()
+    counts = [int(k) for k in told.clients.split(",")]
+    if told.what == "costs":
+        costs(counts[0])
+    else:
+        growth(counts, told.values, told.bear)
+
+
+if __name__ == "__main__":
+    main()

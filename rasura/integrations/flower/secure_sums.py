@@ -1,0 +1,171 @@
+"""Secure aggregation in a federated round: what both sides do beside training. Plain values and bytes, without Flower.
+
+A round has four stages, of which the third is the training; each is one message to every client and one answer. What a
+client must keep between them lies in a mapping of bytes, for the caller to hold in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rasura.core.interfaces import InputError
+from rasura.core.values import Message
+from rasura.core.wire import mask_digest
+from rasura.defenses.sealing import flattened
+from rasura.defenses.secure_aggregation.client import Client
+from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decoded, encoded
+from rasura.defenses.secure_aggregation.messages import SESSION, Setting
+from rasura.defenses.secure_aggregation.server import Server
+from rasura.integrations.flower.agreement import BITS, Agreement, weights_digest
+
+KEYS, SHARES, TRAIN, REVEALED = "keys", "shares", "train", "revealed"
+"""The stages, as the server calls them."""
+
+State = Mapping[str, bytes]
+"""What a client keeps in memory from one stage to the next."""
+
+Ask = Callable[[str, Mapping[int, bytes]], Iterable[tuple[int, object]]]
+"""Send each client the bytes of a stage, and give the clients' answers as they come."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the server says to a client in a stage. ``model``: the digest of the model and the terms of this round."""
+
+    stage: str
+    number: int
+    session: bytes
+    model: bytes
+    data: bytes = b""
+
+
+def terms_digest(agreement: Agreement, weights: Mapping[str, Tensor], max_examples: int, first_scale: float) -> bytes:
+    """32 bytes that differ where clients would train another model, or on other terms."""
+    told = json.dumps([agreement.defense, agreement.mask_digest, agreement.start_digest, max_examples, first_scale])
+    return hashlib.sha256(told.encode() + weights_digest(weights)).digest()
+
+
+def setting_of(agreement: Agreement, number: int, session: bytes, model: bytes) -> Setting:
+    """The setting of a round, from the receiver's own agreement."""
+    if not agreement.masked:
+        raise InputError("the server sums securely, but the defense of this client does not")
+    if len(session) != SESSION:
+        raise InputError(f"a session of {len(session)} bytes; expected {SESSION}")
+    return Setting(session, number, model, agreement.count, BITS, least=agreement.least)
+
+
+def blocks_of(agreement: Agreement, first_scale: float) -> Blocks:
+    """One block: the largest change of an entry in one round, rounded up to a power of two, is the scale of all."""
+    return Blocks((agreement.count,), (math.ceil(math.log2(first_scale)),))
+
+
+# The client
+
+
+def answered(agreement: Agreement, call: Call, state: State | None) -> tuple[bytes, State]:
+    """The answer to any stage but the training, and what to keep. Raises ``InputError`` where the client refuses."""
+    setting = setting_of(agreement, call.number, call.session, call.model)
+    if call.stage == KEYS:
+        client = Client(setting)
+        return client.keys(), client.state()
+    client = _resumed(setting, state)
+    if call.stage == SHARES:
+        return client.shares(call.data), client.state()
+    if call.stage == REVEALED:
+        return client.revealed(call.data), client.state()
+    raise InputError(f"unknown stage {call.stage!r} of secure aggregation")
+
+
+def _resumed(setting: Setting, state: State | None) -> Client:
+    if not state:
+        raise InputError("this client took no part in the earlier stages of this round")
+    return Client.restored(setting, state)
+
+
+@dataclass
+class Masking:
+    """The training stage of one client. ``state`` is what to keep afterwards."""
+
+    agreement: Agreement
+    call: Call
+    state: State | None
+    first_scale: float
+    max_examples: int
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Refuse a model other than the one that this client and its neighbours agreed on, before it is trained."""
+        if terms_digest(self.agreement, weights, self.max_examples, self.first_scale) != self.call.model:
+            raise InputError("the server sent another model, or other terms, than those that the clients agreed on")
+
+    def apply(self, message: Message, share: float) -> Message:
+        """``message`` without the entries that are summed securely, which it carries masked; they are scaled by the client's
+        weight ``share``. Values beyond the scale are cut, and counted in the header."""
+        setting = setting_of(self.agreement, self.call.number, self.call.session, self.call.model)
+        client, masked = _resumed(setting, self.state), self.agreement.masked
+        values, _ = flattened(message.gradients, masked, dict.fromkeys(masked, 1.0))
+        shape = Encoding(setting.values, BITS, 2)  # the number of clients does not change a client's steps
+        steps, beyond = encoded(values * share, blocks_of(self.agreement, self.first_scale), shape, clip=True)
+        vector = client.masked(self.call.data, steps)
+        self.state = client.state()
+        visible = {n: ~m & message.visible[n] if n in message.visible else ~m for n, m in masked.items()}
+        header = {
+            **message.header, "mask": mask_digest({n: ~m for n, m in masked.items()}), "scheme": "secagg", "beyond": beyond
+        }  # fmt: skip
+        clear = {n: g.masked_fill(masked[n], 0) for n, g in message.gradients.items()}
+        return Message(clear, visible, {"secagg/000000": vector}, message.kind, header)
+
+
+# The server
+
+
+@dataclass
+class SecureSums:
+    """The server's side of one round. ``ask`` reaches the clients; ``log`` gets a line for each who is left out."""
+
+    agreement: Agreement
+    number: int
+    model: bytes
+    log: Callable[[str], None]
+    ask: Ask
+    session: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION))
+
+    def __post_init__(self) -> None:
+        self.server: Server[int] = Server(setting_of(self.agreement, self.number, self.session, self.model))
+
+    def begin(self, nodes: Iterable[int]) -> dict[int, bytes]:
+        """Stages 1 and 2: for each client that stays, what it needs to mask. Raises ``RoundEnded`` where too few do."""
+        self._stage(KEYS, dict.fromkeys(nodes, b""), self.server.keys)
+        self._stage(SHARES, self.server.roster(), self.server.shares)
+        return self.server.inboxes()
+
+    def add(self, node: int, data: bytes) -> None:
+        """Stage 3: take a client's masked update."""
+        self.server.masked(node, data)
+
+    def opened(self, first_scale: float) -> NDArray[np.float64]:
+        """Stage 4: the sum ``(entries,)`` of the updates that were taken. Raises ``RoundEnded`` if it cannot be opened."""
+        self._stage(REVEALED, self.server.survivors(), self.server.revealed)
+        found = self.server.opened()
+        encoding = Encoding(self.agreement.count, BITS, found.clients)
+        return decoded(found.sums, blocks_of(self.agreement, first_scale), encoding)
+
+    def _stage(self, name: str, messages: Mapping[int, bytes], take: Callable[[int, object], None]) -> None:
+        for node, data in self.ask(name, messages):
+            try:
+                take(node, data)
+            except Exception as error:
+                why = (
+                    str(error)
+                    if isinstance(error, InputError)
+                    else f"its message could not be read ({type(error).__name__})"
+                )
+                self.log(f"round {self.number}: client {node} is left out at the stage {name}: {why}")

@@ -1,0 +1,220 @@
+"""Federated rounds under secure aggregation: the sums of plain FedAvg, clients that vanish at every stage, and refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flower_setting import LocalGrid, app_of, flower
+from rounds_setting import FIRST, averaged, largest, model
+from torch import Tensor
+
+from rasura.core.interfaces import InputError
+from rasura.integrations.flower.agreement import Agreement, agree
+from rasura.integrations.flower.collector import RoundFailed
+
+__all__ = ["flower"]
+
+pytestmark = pytest.mark.usefixtures("flower")
+
+ALL = "sealing:all/by=secagg"
+PART = "sealing:param=0.3/by=secagg"
+
+STEP = FIRST / ((1 << 15) - 1) / 2
+"""A client's largest rounding error; the mean's is no larger."""
+
+
+def agreed(defense: str = ALL, **given: Any) -> Agreement:
+    return agree(defense, model(), **given)
+
+
+def of_stage(message: Any) -> str:
+    told = message.content.get("rasura", {})
+    return str(told["stage"]) if "stage" in told else ""
+
+
+class StagedGrid(LocalGrid):
+    """A grid whose clients vanish for good at a stage: ``lost`` maps a round and a stage to clients. ``change`` tampers with
+    what the server sends."""
+
+    lost: dict[tuple[int, str], set[int]]
+    change: Callable[[int, Any], None] = staticmethod(lambda node, message: None)
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        kept = []
+        for message in messages:
+            node, number = message.metadata.dst_node_id, message.content["config"]["server-round"]
+            self.nodes = [n for n in self.nodes if n not in self.lost.get((number, of_stage(message)), set())]
+            if node in self.nodes:
+                self.change(node, message)
+                kept.append(message)
+        return super().send_and_receive(kept, timeout=timeout)
+
+
+def grid_of(count: int, app: Any, lost: dict[tuple[int, str], set[int]] | None = None) -> StagedGrid:
+    grid = StagedGrid(range(count), app)
+    grid.lost = lost or {}
+    return grid
+
+
+def weights(made: Any) -> dict[str, Tensor]:
+    return dict(made.collector.clear)
+
+
+@pytest.mark.parametrize("defense", [ALL, PART])
+def test_flower_sums_securely_what_plain_fedavg_sums(defense: str) -> None:
+    from rasura.integrations.flower import strategy
+
+    made = strategy(agreed(defense), first_scale=FIRST)
+    result = made.start(grid=grid_of(4, app_of(agreed(defense))), num_rounds=2)
+    expected = dict(made.agreement.start)
+    for _ in range(2):
+        expected = {n: w.float() for n, w in averaged(expected, range(4)).items()}
+    assert largest(weights(made), expected) <= 2 * STEP + 1e-6
+    assert largest(weights(made), dict(made.agreement.start)) > 100 * STEP
+    told = result.train_metrics_clientapp[2]
+    assert told["rasura-beyond"] == 0
+    entries = sum(t.numel() for t in made.agreement.start.values())
+    if defense == ALL:  # 18 bits a value, and headers
+        assert 18 / 8 * entries < told["rasura-bytes"] < 18 / 8 * entries + 12_000
+    # The server holds the model: clients that evaluate are sent all of it.
+    assert set(made.collector.visible()) == set(made.agreement.start)
+
+
+def test_clients_weigh_by_their_texts() -> None:
+    from rasura.integrations.flower import strategy
+
+    made = strategy(agreed(), first_scale=FIRST, max_examples=4)
+    app = app_of(agreed(), examples=lambda node: node + 1)
+    made.start(grid=grid_of(4, app), num_rounds=1)
+    shares = {k: (k + 1) / 4 for k in range(4)}
+    assert largest(weights(made), averaged(dict(made.agreement.start), range(4), shares)) <= 4 * STEP + 1e-6
+
+
+@pytest.mark.parametrize("stage", ["keys", "shares", "train", "revealed"])
+def test_rounds_finish_with_two_of_eight_lost_at_any_stage(stage: str) -> None:
+    from rasura.integrations.flower import strategy
+
+    made = strategy(agreed(), first_scale=FIRST)
+    grid = grid_of(8, app_of(agreed()), {(1, stage): {2, 5}})
+    made.start(grid=grid, num_rounds=2)
+    left = [k for k in range(8) if k not in (2, 5)]
+    first = range(8) if stage == "revealed" else left  # both had sent their updates
+    expected = {n: w.float() for n, w in averaged(dict(made.agreement.start), first).items()}
+    assert largest(weights(made), averaged(expected, left)) <= 2 * STEP + 1e-6
+    assert [f["counted"] for f in made.figures.values()] == [len(first), 6]
+
+
+def test_more_lost_than_a_third_end_the_round_and_nothing_is_opened() -> None:
+    from rasura.integrations.flower import strategy
+
+    made = strategy(agreed(), first_scale=FIRST)
+    with pytest.raises(RoundFailed, match=r"round 1: client . left 5 valid shares of the 6"):
+        made.start(grid=grid_of(8, app_of(agreed()), {(1, "revealed"): {0, 1, 2}}), num_rounds=1)
+    assert largest(weights(made), dict(made.agreement.start)) == 0
+
+
+def test_a_model_crafted_for_one_client_is_refused_before_it_is_trained() -> None:
+    from flwr.app import Array, ArrayRecord, ConfigRecord
+
+    from rasura.integrations.flower import strategy
+
+    def crafted(node: int, message: Any) -> None:
+        if node == 3 and of_stage(message) == "train":
+            arrays = {n: Array(a.numpy() + 1) for n, a in message.content["arrays"].items()}
+            message.content["arrays"] = ArrayRecord(arrays)
+
+    def told_as_well(node: int, message: Any) -> None:
+        """The digest, too, is another one, from the first stage on."""
+        if node == 3:
+            message.content["rasura"] = ConfigRecord({**message.content["rasura"], "model": b"\1" * 32})
+
+    for change, why in ((crafted, "the server sent another model"), (told_as_well, "another model")):
+        seen: list[int] = []
+        made = strategy(agreed(), first_scale=FIRST)
+        grid = grid_of(4, app_of(agreed(), trains=seen.append))
+        grid.change = change
+        made.start(grid=grid, num_rounds=1)
+        assert sorted(seen) == [0, 1, 2]
+        assert largest(weights(made), averaged(dict(made.agreement.start), range(3))) <= STEP + 1e-6
+        assert made.figures[1]["counted"] == 3, why
+
+
+def test_bad_answers_at_any_stage_leave_the_others_theirs() -> None:
+    from flwr.app import ConfigRecord
+
+    from rasura.integrations.flower import strategy
+
+    for stage in ("keys", "shares", "train", "revealed"):
+        for bad in (bytes(1 << 20) if stage == "train" else b"garbage",):
+            asked: dict[int, str] = {}
+
+            def note(node: int, message: Any, asked: dict[int, str] = asked) -> None:
+                asked[node] = of_stage(message)
+
+            def tamper(
+                node: int, number: int, reply: Any, at: str = stage, asked: dict[int, str] = asked, bad: bytes = bad
+            ) -> Any:
+                if node == 1 and asked.get(node) == at and "rasura" in reply.content:
+                    reply.content["rasura"] = ConfigRecord({"message": bad})
+                return reply
+
+            made = strategy(agreed(), first_scale=FIRST)
+            grid = grid_of(4, app_of(agreed(), tamper))
+            grid.change = note
+            made.start(grid=grid, num_rounds=1)
+            counted = range(4) if stage == "revealed" else (0, 2, 3)
+            assert largest(weights(made), averaged(dict(made.agreement.start), counted)) <= STEP + 1e-6
+
+
+def test_clients_open_no_sum_of_fewer_than_they_agreed_on() -> None:
+    from rasura.integrations.flower import strategy
+
+    made = strategy(agreed(min_clients=2, allow_few_clients=True), min_clients=2, first_scale=FIRST, allow_few_clients=True)
+    # The clients' own agreement says three.
+    with pytest.raises(RoundFailed, match="0 clients sent shares"):
+        made.start(grid=grid_of(3, app_of(agreed())), num_rounds=1)
+    with pytest.raises(InputError, match="a round of 2 clients"):
+        agreed(min_clients=2)
+
+
+def test_what_cannot_be_is_told_in_one_line() -> None:
+    from rasura.registry import parse_defense
+
+    with pytest.raises(InputError, match="No library with threshold keys installs on Linux, macOS and Windows"):
+        agreed("sealing:all/by=threshold")
+    with pytest.raises(InputError, match="by is 'x'; expected secagg or bfv"):
+        agreed("sealing:all/by=x")
+    with pytest.raises(InputError, match="by and scheme say the same"):
+        agreed("sealing:all/by=bfv/scheme=bfv")
+    with pytest.raises(InputError, match="sealing needs keys"):
+        agreed("sealing:all/by=bfv")
+    with pytest.raises(InputError, match="depends on a client's own texts"):
+        agreed("sealing:grad=0.1/by=secagg")
+    (part,) = parse_defense("sealing:all/by=secagg")
+    assert json.dumps(dict(part.mechanism.parameters))
+    with pytest.raises(InputError, match="does not tell what can be read"):
+        part.init((torch.nn.Linear(2, 2), {}))
+
+
+def test_a_client_without_the_earlier_stages_or_of_another_protection_answers_with_an_error() -> None:
+    from rasura.integrations.flower import strategy
+
+    errors: list[str] = []
+
+    def heard(node: int, number: int, reply: Any) -> Any:
+        errors.extend([reply.error.reason] if reply.has_error() else [])
+        return reply
+
+    plain = agree("none", model())
+    mixed = {k: app_of(agreed() if k < 3 else plain, heard) for k in range(4)}
+    made = strategy(agreed(), first_scale=FIRST)
+    made.start(grid=grid_of(4, lambda n, m: mixed[n](n, m)), num_rounds=1)
+    assert made.figures[1]["counted"] == 3
+    assert errors[0] == "rasura: the server sums securely, but the defense of this client does not"
+    with pytest.raises(RoundFailed):
+        strategy(plain, first_scale=FIRST).start(grid=grid_of(3, app_of(agreed(), heard)), num_rounds=1)
+    assert errors[-1] == "rasura: the agreement is for secure aggregation, but the server began none"
