@@ -1,6 +1,7 @@
 """What per-example gradients and directional noise cost, as ratios within one run.
 
 python benchmarks/dp.py gradients TEXTS.parquet
+python benchmarks/dp.py gradients TEXTS.parquet --model FOLDER --lora 16
 python benchmarks/dp.py clipped TEXTS.parquet --batch 32
 python benchmarks/dp.py sum
 """
@@ -28,23 +29,29 @@ from rasura.core.rng import generator
 from rasura.core.updates import changed
 from rasura.data.text import encode, load_examples
 from rasura.defenses.von_mises_fisher import summed, summed_by_draws
+from rasura.victims.adapters import with_fresh_adapter
+from rasura.victims.layer_gradients import own_losses
 from rasura.victims.loading import load
 from rasura.victims.per_example import Together
 
 WAYS = ("plain", "loop", "opacus", "opacus-ghost", "each", "weighted")
 
 
-def model_and_inputs(texts: str, batch: int, length: int = 64) -> tuple[Any, dict[str, Tensor]]:
-    """MiniLM with a fresh head, all parameters trained, and the first texts of a file."""
-    victim = load("minilm", "classification")
-    found = encode(
-        load_examples(texts)[:batch], victim.tokenizer, "classification", max_length=length, num_labels=2, truncate=True
-    )
-    return victim.model, found.inputs()
+def model_and_inputs(
+    texts: str, batch: int, length: int = 64, name: str = "minilm", lora: int = 0
+) -> tuple[Any, dict[str, Tensor]]:
+    """A classifier with a fresh head and all parameters trained, or LoRA adapters of a causal model; and a file's first
+    texts."""
+    task: Any = "causal" if lora else "classification"
+    victim = load(name, task)
+    found = encode(load_examples(texts)[:batch], victim.tokenizer, task, max_length=length, num_labels=2, truncate=True)
+    return with_fresh_adapter(victim.model, task, lora, 0), found.inputs()
 
 
 def opacus_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What Opacus needs beside the default call."""
+    """What Opacus needs beside the default call: of models whose embeddings of positions are trained."""
+    if inputs["labels"].dim() == 2:
+        return inputs
     ids = inputs["input_ids"]
     positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
     return {"token_type_ids": torch.zeros_like(ids), **inputs, "position_ids": positions}
@@ -53,7 +60,7 @@ def opacus_inputs(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def one(way: str, model: Any, inputs: dict[str, Tensor]) -> Callable[[], Any]:
     """A call that comes to the gradients, or to the sum of those of norm 1, in the given way."""
     size = len(inputs["labels"])
-    names = [n for n, _ in model.named_parameters()]
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
     if way == "plain":
         return lambda: changed(model, inputs, names)
     if way == "loop":
@@ -90,7 +97,7 @@ def one(way: str, model: Any, inputs: dict[str, Tensor]) -> Callable[[], Any]:
     def clipped() -> Any:
         for p in model.parameters():
             p.grad = None
-        losses = torch.nn.functional.cross_entropy(ghost(**full).logits, full["labels"], reduction="none")
+        losses = own_losses(ghost(**full), full["labels"])
         losses.mean().backward(retain_graph=True)
         ghost.disable_hooks()
         for p in model.parameters():
@@ -102,11 +109,11 @@ def one(way: str, model: Any, inputs: dict[str, Tensor]) -> Callable[[], Any]:
     return clipped
 
 
-def measured(way: str, texts: str, batch: int, repeats: int) -> dict[str, float]:
+def measured(way: str, texts: str, batch: int, repeats: int, name: str, lora: int) -> dict[str, float]:
     """CPU seconds of a call (the least of several) and the most memory of this process beyond the loaded model, in MB."""
     warnings.simplefilter("ignore")
-    model, inputs = model_and_inputs(texts, batch)
-    changed(model, {k: v[:1] for k, v in inputs.items()}, ["classifier.bias"])
+    model, inputs = model_and_inputs(texts, batch, name=name, lora=lora)
+    changed(model, {k: v[:1] for k, v in inputs.items()}, [n for n, p in model.named_parameters() if p.requires_grad][-1:])
     call = one(way, model, inputs)
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
@@ -124,16 +131,17 @@ def status(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
-def gradients(texts: str, batch: int, repeats: int) -> None:
+def gradients(texts: str, batch: int, repeats: int, name: str, lora: int) -> None:
     """Every way in a process of its own, and the error against the loop."""
     found = {}
     for way in WAYS:
         command = [sys.executable, __file__, "one", texts, "--way", way, "--batch", str(batch), "--repeats", str(repeats)]
+        command += ["--model", name, "--lora", str(lora)]
         found[way] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
         ratio = found[way]["cpu"] / found["plain"]["cpu"]
         print(f"{way}: {found[way]['cpu']:.2f} s CPU ({ratio:.1f} x plain), {found[way]['mb']:.0f} MB", flush=True)
-    model, inputs = model_and_inputs(texts, batch)
-    names = [n for n, _ in model.named_parameters()]
+    model, inputs = model_and_inputs(texts, batch, name=name, lora=lora)
+    names = [n for n, p in model.named_parameters() if p.requires_grad]
     together = Together(model, inputs, batch)
     errors, total, weights = [], None, []
     for k, got in enumerate(together.each()):
@@ -189,6 +197,8 @@ def main() -> None:
     parser.add_argument("what", choices=("gradients", "clipped", "sum", "one"))
     parser.add_argument("texts", nargs="?", default="")
     parser.add_argument("--way", choices=WAYS, default="plain", help="for one way in this process")
+    parser.add_argument("--model", default="minilm", help="folder or id, for 'gradients'")
+    parser.add_argument("--lora", type=int, default=0, help="rank of the adapters of a causal model; 0: a classifier")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=64, help="longest text in tokens, for 'clipped'")
     parser.add_argument("--dimension", type=int, default=592_130, help="entries: BERT-base's head and pooler")
@@ -200,9 +210,9 @@ def main() -> None:
     elif options.what == "clipped":
         clipped(options.texts, options.batch, options.length, options.repeats)
     elif options.what == "one":
-        print(json.dumps(measured(options.way, options.texts, options.batch, options.repeats)))
+        print(json.dumps(measured(options.way, options.texts, options.batch, options.repeats, options.model, options.lora)))
     else:
-        gradients(options.texts, options.batch, options.repeats)
+        gradients(options.texts, options.batch, options.repeats, options.model, options.lora)
 
 
 if __name__ == "__main__":

@@ -186,6 +186,7 @@ def converted(order: float, spent: float, delta: float) -> float:
     return max(0.0, spent + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
 
 
+@lru_cache(256)
 def sigma_for(
     target: float, rate: float, steps: int, delta: float, *, by: Accountant = "pld", noise: str = "gaussian"
 ) -> float:

@@ -26,7 +26,7 @@ class Run:
     """How a model is trained: ``examples`` texts, ``batch_size`` of them per step, each on average once per epoch.
 
     ``delta``: probability with which the guarantee may fail, a tenth of 1 / examples if None. ``sampling``: how batches are
-    drawn; most loaders are ``shuffled``.
+    drawn; most loaders are ``shuffled``. ``max_steps``: the training ends after so many batches, if the epochs have more.
     """
 
     examples: int
@@ -34,8 +34,11 @@ class Run:
     epochs: int
     delta: float | None = None
     sampling: Literal["poisson", "shuffled"] = "poisson"
+    max_steps: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_steps is not None and self.max_steps < 1:
+            raise InputError(f"accounting: max_steps is {self.max_steps}; expected at least 1")
         for name in ("examples", "batch_size", "epochs"):
             if not 1 <= getattr(self, name) < math.inf:
                 raise InputError(f"accounting: {name} is {getattr(self, name)}; expected at least 1")
@@ -49,7 +52,8 @@ class Run:
     @property
     def steps(self) -> int:
         """Batches in all."""
-        return self.epochs * self.steps_an_epoch
+        whole = self.epochs * self.steps_an_epoch
+        return whole if self.max_steps is None else min(whole, self.max_steps)
 
     @property
     def rate(self) -> float:

@@ -22,7 +22,8 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "simulated_rounds", "base", "shadow_models", "fpr",
     ),
     "Protections": (
-        "defense", "suite", "risk", "at_most", "steps", "utility", "delta", "epsilon", "seeded_noise", "target", "k",
+        "defense", "suite", "risk", "at_most", "steps", "utility", "delta", "epsilon", "target_epsilon", "seeded_noise",
+        "target", "k",
         "overlap", "group", "beam", "keep_punctuation", "keep_numbers", "round_trip", "language", "table",
     ),
     "Training": (
@@ -64,6 +65,7 @@ UNSET: Mapping[str, str] = {
     "before_round": "none", "names_from": "none", "hidden": "none", "candidates": "none",
     "test": "the texts held out", "update": "set by the options of this panel", "non_members": "the rows held out",
     "rows": "all rows of --members", "fpr": "0.01 and 0.001 where n is large enough", "epsilon": "none", "dpia": "none",
+    "target_epsilon": "none",
     "utility": "none", "train": "FILE", "train_limit": "all", "k": "70", "overlap": "0.1", "group": "1",
     "language": "en", "table": "none", "data": "the study's", "seeds": "the study's",
     **dict.fromkeys(COLUMNS, "recognised by its name"), **dict.fromkeys(("junit", "sarif", "mlflow", "wandb"), "none"),

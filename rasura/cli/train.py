@@ -168,6 +168,7 @@ def train(
     service: ForService = False,
     precision: Annotated[str, typer.Option(help="precision: float32 or bf16")] = "float32",
     delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee")] = None,
+    target_epsilon: Annotated[float | None, typer.Option(help="epsilon that dp-sgd without a number must keep to")] = None,
     seeded_noise: Annotated[
         bool, typer.Option("--seeded-noise", help="reproducible noise, without a formal guarantee")
     ] = False,
@@ -197,7 +198,7 @@ def train(
     )  # fmt: skip
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
-        delta, recipe, service, text_column, pair_column, label_column,
+        delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon,
     )  # fmt: skip
     plan = plan if update is None else following(plan, update)
     trained(prepared(plan, folder, device_named(device)), as_json)
@@ -237,7 +238,7 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
         line = bar.add_task("training", total=None)
 
         def told(what: str, done: int, total: int, figures: Any) -> None:
-            now = " ".join(f"{k} {v:.3f}" for k, v in figures.items() if k in ("train_loss", "accuracy", "loss"))
+            now = " ".join(f"{k} {v:.3f}" for k, v in figures.items() if k in ("train_loss", "accuracy", "loss", "epsilon"))
             bar.update(line, description=f"{what} {now}", completed=done, total=total)
 
         results = list(training.run(told))

@@ -33,7 +33,11 @@ def positive(name: str, knob: str, value: Any) -> float:
 
 
 def _released(total: Gradients, examples: PerExample, width: float, noise: str, rng: Randomness) -> Gradients:
-    """``total`` with noise, over the size that the batch has or was expected to have."""
+    """``total`` with noise, over the size that the batch has or was expected to have. Raises ``InputError`` where ``total``
+    is not finite: no clip bounds such a gradient."""
+    if not all(bool(torch.isfinite(gradient).all()) for gradient in total.values()):
+        raise InputError("the gradient of a text is not a finite number, so no clip bounds it, and nothing was released; "
+            "lower the learning rate, or train in float32")  # fmt: skip
     divisor = examples.expected or examples.size
     out = {}
     for name, gradient in total.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -28,12 +29,14 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     ``guarantee`` says what the releases made so far guarantee, and ``ledger`` counts them. The ledger is saved with every
     checkpoint, a resumed training continues its count, and the logs contain epsilon. A second ``train()`` would go beyond
-    the plan and is refused. ``delta``, ``poisson`` and ``seed`` mean the same as in ``rasura.protect_training``; the other
+    the plan and is refused. ``delta``, ``target_epsilon``, ``poisson`` and ``seed`` mean the same as in
+    ``rasura.protect_training``. With ``gradient_accumulation_steps``, one step takes that many times the texts of
+    ``per_device_train_batch_size`` and adds noise once; only so many texts are in memory as one device takes. The other
     parameters are those of ``Trainer``. ``model_init`` and ``compute_loss_func`` are not among them: the one would replace
     the protected model, the other its loss.
 
-    Raises ``InputError`` for settings that no guarantee covers: gradient accumulation, label smoothing, float16, several
-    devices, a data set without a length, max_steps, batches grouped by length.
+    Raises ``InputError`` for settings that no guarantee covers: label smoothing, float16, several devices, a data set
+    without a length, batches grouped by length.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         *,
         defense: str | Defense,
         delta: float | None = None,
+        target_epsilon: float | None = None,
         poisson: bool = True,
         seed: int | None = None,
         compute_metrics: Callable[[transformers.EvalPrediction], dict[str, float]] | None = None,
@@ -55,6 +59,12 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         optimizer_cls_and_kwargs: tuple[type[Optimizer], dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
+        self.accumulated = 1 if args is None else args.gradient_accumulation_steps
+        if args is not None:
+            # The protection splits a batch itself: the Trainer would add up noisy gradients.
+            args = copy.copy(args)
+            args.gradient_accumulation_steps = 1
+        self.target_epsilon = target_epsilon
         super().__init__(
             model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics=compute_metrics,
             callbacks=callbacks, optimizers=optimizers, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
@@ -64,11 +74,9 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.ledger: Ledger | None = None
         self._protected_loader: DrawnLoader | DataLoader[Any] | None = None
         wrong = {
-            "gradient_accumulation_steps": (self.args.gradient_accumulation_steps, 1),
             "label_smoothing_factor": (self.args.label_smoothing_factor, 0),
             "fp16": (self.args.fp16, False),
             "number of devices": (max(1, self.args.n_gpu) * self.args.world_size, 1),
-            "max_steps": (self.args.max_steps, -1),
         }
         for name, (found, expected) in wrong.items():
             if found != expected:
@@ -90,12 +98,15 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             else:
                 collate = self._get_collator_with_removed_columns(collate, description="training")
             plain: Any = DataLoader(
-                data, batch_size=self._train_batch_size, shuffle=True, collate_fn=collate,
+                data, batch_size=self._train_batch_size * self.accumulated, shuffle=True, collate_fn=collate,
                 num_workers=self.args.dataloader_num_workers, pin_memory=False,
             )  # fmt: skip
+            most = self.args.max_steps if self.args.max_steps > 0 else None
+            epochs = self.args.num_train_epochs if most is None else most / max(1, len(plain))
             done = protect_training(
-                self.model, None, plain, self.defense, epochs=math.ceil(self.args.num_train_epochs), delta=self.delta,
-                poisson=self.poisson, seed=self.noise_seed,
+                self.model, None, plain, self.defense, epochs=math.ceil(epochs), max_steps=most, delta=self.delta,
+                target_epsilon=self.target_epsilon, poisson=self.poisson, seed=self.noise_seed,
+                physical_batch_size=self._train_batch_size if self.accumulated > 1 else None,
             )  # fmt: skip
             self._protected_loader, self.ledger = done.loader, done.ledger
         return self._protected_loader

@@ -4,6 +4,7 @@ assumes, and a ledger counts the releases."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from rasura.core.values import Stage
 from rasura.registry import parse_defense
 from rasura.runs.drawing import DrawnLoader
 from rasura.runs.guard import Guard, guarded, put, taken_off
+from rasura.runs.noise_target import check_target, solved
 from rasura.victims.step import defended, message_for
 from rasura.victims.train import local
 
@@ -73,9 +75,10 @@ class _Protected:
 
     def __init__(
         self, model: nn.Module, defense: Defense, ledger: Ledger, rng: Randomness, loader: DrawnLoader | None,
-        expected: int | None,
+        expected: int | None, most: int | None,
     ) -> None:  # fmt: skip
-        self.defense, self.ledger, self.rng, self.loader, self.expected = defense, ledger, rng, loader, expected
+        self.defense, self.ledger, self.rng, self.loader = defense, ledger, rng, loader
+        self.expected, self.most = expected, most
         self.last: _Step | None = None
         self.guard = put(model, self)
 
@@ -109,7 +112,8 @@ class _Protected:
         self.guard.inside = True
         try:
             message, loss, _ = message_for(
-                model, inputs, rows, self.defense, self.rng, expected=self.expected, record=step.sizes.extend
+                model, inputs, rows, self.defense, self.rng, expected=self.expected, record=step.sizes.extend,
+                most=self.most,
             )  # fmt: skip
         finally:
             self.guard.inside = False
@@ -130,7 +134,10 @@ def protect_training(
     defense: str | Defense,
     *,
     epochs: int = 1,
+    max_steps: int | None = None,
+    target_epsilon: float | None = None,
     delta: float | None = None,
+    physical_batch_size: int | None = None,
     poisson: bool = True,
     seed: int | None = None,
 ) -> ProtectedTraining:
@@ -143,13 +150,48 @@ def protect_training(
     weights raises ``InputError``, and so does ``optimizer.step()`` on gradients that were set by hand. Under
     ``torch.no_grad()`` the model is unchanged. The returned loader draws texts as the guarantee assumes (Poisson sampling
     for DP-SGD, disjoint batches for DirDP-SGD); each of its batches can be released once. The ledger counts each release,
-    computes epsilon, and refuses a step beyond ``epochs`` passes.
+    computes epsilon, and refuses a step beyond ``epochs`` passes, or beyond ``max_steps``.
+
+    ``target_epsilon``: ``defense`` names no noise (``"dp-sgd"``, ``"frozen-blocks:6+dp-sgd:clip=0.5"``) and gets the least
+    noise with which the plan spends at most this epsilon at ``delta``. ``physical_batch_size``: texts in memory at once. It
+    changes the memory and the time of a step, and nothing that is released: the loader's batch size is the logical one.
 
     ``poisson=False`` keeps the given loader; then nothing is proven for the run, and the ledger says so. Noise comes from
     the operating system unless an experiment's ``seed`` is given. Not covered: the loss, and what else is published.
 
-    Raises ``InputError`` for defenses of data, ``sealing``, ``accumulate``, and an ``optimizer`` of other parameters.
+    Raises ``InputError`` for defenses of data, ``sealing``, ``accumulate``, an ``optimizer`` of other parameters, and a
+    target that cannot be reached.
     """
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+    planned = partial(_planned, loader, size, epochs, max_steps, delta)
+    if target_epsilon is not None:
+        if not isinstance(defense, str):
+            raise InputError("a target epsilon needs the protection as text, such as dp-sgd; it then finds the noise")
+        defense = solved(defense, target_epsilon, planned(poisson))
+    parts = _parts(defense, physical_batch_size)
+    _trainable(model, optimizer)
+    mechanisms = [p.mechanism for p in parts]
+    carrier = formal(mechanisms)
+    by_chance = assumes_poisson(mechanisms)
+    run = Run(1, 1, epochs) if carrier is None else planned(by_chance and poisson)
+    with defended(model, parts):
+        sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    ledger = Ledger(mechanisms, run, sizes=sizes, secure=seed is None)
+    if target_epsilon is not None:
+        check_target(ledger.planned, target_epsilon)
+    rng = secret_generator() if seed is None else generator(seed, "protect")
+    drawn = carrier is not None and (poisson or not by_chance)
+    drawing = DrawnLoader(loader, ledger, rng, poisson=by_chance) if drawn else None
+    if (earlier := guarded(model)) is not None and earlier.copied:
+        taken_off(model)
+    expected = min(size, run.examples) if by_chance and drawing is not None else None
+    _Protected(model, parts, ledger, rng, drawing, expected, physical_batch_size)
+    return ProtectedTraining(model, optimizer, loader if drawing is None else drawing, ledger)
+
+
+def _parts(defense: str | Defense, physical: int | None) -> Defense:
+    """The parts of ``defense``. Raises ``InputError`` for one that acts on data, or that holds updates back, and for a
+    ``physical`` batch size without a part that aggregates texts."""
     parts = local(parse_defense(defense) if isinstance(defense, str) else defense)
     if any(p.stage is Stage.DATA for p in parts):
         raise InputError(
@@ -158,31 +200,20 @@ def protect_training(
     if any(p.mechanism.name == "accumulate" for p in parts):
         raise InputError("accumulate holds an update back until it contains enough tokens, which a backward "
             "pass cannot do; collect batches first (rasura.core.accumulation), or use rasura train")  # fmt: skip
-    _trainable(model, optimizer)
-    mechanisms = [p.mechanism for p in parts]
-    carrier = formal(mechanisms)
-    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    by_chance = assumes_poisson(mechanisms)
-    if carrier is None:
-        run = Run(1, 1, epochs)
-    elif not hasattr(loader.dataset, "__len__"):
+    if physical is not None and (physical < 1 or all(p.stage is not Stage.AGGREGATE for p in parts)):
+        raise InputError(f"physical_batch_size is {physical}; expected at least 1, and a protection that aggregates texts "
+            "one by one, such as dp-sgd")  # fmt: skip
+    return parts
+
+
+def _planned(
+    loader: DataLoader[Any], size: int, epochs: int, max_steps: int | None, delta: float | None, poisson: bool
+) -> Run:
+    if not hasattr(loader.dataset, "__len__"):
         raise InputError(
             "the loader's data set has no length, but the guarantee depends on it; pass a data set with a length"
         )
-    else:
-        run = Run(len(loader.dataset), size, epochs, delta, "poisson" if by_chance and poisson else "shuffled")
-    with defended(model, parts):
-        sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    ledger = Ledger(mechanisms, run, sizes=sizes, secure=seed is None)
-    rng = secret_generator() if seed is None else generator(seed, "protect")
-    drawing: DrawnLoader | None = None
-    if carrier is not None and (poisson or not by_chance):
-        drawing = DrawnLoader(loader, ledger, rng, poisson=by_chance)
-    if (earlier := guarded(model)) is not None and earlier.copied:
-        taken_off(model)
-    expected = min(size, run.examples) if by_chance and drawing is not None else None
-    _Protected(model, parts, ledger, rng, drawing, expected)
-    return ProtectedTraining(model, optimizer, loader if drawing is None else drawing, ledger)
+    return Run(len(loader.dataset), size, epochs, delta, "poisson" if poisson else "shuffled", max_steps)
 
 
 def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import get_args
 
-from rasura.accounting import checked_delta
+from rasura.accounting import Run, checked_delta
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import TARGETS
 from rasura.core.options import known
 from rasura.core.values import Task
 from rasura.registry import parse_defense
 from rasura.registry.services import ServiceProtection, parse_service_protection
+from rasura.runs.noise_target import SOLVED, noiseless, solved_all, with_noise
 from rasura.victims.recipe import Recipe
 from rasura.victims.train import local
 
@@ -26,10 +27,11 @@ class TrainPlan:
     also evaluated on them. ``limit``: number of training texts, drawn by the first seed; None for all. ``max_length``:
     maximum length of a text in tokens; with ``truncate``, longer texts are cut. ``lora``: rank of adapters, 0 for all
     weights; ``targets`` and ``adapter_dropout`` as in ``core.local.Adapter``. ``delta``: probability with which a formal
-    guarantee may fail; None for 0.1 / number of training texts. ``service``: ``defenses`` are protections of a model service
-    (``rasura list service-protections``), which receives all texts, including those for evaluation. ``text_column``,
-    ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text are numbered; ``result.json``
-    and the model's folder list the names.
+    guarantee may fail; None for 0.1 / number of training texts. ``target_epsilon``: ``dp-sgd`` and ``normalised`` name no
+    noise, and get the least with which all epochs spend at most this epsilon. ``service``: ``defenses`` are protections of a
+    model service (``rasura list service-protections``), which receives all texts, including those for evaluation.
+    ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text are numbered;
+    ``result.json`` and the model's folder list the names.
     """
 
     data: str
@@ -52,11 +54,23 @@ class TrainPlan:
     label_column: str | None = None
     targets: str = TARGETS[0]
     adapter_dropout: float = 0.0
+    target_epsilon: float | None = None
 
     @cached_property
     def parts(self) -> Mapping[str, Defense]:
         """The parts of each of ``defenses`` in training, parsed once; empty if they protect a service."""
-        return {text: () if self.service else local(parse_defense(text)) for text in self.defenses}
+        return {text: () if self.service else local(parse_defense(self._noised(text))) for text in self.defenses}
+
+    def _noised(self, text: str) -> str:
+        """``text`` with some noise where only the number of training texts will say how much a target epsilon needs."""
+        return with_noise(text, 1.0) if self.target_epsilon is not None and noiseless(text) else text
+
+    def with_noise_for(self, examples: int) -> TrainPlan:
+        """This plan with the noise that its target epsilon needs for ``examples`` training texts."""
+        if self.target_epsilon is None:
+            return self
+        run = Run(examples, self.recipe.batch_size, self.recipe.epochs, self.delta)
+        return replace(self, defenses=solved_all(self.defenses, self.target_epsilon, run), target_epsilon=None)
 
     @cached_property
     def protections(self) -> Mapping[str, ServiceProtection]:
@@ -75,6 +89,8 @@ class TrainPlan:
                 raise InputError(f"{name} is {value}; expected at least 1")
         if self.delta is not None:
             checked_delta(self.delta)
+        if self.target_epsilon is not None and (self.service or not any(map(noiseless, self.defenses))):
+            raise InputError(f"a target epsilon was given, but no defense is {' or '.join(SOLVED)}; pass --defense dp-sgd")
         if self.lora < 0:
             raise InputError(f"lora is {self.lora}; expected a rank, or 0 to train all weights")
         known("targets", self.targets, TARGETS)

@@ -25,6 +25,7 @@ from rasura.core.rng import Randomness, generator
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
+from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan
 from rasura.service_protections.service import Service
@@ -61,10 +62,14 @@ class Training:
         for parts in plan.parts.values():
             enough(parts, victim.model, self.rows)
         told = {k: v for k, v in asdict(plan).items() if k not in ("defenses", "seeds")}  # to which others may be added
+        asked, self.plan = plan, plan.with_noise_for(len(self.rows))
+        plan = self.plan
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(told))}
         self.about |= {"label_names": list(self.label_names)} if self.label_names else {}
-        for parts in plan.parts.values():
-            self._ledger(parts, ())
+        for text, parts in plan.parts.items():
+            planned = self._ledger(parts, ()).planned
+            if text not in asked.defenses and asked.target_epsilon is not None:
+                check_target(planned, asked.target_epsilon)
         self._claim()
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:

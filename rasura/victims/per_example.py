@@ -135,6 +135,28 @@ def as_one(update: Gradients) -> PerExample:
     return PerExample(lambda: update, lambda: iter([update]), 1, weighted)
 
 
+def in_parts(
+    model: nn.Module, inputs: Mapping[str, Tensor], size: int, most: int, *, mean: Callable[[], Gradients],
+    told: Callable[[float], None], expected: float | None = None,
+) -> PerExample:  # fmt: skip
+    """As ``per_example``, with at most ``most`` texts in memory at once: a batch of any size costs the memory of a part."""
+    starts = range(0, max(size, 1), most)
+
+    def parts() -> Iterator[PerExample]:
+        for start in starts:
+            some = {k: v[start : start + most] for k, v in inputs.items()}
+            yield per_example(model, some, min(most, size - start), mean=mean, told=told)
+
+    def weighted(weigh: Weigh) -> Gradients:
+        out: dict[str, Tensor] = {}
+        for part in parts():
+            for name, g in part.weighted(weigh).items():
+                out[name] = out[name] + g if name in out else g
+        return out
+
+    return PerExample(mean, lambda: (found for part in parts() for found in part.each()), size, weighted, expected)
+
+
 def per_example(
     model: nn.Module,
     inputs: Mapping[str, Tensor],

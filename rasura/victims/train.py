@@ -124,13 +124,18 @@ class FineTuning:
         self._resume()
         while not self.history.finished(self.recipe):
             loss = self._epoch(self.history.epoch)
-            figures = {"train_loss": loss, **self.evaluate(self.model)}
+            figures = {"train_loss": loss, **self.evaluate(self.model), **self._spent()}
             self._book(figures)
             if progress is not None:
                 progress(self.history.epoch, self.recipe.epochs, figures)
         if self.recipe.keep == "best" and self.history.best_epoch not in (0, self.history.epoch):
             self._put(load_file(str(self.folder / "best.safetensors")))
         return self.history
+
+    def _spent(self) -> dict[str, float]:
+        """Epsilon of the releases made so far, where there is a guarantee."""
+        found = None if self.ledger is None or self.ledger.formal is None else self.ledger.spent().epsilon
+        return {} if found is None else {"epsilon": found}
 
     def _epoch(self, epoch: int) -> float:
         losses = []

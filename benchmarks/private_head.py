@@ -1,0 +1,139 @@
+"""What a head learns privately: accuracy at target epsilons and without privacy, with a measured lower bound of epsilon.
+
+python benchmarks/private_head.py DATA/sst2.train.parquet DATA/sst2.validation.parquet
+
+A pooler and classifier (BERT's) are trained on MiniLM's frozen first states, computed once, through
+``rasura.protect_training`` with a target epsilon and noise from the operating system. Every setting has the same optimizer,
+rate and batch size. Of the training texts, ``--canaries`` carry the wrong label; each is trained on by a fair coin. The
+bound (Steinke, Nasr and Jagielski 2023) guesses the canaries with the lowest loss in and those with the highest out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+import rasura
+from rasura.accounting import one_run_bound
+from rasura.core.rng import derive, generator
+from rasura.data.text import encode, load_examples
+from rasura.metrics.intervals import mean_interval
+from rasura.victims.batching import joined, split
+from rasura.victims.loading import Victim, load
+
+
+class Head(nn.Module):
+    """BERT's pooler and classifier on given first states."""
+
+    def __init__(self, width: int, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive(seed, "head"))
+            self.pooler, self.classifier = nn.Linear(width, width), nn.Linear(width, 2)
+
+    def forward(self, states: Tensor, labels: Tensor) -> SequenceClassifierOutput:
+        """The loss and the logits ``(batch, 2)``."""
+        logits = self.classifier(torch.tanh(self.pooler(states)))
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def states(victim: Victim, source: str, limit: int | None, seed: int) -> tuple[Tensor, Tensor]:
+    """MiniLM's first state of each text ``(texts, width)``, and the labels; texts drawn at random, none twice."""
+    every = list({e.text: e for e in load_examples(source)}.values())
+    order = torch.randperm(len(every), generator=generator(seed, "texts"))[:limit].tolist()
+    rows = []
+    for start in range(0, len(order), 256):
+        some = [every[k] for k in order[start : start + 256]]
+        rows += split(encode(some, victim.tokenizer, "classification", max_length=64, num_labels=2, truncate=True))
+    by_length = sorted(range(len(rows)), key=lambda k: rows[k].input_ids.shape[1])
+    out: dict[int, Tensor] = {}
+    for start in range(0, len(rows), 128):
+        part = by_length[start : start + 128]
+        batch = joined([rows[k] for k in part], victim.vocabulary.pad_id or 0)
+        with torch.no_grad():
+            body: Any = victim.model.base_model
+            found = body(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state[:, 0]
+        out |= dict(zip(part, found.clone()))
+    return torch.stack([out[k] for k in range(len(rows))]), torch.tensor([int(r.labels[0]) for r in rows])
+
+
+def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Rows as the inputs of ``Head``."""
+    return {"states": torch.stack([s for s, _ in rows]), "labels": torch.stack([y for _, y in rows])}
+
+
+def trained(known: Tensor, labels: Tensor, target: float, options: Any, seed: int) -> tuple[nn.Module, float]:
+    """A head trained to ``target`` epsilon (0: without privacy), and the epsilon that the ledger counted."""
+    model: Any = Head(known.shape[1], seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
+    data = list(zip(known, labels))
+    rng = generator(seed, "order")
+    loader: Any = DataLoader(data, options.batch_size, shuffle=True, collate_fn=collate, generator=rng)  # type: ignore[arg-type]  # a list has a length
+    ledger = None
+    if target:
+        model, _, loader, ledger = rasura.protect_training(
+            model, optimizer, loader, f"dp-sgd:clip={options.clip}", epochs=options.epochs, target_epsilon=target
+        )
+    for _ in range(options.epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+    return model, 0.0 if ledger is None else ledger.epsilon
+
+
+def main() -> None:
+    """Train every setting from every seed and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data")
+    parser.add_argument("test")
+    parser.add_argument("--texts", type=int, default=10_000)
+    parser.add_argument("--canaries", type=int, default=400)
+    parser.add_argument("--guesses", type=int, default=200, help="canaries that the bound guesses, half of them in")
+    parser.add_argument("--targets", type=float, nargs="+", default=[3.0, 8.0, 0.0], help="0: no privacy")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=500)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--clip", type=float, default=1.0)
+    options = parser.parse_args()
+    start = time.process_time()
+    victim = load("minilm", "classification")
+    known, labels = states(victim, options.data, options.texts, 0)
+    test, truth = states(victim, options.test, None, 0)
+    majority = float(torch.bincount(truth).max() / len(truth))
+    print(f"{len(known)} texts, {options.canaries} of them canaries; tested on {len(test)}; majority class {majority:.3f}; "
+          f"{time.process_time() - start:.0f} s CPU so far", flush=True)  # fmt: skip
+    print("| target epsilon | counted | accuracy, mean | each seed | lower bounds of epsilon |\n|---|---|---|---|---|")
+    n = options.canaries
+    for target in options.targets:
+        right, bounds, counted = [], [], []
+        for seed in range(options.seeds):
+            inside = torch.rand(n, generator=generator(seed, "coins")) < 0.5
+            wrong = 1 - labels[:n]
+            kept = torch.cat([known[:n][inside], known[n:]]), torch.cat([wrong[inside], labels[n:]])
+            model, spent = trained(*kept, target, options, seed)
+            counted.append(spent)
+            with torch.no_grad():
+                said = model(states=test, labels=truth).logits
+                losses = nn.functional.cross_entropy(model(states=known[:n], labels=wrong).logits, wrong, reduction="none")
+            right.append(float((said.argmax(1) == truth).double().mean()))
+            order = losses.argsort()
+            half = options.guesses // 2
+            hits = int(inside[order[:half]].sum() + (~inside[order[-half:]]).sum())
+            bounds.append(one_run_bound(n, 2 * half, hits, 0.1 / len(kept[0]) if target else 0.0).epsilon)
+        mean, low, high = mean_interval(right) if len(right) > 1 else (right[0], np.nan, np.nan)
+        row = f"| {target or 'none'} | {max(counted) or '-'} | {mean:.3f} [{low:.3f}, {high:.3f}] |"
+        print(row, ", ".join(f"{r:.3f}" for r in right), "|", ", ".join(f"{b:.2f}" for b in bounds), "|", flush=True)
+    print(f"{time.process_time() - start:.0f} s CPU")
+
+
+if __name__ == "__main__":
+    main()
