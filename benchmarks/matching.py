@@ -4,8 +4,9 @@ python benchmarks/matching.py --candidates 1 8 16 32
 python benchmarks/matching.py --rows --candidates 1 2 8
 
 Explicit: one candidate at a time, every weight gradient formed. Both match the same parameters with squared L2. ``--rows``
-times the steps of LAMP and TAG. Their floor is the same candidates through the model and twice back, with nothing compared
-but the sums of squares of the factors, and for TAG the three products that L1 and its slopes need of every layer.
+times the steps of LAMP and TAG, also by hooks and autograd in place of written derivatives. One floor of them is four
+products with each layer's weights; another the same candidates through the model and twice back, with nothing compared but
+the sums of squares of the factors. TAG's third is the three products that L1 and its slopes need of every layer.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -120,7 +121,7 @@ def squared_l2(s: Setting, counts: list[int], repeats: int) -> None:
             ratio = median(b / a for a, b in pairs[1:])
             what = "step" if slope else "evaluation"
             print(f"K {count:3d}, {what}: {ours:.1f} ms against {theirs:.1f} ms a candidate, ratio {ratio:.1f}", flush=True)
-    s.model.double()
+    s = replace(s, factoriser=Factoriser(s.model.double(), list(s.observed)))
     e = s.candidates(2, rng).detach().double().requires_grad_(True)
     wish = {n: g.double() for n, g in s.observed.items()}
     (a, da), (b, db) = s.factored(e, Distance(wish, "l2"), True), s.explicit(e, wish, True)
@@ -133,6 +134,15 @@ def twice_back(s: Setting, e: Tensor) -> None:
     """The model and its gradient by the layers' outputs, and a gradient through both: what every step does at least."""
     squares = [f.delta.square().sum() + (0.0 if f.x is None else f.x.square().sum()) for f in s.factors(e, True).values()]
     torch.autograd.grad(torch.stack(squares).sum(), e)
+
+
+def layers(s: Setting, e: Tensor) -> None:
+    """Four products of each layer's weights with a vector a token: what a gradient and its slopes take at least."""
+    inputs = {width: torch.ones(len(e) * e.shape[2], width) for g in s.observed.values() for width in g.shape}
+    for weight in (s.model.get_parameter(n).detach() for n, g in s.observed.items() if g.dim() == 2):
+        for _ in range(2):
+            inputs[weight.shape[1]] @ weight.T
+            inputs[weight.shape[0]] @ weight
 
 
 def products(s: Setting, e: Tensor) -> None:
@@ -150,11 +160,17 @@ def sides(s: Setting, e: Tensor) -> dict[str, tuple[Callable[[], object], int]]:
     cosine, tag = Distance(s.observed, "cosine"), Distance(s.observed, "l2", alpha=ALPHA)
     table, ordinary = token_table(s.model, s.victim.vocabulary), ordinary_ids(s.victim.vocabulary)
     one = e.detach()[:1].clone().requires_grad_(True)
+    hooks = replace(s, factoriser=Factoriser(s.model, list(s.observed)))
+    hooks.factoriser.encoder = None
     return {
         "LAMP step": (lambda: s.factored(e, cosine, True), len(e)),
         "decoding": (lambda: nearest_tokens(e.detach(), table, ordinary, 1), len(e)),
         "LAMP candidate": (lambda: s.factored(e, cosine, False), len(e)),
         "TAG step": (lambda: s.factored(e, tag, True), len(e)),
+        "LAMP step by hooks": (lambda: hooks.factored(e, cosine, True), len(e)),
+        "LAMP candidate by hooks": (lambda: hooks.factored(e, cosine, False), len(e)),
+        "TAG step by hooks": (lambda: hooks.factored(e, tag, True), len(e)),
+        "floor of a step: four products a layer": (lambda: layers(s, e), len(e)),
         "floor of a step: twice back": (lambda: twice_back(s, e), len(e)),
         "floor of L1: three products": (lambda: products(s, e), len(e)),
         "explicit TAG step": (lambda: s.explicit(one, s.observed, True, ALPHA), 1),

@@ -139,8 +139,9 @@ class ImageSearch:
         for name, factor in factors.items():
             target, mask = self.observed[name], self.seen.visible.get(name)
             if mask is None:
-                squares.append(factor.square())
-                inners.append(factor.inner(target if factor.x is not None else target.flatten()))
+                square, inner = factor.moments(target if factor.x is not None else target.flatten())
+                squares.append(square)
+                inners.append(inner)
             elif factor.x is not None and factor.x.shape[1] == 1:
                 # Of rank one, so the masked entries need not be formed.
                 squares.append(((factor.delta.square() @ mask.to(target.dtype)) * factor.x.square()).sum((1, 2)))

@@ -14,12 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.attacks.updates.gradient_matching.by_hand import Encoder, by_hand, encoders
+from rasura.attacks.updates.gradient_matching.masks import Dropouts
 from rasura.core.rng import generator
 from rasura.core.updates import classified
 from rasura.victims.models import Linear, parts
 
 SKETCH = 16
 """Columns of the first try at a low rank."""
+
+SAME = 1e-3
+"""Relative difference up to which two gradients are the same: float32 leaves 1e-5 of those that are not all but zero."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,33 @@ def shortened(matrix: Tensor) -> Tensor | LowRank:
     return matrix
 
 
+class _Moments(torch.autograd.Function):
+    """Squared norms of ``delta^T x`` and inner products with ``left`` or ``left right^T``; differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, delta: Tensor, x: Tensor, left: Tensor | None, right: Tensor | None) -> tuple[Tensor, Tensor]:
+        by_delta, by_x = delta @ delta.mT, x @ x.mT
+        square = (by_delta * by_x).sum((1, 2))
+        if left is None:
+            ctx.save_for_backward(delta, x, by_delta, by_x, None, None, None, None)
+            return square, torch.zeros_like(square)
+        along = delta @ left
+        across = x if right is None else x @ right
+        ctx.save_for_backward(delta, x, by_delta, by_x, along, across, left, right)
+        return square, (along * across).sum((1, 2))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, square: Tensor, inner: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        delta, x, by_delta, by_x, along, across, left, right = ctx.saved_tensors
+        twice, once = 2 * square[:, None, None], inner[:, None, None]
+        if left is None:
+            return (by_x * twice) @ delta, (by_delta * twice) @ x, None, None
+        other = along * once if right is None else (along * once) @ right.T
+        slope = torch.baddbmm((across * once) @ left.T, by_x * twice, delta)
+        return slope, torch.baddbmm(other, by_delta * twice, x), None, None
+
+
 @dataclass(frozen=True)
 class Factor:
     """Factors of a gradient: ``delta`` ``(candidates, tokens, outputs)``, ``x`` ``(candidates, tokens, inputs)``.
@@ -60,19 +92,21 @@ class Factor:
 
     def square(self) -> Tensor:
         """Squared norm of each candidate's gradient, ``(candidates,)``."""
-        if self.x is None:
-            return self.delta.square().sum(1)
-        gram = self.delta @ self.delta.transpose(1, 2)
-        return (gram * (self.x @ self.x.transpose(1, 2))).sum((1, 2))
+        return self.moments(None)[0]
 
     def inner(self, observed: Tensor | LowRank) -> Tensor:
         """Inner product of each candidate's gradient with ``observed`` ``(outputs, inputs)``, ``(candidates,)``."""
-        if isinstance(observed, LowRank):
-            assert self.x is not None
-            return ((self.delta @ observed.left) * (self.x @ observed.right)).sum((1, 2))
+        return self.moments(observed)[1]
+
+    def moments(self, observed: Tensor | LowRank | None) -> tuple[Tensor, Tensor]:
+        """Squared norm of each candidate's gradient and its inner product with ``observed``, both ``(candidates,)``."""
         if self.x is None:
-            return self.delta @ observed
-        return ((self.delta @ observed) * self.x).sum((1, 2))
+            assert not isinstance(observed, LowRank)
+            square = self.delta.square().sum(1)
+            return square, torch.zeros_like(square) if observed is None else self.delta @ observed
+        left, right = (observed.left, observed.right) if isinstance(observed, LowRank) else (observed, None)
+        square, inner = _Moments.apply(self.delta, self.x, left, right)  # type: ignore[no-untyped-call]
+        return square, inner
 
     def explicit(self) -> Tensor:
         """The gradients themselves, ``(candidates, outputs, inputs)``: for objectives that need entries (L1, masks)."""
@@ -105,12 +139,24 @@ def layers(model: nn.Module, names: Sequence[str]) -> list[Layer]:
     return out
 
 
+@torch.no_grad()
+def _same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> bool:
+    """Whether two pairs of inputs and slopes ``(..., width)`` make the same gradient."""
+    a, b = (d.flatten(0, -2).T @ x.flatten(0, -2) for x, d in (one, other))
+    return float((a - b).norm()) <= SAME * float(a.norm())
+
+
 class Factoriser:
-    """Computes the factors of the loss gradient of candidates, for the parameters ``names`` of ``model``."""
+    """Computes the factors of the loss gradient of candidates, for the parameters ``names`` of ``model``.
+
+    By derivatives that are written out (``by_hand``) where the model allows it and no dropout is in play, else by hooks and
+    autograd. The weights are those that the model had when this was made.
+    """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.model = model
         self.layers = layers(model, names)
+        self.encoder = self._encoder()
 
     @property
     def names(self) -> list[str]:
@@ -132,6 +178,31 @@ class Factoriser:
         to losses ``(candidates,)``. ``graph``: keep the graph, for a gradient by ``e``.
         """
         count, batch, length, _ = e.shape
+        texts, rows = e.flatten(0, 1), mask.expand(count, batch, length).reshape(-1, length)
+
+        def losses(logits: Tensor) -> Tensor:
+            return loss(logits.reshape(count, batch, -1))
+
+        if self.encoder is None or self.model.training or Dropouts.entered:
+            found = self._by_hooks(texts, rows, losses, graph)
+        else:
+            whole = any(layer.module == self.encoder.names.first for layer in self.layers)
+            found = by_hand(self.encoder, texts, rows, losses, graph=graph, whole=whole)
+        out: dict[str, Factor] = {}
+        for layer in self.layers:
+            if layer.module not in found:
+                continue
+            x, d = (t.reshape(count, -1, t.shape[-1]) for t in found[layer.module])
+            if layer.weight is not None:
+                out[layer.weight] = Factor(d, x) if layer.linear is not None else Factor((d * x).sum(1), None)
+            if layer.bias is not None:
+                out[layer.bias] = Factor(d.sum(1), None)
+        return out
+
+    def _by_hooks(
+        self, e: Tensor, mask: Tensor, loss: Callable[[Tensor], Tensor], graph: bool
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """By module: its input, of a norm the normalised one, and the slope of ``loss`` by its output."""
         kept: dict[str, tuple[Tensor, Tensor]] = {}
 
         def hook(name: str) -> Any:
@@ -142,26 +213,34 @@ class Factoriser:
 
         handles = [self.model.get_submodule(s.module).register_forward_hook(hook(s.module)) for s in self.layers]
         try:
-            rows = mask.expand(count, batch, length).reshape(-1, length)
-            logits = classified(self.model, e.reshape(count * batch, length, -1), rows)
+            logits = classified(self.model, e, mask)
         finally:
             for handle in handles:
                 handle.remove()
-        total = loss(logits.reshape(count, batch, -1)).sum()
         used = [s for s in self.layers if s.module in kept]
-        deltas = torch.autograd.grad(total, [kept[s.module][1] for s in used], create_graph=graph, allow_unused=True)
-        out: dict[str, Factor] = {}
-        for layer, delta in zip(used, deltas):
+        outputs = [kept[s.module][1] for s in used]
+        slopes = torch.autograd.grad(loss(logits).sum(), outputs, create_graph=graph, allow_unused=True)
+        found = {}
+        for layer, slope in zip(used, slopes):
             x, y = kept[layer.module]
-            d = torch.zeros_like(y) if delta is None else delta
-            d, x = d.reshape(count, -1, d.shape[-1]), x.reshape(count, -1, x.shape[-1])
-            if layer.weight is not None:
-                if layer.linear is not None:
-                    out[layer.weight] = Factor(d, x)
-                else:
-                    module = self.model.get_submodule(layer.module)
-                    eps: float = module.eps  # type: ignore[assignment]  # a LayerNorm
-                    out[layer.weight] = Factor((d * nn.functional.layer_norm(x, x.shape[-1:], eps=eps)).sum(1), None)
-            if layer.bias is not None:
-                out[layer.bias] = Factor(d.sum(1), None)
-        return out
+            if layer.linear is None:
+                eps: float = self.model.get_submodule(layer.module).eps  # type: ignore[assignment]  # a LayerNorm
+                x = nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
+            found[layer.module] = (x, torch.zeros_like(y) if slope is None else slope)
+        return found
+
+    def _encoder(self) -> Encoder | None:
+        """The model's weights for ``by_hand``, where both ways give the same gradients of two short texts."""
+        wanted, length = {layer.module for layer in self.layers}, 6
+        weight = self.model.get_parameter(parts(self.model).word_embedding)
+        e = float(weight.detach().std()) * torch.randn(2, length, weight.shape[1], generator=generator(0)).to(weight)
+        mask = torch.tensor([[1] * length, [1] * (length - 2) + [0] * 2])
+
+        def loss(logits: Tensor) -> Tensor:
+            return logits.square().sum(-1) + logits[:, 0]
+
+        for encoder in encoders(self.model, wanted):
+            ways = self._by_hooks(e.requires_grad_(True), mask, loss, False), by_hand(encoder, e, mask, loss, graph=False)
+            if all(_same(pair, ways[1][module]) for module, pair in ways[0].items()):
+                return encoder
+        return None

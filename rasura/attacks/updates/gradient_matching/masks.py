@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,23 @@ class Dropouts(TorchFunctionMode):
     """Inside the block, every call of ``F.dropout`` is answered by ``answer(number of the call, input)``.
 
     Modules and functions alike come by here (models of transformers 5 drop attention weights by the function), in eval mode
-    too.
+    too. ``entered``: how many such blocks are open.
     """
+
+    entered: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        Dropouts.entered += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Dropouts.entered -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if f is not nn.functional.dropout:

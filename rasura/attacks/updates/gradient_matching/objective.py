@@ -72,32 +72,41 @@ class Distance:
     def __call__(self, factors: Mapping[str, Factor]) -> Tensor:
         """The distance of each candidate, ``(candidates,)``."""
         used = {n: f for n, f in factors.items() if n in self.observed}
-        found = {n: self._moments(n, f) for n, f in used.items()}
+        square, inner = self._moments(used)
+        sizes = torch.stack([self.squares[n] for n in used])[:, None]
+        if self.kind == "angle":
+            return 1 - inner.sum(0) / (square.sum(0) * sum(self.squares.values())).clamp_min(1e-30).sqrt()
+        if self.kind == "cosine":
+            return (1 - inner / (square * sizes).clamp_min(1e-30).sqrt()).mean(0)
         scale: Tensor | None = None
         if self.norm is not None:
-            whole = torch.stack([square for square, _ in found.values()]).sum(0).clamp_min(1e-30)
-            scale = (self.norm / whole.sqrt()).clamp_max(1.0)
-        if self.kind == "angle":
-            square = torch.stack([m[0] for m in found.values()]).sum(0)
-            inner = torch.stack([m[1] for m in found.values()]).sum(0)
-            return 1 - inner / (square * sum(self.squares.values())).clamp_min(1e-30).sqrt()
-        terms = [self._term(n, *moments, scale) for n, moments in found.items()]
-        if self.alpha and self.kind != "cosine":
-            terms += [self.alpha * self.scales[n] * self._deviations(n, f, scale) for n, f in used.items()]
-        total = torch.stack(terms).sum(0)
-        return total / len(terms) if self.kind == "cosine" else total
-
-    def _term(self, name: str, square: Tensor, inner: Tensor, scale: Tensor | None) -> Tensor:
-        size = self.squares[name]
-        if self.kind == "cosine":
-            return 1 - inner / (square * size).clamp_min(1e-30).sqrt()
-        if scale is not None:
+            scale = (self.norm / square.sum(0).clamp_min(1e-30).sqrt()).clamp_max(1.0)
             square, inner = scale * scale * square, scale * inner
-        out = square - 2 * inner + size
+        terms = square - 2 * inner + sizes
         if self.kind == "norm":
             # The root of what rounding leaves has no slope to follow.
-            out = out.clamp_min(1e-12 * float(size) + 1e-30).sqrt()
-        return out
+            terms = torch.maximum(terms, 1e-12 * sizes + 1e-30).sqrt()
+        total = terms.sum(0)
+        for n, f in used.items() if self.alpha else ():
+            total = total + self.alpha * self.scales[n] * self._deviations(n, f, scale)
+        return total
+
+    def _moments(self, factors: Mapping[str, Factor]) -> tuple[Tensor, Tensor]:
+        """Squared norms of each candidate's gradients, and inner products with the observed ones; ``(parameters,
+        candidates)``. Vectors of one width are one stack."""
+        found = {n: self._shown_moments(n, f) for n, f in factors.items() if n in self.shown}
+        widths: dict[int, list[str]] = {}
+        for n, f in factors.items():
+            if n not in self.shown and f.x is None:
+                widths.setdefault(f.delta.shape[1], []).append(n)
+            elif n not in self.shown:
+                found[n] = f.moments(self.short[n])
+        for names in widths.values():
+            own = torch.stack([factors[n].delta for n in names])
+            goal = torch.stack([self.observed[n] for n in names])[:, None]
+            found |= dict(zip(names, zip(own.square().sum(-1), (own * goal).sum(-1))))
+        square, inner = (torch.stack([found[n][k] for n in factors]) for k in (0, 1))
+        return square, inner
 
     def _drawn(self, name: str, factor: Factor) -> Factor:
         """``factor`` of the rows and columns that are evaluated."""
@@ -106,10 +115,8 @@ class Distance:
         rows, columns = self.parts[name]
         return Factor(factor.delta[:, :, rows], factor.x[:, :, columns])
 
-    def _moments(self, name: str, factor: Factor) -> tuple[Tensor, Tensor]:
-        """Squared norm of each candidate's gradient, and its inner product with the observed one."""
-        if name not in self.shown:
-            return factor.square(), factor.inner(self.short[name])
+    def _shown_moments(self, name: str, factor: Factor) -> tuple[Tensor, Tensor]:
+        """The same for a parameter of which only some entries are visible, ``(candidates,)``."""
         part, mask, up = self._drawn(name, factor), self.shown[name], self.scales[name]
         square = (part.delta * mask).square().sum(1) if part.x is None else squares(part.delta, part.x, mask)
         return up * square, up * part.inner(self.targets[name])
