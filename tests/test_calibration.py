@@ -18,6 +18,7 @@ from rasura.core.run_store import RunStore
 from rasura.registry import family, parse_defense, strengths
 from rasura.report.commands import applied
 from rasura.report.page import write_report
+from rasura.report.template import spaced
 from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration, calibrate
 from rasura.runs.calibration_plan import CalibrationPlan
@@ -125,7 +126,7 @@ def test_the_page_says_it_and_fetches_nothing(done: tuple[Path, dict[str, Any]])
     folder, result = done
     html = write_report(folder).read_text()
     for f in result["families"]:
-        assert f"<strong>{f['setting']}</strong>" in html
+        assert f"<strong>{spaced(f['setting'])}</strong>" in html
     assert html.count('class="ring"') == 1 and "stroke-dasharray" in html and "no formal guarantee" in html
     assert not re.search(r"""(?:src|href)=["'](?!#)|url\(|@import|https?://""", html) and "<script" not in html
     assert not any(n in html.lower() for n in ("w11 ", "w20")), "it shows no text"

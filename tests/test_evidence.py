@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -16,6 +13,7 @@ from typing import Any
 import pytest
 import typer
 from audit_setting import TEXTS, model_folder, plan_for
+from browser_setting import BREAKS, axe, in_browser
 from rows import GUESS, MANY, READ, column, record
 
 from rasura.cli import app
@@ -163,7 +161,7 @@ def test_each_protection_says_what_it_is_and_what_it_costs() -> None:
         costs["guarantee"].startswith("(epsilon, delta)-differential privacy") and "was not computed" in costs["guarantee"]
     )
     places = plot((base, dp), found)
-    assert places["dots"]["none"][0] == 100 and places["target"] == pytest.approx(100 * (GUESS + 0.1))
+    assert places["lines"][0]["dot"][0] == 100 and places["target"] == pytest.approx(100 * (GUESS + 0.1))
     assert places["band"][0] < 100 * GUESS < places["band"][1]
 
 
@@ -247,68 +245,20 @@ def test_the_page_links_a_page_for_each_note(run: Path) -> None:
         assert all(attack in note for attack in ("embedding-rows", "span"))
 
 
-BREAKS = """
-const broken = [], range = document.createRange();
-for (const walk = document.createTreeWalker(document.querySelector("main"), NodeFilter.SHOW_TEXT); walk.nextNode();) {
-  const node = walk.currentNode;
-  if (node.parentElement.closest("details:not([open]), svg")) continue;
-  for (const word of node.data.matchAll(/[A-Za-z]+/g)) {
-    range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);
-    if (new Set([...range.getClientRects()].map(r => Math.round(r.top))).size > 1) broken.push(word[0]);
-  }
-}
-const told = document.createElement("p");
-told.textContent = "BROKEN" + JSON.stringify({broken, wide: document.documentElement.scrollWidth - innerWidth}) + "END";
-document.body.append(told);
-"""
-
-
-def in_browser(page: Path, folder: Path, script: str, *, width: int = 1280, dark: bool = False) -> str:
-    """What Chromium makes of ``page`` after ``script``. Headless windows have a least width, so the page is in a frame."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no Chromium on this machine")
-    (folder / "inner.html").write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
-    (folder / "frame.html").write_text(
-        f'<iframe id="f" src="inner.html" style="width:{width}px;height:900px;border:0"></iframe><pre id="o"></pre><script>'
-        "f.onload = () => setTimeout("
-        "() => o.textContent = f.contentDocument.body.lastElementChild.textContent, 2500)</script>"
-    )
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    flags += "--disable-component-update --disable-sync --allow-file-access-from-files --virtual-time-budget=9000"
-    mode = ["--blink-settings=preferredColorScheme=0"] * dark
-    done = subprocess.run(
-        [browser, *flags.split(), *mode, f"--user-data-dir={folder / 'profile'}", "--dump-dom",
-         (folder / "frame.html").as_uri()],
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    return done.stdout
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize("name", ["report.html", "notes/1.html"])
-def test_nothing_breaks_mid_word(run: Path, tmp_path: Path, name: str, width: int) -> None:
+def test_nothing_breaks_mid_word(run: Path, tmp_path: Path) -> None:
     write_report(run)
-    shown = in_browser(run / name, tmp_path, BREAKS, width=width)
-    found = json.loads(re.search(r'<pre id="o">BROKEN(.*)END</pre>', shown)[1])  # type: ignore[index]
-    assert found["broken"] == [] and found["wide"] <= 0
+    pages = {"report": (run / "report.html").read_text(), "note": (run / "notes" / "1.html").read_text()}
+    for found in in_browser(pages, tmp_path, BREAKS, widths=(1280, 390)).values():
+        assert found["broken"] == [] and found["wide"] <= 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.parametrize("name", ["report.html", "notes/1.html"])
-def test_axe_finds_no_violation(run: Path, tmp_path: Path, name: str, dark: bool) -> None:
-    axe = pytest.importorskip("axe_core_python")
+def test_axe_finds_no_violation(run: Path, tmp_path: Path, dark: bool) -> None:
     write_report(run)
-    source = (Path(axe.__path__[0]) / "axe.min.js").read_text()
-    script = (
-        source + "; axe.run(document).then(r => { const told = document.createElement('p'); told.textContent = 'AXE' + "
-        "JSON.stringify([r.violations.map(v => [v.id, v.nodes[0].target]), r.passes.length]) + 'END';"
-        " document.body.append(told); })"
-    )
-    shown = in_browser(run / name, tmp_path, script, dark=dark)
-    violations, passes = json.loads(re.search(r'<pre id="o">AXE(.*)END</pre>', shown)[1])  # type: ignore[index]
-    assert violations == [] and passes > 15
+    pages = {"report": (run / "report.html").read_text(), "note": (run / "notes" / "1.html").read_text()}
+    for violations, passes in in_browser(pages, tmp_path, axe(), dark=dark).values():
+        assert violations == [] and passes > 15
 
 
 def test_a_run_without_any_record_makes_a_page() -> None:

@@ -234,7 +234,7 @@ def test_the_command_says_what_it_found_and_writes_the_page(tmp_path: Path, mode
     assert "Asked about 30 texts that the model was trained on and 30 other texts, the best attack (" in said
     assert "permits an AUC of at most 0.881" in said and "length separates members from others with AUC" in said
     page = (tmp_path / "run" / "report.html").read_text()
-    assert page.count("<polyline") == 4 and "http" not in page and "others taken for members" in page
+    assert page.count("<polyline") == 4 and "://" not in page and "others taken for members" in page
     records = [json.loads(line) for line in (tmp_path / "run" / "records.jsonl").read_text().splitlines()]
     assert {r["attack"] for r in records} == {"blind", "loss", "rmia"}
     assert all({"auc", "tpr@0.1", "leakage", "largest_leakage"} == set(r["scores"]) for r in records)

@@ -113,7 +113,7 @@ def test_the_page_has_guessing_beside_each_figure_and_names_its_limits() -> None
     page = " ".join(render([*STOPPED, record("mlc", HIDDEN, None, status="crashed")], PLAN).split())
     assert "Of 60 notes sent with no protection, the operator of the service read back 100 % " in page
     assert page.count("guessing 10.0") == 5 and "Guessing without looking at the data sent (blind): 10 %" in page
-    assert "<strong>mlc</strong> behind obfuslm:k=4: it crashed" in page
+    assert 'mlc behind obfuslm:k=4: <span lang="en">it crashed</span>' in page
     assert "the intervals do not cover variation between keys" in page and "honest" not in page
     assert "Not in this run: --defense" not in page and "update" not in page.partition("<main>")[2]
     trained = [record("knn", HIDDEN, 1.0, update="trained")]

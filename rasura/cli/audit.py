@@ -20,6 +20,7 @@ from rasura.cli.shared import (
     Out,
     PairColumn,
     Reference,
+    ReportLanguage,
     Source,
     StepDevice,
     TextColumn,
@@ -78,6 +79,7 @@ def audit(
     sarif: Sarif = None,
     mlflow: Mlflow = None,
     wandb: Wandb = None,
+    report_language: ReportLanguage = "en",
     folder: Out = Path("runs/audit"),
     device: StepDevice = "auto",
     engine: Engine = "local",
@@ -96,7 +98,7 @@ def audit(
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
     _check_run(engine, address, workers)
-    ending = Ending(fail_above, as_json, junit, sarif, mlflow, wandb).checked()
+    ending = Ending(fail_above, as_json, junit, sarif, mlflow, wandb, report_language).checked()
     given = _given(
         data=file, texts=tuple(text) if text else None, reference=reference, language_model=language_model,
         entries=entries, model=model, task=task, attacks=split(attack), defenses=split(defense), updates=split(update),
@@ -226,17 +228,20 @@ def report(
     dpia: Annotated[
         Path | None, typer.Option(help="also write the section of an impact assessment to this file, .docx or .md")
     ] = None,
+    report_language: ReportLanguage = "en",
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
 ) -> None:
-    """Write report.html for a finished or interrupted audit of updates, of a model service or of a trained model.
+    """Write report.html for a finished or interrupted audit, calibration, membership run or training.
 
-    Example: rasura report runs/audit
+    Example: rasura report runs/audit --language de
     """
     from rasura.report.page import write_dpia, write_report
 
-    path = write_report(folder, show_text=show_text)
+    path = write_report(folder, show_text=show_text, language=report_language)
     if dpia is not None:
-        say(f"impact assessment: {write_dpia(folder, dpia)}", to=err)
+        say(f"impact assessment: {write_dpia(folder, dpia, report_language)}", to=err)
+    if as_json and not (folder / "summary.json").is_file():
+        raise InputError(f"{folder} holds trainings, which have no summary; see the file result.json of each")
     if as_json:
         sys.stdout.write((folder / "summary.json").read_text(encoding="utf-8"))
     else:

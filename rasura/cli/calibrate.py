@@ -22,6 +22,7 @@ from rasura.cli.shared import (
     Out,
     PairColumn,
     Reference,
+    ReportLanguage,
     Seeds,
     Source,
     StepDevice,
@@ -88,6 +89,7 @@ def calibrate(
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
+    report_language: ReportLanguage = "en",
     as_json: AsJson = False,
 ) -> None:
     """Find the weakest protection that keeps the attacks below a target fraction, and measure its cost.
@@ -112,7 +114,7 @@ def calibrate(
     recipe = Recipe(epochs, train_batch_size, learning_rate, patience=epochs, seed=seed)
     metric = risk or ("ssim" if task == "vision" else "rougeL")
     wanted = CalibrationPlan(plan, metric, at_most, steps, utility, train, test, train_limit, recipe)
-    run_calibration(wanted, folder, device_named(device), as_json)
+    run_calibration(wanted, folder, device_named(device), as_json, report_language)
 
 
 def _attacks(named: str | None, defense: str, task: str) -> tuple[str, ...]:
@@ -125,14 +127,17 @@ def _attacks(named: str | None, defense: str, task: str) -> tuple[str, ...]:
     return split(named) or tuple(dict.fromkeys(("embedding-rows", "span", *knowing)))
 
 
-def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> None:
-    """Run ``wanted``, a ``CalibrationPlan``, into ``folder``; print the result and write the report."""
+def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool, language: str = "en") -> None:
+    """Run ``wanted``, a ``CalibrationPlan``, into ``folder``; print the result and write the report in ``language``."""
+    from rasura.core.options import known
     from rasura.report.calibration import REACHED
     from rasura.report.commands import applied
     from rasura.report.head import duration
+    from rasura.report.language import LANGUAGES
     from rasura.report.page import write_report
     from rasura.runs.calibration import Calibration
 
+    known("language", language, LANGUAGES)
     with err.status("loading the model and the data"):
         prepared = Calibration(wanted, folder, device=device)
     say(
@@ -145,7 +150,7 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool) -> No
     with watched(close=prepared.close) as bar:
         line = bar.add_task("", total=None)
         result = prepared.run(lambda c: bar.update(line, description=f"{c.attack} / {c.defense}"))
-    path = write_report(folder)
+    path = write_report(folder, language=language)
     found = [f["setting"] for f in result["families"] if f["status"] in REACHED]
     apply = {setting: applied(setting, wanted.plan.canonical()) for setting in found}
     if as_json:

@@ -17,6 +17,7 @@ from rasura.cli.shared import (
     Optimizer,
     Out,
     PairColumn,
+    ReportLanguage,
     TextColumn,
     Truncate,
     app,
@@ -63,6 +64,7 @@ def membership(
     text_column: TextColumn = None,
     pair_column: PairColumn = None,
     label_column: LabelColumn = None,
+    report_language: ReportLanguage = "en",
     as_json: Annotated[bool, typer.Option("--json", help="print the records as JSON")] = False,
 ) -> None:
     """Measure how well an adversary with query access to a trained model can tell which texts it was trained on.
@@ -70,6 +72,7 @@ def membership(
     Example: rasura membership my-adapter --members train.jsonl --non-members other.jsonl
     """
     from rasura.core.options import known
+    from rasura.report.language import LANGUAGES
     from rasura.runs.membership_plan import MembershipPlan
     from rasura.victims.recipe import Recipe
 
@@ -83,7 +86,8 @@ def membership(
         model, members, non_members, rows, base, task, split(attack), reference, defense, shadow_models,
         rates, epsilon, delta, limit, num_labels, truncate, max_length, text_column, pair_column, label_column, recipe,
     )  # fmt: skip
-    told(plan, folder, device_named(device), as_json)
+    known("language", report_language, LANGUAGES)
+    told(plan, folder, device_named(device), as_json, report_language)
 
 
 def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
@@ -103,13 +107,13 @@ def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:
         return prepared.identity, list(store)
 
 
-def told(plan: Any, folder: Path, device: str, as_json: bool) -> None:
-    """Run ``plan``, a ``MembershipPlan``, into ``folder``; print the results and write the report."""
+def told(plan: Any, folder: Path, device: str, as_json: bool, language: str = "en") -> None:
+    """Run ``plan``, a ``MembershipPlan``, into ``folder``; print the results and write the report in ``language``."""
     from rasura.report.membership import membership_findings
     from rasura.report.page import write_report
 
     identity, records = judged(plan, folder, device)
-    path = write_report(folder)
+    path = write_report(folder, language=language)
     if as_json:
         sys.stdout.write(json.dumps(records, ensure_ascii=False) + "\n")
         return

@@ -29,12 +29,17 @@ class Ending:
     sarif: Path | None = None
     mlflow: str | None = None
     wandb: str | None = None
+    language: str = "en"
 
     def checked(self) -> Ending:
-        """This ending. Raises ``InputError`` if the limit is wrong or a tracker is not installed, before anything runs."""
+        """This ending. Raises ``InputError`` if the limit or the language is wrong or a tracker is not installed, before
+        anything runs."""
+        from rasura.core.options import known
         from rasura.integrations import trackers
         from rasura.report.gate import checked_limit
+        from rasura.report.language import LANGUAGES
 
+        known("language", self.language, LANGUAGES)
         if self.fail_above is not None:
             checked_limit(self.fail_above)
         for tracker in self.trackers:
@@ -58,7 +63,7 @@ def conclude(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, 
     from rasura.report.page import found_in, write_report
     from rasura.report.terminal import summary
 
-    path = write_report(folder, show_text=plan["show_text"])
+    path = write_report(folder, show_text=plan["show_text"], language=ending.language)
     found = found_in(records, plan)
     judged = None if ending.fail_above is None else gate(found.verdicts, ending.fail_above)
     if ending.as_json:

@@ -36,7 +36,8 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Statement": ("unit", "per"),
     "Run": ("seeds", "seed", "device", "engine", "address", "workers", "cells"),
-    "Output": ("folder", "fail_above", "junit", "sarif", "mlflow", "wandb", "show_text", "results", "dpia", "as_json"),
+    "Output": ("folder", "fail_above", "junit", "sarif", "mlflow", "wandb", "show_text", "results", "dpia",
+        "report_language", "as_json"),
 }  # fmt: skip
 """The panels in the order of the help, each with its parameters."""
 

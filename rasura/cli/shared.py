@@ -50,6 +50,7 @@ TextTask = Annotated[str, typer.Option(help="classification or causal")]
 Out = Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")]
 Device = Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")]
 StepDevice = Annotated[str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")]
+ReportLanguage = Annotated[str, typer.Option("--language", help="language of the report: en, de or fr")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 
 

@@ -245,7 +245,9 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
     if as_json:
         sys.stdout.write(json.dumps(results) + "\n")
         return results
+    from rasura.core.errors import MissingExtra
     from rasura.metrics.learned import accuracy_interval, unlearned
+    from rasura.report.page import write_report
 
     names = list(results[0]["after"])
     table = Table(Column("defense", overflow="fold"), "seed", *names, "before", "epochs")
@@ -266,4 +268,8 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
         markup=False,
         soft_wrap=True,
     )
+    try:
+        say(f"report: {write_report(training.folder)}")
+    except MissingExtra as missing:  # the trainings are stored
+        say(str(missing), to=err)
     return results

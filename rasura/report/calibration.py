@@ -8,10 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
+from rasura.report.commands import applied
+from rasura.report.head import Made, duration, machine, origin, settings
+from rasura.report.language import number, recorded, tell
 from rasura.report.template import COLOURS, filled
 
 REACHED = ("found", "no need")
 """Outcomes of a protection whose setting meets the target."""
+
+WORDS = {
+    "found": "holds", "no need": "no protection needed", "unreached": "target missed", "not verified": "not verified",
+    "not measured": "not measured",
+}  # fmt: skip
+"""What is said of a protection, by the status of its search."""
 
 NEAR = 13
 """Smallest distance between two labels of a plot."""
@@ -29,59 +38,73 @@ def finished(folder: str | Path) -> dict[str, Any]:
 def share(level: Mapping[str, Any] | None) -> str:
     """A level in percent, with its interval and n."""
     if level is None:
-        return "not measured"
-    return f"{100 * level['mean']:.1f} % ({100 * level['low']:.1f} to {100 * level['high']:.1f}), n = {level['n']}"
+        return tell("not measured")
+    mean, low, high = (100 * level[end] for end in ("mean", "low", "high"))
+    return tell("{mean:.1f} % ({low:.1f} to {high:.1f}), n = {n}", mean=mean, low=low, high=high, n=level["n"])
 
 
 def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """What was found for one protection, in a sentence."""
-    target, name = f"{100 * result['at_most']:.3g} %", part["family"]
+    target, name = f"{number(100 * result['at_most'], '.3g')} %", part["family"]
     if part["status"] in REACHED:
-        again = part["verification"]
-        head = "no protection is needed" if part["status"] == "no need" else "the weakest setting that holds"
-        says = (
-            f"Use {part['setting']}, {head}: {result['risk']} {share(part['chosen']['risk'])} by {_by(part['chosen'])}, the "
-            f"interval ends at or below {target}. Afresh ({again['on']}): {share(again['risk'])}."
-        )
-        if part["not_verified"]:
-            weaker = ", ".join(f["setting"] for f in part["not_verified"])
-            says += f" Weaker settings held at first and not afresh: {weaker}."
-        return says
+        return _reached(part, str(result["risk"]), target)
     if part["status"] == "not verified":
         last = part["not_verified"][-1]
-        why = "; ".join([*([f"the risk was {share(last['risk'])}"] if last["risk"] else []), *last["reasons"]])
-        why = why or "nothing was scored"
-        return f"{name}: what held at first did not afresh; at {last['setting']} {why}, the target is {target}."
+        risk = [tell("the risk was {risk}", risk=share(last["risk"]))] if last["risk"] else []
+        return tell(
+            "{name}: what held at first did not afresh; at {setting} {why}, the target is {target}.", name=name,
+            setting=last["setting"], why="; ".join([*risk, *last["reasons"]]) or tell("nothing was scored"), target=target,
+        )  # fmt: skip
     measured = [p for p in part["points"] if p["risk"]]
     if part["status"] == "not measured" and part["unjudged"]:
         return f"{name}: {'; '.join(part['unjudged'])}."
     if not measured:
         reasons = sorted({r for p in part["points"] for r in p["reasons"]})
-        return f"{name}: could not be measured ({'; '.join(reasons[:2]) or 'no attack applies'})."
+        why = "; ".join(reasons[:2]) or tell("no attack applies")
+        return tell("{name}: could not be measured ({why}).", name=name, why=why)
     best = min(measured, key=lambda p: p["risk"]["high"])
-    says = (
-        f"no setting of {name} keeps the upper bound of {result['risk']} at or below {target}: {best['setting']} reached "
-        f"{share(best['risk'])} by {_by(best)}."
-    )
+    says = tell(
+        "no setting of {name} keeps the upper bound of {metric} at or below {target}: {setting} reached {risk} by {by}.",
+        name=name, metric=result["risk"], target=target, setting=best["setting"], risk=share(best["risk"]), by=_by(best),
+    )  # fmt: skip
     beyond = part["points"][-1]
     if beyond["risk"] is None:
-        says += f" At {beyond['setting']} no attack could be tried ({'; '.join(beyond['reasons'][:1])}): nothing is known."
+        why = "; ".join(beyond["reasons"][:1])
+        says += " " + tell(
+            "At {setting} no attack could be tried ({why}): nothing is known.", setting=beyond["setting"], why=why
+        )
+    return says
+
+
+def _reached(part: Mapping[str, Any], metric: str, target: str) -> str:
+    again, held = part["verification"], tell("the weakest setting that holds")
+    says = tell(
+        "Use {setting}, {head}: {metric} {risk} by {by}, the interval ends at or below {target}. Afresh ({on}): {again}.",
+        setting=part["setting"], head=tell("no protection is needed") if part["status"] == "no need" else held,
+        metric=metric, risk=share(part["chosen"]["risk"]), by=_by(part["chosen"]), target=target, on=recorded(again["on"]),
+        again=share(again["risk"]),
+    )  # fmt: skip
+    if part["not_verified"]:
+        weaker = ", ".join(f["setting"] for f in part["not_verified"])
+        says += " " + tell("Weaker settings held at first and not afresh: {weaker}.", weaker=weaker)
     return says
 
 
 def _by(point: Mapping[str, Any]) -> str:
-    return "guessing alone" if point["risk"]["attack"] == "blind" else str(point["risk"]["attack"])
+    return tell("guessing alone") if point["risk"]["attack"] == "blind" else str(point["risk"]["attack"])
 
 
 def recommendation(result: Mapping[str, Any]) -> str:
     """One sentence for all protections together: what to use, or what was reached."""
     good = [f for f in result["families"] if f["status"] in REACHED]
     if not good:
-        return "No protection can be recommended. " + " ".join(outcome(f, result) for f in result["families"])
+        said = " ".join(outcome(f, result) for f in result["families"])
+        return f"{tell('No protection can be recommended.')} {said}"
     says = " ".join(outcome(f, result) for f in good)
     if len(good) > 1 and all((f.get("utility") or {}).get("cost") is not None for f in good):
         cheapest = min(good, key=lambda f: f["utility"]["cost"])
-        says += f" Of these, {cheapest['setting']} costs least {cheapest['utility']['metric']}."
+        metric = cheapest["utility"]["metric"]
+        says += " " + tell("Of these, {setting} costs least {metric}.", setting=cheapest["setting"], metric=metric)
     return says
 
 
@@ -89,15 +112,15 @@ def cost(part: Mapping[str, Any], *, short: bool = False) -> str:
     """What the setting costs in utility."""
     found = part.get("utility")
     if found is None:
-        return "not measured"
+        return tell("not measured")
     if "reason" in found:
-        return f"not measured: {found['reason']}"
+        return tell("not measured: {reason}", reason=found["reason"])
     if short:
-        return f"{found['cost']:+.3f} {found['metric']}"
-    return (
-        f"{found['metric']} {found['behind']:.3f} behind it, {found['without']:.3f} behind {found['reference']}, "
-        f"{found['untrained']:.3f} untrained ({found['n']} texts, {found['n_train']} trained on)"
-    )
+        return f"{number(found['cost'], '+.3f')} {found['metric']}"
+    return tell(
+        "{metric} {behind:.3f} behind it, {without:.3f} behind {reference}, {untrained:.3f} untrained ({n} texts, {n_train} "
+        "trained on)", **{k: found[k] for k in ("metric", "behind", "without", "reference", "untrained", "n", "n_train")},
+    )  # fmt: skip
 
 
 def promise(part: Mapping[str, Any]) -> str:
@@ -107,15 +130,26 @@ def promise(part: Mapping[str, Any]) -> str:
         return "–"
     if found.get("epsilon") is None:
         return str(found["statement"])
-    return f"{found['statement']} ({found['examples']} texts, {found['batch_size']} a step, noise from the operating system)"
+    return tell(
+        "{statement} ({examples} texts, {size} a step, noise from the operating system)", statement=found["statement"],
+        examples=found["examples"], size=found["batch_size"],
+    )  # fmt: skip
 
 
 def _yardstick(y: Mapping[str, Any]) -> str:
-    rank = "" if y["spearman"] is None else f", rank correlation {y['spearman']:+.2f}"
-    if y["well_behaved"]:
-        end = "and reaches the guessing baseline" if y["bottom"] else "and does not reach the guessing baseline"
-        return f"{y['attack']}: a reliable yardstick: risk falls with protection {end}{rank}"
-    return f"{y['attack']}: not a reliable yardstick: {y['why']}{rank}"
+    rank = "" if y["spearman"] is None else tell(", rank correlation {rank:+.2f}", rank=float(y["spearman"]))
+    if not y["well_behaved"]:
+        return tell("{attack}: not a reliable yardstick: {why}", attack=y["attack"], why=_why_not(y)) + rank
+    if y["bottom"]:
+        says = tell("a reliable yardstick: risk falls with protection and reaches the guessing baseline")
+    else:
+        says = tell("a reliable yardstick: risk falls with protection and does not reach the guessing baseline")
+    return f"{y['attack']}: {says}{rank}"
+
+
+def _why_not(y: Mapping[str, Any]) -> str:
+    times = str(y["why"]).startswith("risk rises")
+    return tell("risk rises with protection {times} times", times=y["violations"]) if times else recorded(y["why"])
 
 
 def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -127,11 +161,11 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         out.append(
             {
                 "family": f["family"],
-                "setting": f["setting"] or f["status"],
+                "setting": f["setting"] or recorded(f["status"]),
                 "risk": share(chosen["risk"]) if chosen else "–",
                 "again": share(f["verification"]["risk"]) if reached else "–",
-                "mb": f"{chosen['sent_bytes'] / 1e6:.3g}" if chosen else "–",
-                "seconds": f"{chosen['seconds']:.2g}" if chosen else "–",
+                "mb": number(chosen["sent_bytes"] / 1e6, ".3g") if chosen else "–",
+                "seconds": number(chosen["seconds"], ".2g") if chosen else "–",
                 "cost": cost(f),
                 "promise": promise(f),
                 "warnings": (f.get("guarantee") or {}).get("warnings", []),
@@ -142,17 +176,57 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     return out
 
 
-def render_calibration(result: Mapping[str, Any]) -> str:
-    """The page as a string."""
-    plots = [p for p in (_by_strength(result), _by_utility(result)) if p]
-    return filled("calibration.html", r=result, rows=rows(result), plots=plots)
+def render_calibration(
+    result: Mapping[str, Any], plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], made: Made
+) -> str:
+    """The page as a string. ``plan``: the identity of the run; ``records``: what it measured; ``made``: as in ``Made``."""
+    told = [
+        {**row, "word": recorded(WORDS[part["status"]]), "apply": applied(part["setting"], _plan(plan, result))
+         if part["status"] in REACHED else [], "chosen": part["status"] in REACHED}
+        for row, part in zip(rows(result), result["families"])
+    ]  # fmt: skip
+    lines = [
+        {"name": row["family"], "anchor": f"protection-{place}", "word": row["word"], "dot": _dot(part),
+         "baseline": False, "chosen": part["status"] in REACHED}
+        for place, (row, part) in enumerate(zip(told, result["families"]), 1)
+    ]  # fmt: skip
+    guesses = [level for f in result["families"] for p in f["points"] for level in p["levels"] if level["attack"] == "blind"]
+    band = (100 * min(g["low"] for g in guesses), 100 * max(g["high"] for g in guesses)) if guesses else None
+    slowest = max((r["wall_seconds"] for r in records), default=0.0)
+    means = tell("every attack took at most {duration}, on {machine}", duration=duration(slowest), machine=machine(made))
+    source = str(plan.get("data") or tell("texts from the command line or of the demo"))
+    head = origin(plan, records, made, who=recorded(result["threat_plain"]), means=means, source=source)
+    return filled(
+        "calibration.html", r=result, rows=told, lines=lines, band=band, made=made, head=head, settings=settings(plan),
+        says=_headline(result), plots=[p for p in (_by_strength(result), _by_utility(result)) if p],
+    )  # fmt: skip
+
+
+def _headline(result: Mapping[str, Any]) -> str:
+    """The recommendation; where there is none, each protection says below what was reached."""
+    found = any(f["status"] in REACHED for f in result["families"])
+    return recommendation(result) if found else tell("No protection can be recommended.")
+
+
+def _plan(plan: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan of an audit like this calibration: the run's identity leaves out what may be added to it."""
+    return {**plan, "attacks": result["attacks"], "seeds": result["seeds"], "seed": result["seed"], "kind": None}
+
+
+def _dot(part: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """The risk at the setting found, or the lowest that was measured, with its interval, in percent."""
+    measured = [p["risk"] for p in part["points"] if p["risk"]]
+    risk = part["chosen"]["risk"] if part["status"] in REACHED else min(measured, key=lambda r: r["high"], default=None)
+    return risk and (100 * risk["mean"], 100 * risk["low"], 100 * risk["high"])
 
 
 def _height(value: float) -> float:
     return 210 - 190 * value
 
 
-def _plot(result: Mapping[str, Any], name: str, low: str, high: str, curves: list[dict[str, Any]]) -> dict[str, Any]:
+def _plot(
+    result: Mapping[str, Any], title: str, note: str, low: str, high: str, curves: list[dict[str, Any]]
+) -> dict[str, Any]:
     guesses = [
         level["mean"] for f in result["families"] for p in f["points"] for level in p["levels"] if level["attack"] == "blind"
     ]
@@ -167,16 +241,16 @@ def _plot(result: Mapping[str, Any], name: str, low: str, high: str, curves: lis
             labels.append({"x": x, "y": place, "text": curve["setting"], "anchor": anchor, "colour": curve["colour"]})
     blind = _height(sum(guesses) / len(guesses)) if guesses else None
     return {
-        "name": name, "low": low, "high": high, "curves": curves, "labels": labels, "blind": blind,
+        "title": title, "note": note, "low": low, "high": high, "curves": curves, "labels": labels, "blind": blind,
         "target": _height(result["at_most"]),
     }  # fmt: skip
 
 
-def _curve(part: Mapping[str, Any], number: int, points: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
+def _curve(part: Mapping[str, Any], place: int, points: Sequence[tuple[float, Mapping[str, Any]]]) -> dict[str, Any]:
     """Pixels of one protection's points: their means, the interval of each, and the one that was chosen."""
     ring = next(((x, _height(p["risk"]["mean"])) for x, p in points if p["setting"] == part["setting"]), None)
     return {
-        "name": part["family"], "setting": part["setting"], "colour": COLOURS[number % len(COLOURS)], "ring": ring,
+        "name": part["family"], "setting": part["setting"], "colour": COLOURS[place % len(COLOURS)], "ring": ring,
         "line": " ".join(f"{x:.1f},{_height(p['risk']['mean']):.1f}" for x, p in points),
         "points": [
             {
@@ -191,12 +265,15 @@ def _curve(part: Mapping[str, Any], number: int, points: Sequence[tuple[float, M
 def _by_strength(result: Mapping[str, Any]) -> dict[str, Any] | None:
     """Risk against strength on one axis: 0 the weakest setting tried of each protection, 1 its strongest."""
     curves = []
-    for number, f in enumerate(result["families"]):
+    for place, f in enumerate(result["families"]):
         # Without the open part there is no place on a scale of ratios: left of it.
         at = [(100 + 380 * p["position"] if p["position"] is not None else 70.0, p) for p in f["points"] if p["risk"]]
         if at:
-            curves.append(_curve(f, number, at))
-    return _plot(result, "strength", "weakest tried", "strongest tried", curves) if curves else None
+            curves.append(_curve(f, place, at))
+    if not curves:
+        return None
+    note = tell("Steps are ratios of each protection's figure; leftmost, apart: without it.")
+    return _plot(result, tell("Risk against strength"), note, tell("weakest tried"), tell("strongest tried"), curves)
 
 
 def _by_utility(result: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -208,8 +285,10 @@ def _by_utility(result: Mapping[str, Any]) -> dict[str, Any] | None:
     first, last = min(values), max(values)
     width = (last - first) or 1.0
     curves = []
-    for number, f in priced:
+    for place, f in priced:
         named = {p["setting"]: p for p in f["points"]}
         found = [(f["utility"]["without"], named[f["utility"]["reference"]]), (f["utility"]["behind"], named[f["setting"]])]
-        curves.append(_curve(f, number, [(90 + 370 * (v - first) / width, p) for v, p in found if p["risk"]]))
-    return _plot(result, str(priced[0][1]["utility"]["metric"]), f"{first:.3f}", f"{last:.3f}", curves)
+        curves.append(_curve(f, place, [(90 + 370 * (v - first) / width, p) for v, p in found if p["risk"]]))
+    title = tell("Risk against {metric}", metric=priced[0][1]["utility"]["metric"])
+    note = tell("A line joins each setting found with the same model trained without it.")
+    return _plot(result, title, note, number(first, ".3f"), number(last, ".3f"), curves)

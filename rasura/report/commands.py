@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.records import MASK
+from rasura.report.language import recorded, tell
 from rasura.report.matrix import Findings
 from rasura.report.verdicts import ABOVE, HOLDS_WITHIN, READS, Verdict, names_of, plain, texts_needed
 
@@ -66,9 +67,10 @@ def next_step(
     """What to do about a protection with the verdict ``v``. ``methods``: what the run stored about its protections."""
     step = _step(v, f, plan, records, methods)
     if MASK in step.command:
-        step = Step(f"{step.says} Put your texts in place of {MASK}.", step.command)
+        step = Step(f"{step.says} {tell('Put your texts in place of {mask}.', mask=MASK)}", step.command)
     if step.command and plan.get("skip"):
-        return Step(f"{step.says} This run skipped the first {plan['skip']} texts; the command does not.", step.command)
+        skipped = tell("This run skipped the first {count} texts; the command does not.", count=plan["skip"])
+        return Step(f"{step.says} {skipped}", step.command)
     return step
 
 
@@ -77,19 +79,21 @@ def _step(
 ) -> Step:
     if plain(v.defense):
         untried = _untried(f)
-        made = Step("Test protections.", command("audit", plan, defenses=untried, out="runs/next"))
-        return made if untried else Step("This is the baseline. Compare with the protections of this run.")
+        made = Step(tell("Test protections."), command("audit", plan, defenses=untried, out="runs/next"))
+        return made if untried else Step(tell("This is the baseline. Compare with the protections of this run."))
     if v.word in (READS, ABOVE):
         return _strengthen(v, f, plan, methods)
     if v.missing:
         return _measure(v, plan, records)
     if not v.holds:
         wanted = max(texts_needed(HOLDS_WITHIN), 2 * v.n if v.n >= texts_needed(HOLDS_WITHIN) else 0)
-        says = f"Measure at least {wanted} {v.many}.{_own_file(plan)}"
+        says = tell("Measure at least {count} {many}.", count=wanted, many=recorded(v.many)) + _own_file(plan)
         return Step(says, command("audit", _named(plan), defenses=[v.defense], limit=wanted, out="runs/next"))
     if plan.get("task") == "vision":
-        return Step("Measure what it costs in accuracy in your own training. No command of this version trains on images.")
-    says = f"Measure what it costs in accuracy.{_own_file(plan)}"
+        return Step(
+            tell("Measure what it costs in accuracy in your own training. No command of this version trains on images.")
+        )
+    says = tell("Measure what it costs in accuracy.") + _own_file(plan)
     return Step(says, command("train", _named(plan), OF_TRAINING, defenses=["none", v.defense]))
 
 
@@ -113,7 +117,7 @@ def _named(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _own_file(plan: Mapping[str, Any]) -> str:
-    return "" if plan.get("data") else f" Put your own texts into {FILE}."
+    return "" if plan.get("data") else " " + tell("Put your own texts into {file}.", file=FILE)
 
 
 def _untried(f: Findings) -> list[str]:
@@ -125,15 +129,16 @@ def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str,
     known = [r["known_by"] for r in records if r["defense"] == v.defense and r.get("known_by")]
     unknown = sorted({part for one in known for part in one.get("unknown", ())})
     if unknown or not known:
-        return Step(f"No attack of this version knows {', '.join(unknown) or v.defense}. No command can measure it.")
+        names = ", ".join(unknown) or v.defense
+        return Step(tell("No attack of this version knows {names}. No command can measure it.", names=names))
     absent = [a for a in dict.fromkeys(a for one in known for a in one["attacks"]) if a not in plan["attacks"]]
     if not absent:
-        return Step("Read below why an attack has no result. No command of this version removes the reason by itself.")
+        return Step(tell("Read below why an attack has no result. No command of this version removes the reason by itself."))
     changed: dict[str, Any] = {"attacks": [*plan["attacks"], *absent], "defenses": [v.defense], "out": "runs/next"}
-    says = "Add the attacks that know this protection."
+    says = tell("Add the attacks that know this protection.")
     if any(a.startswith("ghost-") for a in absent) and not plan.get("reference"):
         changed["reference"] = PUBLIC
-        says += f" Put public texts of the same kind into {PUBLIC}."
+        says += " " + tell("Put public texts of the same kind into {file}.", file=PUBLIC)
     return Step(says, command("audit", plan, **changed))
 
 
@@ -148,9 +153,9 @@ def _strengthen(v: Verdict, f: Findings, plan: Mapping[str, Any], methods: Mappi
         if at_most < 1:
             made = {"attacks": [a for a in plan["attacks"] if a != "blind"], "defenses": [opened], "at-most": at_most}
             made["limit"] = max(texts_needed(HOLDS_WITHIN), plan["limit"])
-            says = f"Find the weakest setting that holds.{_own_file(plan)}"
+            says = tell("Find the weakest setting that holds.") + _own_file(plan)
             return Step(says, command("calibrate", _named(plan), OF_CALIBRATION, **made))
     if untried := _untried(f):
-        says = "This setting does not stop the attacks. Test another protection."
+        says = tell("This setting does not stop the attacks. Test another protection.")
         return Step(says, command("audit", plan, defenses=untried, out="runs/next"))
-    return Step("This setting does not stop the attacks of this run. Choose another protection.")
+    return Step(tell("This setting does not stop the attacks of this run. Choose another protection."))

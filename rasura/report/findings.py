@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from rasura.report.gate import judged
+from rasura.report.language import tell
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Findings, Price
 from rasura.report.readings import BLIND, gave_up, guessing, notes_of, reading
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict
@@ -126,25 +127,42 @@ def _figures(
 def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
     if name is None or f.blind is None:
-        return ["No attack on the updates gave a result that can be scored; the table gives the reasons."]
-    entry = f.best[name]
+        return [tell("No attack on the updates gave a result that can be scored; the table gives the reasons.")]
+    entry, words = f.best[name], f.words.here
     assert entry.level is not None
     few, many = f.sizes[0], f.sizes[-1]
-    sizes = f"{few} to {many} {f.words.many}" if few < many else f"{many} {f.words.many}"
-    sizes = f"a single {f.words.one}" if many == 1 else sizes
-    where = "with no protection" if name == "none" else f"behind {name}"
-    out = [f"From one update of {sizes} {where}, the server read back {entry.level.text} {f.words.share}."]
-    if entry.coverage:
-        out.append(
-            f"This figure covers {entry.coverage[0]} of {entry.coverage[1]} {f.words.many}; the others have no figure."
+    sizes = f"{many} {words.many}" if few == many else tell("{few} to {many} {what}", few=few, many=many, what=words.many)
+    sizes = tell("a single {what}", what=words.one) if many == 1 else sizes
+    out = [
+        tell(
+            "From one update of {sizes} {where}, the server read back {level} {share}.", sizes=sizes, where=where(name),
+            level=entry.level.text, share=words.share,
         )
-    out.append(f"Guessing without the update: {f.blind.text}.")
+    ]  # fmt: skip
+    if entry.coverage:
+        out.append(covered(*entry.coverage, words.many))
+    out.append(tell("Guessing without the update: {level}.", level=f.blind.text))
     sensitive = [r for r in records if (r["attack"], r["column"]) == (entry.attack, name)]
     values = [v for v in _values(sensitive, "sensitive") if v is not None]
     if values:
         whole = sum(v >= 1.0 for v in values)
-        out.append(f"Every name, number and date was recovered in {whole} of the {len(values)} notes that contain any.")
+        out.append(
+            tell(
+                "Every name, number and date was recovered in {whole} of the {n} notes that contain any.", whole=whole,
+                n=len(values),
+            )
+        )  # fmt: skip
     return out
+
+
+def where(column: str) -> str:
+    """Under which protection, within a sentence."""
+    return tell("with no protection") if column == "none" else tell("behind {name}", name=column)
+
+
+def covered(count: int, of: int, many: str) -> str:
+    """That a figure leaves examples out."""
+    return tell("This figure covers {count} of {of} {many}; the others have no figure.", count=count, of=of, many=many)
 
 
 def recommended(f: Findings) -> str | None:
@@ -158,31 +176,36 @@ def recommendation(f: Findings) -> str:
     """What follows for the columns that the run is judged by, in the words of their verdicts."""
     columns = {name: f.verdicts[name] for name in f.judged}
     if not columns:
-        return "No protection can be recommended: the run contains no records."
+        return tell("No protection can be recommended: the run contains no records.")
     if (name := recommended(f)) is not None:
-        return (
-            f"Of the settings tested, {name} holds against the attacks of this run: {columns[name].says}. This result is "
-            f"empirical. It is not a formal guarantee, and a stronger attack may exist."
-        )
+        return tell(
+            "Of the settings tested, {name} holds against the attacks of this run: {says}. This result is empirical. It is "
+            "not a formal guarantee, and a stronger attack may exist.", name=name, says=columns[name].says,
+        )  # fmt: skip
     if set(f.judged) == set(f.baseline):
-        return f"No protection was tested. Without one: {'; '.join(v.says for v in columns.values())}."
+        return tell("No protection was tested. Without one: {says}.", says="; ".join(v.says for v in columns.values()))
     said = []
     read = [name for name, v in columns.items() if v.word in (READS, ABOVE)]
     if len(read) == len(columns):
         level, name = min(((e.level, c) for c in read if (e := f.best[c]).level), key=lambda pair: pair[0].mean)
-        said.append(f"None of the settings tested holds. Least was recovered under {name}: {level.text} {f.words.share}.")
+        said.append(
+            tell(
+                "None of the settings tested holds. Least was recovered under {name}: {level} {share}.", name=name,
+                level=level.text, share=f.words.here.share,
+            )
+        )  # fmt: skip
     elif read:
-        said.append(f"Attacks recovered private data under {', '.join(read)}.")
+        said.append(tell("Attacks recovered private data under {names}.", names=", ".join(read)))
     said += [f"{name}: {v.says}." for name, v in columns.items() if v.word == NOT_TOLD]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, v in columns.items():
         if v.word == NOT_MEASURED:
-            figure = "no figure" if v.risk is None else f"risk {100 * v.risk:.0f} %"
+            figure = tell("no figure") if v.risk is None else tell("risk {risk:.0f} %", risk=100 * v.risk)
             reasons[v.says].append(f"{name} ({figure})")
-    said += [f"No verdict on {', '.join(names)}: {why}." for why, names in reasons.items()]
-    more = [told for part, told in f.words.more.items() if not any(part in name for name in f.columns)]
+    said += [tell("No verdict on {names}: {why}.", names=", ".join(names), why=why) for why, names in reasons.items()]
+    more = [told for part, told in f.words.here.more.items() if not any(part in name for name in f.columns)]
     if more:
-        said.append(f"Not in this run: --defense {'; '.join(more)}.")
+        said.append(tell("Not in this run: --defense {more}.", more="; ".join(more)))
     return " ".join(said)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from rasura.core.provenance import Sitting
 from rasura.core.records import MASK
+from rasura.report.language import recorded, tell
 from rasura.report.matrix import Findings
 
 UNKNOWN = "not recorded (the run was made by an older version)"
@@ -42,10 +43,12 @@ class Made:
         """When the run was made, in UTC."""
         days = [_minute(str(one["began"])) for one in self.sittings]
         if not days:
-            return UNKNOWN
-        return (
-            days[0] if len(days) == 1 else f"{days[0]}, resumed {len(days) - 1} time{'s' * (len(days) > 2)} until {days[-1]}"
-        )
+            return recorded(UNKNOWN)
+        if len(days) == 1:
+            return days[0]
+        if len(days) == 2:
+            return tell("{first}, resumed 1 time until {last}", first=days[0], last=days[-1])
+        return tell("{first}, resumed {times} times until {last}", first=days[0], times=len(days) - 1, last=days[-1])
 
     @property
     def packages(self) -> str:
@@ -53,57 +56,85 @@ class Made:
         told = [", ".join(f"{k} {v}" for k, v in dict(one["packages"]).items()) for one in self.sittings]  # type: ignore[arg-type]  # a mapping by its form
         different = list(dict.fromkeys(told))
         if len(different) > 1:
-            return f"the versions changed during the run: {'; then '.join(different)}"
-        return different[0] if different else UNKNOWN
+            return tell("the versions changed during the run: {versions}", versions=then(different))
+        return different[0] if different else recorded(UNKNOWN)
 
 
 def _minute(at: str) -> str:
-    return f"{datetime.fromisoformat(at):%Y-%m-%d %H:%M} UTC"
+    return tell("{at:%Y-%m-%d %H:%M} UTC", at=datetime.fromisoformat(at))
+
+
+def then(parts: Sequence[str]) -> str:
+    """What came one after the other."""
+    return tell("; then ").join(parts)
 
 
 def head(f: Findings, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], made: Made) -> list[tuple[str, str]]:
-    """The rows of the head: name and value, in the order in which they are read."""
-    codes = made.kept("code")
-    code = f"{codes[0]} (SHA-256 of the code, shortened)" if len(codes) == 1 else UNKNOWN
+    """The rows of the head of an audit: name and value, in the order in which they are read."""
+    source = plan.get("data") or (
+        tell("texts from the command line") if plan.get("texts") else tell("demo {many}", many=f.words.here.many)
+    )
+    who = "; ".join(recorded(plain) for plain in f.threats.values() if plain)
+    return origin(plan, records, made, who=who, means=means(f, plan, made), source=str(source))
+
+
+def origin(
+    plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], made: Made, *, who: str, means: str, source: str
+) -> list[tuple[str, str]]:
+    """What every report says of its run: when, with which command, packages and code it was made, of which model and data,
+    and the threat model: ``who`` could do this, and with which ``means``. ``source``: where the data came from."""
+    unknown, codes = recorded(UNKNOWN), made.kept("code")
+    code = tell("{code} (SHA-256 of the code, shortened)", code=codes[0]) if len(codes) == 1 else unknown
     if len(codes) > 1:
-        code = f"the code changed during the run: {', then '.join(codes)}"
-    model = f", fingerprint of the weights {made.about['model']}" if "model" in made.about else f", fingerprint {UNKNOWN}"
-    data = "; ".join(sorted({str(r["data"]) for r in records})) or "no records"
-    source = plan.get("data") or ("texts from the command line" if plan.get("texts") else f"demo {f.words.many}")
+        code = tell("the code changed during the run: {codes}", codes=tell(", then ").join(codes))
+    data = "; ".join(sorted({str(r["data"]) for r in records})) or tell("no records")
+    model = str(plan.get("model") or tell("unknown"))
+    weights = tell("{model}, fingerprint {unknown}", model=model, unknown=unknown)
+    if "model" in made.about:
+        weights = tell("{model}, fingerprint of the weights {weights}", model=model, weights=made.about["model"])
     return [
-        ("made", made.date),
-        ("who could do this", "; ".join(plain for plain in f.threats.values() if plain) or UNKNOWN),
-        ("with what means", means(f, plan, made)),
-        ("model", f"{plan.get('model', 'unknown')}{model}"),
-        ("data", f"{source}, fingerprint {data}"),
-        ("code", code),
-        ("command", "; then ".join(made.kept("command")) or UNKNOWN),
-        ("packages", made.packages),
+        (tell("made"), made.date),
+        (tell("who could do this"), who or unknown),
+        (tell("with what means"), means),
+        (tell("model"), weights),
+        (tell("data"), tell("{source}, fingerprint {data}", source=source, data=data)),
+        (tell("code"), code),
+        (tell("command"), then(made.kept("command")) or unknown),
+        (tell("packages"), made.packages),
     ]
 
 
 def means(f: Findings, plan: Mapping[str, Any], made: Made) -> str:
     """How long the strongest attack on the worst column took, and on which machine."""
     worst = max(f.best.values(), key=lambda e: e.level.mean if e.level else 0.0, default=None)
-    machine = "; ".join(made.kept("machine")) or f"a machine that was {UNKNOWN}"
     if worst is None:
-        return f"no attack gave a result, on {machine}"
-    where = "without protection" if worst.defense in f.baseline else f"under {worst.defense}"
-    return f"{worst.attack} took {duration(worst.seconds)} {per(plan)} {where}, on {machine}"
+        return tell("no attack gave a result, on {machine}", machine=machine(made))
+    where = tell("without protection") if worst.defense in f.baseline else tell("under {name}", name=worst.defense)
+    return tell(
+        "{attack} took {duration} {per} {where}, on {machine}", attack=worst.attack, duration=duration(worst.seconds),
+        per=per(plan), where=where, machine=machine(made),
+    )  # fmt: skip
+
+
+def machine(made: Made) -> str:
+    """The machine of the run."""
+    return "; ".join(made.kept("machine")) or tell("a machine that was {unknown}", unknown=recorded(UNKNOWN))
 
 
 def per(plan: Mapping[str, Any]) -> str:
     """What a time or a size is of: one update, or all that a service was sent."""
-    return "for all notes together" if plan.get("kind") == "service" else "an update"
+    return tell("for all notes together") if plan.get("kind") == "service" else tell("an update")
 
 
 def duration(seconds: float) -> str:
     """Wall-clock time in the unit that fits."""
     if seconds < 1:
-        return "less than a second"
+        return tell("less than a second")
     if seconds < 1.5:
-        return "a second"
-    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+        return tell("a second")
+    if seconds < 120:
+        return tell("{seconds:.0f} seconds", seconds=seconds)
+    return tell("{minutes:.0f} minutes", minutes=seconds / 60)
 
 
 def settings(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -111,6 +142,6 @@ def settings(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = []
     for name, value in plan.items():
         if name == "texts":
-            value = f"{len(value)} texts ({MASK})" if isinstance(value, list) else value
+            value = tell("{count} texts ({mask})", count=len(value), mask=MASK) if isinstance(value, list) else value
         rows.append((name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
     return rows

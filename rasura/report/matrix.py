@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rasura.report.language import recorded
 from rasura.report.readings import Level
 from rasura.report.verdicts import Verdict
 
@@ -26,6 +27,12 @@ class Wording:
     share: str
     unit: str
     more: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def here(self) -> Wording:
+        """The same in the language that is written now."""
+        said = {name: recorded(getattr(self, name)) for name in ("one", "many", "share", "unit")}
+        return replace(self, **said, more={part: recorded(text) for part, text in self.more.items()})
 
 
 TEXTS = Wording("note", "notes", "of the words", "Words recovered, %", {"accumulate": ACCUMULATE, "sealing:all": SEALING})

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rasura.metrics.membership import auc_bound
+from rasura.report.commands import Step
+from rasura.report.head import Made, duration, machine, origin, settings
+from rasura.report.language import number, recorded, tell
 from rasura.report.template import COLOURS, filled
 
 MIN_RATE = 1e-3
@@ -26,28 +30,31 @@ class Found:
 
 
 def _share(value: float) -> str:
-    return f"{100 * value:.1f} %"
+    return f"{number(100 * value, '.1f')} %"
 
 
 def _rate(score: Mapping[str, Any]) -> str:
-    return f"{_share(score['mean'])} ({100 * score['low']:.1f} to {100 * score['high']:.1f})"
+    low, high = (100 * score[end] for end in ("low", "high"))
+    return tell("{mean} ({low:.1f} to {high:.1f})", mean=_share(score["mean"]), low=low, high=high)
 
 
 def _auc(score: Mapping[str, Any]) -> str:
-    return f"{score['mean']:.3f} ({score['low']:.3f} to {score['high']:.3f})"
+    return tell("{mean:.3f} ({low:.3f} to {high:.3f})", **{end: float(score[end]) for end in ("mean", "low", "high")})
 
 
 def _own(score: Mapping[str, Any]) -> str:
-    return "does not set a threshold" if score["mean"] is None else _auc(score)
+    return tell("does not set a threshold") if score["mean"] is None else _auc(score)
 
 
 def _largest(score: Mapping[str, Any]) -> str:
-    above = score["mean"] > score["chance"]
-    return f"{score['mean']:.3f} ({'above' if above else 'not above'} chance, {score['chance']:.3f})"
+    value, chance = float(score["mean"]), float(score["chance"])
+    if value > chance:
+        return tell("{value:.3f} (above chance, {chance:.3f})", value=value, chance=chance)
+    return tell("{value:.3f} (not above chance, {chance:.3f})", value=value, chance=chance)
 
 
 def _name(fpr: str) -> str:
-    return f"found at {100 * float(fpr.removeprefix('tpr@')):g} % false alarms"
+    return tell("found at {rate:g} % false alarms", rate=100 * float(fpr.removeprefix("tpr@")))
 
 
 def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Found:
@@ -61,19 +68,21 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
         for s in (r["scores"],)
     ]
     reasons = [f"{r['attack']}: {r['reason']}" for r in records if r["status"] != "ok"]
-    columns = ("attack", "AUC", *map(_name, rates), "leakage", "largest leakage")
+    columns = (tell("attack"), "AUC", *map(_name, rates), tell("leakage"), tell("largest leakage"))
     return Found(tuple(_sentences(done, rates, plan)), columns, tuple(rows), tuple(_checks(done, plan)), tuple(reasons))
 
 
 def _sentences(done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any]) -> list[str]:
     real = [r for r in done if r["attack"] != "blind"]
     if not real:
-        return ["No attack on the model gave a result: not measured."]
+        return [tell("No attack on the model gave a result: not measured.")]
     out = _figures(real, rates, plan)
     if _off(done):
         out.append(
-            "Members and others differ as texts, without any model. No figure here says how much of the difference "
-            "the model adds."
+            tell(
+                "Members and others differ as texts, without any model. No figure here says how much of the difference "
+                "the model adds."
+            )
         )
     return out
 
@@ -85,40 +94,54 @@ def _off(done: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _figures(real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any]) -> list[str]:
-    asked = f"{plan['n_members']} texts that the model was trained on and {plan['n_others']} other texts"
+    members, others = plan["n_members"], plan["n_others"]
     if not rates:
         best = max(real, key=lambda r: r["scores"]["auc"]["mean"])
         return [
-            f"Asked about {asked}, {best['attack']} ranks a member above another text with a chance of "
-            f"{_auc(best['scores']['auc'])}; guessing is .5.",
+            tell(
+                "Asked about {members} texts that the model was trained on and {others} other texts, {attack} ranks a "
+                "member above another text with a chance of {auc}; guessing is .5.", members=members, others=others,
+                attack=best["attack"], auc=_auc(best["scores"]["auc"]),
+            ),
             _verdict(real, None),
-            "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
-            "needs 100 texts of each kind.",
-        ]
+            tell(
+                "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
+                "needs 100 texts of each kind."
+            ),
+        ]  # fmt: skip
     best = max(real, key=lambda r: r["scores"][rates[0]]["mean"])
     score, fpr = best["scores"][rates[0]], float(rates[0][4:])
-    says = f"Asked about {asked}, the best attack ({best['attack']}) finds {_rate(score)} of the members"
-    out = [f"{says} while it mistakes {100 * fpr:g} % of the others for members; guessing finds {100 * fpr:g} %."]
-    out.append(_verdict(real, rates[0]))
-    return out
+    says = tell(
+        "Asked about {members} texts that the model was trained on and {others} other texts, the best attack ({attack}) "
+        "finds {rate} of the members. It takes {fpr:g} % of the others for members; guessing then finds {fpr:g} %.",
+        members=members, others=others, attack=best["attack"], rate=_rate(score), fpr=100 * fpr,
+    )  # fmt: skip
+    return [says, _verdict(real, rates[0])]
 
 
 def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None) -> str:
     """What the attacks that gave a figure say together: each beyond its interval, or nothing."""
     if rate is not None and any(r["scores"][rate]["low"] > float(rate[4:]) for r in real):
-        return "Above guessing: the model reveals which texts it was trained on."
-    ranked = [r["attack"] for r in real if r["scores"]["auc"]["low"] > 0.5 or r["scores"]["auc"]["high"] < 0.5]
+        return tell("Above guessing: the model reveals which texts it was trained on.")
+    ranked = [r["attack"] for r in real if _above(r)]
     if ranked:
-        few = (
-            " There are too few texts to measure how many members are found at a low false positive rate."
-            if rate is not None
-            else ""
-        )
-        return f"Above guessing: {', '.join(ranked)} separates members from others, and its interval excludes guessing.{few}"
+        few = "There are too few texts to measure how many members are found at a low false positive rate."
+        return tell(
+            "Above guessing: {attacks} separates members from others, and its interval excludes guessing.",
+            attacks=", ".join(ranked),
+        ) + (f" {recorded(few)}" if rate is not None else "")
     n = real[0]["scores"]["auc"]["n"]
     high = max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real)
-    says = f"Not told from guessing: with {n} texts, an AUC of up to {high:.3f} is not ruled out"
-    return f"{says}, and another attack may do better."
+    return tell(
+        "Not told from guessing: with {n} texts, an AUC of up to {high:.3f} is not ruled out, and another attack may do "
+        "better.", n=n, high=float(high),
+    )  # fmt: skip
+
+
+def _above(record: Mapping[str, Any]) -> bool:
+    """Whether the attack ranks members apart from others, by its interval."""
+    auc = record["scores"]["auc"]
+    return bool(auc["low"] > 0.5 or auc["high"] < 0.5)
 
 
 def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
@@ -127,45 +150,96 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
     out = []
     beside = done[0]["blind"]
     blind, by_words = beside.get("auc"), beside["words"]
-    by_length = "(not measured)" if blind is None else _auc(blind)
+    by_length = tell("(not measured)") if blind is None else _auc(blind)
     out.append(
-        f"Without the model, length separates members from others with AUC {by_length}, words with AUC {_auc(by_words)}."
-    )
+        tell(
+            "Without the model, length separates members from others with AUC {length}, words with AUC {words}.",
+            length=by_length, words=_auc(by_words),
+        )
+    )  # fmt: skip
     if _off(done):
         out.append(
-            "This differs from .5: members and others differ as texts, and every figure here also measures that "
-            "difference. Draw both at random from the same source."
+            tell(
+                "This differs from .5: members and others differ as texts, and every figure here also measures that "
+                "difference. Draw both at random from the same source."
+            )
         )
-    chance = done[0]["scores"]["largest_leakage"]["chance"]
     out.append(
-        "Leakage is the true minus the false positive rate at the attack's own threshold, as the papers report it; it may "
-        "be negative. The largest over all thresholds is above 0 by chance: random guessing stays at or below "
-        f"{chance:.3f} in 19 of 20 draws with this number of texts."
+        tell(
+            "Leakage is the true minus the false positive rate at the attack's own threshold, as the papers report it; it "
+            "may be negative. The largest over all thresholds is above 0 by chance: random guessing stays at or below "
+            "{chance:.3f} in 19 of 20 draws with this number of texts.",
+            chance=float(done[0]["scores"]["largest_leakage"]["chance"]),
+        )
     )
     if plan.get("epsilon") is not None:
         bound = auc_bound(plan["epsilon"], plan.get("delta", 0.0))
         above = [r["attack"] for r in done if max(r["scores"]["auc"]["low"], 1 - r["scores"]["auc"]["high"]) > bound]
-        delta = f", delta {plan['delta']:g}" if plan.get("delta") else ""
-        says = f"Epsilon {plan['epsilon']:g}{delta} permits an AUC of at most {bound:.3f}"
+        delta = f", delta {number(plan['delta'], 'g')}" if plan.get("delta") else ""
+        given = {"epsilon": number(plan["epsilon"], "g"), "delta": delta, "bound": float(bound)}
         if above:
-            out.append(f"{says}, and {', '.join(above)} is above it: the guarantee does not hold, or the texts differ.")
+            out.append(
+                tell(
+                    "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}, and {attacks} is above it: the "
+                    "guarantee does not hold, or the texts differ.", attacks=", ".join(above), **given,
+                )
+            )  # fmt: skip
         else:
-            out.append(f"{says}; no attack exceeds it by more than its interval.")
+            out.append(
+                tell(
+                    "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; no attack exceeds it by more than its "
+                    "interval.", **given,
+                )
+            )  # fmt: skip
     if len([r for r in done if r["attack"] != "blind"]) > 1:
         out.append(
-            "The best of several attacks was selected after the results were known; its interval does not account "
-            "for that selection."
+            tell(
+                "The best of several attacks was selected after the results were known; its interval does not account "
+                "for that selection."
+            )
         )
     return out
 
 
-def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> str:
-    """The page as a string."""
-    first = records[0] if records else {}
-    return filled(
-        "membership.html", f=membership_findings(records, plan), plan=plan, plot=_plot(records, plan), first=first,
-        seconds=sum(r["wall_seconds"] for r in records),
+def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], made: Made | None = None) -> str:
+    """The page as a string. ``made``: what the run stored about itself."""
+    made = made or Made()
+    seconds = duration(sum(r["wall_seconds"] for r in records))
+    means = tell(
+        "all attacks together took {duration}, with {count} shadow models, on {machine}", duration=seconds,
+        count=plan["shadow_models"], machine=machine(made),
     )  # fmt: skip
+    who = recorded(str(records[0]["threat_plain"])) if records else ""
+    return filled(
+        "membership.html", f=membership_findings(records, plan), plan=plan, plot=_plot(records, plan), made=made,
+        lines=[_line(r, plan) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
+        head=origin(plan, records, made, who=who, means=means, source=str(plan["members"])), settings=settings(plan),
+        step=_step(records, plan),
+    )  # fmt: skip
+
+
+def _line(record: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+    """An attack in the plot of verdicts: its AUC in percent."""
+    if record["status"] != "ok":
+        word, dot = tell("not measured"), None
+    else:
+        word = tell("above guessing") if _above(record) else tell("not told from guessing")
+        dot = tuple(100 * record["scores"]["auc"][end] for end in ("mean", "low", "high"))
+    name, baseline = record["attack"], record["attack"] == "blind"
+    return {"name": name, "anchor": f"attack-{name}", "word": word, "dot": dot, "baseline": baseline, "chosen": False}
+
+
+def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Step:
+    """What to do next."""
+    real = [r for r in records if r["status"] == "ok" and r["attack"] != "blind"]
+    if not real:
+        return Step(tell("Read below why an attack has no result."))
+    if _off(real):
+        return Step(tell("Draw members and others at random from the same source, and measure again."))
+    if any(_above(r) for r in real):
+        words = ("rasura", "train", str(plan["members"]), "--defense", "none,dp-sgd:1.0")
+        return Step(tell("Train with a formal guarantee, and measure the trained model again."), shlex.join(words))
+    return Step(tell("Measure with more texts and more shadow models before you rely on this."))
 
 
 def _plot(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rasura.core.records import CLIENT, MASK
 from rasura.report.findings import column_of
+from rasura.report.language import recorded, tell
 from rasura.report.matrix import Findings
 from rasura.report.readings import BLIND, Record, gave_up, notes_of, scored
 
@@ -67,19 +68,23 @@ def _of(note: int, r: Record, metric: str, show: bool) -> Iterator[Attempt]:
         return
     figures = {n: (value, guess) for n, value, guess in scored(r, metric)}
     score, guess = figures.get(note, (None, None))
-    where = f"{r['threat']}, seed {r['seed']}, {len(examples)} in the update"
+    where = tell("{threat}, seed {seed}, {count} in the update", threat=r["threat"], seed=r["seed"], count=len(examples))
     if r["status"] != "ok" or gave_up(r):
-        yield Attempt(r["attack"], column, where, _ended(r), "no guess", score, guess)
+        yield Attempt(r["attack"], column, where, _ended(r), tell("no guess"), score, guess)
         return
     rows = r["recovered"] if len(r["recovered"]) == len(examples) else [None] * len(examples)
     for number, row in zip(examples, rows):
         if number == note:
             told: dict[str, Any] = masked(row, show) if row and not row.get("image") else {"words": (), "read": ""}
-            sure = SURE.get(r["confidence"], "how sure is not known")
-            yield Attempt(r["attack"], column, where, "gave a guess", sure, score, guess, told["words"], told["read"])
+            sure = recorded(SURE[r["confidence"]]) if r["confidence"] in SURE else tell("how sure is not known")
+            how = tell("gave a guess")
+            yield Attempt(r["attack"], column, where, how, sure, score, guess, told["words"], told["read"])
             return
 
 
 def _ended(r: Record) -> str:
-    how = {"crashed": "crashed", "not_applicable": "does not apply"}.get(r["status"], "gave up, which counts as guessing")
+    if r["status"] == "crashed":
+        how = tell("crashed")
+    else:
+        how = tell("does not apply") if r["status"] == "not_applicable" else tell("gave up, which counts as guessing")
     return f"{how}: {r['reason']}" if r["reason"] else how

@@ -16,6 +16,7 @@ from rasura.report.calibration import finished, render_calibration
 from rasura.report.compare import Run
 from rasura.report.findings import findings, summary_of
 from rasura.report.head import Made, head, settings
+from rasura.report.language import recorded, written_in
 from rasura.report.matrix import Findings
 from rasura.report.membership import membership_findings, render_membership
 from rasura.report.notes import attempts, masked, notes_in
@@ -23,6 +24,7 @@ from rasura.report.protections import plot, protection_rows
 from rasura.report.readings import Level
 from rasura.report.services import MEASURES, continued, measures, service_findings
 from rasura.report.template import filled
+from rasura.report.training import is_training, render_training
 from rasura.report.word import write_assessment
 
 ACTIVE = "a server that sends a crafted model (active attacks)"
@@ -33,30 +35,40 @@ REMEMBERED = "membership inference and memorization by the trained model (`rasur
 def not_tested(records: Sequence[Mapping[str, Any]], *, service: bool = False) -> list[str]:
     """What the run of ``records`` did not test."""
     if service:
-        return [ACTIVE_SERVICE, REMEMBERED]
-    return [REMEMBERED] if any(r.get("crafted") for r in records) else [ACTIVE, REMEMBERED]
+        untested = [ACTIVE_SERVICE, REMEMBERED]
+    else:
+        untested = [REMEMBERED] if any(r.get("crafted") for r in records) else [ACTIVE, REMEMBERED]
+    return [recorded(line) for line in untested]
 
 
-def write_report(run_dir: str | Path, *, show_text: bool = False) -> Path:
+def write_report(run_dir: str | Path, *, show_text: bool = False, language: str = "en") -> Path:
     """Write ``report.html`` (and ``records.jsonl``, ``summary.json``, and for texts a page for each in ``notes``) into
     ``run_dir`` from its store; returns its path.
 
     ``show_text`` reveals texts only where the run stored them (an audit with ``--show-text``); else they stay masked.
+    ``language``: of the pages, a key of ``language.LANGUAGES``; the files for machines are in English.
     """
     path = Path(run_dir) / "report.html"
+    if is_training(run_dir):
+        with refused_if_damaged(run_dir), written_in(language):
+            write_whole(path, render_training(run_dir))
+        return path
     with closing(RunStore(run_dir)) as store, refused_if_damaged(run_dir):
         records, plan = list(store), store.plan
-        made = Made(store.sittings, store.about)
-        if plan.get("kind") == "calibration":
-            page = render_calibration(finished(run_dir))
-        elif plan.get("kind") == "membership":
-            page = render_membership(records, plan)
+        made, kind = Made(store.sittings, store.about), plan.get("kind")
+        with written_in(language):
+            if kind == "calibration":
+                page = render_calibration(finished(run_dir), plan, records, made)
+            elif kind == "membership":
+                page = render_membership(records, plan, made)
+            else:
+                found = found_in(records, plan)
+                page = _rendered(found, records, plan, made, show_text)
+                write_notes(run_dir, found, records, plan, show_text=show_text)
+        if kind == "membership":
             store.export(asdict(membership_findings(records, plan)))
-        else:
-            found = found_in(records, plan)
-            page = _rendered(found, records, plan, made, show_text)
-            write_notes(run_dir, found, records, plan, show_text=show_text)
-            store.export(summary_of(found))
+        elif kind != "calibration":
+            store.export(summary_of(found_in(records, plan)))
     write_whole(path, page)
     return path
 
@@ -69,7 +81,8 @@ def write_notes(
     for note in notes_in(records, found):
         folder = Path(run_dir) / "notes"
         folder.mkdir(mode=0o700, exist_ok=True)
-        page = filled("note.html", note=note, attempts=attempts(note, records, found, shown), f=found, shown=shown)
+        attempted = attempts(note, records, found, shown)
+        page = filled("note.html", note=note, attempts=attempted, f=found, words=found.words.here, shown=shown)
         write_whole(folder / f"{note + 1}.html", page)
 
 
@@ -84,10 +97,10 @@ def opened(run_dir: str | Path) -> Run:
         return Run(records, plan, Made(store.sittings, store.about), found_in(records, plan))
 
 
-def write_dpia(run_dir: str | Path, path: Path) -> Path:
+def write_dpia(run_dir: str | Path, path: Path, language: str = "en") -> Path:
     """Write the section of an impact assessment, ``.docx`` or ``.md``, that the run fills in; returns its path."""
-    run = opened(run_dir)
-    with refused_if_damaged(run_dir):
+    with written_in(language), refused_if_damaged(run_dir):
+        run = opened(run_dir)
         untested = not_tested(run.records, service=run.plan.get("kind") == "service")
         return write_assessment(path, assessment(run.found, run.plan, run.records, run.made, untested))
 
@@ -112,6 +125,7 @@ def _rendered(f: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any
     return filled(
         "services.html" if service else "page.html",
         f=f,
+        words=f.words.here,
         measured=tuple(MEASURES.values()),
         measures=measures(records, f) if service else (),
         continued=continued(records, f) if service else (),

@@ -9,16 +9,21 @@ from typing import Any
 from rasura.report.commands import Step, next_step
 from rasura.report.findings import recommended
 from rasura.report.head import UNKNOWN, Made, per
+from rasura.report.language import number, recorded, tell
 from rasura.report.matrix import Entry, Findings
 from rasura.report.readings import Level
 from rasura.report.verdicts import HOLDS_WITHIN, Verdict, names_of, plain
+
+PRIVATE = "differential privacy"
+"""What a guarantee is called that the registry records with epsilon."""
 
 
 @dataclass(frozen=True)
 class Row:
     """One protection: ``about`` in plain words by part, ``costs`` as name and value, ``step`` to take next.
 
-    ``entry``: the strongest attack with its figure; None where no attack has one.
+    ``entry``: the strongest attack with its figure; None where no attack has one. ``private``: whether a part of it is
+    recorded with differential privacy.
     """
 
     name: str
@@ -29,6 +34,7 @@ class Row:
     entry: Entry | None
     costs: tuple[tuple[str, str], ...]
     step: Step
+    private: bool = False
 
     @property
     def level(self) -> Level | None:
@@ -51,6 +57,7 @@ def protection_rows(
             f.best.get(name),
             _costs(name, f, made, plan),
             next_step(v, f, plan, records, made.protections),
+            any(PRIVATE in made.protections.get(n, {}).get("guarantee", "") for n in names_of(v.defense)),
         )
         for name, v in ((c, f.verdicts[c]) for c in f.columns)
     )
@@ -58,7 +65,8 @@ def protection_rows(
 
 def _about(defense: str, made: Made) -> tuple[tuple[str, str], ...]:
     def of(name: str) -> str:
-        return made.protections.get(name, {}).get("about") or f"what it is was {UNKNOWN}"
+        about = made.protections.get(name, {}).get("about")
+        return recorded(about) if about else tell("what it is was {unknown}", unknown=recorded(UNKNOWN))
 
     return tuple((name, of(name)) for name in dict.fromkeys(names_of(defense)))
 
@@ -66,15 +74,20 @@ def _about(defense: str, made: Made) -> tuple[tuple[str, str], ...]:
 def _costs(name: str, f: Findings, made: Made, plan: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     price, without = f.prices[name], next((f.prices[c] for c in f.baseline), None)
     what = per(plan)
-    sent = f"{_size(price.sent)} {what}" if price.sent else "nothing was sent, or its size is not known"
+    sent = f"{_size(price.sent)} {what}" if price.sent else tell("nothing was sent, or its size is not known")
     if price.sent and without is not None and without.sent and name not in f.baseline:
         ratio = price.sent / without.sent
-        sent += f" ({'as many as' if round(ratio, 2) == 1 else f'{ratio:.3g} times those'} without protection)"
+        if round(ratio, 2) == 1:
+            sent += " " + tell("(as many as without protection)")
+        else:
+            sent += " " + tell("({ratio:.3g} times those without protection)", ratio=ratio)
+    least = tell("less than {seconds} s", seconds=number(0.01, "g"))
+    seconds = least if price.seconds < 0.01 else f"{number(price.seconds, '.2g')} s"
     return (
-        ("bytes", sent),
-        ("time", f"{'less than 0.01 s' if price.seconds < 0.01 else f'{price.seconds:.2g} s'} {what} to apply"),
-        ("accuracy", "not measured in this run"),
-        ("guarantee", _guarantee(f.verdicts[name].defense, made)),
+        (tell("bytes"), sent),
+        (tell("time"), tell("{seconds} {what} to apply", seconds=seconds, what=what)),
+        (tell("accuracy"), tell("not measured in this run")),
+        (tell("guarantee"), _guarantee(f.verdicts[name].defense, made)),
     )
 
 
@@ -82,21 +95,24 @@ def _guarantee(defense: str, made: Made) -> str:
     """The kind of formal guarantee. Its epsilon follows from a training run, which an audit does not have."""
     names = names_of(defense)
     if plain(defense):
-        return "none"
+        return tell("none")
     if not all(n in made.protections for n in names):
-        return UNKNOWN
+        return recorded(UNKNOWN)
     kinds = [g for n in names if (g := made.protections[n].get("guarantee", "")) not in ("", "none")]
     if not kinds:
-        return "none; the verdict is empirical"
-    epsilon = " Epsilon was not computed in this run: it depends on the whole training (rasura account)."
-    return f"{'; '.join(kinds)}.{epsilon * any('differential privacy' in k for k in kinds)}"
+        return tell("none; the verdict is empirical")
+    said = "; ".join(map(recorded, kinds))
+    if not any(PRIVATE in kind for kind in kinds):
+        return f"{said}."
+    epsilon = tell("Epsilon was not computed in this run: it depends on the whole training (rasura account).")
+    return f"{said}. {epsilon}"
 
 
 def _size(count: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} bytes"
+            return f"{number(count / size, '.3g')} {unit}"
+    return tell("{count:.0f} bytes", count=count)
 
 
 def plot(rows: Sequence[Row], f: Findings, limit: float | None = None) -> dict[str, Any]:
@@ -107,5 +123,12 @@ def plot(rows: Sequence[Row], f: Findings, limit: float | None = None) -> dict[s
     band = None if f.blind is None else (100 * f.blind.low, 100 * f.blind.high)
     target = None if f.blind is None else min(100.0, 100 * (f.blind.mean + HOLDS_WITHIN))
     target = target if limit is None else 100 * limit
-    dots = {r.name: tuple(100 * x for x in (r.level.mean, r.level.low, r.level.high)) for r in rows if r.level}
-    return {"band": band, "target": target, "dots": dots, "within": 100 * HOLDS_WITHIN, "limit": limit}
+    lines = [
+        {
+            "name": r.name, "anchor": f"protection-{place}", "baseline": r.baseline, "chosen": r.chosen,
+            "word": recorded(r.verdict.word),
+            "dot": r.level and tuple(100 * x for x in (r.level.mean, r.level.low, r.level.high)),
+        }
+        for place, r in enumerate(rows, 1)
+    ]  # fmt: skip
+    return {"band": band, "target": target, "lines": lines, "within": 100 * HOLDS_WITHIN, "limit": limit}

@@ -14,6 +14,7 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.metrics.intervals import mean_or_interval
+from rasura.report.language import tell
 
 Record = Mapping[str, Any]
 Cell = tuple[int, int]
@@ -43,7 +44,8 @@ class Level:
     @property
     def text(self) -> str:
         """In whole percent with its interval."""
-        return f"{100 * self.mean:.0f} % (95 %: {100 * self.low:.0f} to {100 * self.high:.0f}, n = {self.n})"
+        mean, low, high = (100 * x for x in (self.mean, self.low, self.high))
+        return tell("{mean:.0f} % (95 %: {low:.0f} to {high:.0f}, n = {n})", mean=mean, low=low, high=high, n=self.n)
 
 
 _kept = lru_cache(maxsize=4096)(mean_or_interval)
@@ -167,10 +169,11 @@ class Reading:
     @property
     def how_it_ended(self) -> str:
         """Why the reading is not complete, in words."""
-        for status, said in (("crashed", "crashed on"), ("not_applicable", "does not apply to")):
-            if self.ended_as.get(status):
-                return f"{said} {self.ended_as[status]} of {self.notes}"
-        return f"has results for {len(self.read)} of {self.notes}"
+        if crashed := self.ended_as.get("crashed"):
+            return tell("crashed on {count} of {notes}", count=crashed, notes=self.notes)
+        if other := self.ended_as.get("not_applicable"):
+            return tell("does not apply to {count} of {notes}", count=other, notes=self.notes)
+        return tell("has results for {count} of {notes}", count=len(self.read), notes=self.notes)
 
 
 def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> Reading:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rasura.core.records import CLIENT
-from rasura.report.findings import column_of, findings, recommendation
+from rasura.report.findings import column_of, covered, findings, recommendation, where
+from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
 from rasura.report.readings import Level, pooled
 from rasura.report.verdicts import worst_of
@@ -51,15 +52,17 @@ def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, An
 def _sentence(f: Findings) -> Iterator[str]:
     name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
     if name is None or f.blind is None:
-        yield "No attack on the service gave a result that can be scored; the table gives the reasons."
+        yield tell("No attack on the service gave a result that can be scored; the table gives the reasons.")
         return
     entry = f.best[name]
     assert entry.level is not None
-    where = "with no protection" if name == "none" else f"behind {name}"
-    yield f"Of {entry.notes} notes sent {where}, the operator of the service read back {entry.level.text} {f.words.share}."
+    yield tell(
+        "Of {notes} notes sent {where}, the operator of the service read back {level} {share}.", notes=entry.notes,
+        where=where(name), level=entry.level.text, share=f.words.here.share,
+    )  # fmt: skip
     if entry.coverage:
-        yield f"This figure covers {entry.coverage[0]} of {entry.coverage[1]} notes; the others have no figure."
-    yield f"Guessing without looking at the data sent: {f.blind.text}."
+        yield covered(*entry.coverage, f.words.here.many)
+    yield tell("Guessing without looking at the data sent: {level}.", level=f.blind.text)
 
 
 def measures(records: Sequence[Mapping[str, Any]], f: Findings) -> list[Measure]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rasura.core.errors import MissingExtra
+from rasura.report.language import LANGUAGES, current, number, recorded, tell
 
-COLOURS = ("#542d87", "#b5482a", "#2f7d5b", "#2a6fb5", "#a17c1a", "#8c3b6e")
-"""Of the curves in a plot, in their order."""
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+COLOURS = tuple(f"var(--c{k})" for k in range(1, 7))
+"""Of the curves in a plot, in their order: variables of ``base.html``, which differ in dark mode."""
 
 
 def spaced(defense: str) -> str:
@@ -26,8 +30,8 @@ def pieces(text: str) -> list[tuple[str, bool, bool]]:
     return found
 
 
-def filled(name: str, **values: Any) -> str:
-    """The template ``name`` with ``values``, escaped, as a string. Raises ``MissingExtra`` without Jinja2."""
+def environment() -> Environment:
+    """Where the templates are found and filled. Raises ``MissingExtra`` without Jinja2."""
     try:
         from jinja2 import Environment, PackageLoader
     except ImportError:
@@ -36,7 +40,13 @@ def filled(name: str, **values: Any) -> str:
         ) from None
 
     loader = PackageLoader("rasura", "report")
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"spaced": spaced, "pieces": pieces}
-    page = environment.get_template(name).render(values)
+    made = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    made.filters |= {"spaced": spaced, "pieces": pieces, "number": number, "recorded": recorded}
+    made.globals |= {"tell": tell}
+    return made
+
+
+def filled(name: str, **values: Any) -> str:
+    """The template ``name`` with ``values``, escaped, as a string. Raises ``MissingExtra`` without Jinja2."""
+    page = environment().get_template(name).render(values, language=current(), languages=LANGUAGES)
     return re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", page)  # no line ends between a figure and its sign

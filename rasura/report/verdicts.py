@@ -16,6 +16,7 @@ from typing import Any
 
 from rasura.core.options import name_of
 from rasura.metrics.intervals import mean_interval
+from rasura.report.language import recorded, tell
 from rasura.report.readings import BLIND, PORTFOLIO, Cell, Level, Reading, Record, cells_of, guessing, reading
 
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
@@ -54,7 +55,8 @@ def texts_needed(limit: float) -> int:
 def unmeasured(missing: Iterable[str]) -> str:
     """What is ``missing`` in a sentence."""
     told = "; ".join(missing)
-    return f"{NOT_MEASURED} {told}" if told.startswith(AGAINST) else f"{NOT_MEASURED}: {told}"
+    word = recorded(NOT_MEASURED)
+    return f"{word} {told}" if told.startswith((AGAINST, recorded(AGAINST))) else f"{word}: {told}"
 
 
 @dataclass(frozen=True)
@@ -105,15 +107,20 @@ class Verdict:
         """The verdict in words, with what it rests on."""
         if self.word == NOT_MEASURED:
             return unmeasured(self.missing)
+        word, many = recorded(self.word), recorded(self.many)
         if self.word == READS and self.whole:
-            return f"{self.word} ({self.attack}: {self.whole} of {self.n} {self.many} nearly whole)"
-        guess = "" if self.guess is None else f", guessing {100 * self.guess.mean:.0f} %"
+            return tell(
+                "{word} ({attack}: {whole} of {n} {many} nearly whole)", word=word, attack=self.attack, whole=self.whole,
+                n=self.n, many=many,
+            )  # fmt: skip
+        guess = "" if self.guess is None else tell(", guessing {guess:.0f} %", guess=100 * self.guess.mean)
         if self.word != NOT_TOLD:
-            return f"{self.word} ({self.attack}: {100 * (self.own.risk or 0):.0f} %{guess}, n = {self.n})"
-        few = "" if self.holds else "; too few or too uncertain to conclude that it holds"
+            return f"{word} ({self.attack}: {100 * (self.own.risk or 0):.0f} %{guess}, n = {self.n})"
+        few = "" if self.holds else tell("; too few or too uncertain to conclude that it holds")
         if self.n < texts_needed(HOLDS_WITHIN):
-            few = f"; too few to conclude that it holds, which takes {texts_needed(HOLDS_WITHIN)}"
-        return f"{self.word} (n = {self.n}, upper bound {100 * (self.upper or 1):.0f} %{guess}{few})"
+            few = tell("; too few to conclude that it holds, which takes {wanted}", wanted=texts_needed(HOLDS_WITHIN))
+        bound = tell("upper bound {upper:.0f} %", upper=100.0 * (self.upper or 1))
+        return f"{word} (n = {self.n}, {bound}{guess}{few})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``summary.json``."""
@@ -138,7 +145,7 @@ def verdict(
         unprotected[r["threat"], r["batch_size"]].append(r)
     found = [_of_column(defense, some, unprotected[where], metric, images) for where, some in columns.items()]
     if not found:
-        return Verdict(NOT_MEASURED, defense, 0, missing=("nothing was run",), many="images" if images else "notes")
+        return Verdict(NOT_MEASURED, defense, 0, missing=(tell("nothing was run"),), many="images" if images else "notes")
     return worst_of(found)
 
 
@@ -229,13 +236,13 @@ def _no_yardstick(
     if finished & yardsticks.keys():
         return []
     if not here:
-        return ["no attack was run that uses the data sent"]
+        return [tell("no attack was run that uses the data sent")]
     if not unprotected:
-        return ["the run has no column without protection, so no attack was shown to work"]
+        return [tell("the run has no column without protection, so no attack was shown to work")]
     stopped = [f"{a} {here[a].how_it_ended}" for a in yardsticks if a in here]
     if not stopped:
-        return ["no attack of this run was shown to work without protection"]
-    return [f"of the attacks that work without protection, {', '.join(stopped)}"]
+        return [tell("no attack of this run was shown to work without protection")]
+    return [tell("of the attacks that work without protection, {stopped}", stopped=", ".join(stopped))]
 
 
 def _adversaries(defense: str, records: Iterable[Record]) -> dict[str, tuple[str, ...]]:
@@ -253,14 +260,18 @@ def _not_by_one_who_knows(
     images: bool,
 ) -> list[str]:
     wanted = known_by["attacks"]
-    said = [f"no attack{' on images' * images} knows {part}" for part in known_by["unknown"]]
+    said = [
+        tell("no attack on images knows {part}", part=part) if images else tell("no attack knows {part}", part=part)
+        for part in known_by["unknown"]
+    ]
     absent = [a for a in wanted if a not in finished and a not in here]
-    said += [f"add --attack {','.join(absent)}"] if absent else []
+    said += [tell("add --attack {attacks}", attacks=",".join(absent))] if absent else []
     said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
     ran = [a for a in wanted if a in finished and a not in known_by["protection_readers"]]
     silent = [a for a in ran if a not in yardsticks and a in here]
-    said += [f"{a} was not shown to work without protection either" for a in silent]
+    said += [tell("{attack} was not shown to work without protection either", attack=a) for a in silent]
     # Only the portfolio ran it here; without protection that stops at the first text that is certain.
     alone = [a for a in ran if a not in yardsticks and a not in here]
-    said += [f"add --attack {','.join(alone)}, to test whether it works without protection"] if alone else []
-    return [f"{AGAINST}: {'; '.join(said)}"] if said else []
+    if alone:
+        said.append(tell("add --attack {attacks}, to test whether it works without protection", attacks=",".join(alone)))
+    return [f"{recorded(AGAINST)}: {'; '.join(said)}"] if said else []

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from rasura.core.errors import InputError, MissingExtra
 from rasura.core.files import write_whole
-from rasura.report.assessment import Section, markdown
-
-TITLE = "Impact assessment: what can be read back from the data that is sent"
+from rasura.report.assessment import TITLE, Section, markdown
+from rasura.report.language import recorded, tell
 
 
 def write_assessment(path: Path, sections: Sequence[Section]) -> Path:
@@ -36,7 +35,7 @@ def word(sections: Sequence[Section]) -> bytes:
             "a Word file needs python-docx: pip install 'rasura[dpia]'; or pass a name that ends in .md"
         ) from None
     file = Document()
-    file.add_heading(TITLE, 0)
+    file.add_heading(recorded(TITLE), 0)
     for one in sections:
         file.add_heading(one.title, 1)
         for text in one.paragraphs:
@@ -47,7 +46,7 @@ def word(sections: Sequence[Section]) -> bytes:
                 for cell, text in zip(table.add_row().cells, row, strict=True):
                     cell.paragraphs[0].add_run(text).bold = number == 0
         if one.source:
-            file.add_paragraph().add_run(f"Source: {one.source}.").italic = True
+            file.add_paragraph().add_run(tell("Source: {source}.", source=one.source)).italic = True
     out = BytesIO()
     file.save(out)
     return out.getvalue()

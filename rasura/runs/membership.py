@@ -29,6 +29,7 @@ from rasura.runs.membership_models import QueriedModels
 from rasura.runs.membership_plan import MembershipPlan, classes_of
 from rasura.runs.scoring import versions
 from rasura.runs.training import encoded
+from rasura.victims.fingerprint import fingerprint
 from rasura.victims.outputs import answers
 from rasura.victims.train import FineTuning, protected
 
@@ -175,7 +176,9 @@ class MembershipAudit:
         return Answers(**load_file(str(path)))
 
     def run(self, store: RunStore, progress: Callable[[str, int, int], None] | None = None) -> Iterator[Record]:
-        """Run the attacks that ``store`` lacks; store and yield each Record."""
+        """Run the attacks that ``store`` lacks; store and yield each Record. Raises ``InputError`` if ``store`` holds
+        results of other weights."""
+        store.describe({"model": fingerprint(self.victim.model)}, fixed=("model",))
         beside: dict[str, Any] = {}
         for number, name in enumerate(self.plan.attacks or ()):
             key = cell_key(kind="membership", attack=name, plan=self.identity)

@@ -20,6 +20,7 @@ from rasura.core.batches import Batch
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import Adapter
+from rasura.core.provenance import sitting
 from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
@@ -31,6 +32,7 @@ from rasura.runs.train_plan import TrainPlan
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import renamed, split
+from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import Victim, load
 from rasura.victims.outputs import nats, predictions
 from rasura.victims.step import defended
@@ -134,8 +136,9 @@ class Training:
     def _one(
         self, defense: str, seed: int, place: Path, progress: Callable[[str, int, int, Mapping[str, float]], None] | None
     ) -> dict[str, Any]:
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall, cpu, began = time.perf_counter(), time.process_time(), sitting()
         plan, victim = self.plan, self.victim(seed)
+        weights = fingerprint(victim.model)
         parts = plan.parts[defense]
         vocabulary = victim.vocabulary
         service = self.service(defense, victim, seed) if plan.service else None
@@ -182,7 +185,7 @@ class Training:
             "noise": plan.recipe.noise,
             "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
             "encode_seconds": self.encoding, "protect_seconds": protecting,
-            "device": self.device, "versions": versions(),
+            "device": self.device, "versions": versions(), "sitting": began, "weights": weights,
         }  # fmt: skip
         result |= {"label_names": list(self.label_names)} if self.label_names else {}
         if plan.task == "classification":

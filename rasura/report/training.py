@@ -1,0 +1,209 @@
+"""What a training under each protection cost in utility, in words, as a table and as a page. No torch."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rasura.core.errors import InputError
+from rasura.metrics.learned import accuracy_interval, learned, unlearned
+from rasura.report.commands import Step
+from rasura.report.head import Made, duration, machine, origin, settings
+from rasura.report.language import number, recorded, tell
+from rasura.report.template import COLOURS, filled
+from rasura.report.verdicts import plain
+
+LESS, NOT_LESS, CHANCE, UNKNOWN = "less accurate", "not told from none", "not told from chance", "not judged"
+
+
+@dataclass(frozen=True)
+class Side:
+    """All trainings under one protection: ``level`` is the mean accuracy of the seeds and the widest of their intervals;
+    None where the task has no accuracy."""
+
+    name: str
+    results: tuple[Mapping[str, Any], ...]
+    level: tuple[float, float, float] | None
+
+    @property
+    def at_chance(self) -> bool:
+        """Whether any of its trainings is known to have learned nothing."""
+        return any(learned(r) is False for r in self.results)
+
+
+def is_training(folder: str | Path) -> bool:
+    """Whether ``folder`` holds trainings of ``rasura train``."""
+    place = Path(folder)
+    return not (place / "run.sqlite").is_file() and (place / "plan.json").is_file() and (place / "rows.json").is_file()
+
+
+def trainings(folder: str | Path) -> tuple[Mapping[str, Any], list[Mapping[str, Any]]]:
+    """The plan and the finished trainings in ``folder``, those without protection first. Raises ``InputError`` if none is
+    finished."""
+    plan: Mapping[str, Any] = json.loads((Path(folder) / "plan.json").read_text(encoding="utf-8"))["plan"]
+    found = [json.loads(p.read_text(encoding="utf-8")) for p in sorted(Path(folder).glob("*/result.json"))]
+    if not found:
+        raise InputError(f"{folder} holds no finished training; run the same command again to finish one")
+    return plan, sorted(found, key=lambda r: (not plain(r["defense"]), r["defense"], r["seed"]))
+
+
+def sides(results: Sequence[Mapping[str, Any]]) -> list[Side]:
+    """The trainings by protection."""
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for r in results:
+        by_name.setdefault(r["defense"], []).append(r)
+    found = []
+    for name, some in by_name.items():
+        level = None
+        if all("accuracy" in r["after"] for r in some):
+            ends = [accuracy_interval(r) for r in some]
+            mean = sum(r["after"]["accuracy"] for r in some) / len(some)
+            level = (mean, min(low for low, _ in ends), max(high for _, high in ends))
+        found.append(Side(name, tuple(some), level))
+    return found
+
+
+def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
+    """The verdict on the cost of a protection, and in a sentence what it rests on.
+
+    The accuracies differ only if their 95 % intervals do not touch, which is stricter than an interval of the difference.
+    """
+    if side.level is None:
+        loss = sum(r["after"]["loss"] for r in side.results) / len(side.results)
+        return UNKNOWN, tell("Loss {loss:.3f}; it has no interval, so no verdict rests on it.", loss=float(loss))
+    mean, low, high = (100 * x for x in side.level)
+    says = tell("Accuracy {mean:.1f} % (95 %: {low:.1f} to {high:.1f}).", mean=mean, low=low, high=high)
+    if side.at_chance:
+        return CHANCE, f"{says} {tell('At least one training is not told from naming the most frequent class.')}"
+    if baseline is None or baseline.level is None or baseline.at_chance:
+        return UNKNOWN, f"{says} {tell('There is no training without protection that learned, to compare with.')}"
+    if side is baseline:
+        return tell("baseline"), says
+    most = 100 * max(0.0, baseline.level[2] - side.level[1])
+    if side.level[2] < baseline.level[1]:
+        least = 100 * (baseline.level[1] - side.level[2])
+        cost = tell("It costs {least:.1f} to {most:.1f} points of accuracy.", least=least, most=most)
+        return LESS, f"{says} {cost}"
+    return NOT_LESS, f"{says} {tell('A cost of up to {most:.1f} points is not ruled out.', most=most)}"
+
+
+def render_training(folder: str | Path) -> str:
+    """The page of the trainings in ``folder``, as a string."""
+    plan, results = trainings(folder)
+    made = Made(
+        sorted((r["sitting"] for r in results if "sitting" in r), key=lambda one: str(one["began"])),
+        {"model": results[0]["weights"]} if "weights" in results[0] else {},
+    )
+    seconds = duration(sum(r["wall_seconds"] for r in results))
+    head = origin(
+        plan, results[:1], made,
+        who=tell("no adversary was assumed: a training measures cost, and rasura audit measures risk"),
+        means=tell("all trainings together took {duration}, on {machine}", duration=seconds, machine=machine(made)),
+        source=str(plan["data"]),
+    )  # fmt: skip
+    return filled("training.html", f=_findings(Path(folder), plan, results), made=made, head=head, settings=settings(plan))
+
+
+def _findings(folder: Path, plan: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    found = sides(results)
+    baseline = next((side for side in found if plain(side.name)), None)
+    judged = [(side, *verdict(side, baseline)) for side in found]
+    first = results[0]
+    rows = [
+        {
+            "name": side.name, "baseline": side is baseline, "word": recorded(word), "says": says,
+            "facts": _facts(side), "step": _step(folder, plan, side, word),
+        }
+        for side, word, says in judged
+    ]  # fmt: skip
+    lines = [
+        {
+            "name": row["name"], "anchor": f"protection-{place}", "word": row["word"], "baseline": row["baseline"],
+            "chosen": False, "dot": side.level and tuple(100 * x for x in side.level),
+        }
+        for place, (row, side) in enumerate(zip(rows, found), 1)
+    ]  # fmt: skip
+    band = None if baseline is None or baseline.level is None else (100 * baseline.level[1], 100 * baseline.level[2])
+    majority = 100 * first["majority"] if "majority" in first else None
+    columns, table = _table(results)
+    curves, most, epochs = _curves(found)
+    return {
+        "sentence": _sentence(judged), "warning": recorded(unlearned(results)[0]) if _nothing(results) else "",
+        "rows": rows, "lines": lines, "band": band, "majority": majority, "classified": found[0].level is not None,
+        "columns": columns, "table": table, "curves": curves, "most": most, "epochs": epochs, "model": first["model"],
+        "task": first["task"], "n_train": first["n_train"], "n_test": first["n_test"],
+    }  # fmt: skip
+
+
+def _nothing(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every training is at chance."""
+    return all(learned(r) is False for r in results)
+
+
+def _sentence(judged: Sequence[tuple[Side, str, str]]) -> str:
+    costly = [side.name for side, word, _ in judged if word == LESS]
+    free = [side.name for side, word, _ in judged if word == NOT_LESS]
+    said = [tell("{names} makes the model less accurate.", names=", ".join(costly))] if costly else []
+    said += [tell("Of {names} no cost in accuracy was found.", names=", ".join(free))] if free else []
+    lost = [side.name for side, word, _ in judged if word == CHANCE]
+    said += [tell("Under {names} the model is not told from chance.", names=", ".join(lost))] if lost else []
+    return " ".join(said) or tell("What protection costs was not judged.")
+
+
+def _facts(side: Side) -> list[tuple[str, str]]:
+    first, n = side.results[0], len(side.results)
+    seconds = duration(sum(r["wall_seconds"] for r in side.results) / n)
+    about = [
+        (tell("seeds"), ", ".join(str(r["seed"]) for r in side.results)),
+        (tell("test texts"), str(first["n_test"])),
+        (tell("time"), tell("{duration} a training, {epochs} epochs", duration=seconds, epochs=first["epochs"])),
+    ]
+    return [*about, (tell("guarantee"), "; ".join([first["privacy"]["statement"], *first["privacy"].get("warnings", ())]))]
+
+
+def _step(folder: Path, plan: Mapping[str, Any], side: Side, word: str) -> Step:
+    if word == CHANCE:
+        return Step(tell("Train on more texts, for longer, or at another learning rate."))
+    saved = sorted(folder.glob(f"*-{side.results[0]['seed']}/result.json"))
+    place = next((p.parent for p in saved if json.loads(p.read_text(encoding="utf-8"))["defense"] == side.name), None)
+    if place is None or not (place / "model").is_dir():
+        return Step(tell("Measure what it prevents with rasura audit."))
+    words = [
+        "rasura",
+        "membership",
+        str(place / "model"),
+        "--members",
+        str(plan["data"]),
+        "--rows",
+        str(folder / "rows.json"),
+    ]
+    words += ["--defense", side.name] if not plain(side.name) else []
+    words += ["--task", plan["task"]] if plan["task"] != "classification" else []
+    return Step(tell("Measure what the trained model reveals about its training texts."), shlex.join(words))
+
+
+def _table(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    names = list(results[0]["after"])
+    columns = [tell("protection"), tell("seed"), *names, tell("{metric} before", metric=names[0]), tell("epochs")]
+    rows = [
+        [r["defense"], str(r["seed"]), *(number(r["after"][n], ".3f") for n in names), number(r["before"][names[0]], ".3f"),
+         str(r["epochs"])]
+        for r in results
+    ]  # fmt: skip
+    return columns, rows
+
+
+def _curves(found: Sequence[Side]) -> tuple[list[dict[str, Any]], float, int]:
+    """Training loss by epoch of the first seed of each protection, in pixels; its maximum and the number of epochs."""
+    losses = {s.name: [e["train_loss"] for e in s.results[0]["history"] if e.get("train_loss") is not None] for s in found}
+    losses = {name: some for name, some in losses.items() if len(some) > 1}
+    most, epochs = max((max(some) for some in losses.values()), default=1.0), max(map(len, losses.values()), default=0)
+    curves = []
+    for number_, (name, some) in enumerate(losses.items()):
+        points = " ".join(f"{60 + 430 * k / (epochs - 1):.1f},{200 - 175 * v / most:.1f}" for k, v in enumerate(some))
+        curves.append({"name": name, "points": points, "colour": COLOURS[number_ % len(COLOURS)]})
+    return curves, most, epochs
