@@ -108,9 +108,8 @@ def audit(
     )  # fmt: skip
     if service:
         return run_service_audit(service_planned(config, given | _beside(suite, engine, device, workers)), folder, ending)
-    return run_audit(
-        _planned(config, suite, given).checked(), folder, device_named(device), ending, engine, address, workers
-    )
+    plan = _planned(config, suite, given).checked()
+    return run_audit(plan, folder, device_named(device), ending, engine, address, workers)
 
 
 def _beside(suite: str | None, engine: str, device: str, workers: int | None) -> dict[str, Any]:

@@ -103,10 +103,8 @@ def calibrate(
     from rasura.runs.plans import Plan
     from rasura.victims.recipe import Recipe
 
-    if file and text:
-        raise InputError("FILE and --text were both given; pass one of them")
     plan = Plan(
-        model or Plan.model, task, file, tuple(text or ()), reference, language_model, _attacks(attack, defense, task),
+        model or Plan.model, task, file, _one_source(file, text), reference, language_model, _attacks(attack, defense, task),
         split(defense) or (), (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds,
         seed=seed, budget=budget, truncate=truncate, num_labels=num_labels, max_memory=max_memory, entries=entries,
         text_column=text_column, pair_column=pair_column, label_column=label_column,
@@ -115,6 +113,13 @@ def calibrate(
     metric = risk or ("ssim" if task == "vision" else "rougeL")
     wanted = CalibrationPlan(plan, metric, at_most, steps, utility, train, test, train_limit, recipe)
     run_calibration(wanted, folder, device_named(device), as_json, report_language)
+
+
+def _one_source(file: str | None, text: list[str] | None) -> tuple[str, ...]:
+    """The texts of ``--text``. Raises ``InputError`` if FILE was given as well."""
+    if file and text:
+        raise InputError("FILE and --text were both given; pass one of them")
+    return tuple(text or ())
 
 
 def _attacks(named: str | None, defense: str, task: str) -> tuple[str, ...]:
