@@ -129,10 +129,10 @@ def promise(part: Mapping[str, Any]) -> str:
     if found is None:
         return "–"
     if found.get("epsilon") is None:
-        return str(found["statement"])
+        return recorded(str(found["statement"]))
     return tell(
-        "{statement} ({examples} texts, {size} a step, noise from the operating system)", statement=found["statement"],
-        examples=found["examples"], size=found["batch_size"],
+        "{statement} ({examples} texts, {size} a step, noise from the operating system)",
+        statement=recorded(found["statement"]), examples=found["examples"], size=found["batch_size"],
     )  # fmt: skip
 
 

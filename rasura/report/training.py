@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
+from rasura.core.provenance import Sitting
 from rasura.metrics.learned import accuracy_interval, learned, unlearned
 from rasura.report.commands import Step
 from rasura.report.head import Made, duration, machine, origin, settings
@@ -95,7 +96,7 @@ def render_training(folder: str | Path) -> str:
     """The page of the trainings in ``folder``, as a string."""
     plan, results = trainings(folder)
     made = Made(
-        sorted((r["sitting"] for r in results if "sitting" in r), key=lambda one: str(one["began"])),
+        _sittings(results),
         {"model": results[0]["weights"]} if "weights" in results[0] else {},
     )
     seconds = duration(sum(r["wall_seconds"] for r in results))
@@ -106,6 +107,12 @@ def render_training(folder: str | Path) -> str:
         source=str(plan["data"]),
     )  # fmt: skip
     return filled("training.html", f=_findings(Path(folder), plan, results), made=made, head=head, settings=settings(plan))
+
+
+def _sittings(results: Sequence[Mapping[str, Any]]) -> list[Sitting]:
+    """Each command that trained here, once, the first one first."""
+    found = {str(r["sitting"]["began"]): r["sitting"] for r in results if "sitting" in r}
+    return [found[began] for began in sorted(found)]
 
 
 def _findings(folder: Path, plan: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -162,7 +169,13 @@ def _facts(side: Side) -> list[tuple[str, str]]:
         (tell("test texts"), str(first["n_test"])),
         (tell("time"), tell("{duration} a training, {epochs} epochs", duration=seconds, epochs=first["epochs"])),
     ]
-    return [*about, (tell("guarantee"), "; ".join([first["privacy"]["statement"], *first["privacy"].get("warnings", ())]))]
+    return [
+        *about,
+        (
+            tell("guarantee"),
+            "; ".join(map(recorded, (first["privacy"]["statement"], *first["privacy"].get("warnings", ())))),
+        ),
+    ]
 
 
 def _step(folder: Path, plan: Mapping[str, Any], side: Side, word: str) -> Step:

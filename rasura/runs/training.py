@@ -44,7 +44,7 @@ class Training:
 
     def __init__(self, plan: TrainPlan, folder: str | Path, *, device: str = "cpu") -> None:
         self.plan = plan = plan.checked()
-        self.folder, self.device = Path(folder), device
+        self.folder, self.device, self.sitting = Path(folder), device, sitting()
         columns = columns_of(plan)
         everything = load_examples(plan.data, columns=columns, model=plan.model)
         self.label_names = everything.label_names
@@ -136,7 +136,7 @@ class Training:
     def _one(
         self, defense: str, seed: int, place: Path, progress: Callable[[str, int, int, Mapping[str, float]], None] | None
     ) -> dict[str, Any]:
-        wall, cpu, began = time.perf_counter(), time.process_time(), sitting()
+        wall, cpu = time.perf_counter(), time.process_time()
         plan, victim = self.plan, self.victim(seed)
         weights = fingerprint(victim.model)
         parts = plan.parts[defense]
@@ -185,7 +185,7 @@ class Training:
             "noise": plan.recipe.noise,
             "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
             "encode_seconds": self.encoding, "protect_seconds": protecting,
-            "device": self.device, "versions": versions(), "sitting": began, "weights": weights,
+            "device": self.device, "versions": versions(), "sitting": self.sitting, "weights": weights,
         }  # fmt: skip
         result |= {"label_names": list(self.label_names)} if self.label_names else {}
         if plan.task == "classification":
