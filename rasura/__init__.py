@@ -25,6 +25,8 @@ _NAMES = {
     "Client": "rasura.server.client",
     "DefenseSpec": "rasura.core.specs",
     "GhostObfuscator": "rasura.runs.ghost_obfuscator",
+    "diagnose_training": "rasura.runs.diagnosis",
+    "Diagnosis": "rasura.runs.diagnosis",
     "Grant": "rasura.core.values",
     "Guarantee": "rasura.accounting.guarantees",
     "infer_membership": "rasura.runs.membership",
@@ -95,6 +97,8 @@ if TYPE_CHECKING:
     from rasura.runs.audit import audit as audit
     from rasura.runs.calibration import calibrate as calibrate
     from rasura.runs.calibration_plan import CalibrationPlan as CalibrationPlan
+    from rasura.runs.diagnosis import Diagnosis as Diagnosis
+    from rasura.runs.diagnosis import diagnose_training as diagnose_training
     from rasura.runs.ghost_file import obfuscate_file as obfuscate_file
     from rasura.runs.ghost_obfuscator import GhostObfuscator as GhostObfuscator
     from rasura.runs.membership import infer_membership as infer_membership

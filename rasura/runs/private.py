@@ -168,7 +168,7 @@ def protect_training(
         if not isinstance(defense, str):
             raise InputError("a target epsilon needs the protection as text, such as dp-sgd; it then finds the noise")
         defense = solved(defense, target_epsilon, planned(poisson))
-    parts = _parts(defense, physical_batch_size)
+    parts = loop_defense(defense, physical_batch_size)
     _trainable(model, optimizer)
     mechanisms = [p.mechanism for p in parts]
     carrier = formal(mechanisms)
@@ -189,7 +189,7 @@ def protect_training(
     return ProtectedTraining(model, optimizer, loader if drawing is None else drawing, ledger)
 
 
-def _parts(defense: str | Defense, physical: int | None) -> Defense:
+def loop_defense(defense: str | Defense, physical: int | None = None) -> Defense:
     """The parts of ``defense``. Raises ``InputError`` for one that acts on data, or that holds updates back, and for a
     ``physical`` batch size without a part that aggregates texts."""
     parts = local(parse_defense(defense) if isinstance(defense, str) else defense)

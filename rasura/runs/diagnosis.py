@@ -1,0 +1,184 @@
+"""What will go wrong in a private training, said before its first step: the clip, the noise, the rate, the layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rasura.accounting import Run, formal, sigma_for
+from rasura.core.errors import InputError
+from rasura.core.interfaces import Defense
+from rasura.core.rng import drawing, secret_generator
+from rasura.core.values import Mechanism
+from rasura.runs.noise_target import SOLVED, solved
+from rasura.runs.private import loop_defense
+from rasura.victims.per_example import fault, per_example
+from rasura.victims.step import defended, gradients
+
+FAR = 10.0
+"""A clip that is so many times below or above the median norm is said to be wrong."""
+
+PRIVATE = (
+    "These {m} texts were looked at without noise, and no epsilon counts it. Use public texts of the same kind, or choose "
+    "no setting by what is said here."
+)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a look at a few texts says of a planned training.
+
+    ``findings``: what will go wrong, in sentences; empty if nothing was found. ``norms``: the norm of each text's gradient.
+    ``signal_to_noise``: the length of what the texts of one step agree on, over the length of the noise, both expected; None
+    where it cannot be estimated. ``after``: the same after all steps, if the texts agreed on one direction throughout.
+    """
+
+    findings: tuple[str, ...]
+    norms: tuple[float, ...]
+    clip: float
+    sigma: float
+    steps: int
+    trained: int
+    signal_to_noise: float | None
+    after: float | None
+
+
+def diagnose_training(
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    defense: str | Defense,
+    *,
+    examples: int,
+    batch_size: int,
+    public: bool,
+    epochs: int = 1,
+    delta: float | None = None,
+    target_epsilon: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Diagnosis:
+    """Look at a few texts, and say what will go wrong in a training under ``dp-sgd`` or ``normalised``.
+
+    ``batch``: the model's keyword arguments for some texts, with labels; two at least, and better thirty. ``public``: they
+    are not private; looking at private texts spends privacy that no ledger counts, and the findings say so. ``examples``,
+    ``batch_size``, ``epochs``, ``delta`` and ``target_epsilon`` describe the planned training as in
+    ``rasura.protect_training``. ``optimizer``: for findings on its rate.
+
+    The signal is estimated from products of different texts' clipped gradients, so that few texts do not overstate it. It
+    holds for the model as it is now: later it is mostly smaller. Raises ``InputError`` for other protections, for fewer than
+    two texts, and as ``protect_training`` does.
+    """
+    run = Run(examples, batch_size, epochs, delta)
+    if target_epsilon is not None:
+        if not isinstance(defense, str):
+            raise InputError("a target epsilon needs the protection as text, such as dp-sgd; it then finds the noise")
+        defense = solved(defense, target_epsilon, run)
+    parts = loop_defense(defense)
+    carrier = formal([p.mechanism for p in parts])
+    if carrier is None or carrier.name not in SOLVED:
+        names = " + ".join(p.mechanism.name for p in parts)
+        raise InputError(f"a diagnosis needs {' or '.join(SOLVED)} with a guarantee; found {names}")
+    size = len(next(iter(batch.values())))
+    if size < 2:
+        raise InputError(f"{size} texts; expected at least two, and better thirty")
+    with defended(model, parts):
+        found = _looked(model, batch, size, carrier)
+        why = fault(model, batch, size)
+    signal, noise = found.signal, float(carrier.parameters["sigma"] or 0) * found.clip * math.sqrt(found.trained)
+    once = None if signal is None else min(run.batch_size, run.examples) * signal / noise
+    after = None if once is None else once * math.sqrt(run.steps)
+    findings = [] if public else [PRIVATE.format(m=size)]
+    findings += _of_norms(found, carrier, optimizer) + _of_noise(found, run, after, target_epsilon, carrier)
+    if why is not None:
+        findings.append(f"The texts of a batch go one by one, which is slow: {why}.")
+    if run.fails >= 1 / examples:
+        findings.append(f"Delta {run.fails:.3g} is not below 1 / {examples}: publishing one text in full would satisfy it.")
+    sigma = float(carrier.parameters["sigma"] or 0)
+    return Diagnosis(tuple(findings), found.norms, found.clip, sigma, run.steps, found.trained, once, after)
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The gradients of some texts: norms, trained entries, and the length of the mean clipped gradient (None: not known)."""
+
+    norms: tuple[float, ...]
+    clip: float
+    trained: int
+    signal: float | None
+
+
+def _looked(model: nn.Module, batch: Mapping[str, Tensor], size: int, carrier: Mechanism) -> _Look:
+    rng = secret_generator()
+    with drawing(rng):
+        each = per_example(model, batch, size, mean=lambda: gradients(model, batch)[0], told=lambda loss: None).each
+        clip = float(carrier.parameters["clip"] or 0)
+        norms: list[float] = []
+        total: dict[str, Tensor] = {}
+        squares, trained = 0.0, 0
+        for found in each():
+            norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values()))
+            trained = sum(g.numel() for g in found.values())
+            norms.append(norm)
+            weight = 1.0 if not norm else clip / norm if carrier.name == "normalised" else min(1.0, clip / norm)
+            squares += (weight * norm) ** 2
+            for name, g in found.items():
+                part = weight * g.double()
+                total[name] = total[name] + part if name in total else part
+    whole = sum(float(g.square().sum()) for g in total.values())
+    # The square of the mean is that of the sum without each text's product with itself, which is no agreement.
+    square = (whole - squares) / (size * (size - 1))
+    return _Look(tuple(norms), clip, trained, math.sqrt(square) if square > 0 else None)
+
+
+def _of_norms(found: _Look, carrier: Mechanism, optimizer: torch.optim.Optimizer | None) -> list[str]:
+    broken = sum(not math.isfinite(n) for n in found.norms)
+    if broken:
+        return [f"The gradients of {broken} of {len(found.norms)} texts are not finite: no step could be released. Train in "
+                "float32, or start from other weights."]  # fmt: skip
+    middle, out = median(found.norms), []
+    if not middle:
+        return ["Half of the texts have a gradient of zero: the loss does not depend on what is trained."]
+    if carrier.name == "dp-sgd" and found.clip < middle / FAR:
+        out.append(f"The clip {found.clip:g} is {middle / found.clip:.0f} times below the median norm of a text's gradient "
+            f"({middle:.3g}): texts that are already right push nearly as hard as those that are wrong.")  # fmt: skip
+    if carrier.name == "dp-sgd" and found.clip > FAR * middle:
+        out.append(f"The clip {found.clip:g} is {found.clip / middle:.0f} times above the median norm of a text's gradient "
+            f"({middle:.3g}), and the noise grows with it. Clip near the median.")  # fmt: skip
+    if optimizer is None:
+        return out
+    rate, kind = optimizer.param_groups[0]["lr"], type(optimizer).__name__
+    if kind == "SGD":
+        if found.clip < middle / 2:
+            out.append(f"With SGD, a step is about {middle / found.clip:.0f} times shorter than without clipping: a rate of "
+                f"{rate:g} from a training without privacy is too low by that factor.")  # fmt: skip
+    elif not kind.startswith(("Adam", "NAdam", "RAdam")):
+        out.append(f"The rate of {kind} was not judged; SGD and Adam are known.")
+    return out
+
+
+def _of_noise(found: _Look, run: Run, after: float | None, target: float | None, carrier: Mechanism) -> list[str]:
+    if not all(map(math.isfinite, found.norms)):
+        return []
+    if after is None:
+        return [f"The {len(found.norms)} texts agree on no direction, so nothing can be said of signal and noise. Look at "
+                "more texts."]  # fmt: skip
+    if after >= 1:
+        return []
+    says = (
+        f"After all {run.steps} steps the noise is {1 / after:.1f} times as long as what the texts agree on: expect to "
+        f"learn little. Train fewer weights than {found.trained}, or take larger batches"
+    )
+    batch = min(4 * run.batch_size, run.examples)
+    if target is None or batch == run.batch_size:
+        return [f"{says}, more epochs or less noise."]
+    sigma = float(carrier.parameters["sigma"] or 0)
+    wide = Run(run.examples, batch, run.epochs, run.delta)
+    kind: Any = carrier.parameters.get("noise", "gaussian")
+    less = sigma / sigma_for(target, wide.rate, wide.steps, wide.fails, noise=kind)
+    gain = batch / run.batch_size * less * math.sqrt(wide.steps / run.steps)
+    return [f"{says}: batches of {batch} would make the ratio {gain:.1f} times better at the same epsilon."]

@@ -1,0 +1,121 @@
+"""What is said of a private training before its first step, against sums over pairs of texts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from private_setting import DATA, collate
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+import rasura
+from rasura.core.interfaces import InputError
+from rasura.runs.diagnosis import Diagnosis
+from rasura.testing.tiny import tiny
+
+pytest.importorskip("dp_accounting")
+
+ALIKE = DATA[::2]
+"""Texts of one class, which agree on a direction."""
+
+
+def told(defense: Any = "dp-sgd:1.0", *, model: Any = None, count: int = 6, **options: Any) -> Diagnosis:
+    usual: dict[str, Any] = {"examples": 1000, "batch_size": 50, "public": True}
+    model = model or tiny("bert", "classification", num_labels=2)
+    return rasura.diagnose_training(model, collate(ALIKE[:count]), defense, **{**usual, **options})
+
+
+def own_gradients(count: int) -> list[Tensor]:
+    model = tiny("bert", "classification", num_labels=2)
+    out = []
+    for row in ALIKE[:count]:
+        model.zero_grad()
+        model(**collate([row])).loss.backward()
+        out.append(torch.cat([p.grad.double().reshape(-1) for p in model.parameters() if p.grad is not None]))
+    return out
+
+
+@pytest.mark.parametrize("clip", [0.1, 100.0])
+def test_the_signal_is_what_different_texts_agree_on(clip: float) -> None:
+    found = told(f"dp-sgd:0.01/clip={clip}", epochs=2)
+    each = [g * min(1.0, clip / float(g.norm())) for g in own_gradients(6)]
+    pairs = [float(each[i] @ each[k]) for i in range(6) for k in range(6) if i != k]
+    signal, noise = math.sqrt(sum(pairs) / len(pairs)), 0.01 * clip * math.sqrt(found.trained)
+    assert found.trained == sum(p.numel() for p in tiny("bert", "classification", num_labels=2).parameters())
+    assert found.norms == pytest.approx([float(g.norm()) for g in own_gradients(6)], rel=1e-4)
+    assert found.signal_to_noise == pytest.approx(50 * signal / noise, rel=1e-3)
+    assert found.after == pytest.approx(50 * signal / noise * math.sqrt(40), rel=1e-3) and found.steps == 40
+
+
+def test_the_advice_on_batches_is_what_they_give() -> None:
+    common: dict[str, Any] = {"target_epsilon": 0.5, "epochs": 2}
+    small, large = told("dp-sgd", **common), told("dp-sgd", batch_size=200, **common)
+    (says,) = (one for one in small.findings if "batches of 200" in one)
+    assert small.after and large.after and large.sigma > small.sigma
+    assert f"{large.after / small.after:.1f} times better at the same epsilon" in says and "expect to learn little" in says
+
+
+def test_clips_far_from_the_norms_are_said() -> None:
+    middle = sorted(told().norms)[3]
+    low, high, right = (" ".join(told(f"dp-sgd:1e-3/clip={c * middle}").findings) for c in (0.01, 100, 1))
+    assert "times below the median norm" in low and "times above the median norm" in high and "median norm" not in right
+    model = tiny("bert", "classification", num_labels=2)
+    slow = told(f"dp-sgd:1e-3/clip={0.2 * middle}", model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    assert "5 times shorter than without clipping: a rate of 0.1" in " ".join(slow.findings)
+    other = told("dp-sgd:1e-3", model=model, optimizer=torch.optim.Adagrad(model.parameters(), 0.1))
+    assert "The rate of Adagrad was not judged" in " ".join(other.findings)
+
+
+def test_a_look_at_private_texts_is_said_first() -> None:
+    assert told(public=False).findings[0].startswith("These 6 texts were looked at without noise, and no epsilon counts it")
+    assert not any("looked at" in one for one in told().findings)
+
+
+class Scaled(nn.Module):
+    """A model with a weight outside of any layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = tiny("bert", "classification", num_labels=2), nn.Parameter(torch.ones(2))
+
+    def forward(self, labels: Tensor, **inputs: Tensor) -> SequenceClassifierOutput:
+        logits = self.body(**inputs).logits * self.scale
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def test_texts_that_agree_on_nothing_give_no_ratio() -> None:
+    usual: dict[str, Any] = {"examples": 1000, "batch_size": 50, "public": True}
+    model = tiny("bert", "classification", num_labels=2)
+    found = rasura.diagnose_training(model, collate(DATA[:6]), "dp-sgd:1.0/clip=0.1", **usual)
+    assert found.signal_to_noise is None and "agree on no direction" in " ".join(found.findings)
+
+
+def test_layers_without_a_rule_and_a_large_delta_are_said() -> None:
+    says = " ".join(told(model=Scaled(), delta=0.1).findings)
+    assert "one by one, which is slow: " in says and "Scaled" in says and "not below 1 / 1000" in says
+
+
+def test_gradients_that_are_not_finite_give_no_ratio() -> None:
+    model: Any = tiny("bert", "classification", num_labels=2)
+    with torch.no_grad():
+        model.classifier.weight.fill_(torch.nan)
+    found = told(model=model)
+    assert "6 of 6 texts are not finite" in " ".join(found.findings)
+    assert found.signal_to_noise is None and found.after is None
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"defense": "gaussian:0.1"}, "needs dp-sgd or normalised with a guarantee; found gaussian"),
+        ({"count": 1}, "expected at least two"),
+        ({"defense": "dp-sgd:1.0", "target_epsilon": 3.0}, "names its noise"),
+        ({"examples": 0}, "examples is 0"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        told(**options)
