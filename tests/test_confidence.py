@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
+from null_setting import chance_limit, stand_clear
 from torch import Tensor, nn
 
 import rasura
@@ -24,12 +25,10 @@ from rasura.attacks.updates.noise_in_sight import shows_noise
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.attack import dager
 from rasura.attacks.updates.span.null import (
-    chance_limit,
     each_once,
     explained,
     outside,
     rows_believed,
-    stand_clear,
 )
 from rasura.attacks.updates.span.rows import Inputs, RowSpace
 from rasura.attacks.updates.span.tokens import Row

@@ -8,17 +8,17 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 import transformers
+from null_setting import chance_limit, stand_clear
 from torch import Tensor
 
 from rasura.attacks.updates.span.null import (
     NEIGHBOURS,
     OTHERS,
-    chance_limit,
+    Chance,
     explained,
     others_of,
     outside,
     prefixes_believed,
-    stand_clear,
     tokens_believed,
 )
 from rasura.attacks.updates.span.passing import FALSE
@@ -53,6 +53,21 @@ def ball(deviations: Sequence[float], trials: float) -> float:
     volume = math.pi ** (k / 2) / math.gamma(k / 2 + 1)
     density = 1 / ((2 * math.pi) ** (k / 2) * math.prod(deviations))
     return (FALSE / trials / volume / density) ** (1 / k)
+
+
+def test_places_one_by_one_give_the_limit_of_all_at_once() -> None:
+    rng = generator(4)
+    shape = torch.logspace(0, -5, 12, dtype=torch.double)
+    places = [torch.randn(n, 12, generator=rng, dtype=torch.double) * shape + 0.3 for n in (1, 7, 40, 90)]
+    chance = Chance()
+    least = [chance.add(x) for x in places]
+    assert least == [float(x.norm(dim=1).min()) for x in places] and math.isnan(chance.add(places[0][:0]))
+    every = torch.cat(places)
+    variance = torch.linalg.svdvals(every - every.mean(0)).square() / (len(every) - 1)
+    best = max(ball(variance.sqrt()[:k].tolist(), 1e3) for k in range(1, 13))
+    assert chance.limit(1e3) == pytest.approx(best, rel=1e-6)
+    chance.add(torch.full((1, 12), math.nan))
+    assert chance.limit(1e3) == 0.0
 
 
 @pytest.mark.parametrize("trials", [1.0, 1e3, 1e9])

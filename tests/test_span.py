@@ -242,13 +242,15 @@ def test_rows_that_rounding_covers_are_counted_and_tolerated_by_their_noise() ->
     assert bool((space.residual(other) > space.tolerance(other)).all())
 
 
-def seen_of(path: Path, texts: list[str], labels: list[int], update: str) -> tuple[Observation, list[tuple[int, ...]]]:
-    """What the server sees of an update of MiniLM with frozen embeddings, and the ids of its texts."""
+def seen_of(
+    path: Path, texts: list[str], labels: list[int], update: str, protection: str = "frozen-embeddings"
+) -> tuple[Observation, list[tuple[int, ...]]]:
+    """What the server sees of an update of MiniLM, and the ids of its texts."""
     victim = load(path, "classification")
     local, wire = parse_update(update)
     examples = [Example(text, None, label) for text, label in zip(texts, labels)]
     batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
-    defense = (*parse_defense("frozen-embeddings"), *wire)
+    defense = (*parse_defense(protection), *wire)
     rng = generator(0, "step")
     truth = step(victim.model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=rng, local=local)
     return observe(truth, HONEST_SERVER), [tuple(batch.ids(k)) for k in range(len(texts))]
@@ -259,6 +261,17 @@ def test_four_texts_come_back_through_rounding(minilm_path: Path, update: str) -
     texts = ["mary is here now", "he lost it , again", "we saw her leave", "it is late"]
     seen, ids = seen_of(minilm_path, texts, [0, 1, 1, 0], update)
     assert sorted(attack(seen).tokens) == sorted(ids)
+
+
+def test_a_text_comes_back_whose_inputs_moved_more_than_the_noise_of_the_basis_says(minilm_path: Path) -> None:
+    # The embeddings are trained as well, so that each of the four steps has other inputs.
+    text = "he shook his head ; but there was a smile of indulgence"
+    seen, ids = seen_of(minilm_path, [text], [0], "fedavg-sgd:4:0.02", "none")
+    space, inputs = block_spaces(seen, visible_blocks(seen)[:1])[0], Inputs(seen.model)
+    true = torch.cat([inputs.first(torch.tensor([token]), place) for place, token in enumerate(ids[0])]).double()
+    assert bool((space.residual(true) > space.tolerance(true)).any())
+    guess = attack(seen)
+    assert guess.tokens == (ids[0],) and guess.confidence == "verified"
 
 
 def test_copies_of_a_text_with_opposite_labels_come_back(minilm_path: Path) -> None:

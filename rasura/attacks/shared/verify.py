@@ -50,13 +50,10 @@ of the squared norm. Their gradients take a short way back."""
 
 def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Id sequences as ``input_ids`` and ``attention_mask``, both ``(batch, longest)``."""
-    longest = max(len(t) for t in tokens)
-    ids = torch.full((len(tokens), longest), pad_id)
-    mask = torch.zeros(len(tokens), longest, dtype=torch.long)
-    for row, t in enumerate(tokens):
-        ids[row, : len(t)] = torch.tensor(list(t))
-        mask[row, : len(t)] = 1
-    return ids, mask
+    longest = max(map(len, tokens))
+    ids = torch.tensor([[*t, *[pad_id] * (longest - len(t))] for t in tokens], dtype=torch.long)
+    mask = torch.arange(longest) < torch.tensor([len(t) for t in tokens])[:, None]
+    return ids, mask.long()
 
 
 def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:

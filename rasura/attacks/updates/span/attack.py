@@ -17,7 +17,7 @@ from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_
 from rasura.attacks.updates.span.prefixes import Prefix, grow
 from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
-from rasura.attacks.updates.span.tokens import Row, Search, candidates, plain
+from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
@@ -168,6 +168,8 @@ class Span:
         rank = scan.space.rank
         for position in range(longest):
             here = plain(scan, position)
+            if self.adaptive and not here and rows and len(rows) < rank:
+                here = clearest(scan, position)
             rows += here
             if len(here) > 2 * rank:
                 raise AttackFailed(

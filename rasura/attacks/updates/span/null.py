@@ -17,12 +17,9 @@ from torch import Tensor
 
 from rasura.attacks.updates.span.passing import FALSE, fitted_chance
 from rasura.attacks.updates.span.rows import DOUBT, Inputs, RowSpace
-from rasura.attacks.updates.span.tokens import Row
+from rasura.attacks.updates.span.tokens import EDGE, Row
 from rasura.core.values import UNKNOWN
 from rasura.victims.models import Block
-
-EDGE = 0.5
-"""A token's residual must be below this fraction of the smallest residual of another token at its position."""
 
 UNEXPLAINED = 0.3
 """Largest part of a direction of the row space that the guess may leave unexplained, unless noise allows more."""
@@ -38,27 +35,54 @@ MAX_TEXTS = 4
 block."""
 
 
-def chance_limit(outside: Tensor, trials: float) -> float:
-    """The largest residual that fewer than ``FALSE`` of ``trials`` tokens reach by chance; 0 where no such limit is known.
+class Chance:
+    """What a row space leaves of other tokens' inputs, and the residual that chance reaches there.
 
-    ``outside`` ``(others, inputs)``: what the row space leaves of other tokens' inputs, over their sizes. A Gaussian with
-    their covariance puts at most ``volume(r) / ((2 pi)^(k/2) * product of k deviations)`` into a ball of radius r, by any k
-    of its axes. Every k gives a bound, and the best one is used.
+    Kept are two moments and no inputs: hundreds of places with thousands of others would fill gigabytes.
     """
-    if len(outside) < 2 or not bool(torch.isfinite(outside).all()):
-        return 0.0
-    centred = outside.double() - outside.double().mean(0)
-    variance = torch.linalg.svdvals(centred).square() / (len(outside) - 1)
-    # A quarter of the samples, at most: the smaller ones of more axes than that are no estimate.
-    variance = variance[variance > 1e-12 * variance[0]][: max(1, len(outside) // 4)]
-    if not len(variance):
-        return 0.0
-    best, logs = -math.inf, 0.0
-    for k, v in enumerate(variance.tolist(), 1):
-        logs += 0.5 * math.log(v)
-        radius = (math.log(FALSE / max(trials, 1.0)) + k / 2 * math.log(2) + math.lgamma(k / 2 + 1) + logs) / k
-        best = max(best, radius)
-    return math.exp(best)
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._finite = True
+        self._origin = self._sum = self._products = torch.zeros(())
+
+    def add(self, outside: Tensor) -> float:
+        """Take in what is left ``outside`` ``(others, inputs)`` of others at one place, over their sizes. Returns the
+        smallest of their residuals; NaN, below which nothing is, if there are none."""
+        if not len(outside):
+            return math.nan
+        x = outside.double()
+        if not self._count:
+            self._origin = x.mean(0)  # far from zero, products would lose what differs
+        x = x - self._origin
+        self._count += len(x)
+        self._finite &= bool(torch.isfinite(x).all())
+        self._sum = self._sum + x.sum(0)
+        self._products = self._products + x.T @ x
+        return float(outside.norm(dim=1).min())
+
+    def limit(self, trials: float) -> float:
+        """The largest residual that fewer than ``FALSE`` of ``trials`` tokens reach by chance; 0 where no such limit is
+        known.
+
+        A Gaussian with the others' covariance puts at most ``volume(r) / ((2 pi)^(k/2) * product of k deviations)`` into a
+        ball of radius r, by any k of its axes. Every k gives a bound, and the best one is used.
+        """
+        if self._count < 2 or not self._finite:
+            return 0.0
+        mean = self._sum / self._count
+        covariance = (self._products - self._count * torch.outer(mean, mean)) / (self._count - 1)
+        variance = torch.linalg.eigvalsh(covariance).flip(0)
+        # A quarter of the samples, at most: the smaller ones of more axes than that are no estimate.
+        variance = variance[variance > 1e-12 * variance[0]][: max(1, self._count // 4)]
+        if not len(variance):
+            return 0.0
+        best, logs = -math.inf, 0.0
+        for k, v in enumerate(variance.tolist(), 1):
+            logs += 0.5 * math.log(v)
+            radius = (math.log(FALSE / max(trials, 1.0)) + k / 2 * math.log(2) + math.lgamma(k / 2 + 1) + logs) / k
+            best = max(best, radius)
+        return math.exp(best)
 
 
 def explained(space: RowSpace, states: Tensor) -> bool:
@@ -84,18 +108,14 @@ def outside(space: RowSpace, inputs: Tensor) -> Tensor:
     return kept
 
 
-def stand_clear(residuals: Tensor, beside: Sequence[Tensor], trials: float) -> bool:
+def stand_clear(residuals: Tensor, others: Tensor, limit: float) -> bool:
     """Whether the ``residuals`` ``(tokens,)`` of a guess are below what chance gives, and clearly below other tokens'.
 
-    ``beside``: for each token, what is left ``outside`` of others at its position, ``(k, width)``; or one value for all
-    tokens.
+    ``others``: for each token the smallest residual of another one at its place; or one value for all tokens.
     """
-    if not len(residuals) or not beside or not all(map(len, beside)):
+    if not len(residuals) or not len(others):
         return False
-    min_residual = torch.stack([o.norm(dim=1).min() for o in beside])
-    different = {id(o): o for o in beside}
-    limit = chance_limit(torch.cat(list(different.values())), trials)
-    return bool((residuals <= limit).all()) and bool((residuals <= EDGE * min_residual).all())
+    return bool((residuals <= limit).all()) and bool((residuals <= EDGE * others).all())
 
 
 def others_of(inputs: Inputs, ids: Tensor, found: set[int]) -> Tensor:
@@ -127,14 +147,14 @@ def tokens_believed(
     others = others_of(inputs, ids, {t for _, t, _ in standing})
     if not standing or not len(others):
         return False
-    beside: dict[tuple[int, int], Tensor] = {}
-    for n, _, segment in standing:
-        if (n, segment) not in beside:
-            beside[n, segment] = outside(space, inputs.first(others, n, segment))
     states = torch.cat([inputs.first(torch.tensor([t]), n, s) for n, t, s in standing])
     if not explained(space, states):
         return False
-    return stand_clear(space.residual(states.double()), [beside[n, s] for n, _, s in standing], len(ids) * len(beside))
+    chance = Chance()
+    places = sorted({(n, s) for n, _, s in standing})
+    beside = {(n, s): chance.add(outside(space, inputs.first(others, n, s))) for n, s in places}
+    nearest = torch.tensor([beside[n, s] for n, _, s in standing], dtype=torch.double)
+    return stand_clear(space.residual(states.double()), nearest, chance.limit(len(ids) * len(beside)))
 
 
 def prefixes_believed(spaces: Mapping[int, RowSpace], inputs: Inputs, ids: Tensor, texts: Sequence[Sequence[int]]) -> bool:
@@ -158,17 +178,19 @@ def _believed_by(
 ) -> bool:
     """Whether any of ``blocks`` believes the texts ``whole``, beside ``others`` of ``count`` tokens in all."""
     own: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
-    beside: dict[int, list[Tensor]] = {b.index: [] for b in blocks}
+    chance = {b.index: Chance() for b in blocks}
+    nearest: dict[int, list[float]] = {b.index: [] for b in blocks}
     for number, text in enumerate(whole):
         for index, x in inputs.deep(text[None], torch.ones_like(text[None]), blocks).items():
             own[index].append(x[0].double())
         for n in sorted({0, len(text) // 2, len(text) - 1}) if number < MAX_TEXTS else ():
             for index, x in inputs.following(text[:n], others, blocks).items():
-                beside[index].append(outside(spaces[index], x))
+                nearest[index].append(chance[index].add(outside(spaces[index], x)))
     trials = count * sum(map(len, whole))
     for index in own:
         space, states = spaces[index], torch.cat(own[index])
-        if explained(space, states) and stand_clear(space.residual(states), [torch.cat(beside[index])], trials):
+        least = torch.tensor(nearest[index], dtype=torch.double).min()[None]
+        if explained(space, states) and stand_clear(space.residual(states), least, chance[index].limit(trials)):
             return True
     return False
 

@@ -174,7 +174,7 @@ class Inputs:
         self.model = model
         self.parts = parts(model)
 
-    @property
+    @cached_property
     def types(self) -> int:
         """How many segment types the model knows."""
         return segment_types(self.model)

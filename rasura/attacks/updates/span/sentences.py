@@ -8,7 +8,7 @@ is to the row space.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,6 +27,9 @@ FLOOR = 5e-6
 FOUND = 0.5
 """Largest mean residual of a private text, relative to its tolerance: true texts are below .3; one wrong token gives
 several."""
+
+TOGETHER = 128
+"""Texts that are scored at once."""
 
 SEGMENT = 4
 """Longest run of tokens that is moved at once."""
@@ -63,25 +66,30 @@ class Checker:
     pad_id: int
 
     @torch.no_grad()
-    def each(self, texts: Sequence[Text]) -> list[tuple[Tensor, Tensor]]:
-        """Of every text, the residual at each position, and its tolerance."""
-        out: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, len(texts), 128):
-            some = texts[start : start + 128]
+    def _states(self, texts: Sequence[Text]) -> Iterator[Tensor]:
+        """The layer's inputs for some of the texts at a time, ``(some, longest, hidden)``."""
+        for start in range(0, len(texts), TOGETHER):
+            some = texts[start : start + TOGETHER]
             ids, mask = pad([[t for t, _ in text] for text in some], self.pad_id)
             extra = {"token_type_ids": pad([[g for _, g in text] for text in some], 0)[0]} if self.inputs.types > 1 else {}
-            model = self.inputs.model
-            states = layer_inputs(model, [self.layer], input_ids=ids, attention_mask=mask, **extra)[self.layer]
-            missed, allowed = self.space.residual(states), self.space.tolerance(states, FLOOR)
-            out += [(missed[row, : len(text)], allowed[row, : len(text)]) for row, text in enumerate(some)]
-        return out
+            yield layer_inputs(self.inputs.model, [self.layer], input_ids=ids, attention_mask=mask, **extra)[self.layer]
+
+    def each(self, texts: Sequence[Text]) -> list[tuple[Tensor, Tensor]]:
+        """Of every text, the residual at each position, and its tolerance."""
+        found = [
+            pair
+            for states in self._states(texts)
+            for pair in zip(self.space.residual(states), self.space.tolerance(states, FLOOR))
+        ]
+        return [(missed[: len(text)], allowed[: len(text)]) for text, (missed, allowed) in zip(texts, found)]
 
     def inner(self, texts: Sequence[Text], begin: int, closing: int) -> Tensor:
         """The mean residual of the tokens between the first ``begin`` and the last ``closing`` ones, one for each text.
 
         A frame's own tokens lie near the row space in any text, so with them the shortest texts would be the best.
         """
-        return torch.stack([missed[begin : len(missed) - closing].mean() for missed, _ in self.each(texts)])
+        missed = [row for states in self._states(texts) for row in self.space.residual(states)]
+        return torch.stack([row[begin : len(text) - closing].mean() for text, row in zip(texts, missed)])
 
     def private(self, text: Text) -> bool:
         """Whether ``text`` is one of the batch."""

@@ -14,6 +14,12 @@ from rasura.attacks.updates.span.rows import TOLERANCE
 from rasura.attacks.updates.span.scan import Scan
 from rasura.core.values import Vocabulary
 
+EDGE = 0.5
+"""A token's residual must be below this fraction of the smallest residual of another token at its position."""
+
+NEAREST = 16
+"""Tokens of which the clearest one is chosen."""
+
 FIRST = 60
 """Steps of the first fits, from the middle of what dropout may have left."""
 
@@ -75,6 +81,21 @@ def plain(scan: Scan, position: int) -> list[Row]:
             found = zip(scan.ids[hits].tolist(), states, residual.tolist())
             return [Row(position, token, segment, state, r) for token, state, r in found]
     return []
+
+
+def clearest(scan: Scan, position: int) -> list[Row]:
+    """The token whose input at ``position`` is nearest to the row space, if every other one is twice as far away.
+
+    The bases of several steps of a client are off by more than their noise says, and then a true input exceeds the
+    tolerance. ``scan`` orders tokens only roughly, so a few are computed.
+    """
+    near = scan.missing(position).topk(min(NEAREST, len(scan.ids)), largest=False).indices
+    states = scan.inputs.first(scan.ids[near], position).double()
+    residual = scan.space.residual(states)
+    first, second = residual.argsort()[:2].tolist()
+    if not float(residual[first]) <= EDGE * float(residual[second]):
+        return []
+    return [Row(position, int(scan.ids[near[first]]), 0, states[first], float(residual[first]))]
 
 
 Key = tuple[int, int, int]
