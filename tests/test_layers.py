@@ -291,7 +291,6 @@ OUTSIDE = {
         "rasura.defenses.homomorphic_keys",
         "rasura.defenses.sealing",
         "rasura.defenses.secure_aggregation.encoding",
-        "rasura.defenses.secure_aggregation.graph",
         "rasura.defenses.secure_aggregation.messages",
     },
     "rasura.integrations.flower.secure_sums": {
@@ -299,6 +298,7 @@ OUTSIDE = {
         "rasura.defenses.secure_aggregation.client",
         "rasura.defenses.secure_aggregation.encoding",
         "rasura.defenses.secure_aggregation.messages",
+        "rasura.defenses.secure_aggregation.noise",
         "rasura.defenses.secure_aggregation.server",
     },
     "rasura.integrations.flower.new_app": {"rasura.defenses.homomorphic_keys"},
@@ -307,6 +307,7 @@ OUTSIDE = {
         "rasura.defenses.homomorphic",
         "rasura.defenses.homomorphic_keys",
         "rasura.defenses.sealing",
+        "rasura.defenses.secure_aggregation.noise",
         "rasura.defenses.secure_aggregation.server",
     },
     "rasura.integrations.flower.rounds": {"rasura.defenses", "rasura.defenses.homomorphic", "rasura.defenses.sealing"},

@@ -218,3 +218,36 @@ def test_a_client_without_the_earlier_stages_or_of_another_protection_answers_wi
     with pytest.raises(RoundFailed):
         strategy(plain, first_scale=FIRST).start(grid=grid_of(3, app_of(agreed(), heard)), num_rounds=1)
     assert errors[-1] == "rasura: the agreement is for secure aggregation, but the server began none"
+
+
+def test_noise_in_the_sum_is_that_of_all_clients_and_is_counted() -> None:
+    from rasura.integrations.flower import strategy
+
+    noisy = "sealing:all/by=secagg/noise=0.5/clip=0.01"
+    made = strategy(agreed(noisy), first_scale=FIRST)
+    made.start(grid=grid_of(8, app_of(agreed(noisy)), {(1, "train"): {2, 5}}), num_rounds=1)
+    # Four of the six who must stay add noise that no third of colluding clients knows: theirs alone is half the clip.
+    sigma = 0.5 * 0.01 * (6 / 4) ** 0.5 / 6
+    before, plain = dict(made.agreement.start), averaged(dict(made.agreement.start), [0, 1, 3, 4, 6, 7])
+    found = torch.cat([(weights(made)[n] - before[n]).double().flatten() for n in before])
+    assert abs(float(found.std()) / sigma - 1) < 0.1  # the clipped updates are far smaller
+    assert largest(weights(made), plain) > sigma
+    ((step, left),) = made.collector.ledger.rounds
+    assert left == 4 and step == -(-0.5 * (1 << 16) // 2)
+    assert made.figures[1]["rho"] == pytest.approx(1 / (2 * 0.25), rel=1e-3)
+    assert made.collector.ledger.statement(1e-5).startswith("(")
+    with pytest.raises(InputError, match="clear entries would have none"):
+        agreed("sealing:param=0.1/by=secagg/noise=1.0")
+    with pytest.raises(InputError, match="needs sealing:all/by=secagg"):
+        agreed("sealing:all/by=bfv/noise=1.0")
+    with pytest.raises(InputError, match="expected at least 0"):
+        agreed("sealing:all/by=secagg/noise=nan")
+
+
+def test_a_clipped_update_is_sent_whole_where_noise_is_small() -> None:
+    from rasura.integrations.flower import strategy
+
+    noisy = "sealing:all/by=secagg/noise=0.0001/clip=100.0"
+    made = strategy(agreed(noisy), first_scale=FIRST)
+    made.start(grid=grid_of(4, app_of(agreed(noisy))), num_rounds=1)
+    assert largest(weights(made), averaged(dict(made.agreement.start), range(4))) < 0.05

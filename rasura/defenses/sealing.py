@@ -7,6 +7,7 @@ That is enough for an audit: what the clear entries reveal does not depend on th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, get_args
@@ -39,7 +40,8 @@ class Sealing:
     of each ``tensor``. ``embeddings``: their entries are ``counted`` like others (as printed), or the whole table is
     ``sealed`` or left ``clear``; positions of single sealed rows name the tokens of the batch, so ``sealed`` is the safe
     choice. ``scheme``: ``bfv``, ``ckks``, ``secagg`` (secure aggregation, which federated rounds do), or ``none``.
-    ``clients``: the number of clients in a sum, which the keys must fit.
+    ``clients``: the number of clients in a sum, which the keys must fit. ``noise``: under secure aggregation, the deviation
+    of the noise in the sum as a multiple of ``clip``, the largest norm of a client's update; 0 for none.
     """
 
     metric: str = "all"
@@ -48,6 +50,8 @@ class Sealing:
     embeddings: Embeddings = "counted"
     scheme: Literal["none", "bfv", "ckks", "secagg"] = "none"
     clients: int = 4
+    noise: float = 0.0
+    clip: float = 1.0
 
     def __post_init__(self) -> None:
         if self.metric not in (*SCORED, *NAMED):
@@ -57,6 +61,10 @@ class Sealing:
             raise InputError(f"sealing: {self.metric} takes {needs}")
         if self.ratio is not None and not 0 <= self.ratio <= 1:
             raise InputError(f"sealing: ratio is {self.ratio}; expected a fraction of the entries between 0 and 1")
+        if not (0 <= self.noise < math.inf and 0 < self.clip < math.inf):
+            raise InputError(f"sealing: noise {self.noise} and clip {self.clip}; expected at least 0, and above 0")
+        if self.noise and (self.scheme != "secagg" or self.metric != "all"):
+            raise InputError("sealing: noise in the sum needs sealing:all/by=secagg; clear entries would have none")
         for name, value, known in (
             ("scope", self.scope, ("global", "tensor")),
             ("embeddings", self.embeddings, get_args(Embeddings)),

@@ -97,6 +97,11 @@ class Client:
         """
         return self._step("masked", "done", self._revealed, survivors)
 
+    @property
+    def round(self) -> Round:
+        """What follows from the list of keys, from stage 2 on."""
+        return self._known.round
+
     def _step(self, before: str, after: str, what: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
         if self.stage != before:
             raise Refused(f"this client is {self.stage}, and not {before}; a stage is answered once, in its order")

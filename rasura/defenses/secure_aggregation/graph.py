@@ -69,7 +69,7 @@ def plan(clients: int, bounds: Bounds = THIRDS) -> Plan:
     """
     if not 2 <= clients <= MOST_CLIENTS:
         raise InputError(f"a secure sum of {clients} clients; expected 2 to {MOST_CLIENTS}")
-    corrupt, gone = _counts(clients, bounds)
+    corrupt, gone = counts(clients, bounds)
     if clients - gone <= corrupt:
         raise InputError(f"{corrupt} of {clients} clients colluding could open what the {clients - gone} who stay can open")
     found = Plan(clients, clients - 1, clients - gone, clients - gone)
@@ -86,7 +86,7 @@ def plan(clients: int, bounds: Bounds = THIRDS) -> Plan:
 
 def sparse_threshold(clients: int, degree: int, bounds: Bounds) -> int:
     """The largest threshold for which the graph with this even ``degree`` is good, or 0 where there is none."""
-    corrupt, gone = _counts(clients, bounds)
+    corrupt, gone = counts(clients, bounds)
     if degree >= clients - 1:
         return 0
     threshold, seen = 0, Fraction(0)
@@ -100,7 +100,7 @@ def sparse_threshold(clients: int, degree: int, bounds: Bounds) -> int:
     return threshold if threshold and exposed * 2**PRIVACY <= 1 else 0
 
 
-def _counts(clients: int, bounds: Bounds) -> tuple[int, int]:
+def counts(clients: int, bounds: Bounds) -> tuple[int, int]:
     """How many may collude, at least one, and how many may be gone."""
     return max(1, floor(bounds.corrupt * clients)), floor(bounds.gone * clients)
 

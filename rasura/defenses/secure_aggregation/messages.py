@@ -15,7 +15,7 @@ import numpy as np
 from rasura.core.ciphers import KEY, TAG, derived
 from rasura.core.errors import InputError
 from rasura.defenses.secure_aggregation.encoding import Encoding
-from rasura.defenses.secure_aggregation.graph import MOST_CLIENTS, THIRDS, Bounds, Plan, plan
+from rasura.defenses.secure_aggregation.graph import MOST_CLIENTS, THIRDS, Bounds, Plan, counts, plan
 from rasura.defenses.secure_aggregation.shamir import SHARE
 
 SESSION = 16
@@ -87,6 +87,11 @@ class Round:
     def least(self) -> int:
         """How many clients must stay until the end."""
         return max(self.plan.stay, self.setting.least)
+
+    @property
+    def noisy(self) -> int:
+        """How many clients add noise that no colluding client knows, at least."""
+        return self.least - counts(len(self.keys), self.setting.bounds)[0]
 
     @property
     def encoding(self) -> Encoding:

@@ -239,6 +239,11 @@ class Server(Generic[Who]):
             raise RoundEnded(f"{count} clients {what}; at least {self._round.least} of {len(self._round.keys)} are needed")
 
     @property
+    def round(self) -> Round:
+        """What follows from the list of keys, from the end of stage 1 on."""
+        return self._round
+
+    @property
     def counted(self) -> list[Who]:
         """Whose updates are in the sum, as the caller names them."""
         return [who for who, index in self._index.items() if index in self._stayed]

@@ -155,8 +155,8 @@ def strategy(
     ends at the latest with the ``timeout`` of ``start``.
 
     The strategy's ``figures`` hold, by round, the number of clients asked and counted, the bytes to each client and from all
-    clients, the wall-clock seconds of waiting and the CPU seconds of adding. Its ``collector`` holds everything that the
-    server knows.
+    clients, the wall-clock seconds of waiting and the CPU seconds of adding. With noise in the sum, ``rho`` is that of all
+    rounds so far (concentrated differential privacy). Its ``collector`` holds everything that the server knows.
 
     Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent.
     ``RoundFailed`` ends a run whose round has fewer than ``min_clients`` valid updates.
@@ -258,6 +258,8 @@ class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's Fed
         counted = set(self.collector.collect(triples))
         told |= {"counted": len(counted), "adding_cpu_seconds": time.process_time() - begun}
         told["other_stages_bytes"] = self.stage_bytes
+        if self.collector.ledger.rounds:
+            told["rho"] = self.collector.ledger.rho
         return record(self.collector.clear), weighed([f for m, f in sent if m.metadata.src_node_id in counted])
 
     def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:

@@ -17,23 +17,23 @@ from rasura.core.values import Message, Stage
 from rasura.core.wire import Limits, mask_digest
 from rasura.defenses import sealing
 from rasura.defenses.homomorphic_keys import LIMIT
-from rasura.defenses.secure_aggregation.encoding import Encoding
-from rasura.defenses.secure_aggregation.graph import MOST_CLIENTS
+from rasura.defenses.secure_aggregation.encoding import CHECKS
 from rasura.defenses.secure_aggregation.messages import HEAD
 from rasura.registry import parse_defense, parts
 
 MIN_CLIENTS = 3
 """Minimum number of clients in a round. With two, each could subtract its own update from the sum and obtain the other's."""
 
-BITS = 16
-"""Bits of a value that is summed securely."""
+BITS, NOISY_BITS = 16, 24
+"""Bits of a value that is summed securely, without noise and with room for noise."""
 
 
 @dataclass(frozen=True)
 class Agreement:
     """``start``: the public weights that training starts from, by parameter name; ``sealed``: true where an entry is sealed,
     for every name, or empty; ``keys``: the scheme's context, the clients' secret one or the server's public one. ``masked``:
-    true where an entry is summed securely instead, and then ``least``: a sum of fewer clients is never opened.
+    true where an entry is summed securely instead, and then ``least``: a sum of fewer clients is never opened; ``noise``:
+    the deviation of the noise in the sum, as a multiple of ``clip``, the largest norm of a client's update.
 
     The mask is made once, from the public start, so it reveals nothing about any text and is the same in every round.
     """
@@ -46,11 +46,18 @@ class Agreement:
     mask_digest: str
     masked: Mapping[str, Tensor] = field(default_factory=dict)
     least: int = 3
+    noise: float = 0.0
+    clip: float = 1.0
 
     @property
     def count(self) -> int:
         """Entries that are sealed, or summed securely."""
         return sum(int(m.sum()) for m in (self.masked or self.sealed).values())
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value that is summed securely."""
+        return NOISY_BITS if self.noise else BITS
 
     @property
     def ciphertexts(self) -> int:
@@ -61,7 +68,7 @@ class Agreement:
     def limits(self) -> Limits:
         """What a receiver takes of one message, by what such a message holds."""
         entries = sum(t.numel() for t in self.start.values())
-        most = HEAD + Encoding(self.count, BITS, MOST_CLIENTS).packed_bytes if self.masked else LIMIT
+        most = HEAD + 4 * (self.count + CHECKS) if self.masked else LIMIT
         header = 4096 + 256 * (len(self.start) + self.ciphertexts)
         total = header + 9 * entries + (1 << 16) * (1 + len(self.start)) + self.ciphertexts * (4 + most)
         return Limits(total, header, entries, len(self.start), self.ciphertexts, most)
@@ -120,7 +127,8 @@ def agree(
             check_few(min_clients, allow_few_clients)
             masked = sealing.agreed_mask(settings, model, list(start), seed)
             digest = mask_digest({n: ~m for n, m in masked.items()})
-            return Agreement(defense, start, {}, None, _digest(start), digest, masked, min_clients)
+            sums = (masked, min_clients, settings.noise, settings.clip)
+            return Agreement(defense, start, {}, None, _digest(start), digest, *sums)
         if keys is None:
             raise InputError("sealing needs keys; make them with rasura keys, and pass clients.secret or server.public")
         if keys.parameters.scheme != settings.scheme:

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rasura.accounting.distributed import SumLedger
 from rasura.core.interfaces import InputError
 from rasura.core.values import Message, Parameter
 from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses import homomorphic, homomorphic_keys, sealing
+from rasura.defenses.secure_aggregation.noise import NORM
 from rasura.defenses.secure_aggregation.server import RoundEnded
 from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, check_few, check_sums, read_scales
 from rasura.integrations.flower.rounds import Ticket
@@ -39,7 +41,7 @@ class Collector:
 
     ``agreement.keys`` is the public context; a secret one is refused. ``min_clients``: how many clients a round needs, at
     least ``MIN_CLIENTS`` unless ``allow_few_clients``: in a sum of few clients, each learns about the others. ``seen`` is
-    called with every valid message.
+    called with every valid message. ``ledger`` counts the rounds whose sum had noise.
     """
 
     agreement: Agreement
@@ -54,9 +56,11 @@ class Collector:
     round: int = 0
     tickets: dict[int, Ticket] = field(default_factory=dict)
     secure: SecureSums | None = None
+    ledger: SumLedger = field(init=False)
 
     def __post_init__(self) -> None:
         self.clear = dict(self.agreement.start)
+        self.ledger = SumLedger(NORM, max(1, self.agreement.count))
         if self.agreement.sealed:
             homomorphic_keys.server_context(self.agreement.keys)
             self.check_clients(self.min_clients)
@@ -89,7 +93,7 @@ class Collector:
         """Start the secure sum of a round: what each client that goes on needs to mask. Raises ``RoundFailed`` where too few
         clients answer."""
         model = terms_digest(self.agreement, self.clear, self.max_examples, self.first_scale)
-        self.secure = SecureSums(self.agreement, number, model, self.log, ask)
+        self.secure = SecureSums(self.agreement, number, model, self.log, ask, self.ledger)
         try:
             return self.secure.begin(nodes)
         except RoundEnded as error:

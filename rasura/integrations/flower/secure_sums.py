@@ -17,15 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rasura.accounting.distributed import SumLedger
 from rasura.core.interfaces import InputError
 from rasura.core.values import Message
 from rasura.core.wire import mask_digest
 from rasura.defenses.sealing import flattened
 from rasura.defenses.secure_aggregation.client import Client
-from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decoded, encoded
-from rasura.defenses.secure_aggregation.messages import SESSION, Setting
+from rasura.defenses.secure_aggregation.encoding import Blocks, decoded, encoded
+from rasura.defenses.secure_aggregation.messages import SESSION, Round, Setting
+from rasura.defenses.secure_aggregation.noise import NORM, clipped, discrete_gaussian, sigma_of
 from rasura.defenses.secure_aggregation.server import Server
-from rasura.integrations.flower.agreement import BITS, Agreement, weights_digest
+from rasura.integrations.flower.agreement import Agreement, weights_digest
 
 KEYS, SHARES, TRAIN, REVEALED = "keys", "shares", "train", "revealed"
 """The stages, as the server calls them."""
@@ -60,7 +62,8 @@ def setting_of(agreement: Agreement, number: int, session: bytes, model: bytes) 
         raise InputError("the server sums securely, but the defense of this client does not")
     if len(session) != SESSION:
         raise InputError(f"a session of {len(session)} bytes; expected {SESSION}")
-    return Setting(session, number, model, agreement.count, BITS, least=agreement.least)
+    noise = f"discrete Gaussian, {agreement.noise} times the clip {agreement.clip}" if agreement.noise else ""
+    return Setting(session, number, model, agreement.count, agreement.bits, least=agreement.least, noise=noise)
 
 
 def blocks_of(agreement: Agreement, first_scale: float) -> Blocks:
@@ -112,8 +115,7 @@ class Masking:
         setting = setting_of(self.agreement, self.call.number, self.call.session, self.call.model)
         client, masked = _resumed(setting, self.state), self.agreement.masked
         values, _ = flattened(message.gradients, masked, dict.fromkeys(masked, 1.0))
-        shape = Encoding(setting.values, BITS, 2)  # the number of clients does not change a client's steps
-        steps, beyond = encoded(values * share, blocks_of(self.agreement, self.first_scale), shape, clip=True)
+        steps, beyond = self._steps(values * share, client.round)
         vector = client.masked(self.call.data, steps)
         self.state = client.state()
         visible = {n: ~m & message.visible[n] if n in message.visible else ~m for n, m in masked.items()}
@@ -123,19 +125,29 @@ class Masking:
         clear = {n: g.masked_fill(masked[n], 0) for n, g in message.gradients.items()}
         return Message(clear, visible, {"secagg/000000": vector}, message.kind, header)
 
+    def _steps(self, values: NDArray[np.float64], shared: Round) -> tuple[NDArray[np.int32], int]:
+        """The values in whole steps, with this client's noise where there is any; and how many were beyond the scale."""
+        if not self.agreement.noise:
+            return encoded(values, blocks_of(self.agreement, self.first_scale), shared.encoding, clip=True)
+        sigma = sigma_of(self.agreement.noise, shared.noisy, shared.encoding.half)
+        noisy = clipped(values, self.agreement.clip) + discrete_gaussian(len(values), sigma)
+        return noisy.astype(np.int32), 0
+
 
 # The server
 
 
 @dataclass
 class SecureSums:
-    """The server's side of one round. ``ask`` reaches the clients; ``log`` gets a line for each who is left out."""
+    """The server's side of one round. ``ask`` reaches the clients; ``log`` gets a line for each who is left out; ``ledger``
+    counts the rounds with noise."""
 
     agreement: Agreement
     number: int
     model: bytes
     log: Callable[[str], None]
     ask: Ask
+    ledger: SumLedger
     session: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION))
 
     def __post_init__(self) -> None:
@@ -154,9 +166,15 @@ class SecureSums:
     def opened(self, first_scale: float) -> NDArray[np.float64]:
         """Stage 4: the sum ``(entries,)`` of the updates that were taken. Raises ``RoundEnded`` if it cannot be opened."""
         self._stage(REVEALED, self.server.survivors(), self.server.revealed)
+        shared = self.server.round
+        if self.agreement.noise:
+            # Counted before it is opened: a sum that does not check was seen nevertheless.
+            sigma = sigma_of(self.agreement.noise, shared.noisy, shared.encoding.half)
+            self.ledger.made(sigma, len(self.server.counted), shared.least - shared.noisy)
         found = self.server.opened()
-        encoding = Encoding(self.agreement.count, BITS, found.clients)
-        return decoded(found.sums, blocks_of(self.agreement, first_scale), encoding)
+        if not self.agreement.noise:
+            return decoded(found.sums, blocks_of(self.agreement, first_scale), shared.encoding)
+        return np.multiply(found.sums, self.agreement.clip / NORM, dtype=np.float64)
 
     def _stage(self, name: str, messages: Mapping[int, bytes], take: Callable[[int, object], None]) -> None:
         for node, data in self.ask(name, messages):
