@@ -49,7 +49,7 @@ def finish(
     """
     if seen.task != "causal":
         return list(prefixes)
-    options = _from_output_layer(observed, prefixes, inputs) or _from_another_layer(seen, prefixes, inputs)
+    options = _options(observed, seen, prefixes, inputs)
     named = [(*p, o[0]) for p, o in zip(prefixes, options)]
     options = [[t for t in o if t != UNKNOWN] for o in options]
     if not search or not all(options):
@@ -65,6 +65,23 @@ def finish(
             if now < error:
                 texts, error = tried, now
     return texts if error < VERIFIED else [n if n[-1] == UNKNOWN else t for n, t in zip(named, texts)]
+
+
+def _options(
+    observed: Observation, seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs
+) -> list[list[int]]:
+    """Tokens that may follow each prefix, likeliest first, ``UNKNOWN`` before them where none is clear.
+
+    Of tied weights the output layer cannot tell the texts' own tokens apart, and each costs a pass over the whole update.
+    So another layer is asked first, and the output layer for those texts where that one is not clear.
+    """
+    direct = _from_output_layer(observed, prefixes, inputs)
+    if direct is not None and not inputs.parts.tied:
+        return direct
+    found = _from_another_layer(seen, prefixes, inputs)
+    if direct is None:
+        return found
+    return [one if one[0] != UNKNOWN else list(dict.fromkeys([*one, *more])) for one, more in zip(found, direct)]
 
 
 def _states(prefixes: Sequence[tuple[int, ...]], inputs: Inputs, module: str) -> list[Tensor]:
@@ -88,7 +105,7 @@ def _last_deltas(gradient: Tensor, states: Sequence[Tensor]) -> Tensor | None:
 
 
 def _from_output_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs) -> list[list[int]] | None:
-    """Tokens that may follow each prefix, likeliest first; None where the output layer's gradient is hidden.
+    """Tokens that may follow each prefix by the output layer, likeliest first; None where its gradient is hidden.
 
     In the output layer, ``delta`` is ``softmax - onehot(next token)`` itself, below zero for the next token alone; where no
     token is clearly the only one, ``UNKNOWN`` comes first. With tied weights, the rows of the text's own tokens also hold
@@ -113,7 +130,7 @@ def _from_output_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], i
 
 
 def _from_another_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], inputs: Inputs) -> list[list[int]]:
-    """The same from the last linear layer that is visible and wide enough; ``UNKNOWN`` where it tells none."""
+    """The same by the last other linear layer that is visible and wide enough; ``UNKNOWN`` where it tells none."""
     known = inputs.parts
     nothing = [[UNKNOWN] for _ in prefixes]
     for lin in reversed(known.linears):
