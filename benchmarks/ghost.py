@@ -4,6 +4,7 @@ python benchmarks/ghost.py search
 python benchmarks/ghost.py plan --tokens 128256 --width 4096
 python benchmarks/ghost.py selection DATA.parquet --texts 12
 python benchmarks/ghost.py inversion DATA.parquet --reference TRAIN.parquet --texts 64 --defense ghost:group=8
+python benchmarks/ghost.py grants SST2.parquet --reference AG_NEWS.parquet SST2_TRAIN.parquet --texts 64 --seeds 3
 """
 
 from __future__ import annotations
@@ -12,26 +13,30 @@ import argparse
 import resource
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
 
 from rasura.attacks.ghost.generation import restored, trained
-from rasura.attacks.ghost.inversion import inverted, likeliest, preimages_of
+from rasura.attacks.ghost.inversion import Strategy, inverted, likeliest, preimages_of
+from rasura.core.interfaces import Prior
 from rasura.core.rng import derive, generator
+from rasura.data.overlap import wording
 from rasura.data.text import load_examples
 from rasura.ghost.models import made_for
 from rasura.ghost.neighbours import common, neighbours, unit_rows
 from rasura.ghost.selection import Selector
 from rasura.ghost.selection_settings import Selection
-from rasura.ghost.table import PAPER, ShadowSettings, lemmas, search, token_embedding, usable_tokens
+from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, lemmas, search, token_embedding, usable_tokens
 from rasura.metrics.intervals import mean_interval
 from rasura.metrics.text import meteor, rouge, wordnet
 from rasura.priors.ngram import Unigram
 from rasura.priors.trigram import Trigram
 from rasura.registry import parse_defense
-from rasura.victims.loading import load
+from rasura.victims.loading import Victim, load
 
 
 def timed(what: Callable[[], Any]) -> tuple[float, Any]:
@@ -144,43 +149,92 @@ def chosen(path: str, victim: Any) -> list[Any]:
     return sorted(every, key=lambda e: derive(0, e.text))
 
 
-def inverting(path: str, reference: str, count: int, defense: str, learned: int) -> None:
-    """Every strategy on substitutes that are known exactly: tokens at their place, ROUGE-1 and METEOR, 95 % intervals."""
-    victim = load("minilm", "classification")
-    vocabulary, fixed = victim.vocabulary, victim.vocabulary.special_ids
-    told = dict(parse_defense(defense)[0].mechanism.parameters)
-    settings = ShadowSettings(**{n: told[n] for n in ShadowSettings.__dataclass_fields__})  # type: ignore[arg-type]
-    table = made_for(victim.model, vocabulary, settings)
-    examples = chosen(path, victim)[:count]
-    texts = [tuple(victim.tokenizer(e.text).input_ids) for e in examples]
-    hidden = Selector(victim.model, table, fixed)(texts, generator(0))
-    private = {e.text.strip() for e in load_examples(path)}
-    known = [e.text for e in load_examples(reference, limit=20_000) if e.text.strip() not in private]
-    preimages, embedding = preimages_of(table, victim.model), unit_rows(token_embedding(victim.model))
-    rng = generator(0, "attack")
+@dataclass(frozen=True)
+class Hidden:
+    """Private ``texts`` (ids) and the substitutes of each, with all that an adversary knows of the mechanism."""
 
-    def by(strategy: Any, prior: Any = None) -> list[tuple[int, ...]]:
+    victim: Victim
+    settings: ShadowSettings
+    table: ShadowTable
+    texts: Sequence[tuple[int, ...]]
+    substitutes: Sequence[tuple[int, ...]]
+    words: frozenset[str]
+
+    @property
+    def fixed(self) -> frozenset[int]:
+        """Tokens that have no substitute."""
+        return self.victim.vocabulary.special_ids
+
+    def by(self, strategy: Strategy, prior: Prior | None = None, seed: int = 0) -> list[tuple[int, ...]]:
+        """What a strategy names."""
+        preimages, embedding = preimages_of(self.table, self.victim.model), token_embedding(self.victim.model)
+        rng = generator(seed, "attack")
         return [
-            inverted(
-                h.ids, preimages, strategy, embedding=embedding, fixed=fixed, prior=prior, rng=rng, beam=16, tried=32
-            )
-            for h in hidden
+            inverted(h, preimages, strategy, embedding=embedding, fixed=self.fixed, prior=prior, rng=rng, beam=16, tried=32)
+            for h in self.substitutes
         ]  # fmt: skip
 
+    def by_model(self, known: Sequence[str], seed: int = 0) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """What a model names that learned from ``known``, among the preimages and free of them."""
+        victim = self.victim
+        restorer = trained(victim.model, self.table, victim.vocabulary, known, epochs=6, seed=seed)
+        preimages = preimages_of(self.table, victim.model)
+        return tuple(  # type: ignore[return-value]
+            [restored(h, restorer, preimages, self.fixed, free=free) for h in self.substitutes] for free in (False, True)
+        )
+
+    def shown(self, name: str, reads: Sequence[Sequence[tuple[int, ...]]]) -> None:
+        """Print a row: tokens at their place, ROUGE-1 and METEOR, of each text the mean over ``reads`` (seeds)."""
+        vocabulary, score = self.victim.vocabulary, rouge("rouge1").score
+        figures: list[list[float]] = [[], [], []]
+        for k, t in enumerate(self.texts):
+            places = [p for p, i in enumerate(t) if i not in self.fixed]
+            mine = [read[k] for read in reads]
+            figures[0].append(mean(mean(float(p < len(r) and r[p] == t[p]) for p in places) for r in mine))
+            said = [(vocabulary.text(t), vocabulary.text(r)) for r in mine]
+            figures[1].append(mean(score(a, b) for a, b in said))
+            if wordnet():
+                figures[2].append(mean(meteor(a, b) for a, b in said))
+        found = [mean_interval(values) for values in figures if values]
+        cells = [f"{100 * m:.1f} [{100 * low:.0f}, {100 * high:.0f}]" for m, low, high in found]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
+def hidden_texts(path: str, count: int, defense: str) -> Hidden:
+    """The texts of ``path`` behind ``defense``. ``span`` reads the substitutes exactly, so they are taken as known."""
+    victim = load("minilm", "classification")
+    told = dict(parse_defense(defense)[0].mechanism.parameters)
+    settings = ShadowSettings(**{n: told[n] for n in ShadowSettings.__dataclass_fields__})  # type: ignore[arg-type]
+    table = made_for(victim.model, victim.vocabulary, settings)
+    texts = [tuple(victim.tokenizer(e.text).input_ids) for e in chosen(path, victim)[:count]]
+    made = Selector(victim.model, table, victim.vocabulary.special_ids)(texts, generator(0))
+    words = frozenset(wording(e.text) for e in load_examples(path))
+    return Hidden(victim, settings, table, texts, [tuple(h.ids) for h in made], words)
+
+
+def reference_texts(hidden: Hidden, path: str) -> list[str]:
+    """Up to 20,000 texts of ``path`` that are none of the private ones, case, spaces and punctuation aside."""
+    return [e.text for e in load_examples(path, limit=20_000) if wording(e.text) not in hidden.words]
+
+
+def inverting(path: str, reference: str, count: int, defense: str, learned: int) -> None:
+    """Every strategy on substitutes that are known exactly."""
+    hidden = hidden_texts(path, count, defense)
+    known, vocabulary, fixed = reference_texts(hidden, reference), hidden.victim.vocabulary, hidden.fixed
     usual = Unigram.english(vocabulary).top(12)
-    rows = {
-        "blind": [(t[0], *usual, t[-1]) for t in texts],
-        "substitutes": [h.ids for h in hidden],
-        **{name: by(name) for name in ("sampling", "maximum", "median", "mean")},
+    rows: dict[str, list[tuple[int, ...]]] = {
+        "blind": [(t[0], *usual, t[-1]) for t in hidden.texts],
+        "substitutes": list(hidden.substitutes),
     }
-    restorer = trained(victim.model, table, vocabulary, known[:learned], epochs=6, seed=0)
-    rows["generation"] = [restored(h.ids, restorer, preimages, fixed) for h in hidden]
-    rows["lattice"] = by("lattice")
-    rows["lattice, English words"] = by("lattice", Unigram.english(vocabulary))
-    rows["lattice, words of the reference"] = by("lattice", Unigram.of(vocabulary, known))
-    trigram = Trigram(vocabulary, known)
-    rows["lattice, trigrams of the reference"] = by("lattice", trigram)
-    if settings.group > 1:
+    for name in ("sampling", "maximum", "median", "mean"):
+        rows[name] = hidden.by(name)  # type: ignore[arg-type]
+    rows["generation"], rows["generation, free"] = hidden.by_model(known[:learned])
+    rows["lattice"] = hidden.by("lattice")
+    rows["lattice, English words"] = hidden.by("lattice", Unigram.english(vocabulary))
+    rows["lattice, words of the reference"] = hidden.by("lattice", Unigram.of(vocabulary, known))
+    trigram, table = Trigram(vocabulary, known), hidden.table
+    rows["lattice, trigrams of the reference"] = hidden.by("lattice", trigram)
+    if hidden.settings.group > 1:
         # The bound: who is told the groups needs no substitutes.
         members = [(table.groups == g).nonzero().flatten() for g in range(len(table))]
         alike = [(m, torch.ones(len(m), dtype=torch.double)) for m in members]
@@ -190,32 +244,48 @@ def inverting(path: str, reference: str, count: int, defense: str, learned: int)
                 [alone[i] if i in fixed or not len(table.of(i)) else alike[int(table.groups[i])] for i in t],
                 trigram, fixed, 16, 32,
             )
-            for t in texts
+            for t in hidden.texts
         ]  # fmt: skip
-    score = rouge("rouge1").score
     for name, read in rows.items():
-        hits = []
-        for t, r in zip(texts, read):
-            places = [k for k, i in enumerate(t) if i not in fixed]
-            hits.append(mean(float(k < len(r) and r[k] == t[k]) for k in places))
-        pairs = [(vocabulary.text(t), vocabulary.text(r)) for t, r in zip(texts, read)]
-        figures = [hits, [score(a, b) for a, b in pairs], [meteor(a, b) for a, b in pairs] if wordnet() else []]
-        shown = [
-            f"{100 * m:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
-            for m, low, high in map(mean_interval, filter(None, figures))
+        hidden.shown(name, [read])
+
+
+def granted(path: str, references: Sequence[str], count: int, defense: str, learned: int, seeds: int) -> None:
+    """What is read by what the adversary is granted: no text, or the texts of each of ``references``.
+
+    A seed draws the texts that a model learns from, its training, and the samples of ``sampling``. All else draws nothing.
+    """
+    hidden = hidden_texts(path, count, defense)
+    vocabulary = hidden.victim.vocabulary
+    usual = Unigram.english(vocabulary).top(12)
+    hidden.shown("none: blind", [[(t[0], *usual, t[-1]) for t in hidden.texts]])
+    hidden.shown("none: substitutes", [list(hidden.substitutes)])
+    hidden.shown("none: sampling", [hidden.by("sampling", seed=s) for s in range(seeds)])
+    for name in ("maximum", "median", "mean"):
+        hidden.shown(f"none: {name}", [hidden.by(name)])  # type: ignore[arg-type]
+    hidden.shown("none: lattice, English words", [hidden.by("lattice", Unigram.english(vocabulary))])
+    for reference in references:
+        known, name = reference_texts(hidden, reference), Path(reference).stem
+        hidden.shown(f"{name}: lattice, trigrams", [hidden.by("lattice", Trigram(vocabulary, known))])
+        short = [t for t in known if 3 < len(t.split()) <= 20]
+        read = [
+            hidden.by_model(sorted(short, key=lambda t, s=s: derive(s, t))[:learned], s)  # type: ignore[misc]
+            for s in range(seeds)
         ]
-        print(f"| {name} | {' | '.join(shown)} |", flush=True)
+        hidden.shown(f"{name}: generation, constrained", [constrained for constrained, _ in read])
+        hidden.shown(f"{name}: generation, free", [free for _, free in read])
 
 
 def main() -> None:
     """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("search", "plan", "selection", "inversion"))
+    parser.add_argument("what", choices=("search", "plan", "selection", "inversion", "grants"))
     parser.add_argument("data", nargs="?")
     parser.add_argument("--texts", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=128_256)
     parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--reference")
+    parser.add_argument("--reference", nargs="+")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--defense", default="ghost")
     parser.add_argument("--learned", type=int, default=512, help="reference texts that the generation learns from")
     options = parser.parse_args()
@@ -225,8 +295,10 @@ def main() -> None:
         planning(options.tokens, options.width)
     elif options.what == "selection":
         selecting(options.data, options.texts)
+    elif options.what == "inversion":
+        inverting(options.data, options.reference[0], options.texts, options.defense, options.learned)
     else:
-        inverting(options.data, options.reference, options.texts, options.defense, options.learned)
+        granted(options.data, options.reference, options.texts, options.defense, options.learned, options.seeds)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 python benchmarks/obfuslm_bilstm.py DATA FOLDER
 python benchmarks/obfuslm_bilstm.py DATA FOLDER --vectors glove.6B.100d.txt
+python benchmarks/obfuslm_bilstm.py DATA FOLDER --study obfuslm/calibrated
 
-makes the network in FOLDER, registers its kind and runs the study ``obfuslm/table12`` on it: a model of any kind does so.
+makes the network in FOLDER, registers its kind and runs the study ``obfuslm/table12`` (or another) on it: a model of any
+kind does so.
 Without a file of vectors (lines of a word and its figures, as GloVe's) a word's vector is the mean of its pieces' rows in
 MiniLM's word embedding, projected on their first principal directions.
 """
@@ -129,6 +131,7 @@ def main() -> None:
     parser.add_argument("--vectors", help="a file of word vectors")
     parser.add_argument("--width", type=int, default=100)
     parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--study", default="obfuslm/table12")
     options, more = parser.parse_known_args()
     AutoConfig.register(BiLstmConfig.model_type, BiLstmConfig)
     AutoModelForSequenceClassification.register(BiLstmConfig, BiLstm)
@@ -136,7 +139,7 @@ def main() -> None:
     if not options.folder.exists():
         texts = [e.text for e in load_examples(options.data / TRAIN)]
         make(options.folder, texts, options.vectors, options.width, options.hidden)
-    app(["study", "obfuslm/table12", "--data", str(options.data), "--model", str(options.folder), *more])
+    app(["study", options.study, "--data", str(options.data), "--model", str(options.folder), *more])
 
 
 if __name__ == "__main__":

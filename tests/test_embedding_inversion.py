@@ -15,6 +15,7 @@ from rasura import registry
 from rasura.attacks.services.dimensions import changed, mixing
 from rasura.attacks.services.mixture import matched, mixtures
 from rasura.attacks.services.tables import word_table
+from rasura.attacks.services.trained import Inverter
 from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.interfaces import Budget, NotApplicable
 from rasura.core.rng import generator
@@ -86,6 +87,21 @@ def test_a_trained_inverter_reads_a_plain_permutation() -> None:
     seen = observe_service(truth, reference_text=TEXTS * 20)
     guess = registry.SERVICE_ATTACKS["invbert"].make()(seen, rng=generator(0), budget=Budget("default"))
     assert np.mean(TopTokens(1)(guess, truth) or [0.0]) > 0.9
+
+
+def test_an_inverter_names_tokens_that_no_reference_text_holds() -> None:
+    table = torch.randn(50, 8, generator=generator(3))
+    named = torch.arange(10, 30)
+    inverter = Inverter(table[named])
+    with torch.no_grad():
+        for part in (*inverter.first.parameters(), *inverter.second.parameters(), inverter.skip.bias):
+            part.zero_()
+        inverter.skip.weight.copy_(torch.eye(8))  # states are turned into rows of the table as they are
+        inverter.bias.copy_(torch.linspace(-0.2, 0.2, len(named)))
+    usable = torch.arange(5, 50)
+    whole = inverter.widened(table[usable], torch.searchsorted(usable, named))
+    assert torch.allclose(whole(table)[:, named - 5], inverter(table))
+    assert usable[whole(table[usable]).argmax(1)].tolist() == usable.tolist()
 
 
 def test_the_public_head_names_what_a_permuted_model_says_next() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rasura.core.interfaces import InputError
+from rasura.registry.services import parse_service_protection
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.studies.files import load_study, names
 from rasura.studies.papers import LISTS, load_paper
 from tools import results
@@ -69,6 +72,46 @@ def test_our_own_figures_are_left_alone() -> None:
     below = RESULTS.partition("\n## ")[2]
     changed = below.replace("paper (", "paper, wrongly (")
     assert ours.findall(results.mended("# x\n\n## " + changed, ROOT).partition("\n## ")[2]) == ours.findall(below)
+
+
+OWN_KEY = "read with a key of its own"
+
+
+def levels(text: str) -> Iterator[tuple[tuple[object, ...], str, float, float]]:
+    """Of every attack on what was uploaded or sent, in every section: its setting, its section and its interval."""
+    for part in re.split(r"(?m)^(?=## )", text)[1:]:
+        about = next(line for line in part.split("\n") if line.startswith("After "))
+        told = re.search(r"\. Model (.*?), .*?(\S+\.parquet).*? budget (\w+)", about)
+        heads: list[str] = []
+        for line in part.split("\n"):
+            row = line.strip("|").strip().split(" | ")
+            heads = [] if not line.startswith("|") else heads or row
+            cell = dict(zip(heads, row))
+            if "attack" not in cell or cell.get("weights", "uploaded") != "uploaded" or told is None:
+                continue
+            behind: object = cell.get("behind", "")
+            if "protection" in cell and row != heads and set(line) - {"|", "-"}:
+                parsed = parse_service_protection(cell["protection"])
+                options = dict(parsed.options)
+                whole = ObfuscationSettings(**options).to_dict() if parsed.spec.name == "obfuslm" else options
+                behind = (parsed.spec.name, tuple(sorted(whole.items())))
+            for head, value in cell.items():
+                if ends := re.fullmatch(r"-?[\d.]+ \[(-?[\d.]+), (-?[\d.]+)\]", value):
+                    setting = (*told.groups(), cell["attack"], behind, cell.get("batch"), head)
+                    yield setting, part[3:].partition(":")[0], float(ends[1]), float(ends[2])
+
+
+def test_one_setting_has_one_level_in_all_sections() -> None:
+    # A section that was read with another key says so: its intervals are over texts alone, and keys differ by more.
+    own = {n for n in names(ROOT) if any(line.startswith(OWN_KEY) for line in load_study(n, ROOT).differs)}
+    found: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
+    for setting, where, low, high in levels(RESULTS):
+        if where not in own:
+            found.setdefault(setting, []).append((where, low, high))
+    twice = {k: v for k, v in found.items() if len({where for where, *_ in v}) > 1}
+    assert len(twice) > 20
+    apart = {k: v for k, v in twice.items() if max(low for _, low, _ in v) > min(high for *_, high in v)}
+    assert not apart
 
 
 def test_bad_lists_are_refused(tmp_path: Path) -> None:

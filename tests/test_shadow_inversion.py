@@ -50,13 +50,31 @@ def test_preimages_are_the_table_turned_round(table: ShadowTable) -> None:
 def test_every_strategy_names_possible_originals_and_leaves_fixed_tokens(strategy: Strategy, table: ShadowTable) -> None:
     model = tiny("bert", "classification")
     (done,) = Selector(model, table, VOCABULARY.special_ids)([TEXT], generator(0))
-    embedding = torch.nn.functional.normalize(EMBEDDING, dim=1)
     out = inverted(
-        done.ids, Preimages(table, EMBEDDING), strategy, embedding=embedding, fixed=VOCABULARY.special_ids, prior=None,
+        done.ids, Preimages(table, EMBEDDING), strategy, embedding=EMBEDDING, fixed=VOCABULARY.special_ids, prior=None,
         rng=generator(0), beam=4, tried=8,
     )  # fmt: skip
     assert len(out) == len(TEXT) and out[0] == CLS and out[-1] == SEP
     assert all(new in table.of(old).tolist() for old, new in zip(out[1:-1], done.ids[1:-1]))
+
+
+def test_the_strategies_by_similarity_are_those_of_the_paper(table: ShadowTable) -> None:
+    scale = torch.linspace(0.2, 5.0, len(EMBEDDING))[:, None]  # rows of unequal norm: their mean is not that of directions
+    embedding, preimages = EMBEDDING * scale, Preimages(table, EMBEDDING)
+    text = [t for t in range(20, 80) if len(preimages.of(t)[0]) > 2]
+
+    def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+        return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
+
+    for strategy in ("maximum", "median", "mean"):
+        found = inverted(
+            text, preimages, strategy, embedding=embedding, fixed=frozenset(), prior=None, rng=generator(0), beam=1, tried=1
+        )
+        for token, named in zip(text, found):
+            own = preimages.of(token)[0].tolist()
+            middle = torch.stack([embedding[i] for i in own]).mean(0)
+            near = sorted(own, key=lambda i: cosine(embedding[i], middle if strategy == "mean" else embedding[token]))
+            assert named == (near[len(near) // 2] if strategy == "median" else near[-1])
 
 
 def test_the_lattice_finds_the_likeliest_of_all_texts(table: ShadowTable) -> None:
@@ -108,6 +126,11 @@ def test_a_trained_model_learns_what_substitutes_stand_for(table: ShadowTable) -
     hits = [a == b for old, new in zip(originals, read) for a, b in zip(old[1:-1], new[1:-1])]
     assert sum(hits) > 0.8 * len(hits)
     assert all(len(new) == len(old) and (new[0], new[-1]) == (CLS, SEP) for old, new in zip(originals, read))
+    # Free of the preimages, it names whatever it has learned, and no special token.
+    free = [restored(h.ids, restorer, preimages, VOCABULARY.special_ids, free=True) for h in hidden]
+    hits = [a == b for old, new in zip(originals, free) for a, b in zip(old[1:-1], new[1:-1])]
+    assert sum(hits) > 0.8 * len(hits)
+    assert all((new[0], new[-1]) == (CLS, SEP) and not {*new[1:-1]} & VOCABULARY.special_ids for new in free)
 
 
 def test_without_ghost_there_is_nothing_to_invert() -> None:

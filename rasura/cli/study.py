@@ -119,7 +119,9 @@ def served(
     records = []
     for key in range(keys):
         place = folder if keys == 1 else folder / f"key-{key}"
-        records += serve_and_read(replace(plan, key=key), place, before, baseline=False)[1]
+        keyed = tuple(p for p in plan.protections if key == 0 or p != "none")  # without protection there is no key
+        if keyed:
+            records += serve_and_read(replace(plan, key=key, protections=keyed), place, before, baseline=False)[1]
     if as_json:
         sys.stdout.write(json.dumps(records) + "\n")
     return worth, records

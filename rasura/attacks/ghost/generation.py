@@ -2,7 +2,8 @@
 
 After the "LLM generation" of Feng et al. 2026 (sec. 5.7, app. A.2), who fine-tune Llama-3.2-3B to write the original of
 an obfuscated text. Substitutes stand where their originals stood, so here the public model itself learns to name the
-original at each place, in one pass; and it chooses among the substitute's preimages.
+original at each place, in one pass. ``ghost-generation`` chooses among the substitute's preimages;
+``ghost-generation-free`` among all tokens, as the paper's model does.
 """
 
 from __future__ import annotations
@@ -88,8 +89,11 @@ def _padded(rows: Sequence[Sequence[int]], fill: int) -> tuple[Tensor, Tensor]:
     return ids, torch.tensor([[1] * len(r) + [0] * (longest - len(r)) for r in rows])
 
 
-def restored(text: Sequence[int], restorer: Restorer, preimages: Preimages, fixed: frozenset[int]) -> tuple[int, ...]:
-    """The originals of an obfuscated ``text`` (ids): at each place the likeliest of the substitute's preimages."""
+def restored(
+    text: Sequence[int], restorer: Restorer, preimages: Preimages, fixed: frozenset[int], *, free: bool = False
+) -> tuple[int, ...]:
+    """The originals of an obfuscated ``text`` (ids): at each place the likeliest of the substitute's preimages, or of all
+    tokens if ``free``. ``fixed`` tokens stay, and at places without a preimage the substitute does."""
     usable = [max(t, 0) for t in text]
     with torch.no_grad():
         ones = torch.ones(1, len(text), dtype=torch.long)
@@ -100,15 +104,20 @@ def restored(text: Sequence[int], restorer: Restorer, preimages: Preimages, fixe
         if not len(originals):
             out.append(token)
             continue
-        out.append(int(originals[(logits[place, originals].double() + chances.log()).argmax()]))
+        if free:
+            out.append(next(i for i in logits[place].argsort(descending=True).tolist() if i not in fixed))
+        else:
+            out.append(int(originals[(logits[place, originals].double() + chances.log()).argmax()]))
     return tuple(out)
 
 
 @dataclass(frozen=True)
 class ShadowGeneration:
-    """Reads the substitutes with the portfolio, then has a trained model name their originals."""
+    """Reads the substitutes with the portfolio, then has a trained model name their originals: among the preimages, or among
+    all tokens if ``free``."""
 
     name: str = "ghost-generation"
+    free: bool = False
     needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL, Grant.MECHANISM, Grant.REFERENCE_TEXT})
     uses: frozenset[Grant] = frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS, Grant.LANGUAGE_MODEL})
     work: Mapping[str, tuple[int, int]] = field(
@@ -127,7 +136,8 @@ class ShadowGeneration:
                 del _TRAINED[next(iter(_TRAINED))]
             _TRAINED[key] = trained(seen.model, table, seen.vocabulary, seen.reference_text[:count], epochs, seed=0)
         preimages = preimages_of(table, seen.model)
-        texts = tuple(restored(t, _TRAINED[key], preimages, seen.vocabulary.special_ids) for t in read.tokens)
+        fixed = seen.vocabulary.special_ids
+        texts = tuple(restored(t, _TRAINED[key], preimages, fixed, free=self.free) for t in read.tokens)
         details = {k: v for k, v in read.details.items() if k != "proof"}
         details |= {"substitutes": read.confidence, "strategy": "generation"}
         return replace(read, tokens=texts, confidence="matched", proof=None, details=details)
@@ -143,6 +153,16 @@ SPEC = AttackSpec(
     about="against ghost: a model trained on reference texts predicts the original tokens",
     source="GHOST, sec. 5.7 and app. A.2",
     make=ShadowGeneration,
+    seconds=60.0,
+    protection=True,
+    home=Home(defense="ghost"),
+)
+
+FREE = AttackSpec(
+    name="ghost-generation-free",
+    about="against ghost: the same without knowledge of which tokens a substitute can stand for",
+    source="GHOST, sec. 5.7 and app. A.2",
+    make=lambda: ShadowGeneration("ghost-generation-free", free=True),
     seconds=60.0,
     protection=True,
     home=Home(defense="ghost"),

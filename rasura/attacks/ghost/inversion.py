@@ -103,7 +103,7 @@ def inverted(
     tried: int,
 ) -> tuple[int, ...]:
     """The original of an obfuscated ``text`` (ids). ``fixed`` tokens and those without preimages stay; ``embedding``
-    ``(tokens, hidden)``, rows of norm 1. ``beam`` texts are kept by ``lattice``, ``tried`` originals a place."""
+    ``(tokens, hidden)`` is the public one. ``beam`` texts are kept by ``lattice``, ``tried`` originals a place."""
     options: list[tuple[Tensor, Tensor]] = []
     for token in text:
         originals, chances = preimages.of(token) if token >= 0 else (torch.empty(0), torch.empty(0))
@@ -117,7 +117,8 @@ def inverted(
         if len(originals) == 1:
             out.append(int(originals[0]))
             continue
-        likeness = embedding[originals] @ embedding[token]
+        rows = embedding[originals].float()
+        likeness = unit_rows(rows) @ unit_rows(embedding[[token]])[0]
         if strategy == "sampling":
             k = int(torch.multinomial(likeness.clamp_min(1e-6), 1, generator=rng))
         elif strategy == "maximum":
@@ -125,7 +126,7 @@ def inverted(
         elif strategy == "median":
             k = int(likeness.argsort()[len(likeness) // 2])
         else:
-            k = int((embedding[originals] @ embedding[originals].mean(0)).argmax())
+            k = int((unit_rows(rows) @ rows.mean(0)).argmax())
         out.append(int(originals[k]))
     return tuple(out)
 
@@ -172,7 +173,7 @@ class ShadowInversion:
         settings = announced_ghost(seen)
         read = substitutes(seen, budget)
         table = made_for(seen.model, seen.vocabulary, settings)
-        embedding = unit_rows(token_embedding(seen.model))
+        embedding = token_embedding(seen.model)
         try:
             prior: Prior | None = language(seen) if self.strategy == "lattice" else None
         except InputError as error:

@@ -31,7 +31,8 @@ class InvBert:
     """Learns to name tokens from the states behind the first three blocks (Kugler et al. 2021).
 
     As in ObfusLM the adversary obfuscates the public model itself and runs reference text through it. The inverter is one
-    hidden layer, place by place, and the public embedding as output, instead of a whole BERT.
+    hidden layer, place by place, and the public embedding as output, instead of a whole BERT. It learns on the tokens of
+    the reference text and names any public token.
     """
 
     name: str = "invbert"
@@ -48,12 +49,14 @@ class InvBert:
         named = _named(ids, seen.vocabulary.special_ids)
         wanted = torch.cat([torch.tensor(t) for t in ids])
         private = torch.isin(wanted, named)
-        names, targets = word_table(seen.public)[named], torch.searchsorted(named, wanted[private])
-        inverter = _fitted(inputs[private], targets, names, epochs, rng)
+        table, targets = word_table(seen.public), torch.searchsorted(named, wanted[private])
+        usable = torch.arange(len(table))[~torch.isin(torch.arange(len(table)), special)]
+        learned = _fitted(inputs[private], targets, table[named], epochs, rng)
+        inverter = learned.widened(table[usable], torch.searchsorted(usable, named))
         ranked = []
         for text, states in zip(seen.ids, own.seen_states()):
             with torch.no_grad():
-                guess = named[inverter(states).topk(min(KEPT, len(named)), dim=1).indices]
+                guess = usable[inverter(states).topk(min(KEPT, len(usable)), dim=1).indices]
             fixed = torch.isin(torch.tensor(text), special)
             guess[fixed, 0] = torch.tensor(text)[fixed]
             ranked.append(guess)
@@ -202,6 +205,15 @@ class Inverter(nn.Module):
         turned = self.skip(states) + self.second(nn.functional.gelu(self.first(states)))
         out: Tensor = self.scale * nn.functional.normalize(turned, dim=1) @ self.names.T + self.bias
         return out
+
+    def widened(self, names: Tensor, learned: Tensor) -> Inverter:
+        """This inverter with ``names`` as outputs. Those at ``learned`` are its own; the others count as its rarest one."""
+        made = Inverter(names)
+        made.load_state_dict({k: v for k, v in self.state_dict().items() if k not in ("names", "bias")}, strict=False)
+        with torch.no_grad():
+            made.bias.fill_(float(self.bias.min()))
+            made.bias[learned] = self.bias
+        return made.requires_grad_(False)
 
 
 def _fitted(states: Tensor, wanted: Tensor, names: Tensor, epochs: int, rng: torch.Generator) -> Inverter:
