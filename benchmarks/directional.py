@@ -175,7 +175,7 @@ def main() -> None:
         # A replaced text moves the sum by twice the clip.
         sigma = 2 * sigma_for(epsilon, 1.0, told.steps, delta)
         kappa = kappa_for(epsilon, entries, told.steps, delta)
-        ways = {
+        ways: dict[str, list[tuple[Any, Step, float]]] = {
             "dp-sgd": [(c, gaussian(sigma, c), r) for c in CLIPS for r in RATES],
             "normalised": [("", normalised(sigma), 1.0)],
             "directional": [("", directional(kappa), 1.0)],
