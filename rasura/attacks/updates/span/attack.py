@@ -137,8 +137,9 @@ class Span:
         if not rows:
             raise AttackFailed("no token's input lies in the row space of block 0")
         if not positional:
-            ordered = arranged(seen, spaces, inputs, rows, size, rng, self.work[budget.level][2])
-            if ordered:  # only a proof tells whether it is the one order that fits
+            # Only a proof tells whether an order is the one that fits, and there is none under dropout.
+            ordered = [] if active else arranged(seen, spaces, inputs, rows, size, rng, self.work[budget.level][2])
+            if ordered:
                 guess = self._judged(seen, ordered, max(row.residual for row in rows), spaces, lambda: False)
                 if guess.confidence == "verified":
                     return guess
