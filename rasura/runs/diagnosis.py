@@ -24,6 +24,10 @@ from rasura.victims.step import defended, gradients
 FAR = 10.0
 """A clip that is so many times below or above the median norm is said to be wrong."""
 
+ENOUGH = 3.0
+"""The ratio of signal to noise after all steps below which little is learned: a head learned nothing at 1.1 and little at
+1.8 (``benchmarks/README.md``)."""
+
 PRIVATE = (
     "These {m} texts were looked at without noise, and no epsilon counts it. Use public texts of the same kind, or choose "
     "no setting by what is said here."
@@ -167,11 +171,11 @@ def _of_noise(found: _Look, run: Run, after: float | None, target: float | None,
     if after is None:
         return [f"The {len(found.norms)} texts agree on no direction, so nothing can be said of signal and noise. Look at "
                 "more texts."]  # fmt: skip
-    if after >= 1:
+    if after >= ENOUGH:
         return []
     says = (
-        f"After all {run.steps} steps the noise is {1 / after:.1f} times as long as what the texts agree on: expect to "
-        f"learn little. Train fewer weights than {found.trained}, or take larger batches"
+        f"After all {run.steps} steps, what the texts agree on is {after:.2g} times as long as the noise; below {ENOUGH:g} "
+        f"expect to learn little. Train fewer weights than {found.trained}, or take larger batches"
     )
     batch = min(4 * run.batch_size, run.examples)
     if target is None or batch == run.batch_size:
