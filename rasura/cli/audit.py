@@ -43,6 +43,7 @@ FailAbove = Annotated[
     float | None, typer.Option(help="exit with code 3 if a risk is above this fraction, or 4 if a risk is unknown")
 ]
 BatchSizes = Annotated[str | None, typer.Option(help="examples per update, separated by commas: 1,2,4")]
+Clients = Annotated[str | None, typer.Option(help="audit the sum of so many clients, one example each: 1,2,4,8")]
 ShowText = Annotated[bool, typer.Option("--show-text", help="store and show texts or images unmasked")]
 Texts = Annotated[list[str] | None, typer.Option(help="a text to audit (repeatable), instead of FILE")]
 Service = Annotated[bool, typer.Option("--service", help="audit the data sent to a model service instead of updates")]
@@ -63,6 +64,7 @@ def audit(
     update: Kinds = None,
     threat: Annotated[str | None, typer.Option(help="threat models, separated by commas; see: rasura list threats")] = None,
     batch_size: BatchSizes = None,
+    clients: Clients = None,
     limit: Limit = None,
     seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
@@ -97,8 +99,7 @@ def audit(
 
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
-    _check_run(engine, address, workers)
-    ending = Ending(fail_above, as_json, junit, sarif, mlflow, wandb, report_language).checked()
+    ending = Ending(fail_above, as_json, junit, sarif, mlflow, wandb, report_language, numbers(clients, "clients")).checked()
     given = _given(
         data=file, texts=tuple(text) if text else None, reference=reference, language_model=language_model,
         entries=entries, model=model, task=task, attacks=split(attack), defenses=split(defense), updates=split(update),
@@ -106,10 +107,22 @@ def audit(
         budget=budget, num_labels=num_labels, max_memory=max_memory, truncate=truncate or None, show_text=show_text or None,
         text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
+    _summed(ending, given, service)
     if service:
         return run_service_audit(service_planned(config, given | _beside(suite, engine, device, workers)), folder, ending)
-    plan = _planned(config, suite, given).checked()
-    return run_audit(plan, folder, device_named(device), ending, engine, address, workers)
+    return run_audit(_planned(config, suite, given), folder, device_named(device), ending, engine, address, workers)
+
+
+def _summed(ending: Ending, given: dict[str, Any], service: bool) -> None:
+    """Make the numbers of clients whose sums are audited the batch sizes of unprotected updates in ``given``."""
+    if ending.clients is None:
+        return
+    if service or {"batch_sizes", "updates"} & given.keys() or given.get("defenses", ("none",)) != ("none",):
+        raise InputError(
+            "--clients audits the sum of clients' gradients, one example each and without another protection; leave out "
+            "--service, --batch-size, --update and --defense"
+        )
+    given |= {"batch_sizes": ending.clients, "defenses": ("none",), "updates": ("fedsgd",)}
 
 
 def _beside(suite: str | None, engine: str, device: str, workers: int | None) -> dict[str, Any]:
@@ -138,7 +151,7 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
         raise InputError("FILE and --text were both given; pass one of them")
     if "texts" in given:
         given.setdefault("limit", len(given["texts"]))
-    return replace(plan, **given)
+    return replace(plan, **given).checked()
 
 
 def _check_run(engine: str, address: str | None, workers: int | None) -> None:
@@ -158,6 +171,7 @@ def run_audit(
     workers: int | None = None, *, baseline: bool = True,
 ) -> None:  # fmt: skip
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``."""
+    _check_run(engine, address, workers)
     from rasura.cli.progress import cells_watched
     from rasura.report.head import duration
 

@@ -21,7 +21,8 @@ Wandb = Annotated[str | None, typer.Option(help="also log the figures to this pr
 
 @dataclass(frozen=True)
 class Ending:
-    """Where the results of a run go, and the limit that sets the exit code."""
+    """Where the results of a run go, the limit that sets the exit code, and the numbers of ``clients`` whose sums were
+    audited."""
 
     fail_above: float | None = None
     as_json: bool = False
@@ -30,6 +31,7 @@ class Ending:
     mlflow: str | None = None
     wandb: str | None = None
     language: str = "en"
+    clients: tuple[int, ...] | None = None
 
     def checked(self) -> Ending:
         """This ending. Raises ``InputError`` if the limit or the language is wrong or a tracker is not installed, before
@@ -38,8 +40,11 @@ class Ending:
         from rasura.integrations import trackers
         from rasura.report.gate import checked_limit
         from rasura.report.language import LANGUAGES
+        from rasura.report.sums import checked_clients
 
         known("language", self.language, LANGUAGES)
+        if self.clients is not None:
+            checked_clients(self.clients)
         if self.fail_above is not None:
             checked_limit(self.fail_above)
         for tracker in self.trackers:
@@ -61,6 +66,7 @@ def conclude(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, 
     from rasura.report.findings import summary_of
     from rasura.report.gate import gate
     from rasura.report.page import found_in, write_report
+    from rasura.report.sums import curve, curve_lines
     from rasura.report.terminal import summary
 
     path = write_report(folder, show_text=plan["show_text"], language=ending.language)
@@ -73,6 +79,9 @@ def conclude(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, 
     else:
         out.print(summary(found))
         say(f"\nreport: {path}")
+    if ending.clients is not None:
+        for line in curve_lines(curve(records, ending.clients, found.metric)):
+            say(line, to=err if ending.as_json else out)
     sent = _sent(records, plan, folder, ending, found)
     if judged is not None:
         say(f"--fail-above judges: {', '.join(judged.judged)}", to=err)

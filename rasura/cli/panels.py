@@ -42,7 +42,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 """The panels in the order of the help, each with its parameters."""
 
 MOVED: Mapping[str, Mapping[str, str]] = {
-    "audit": {"service": "Input"},
+    "audit": {"service": "Input", "clients": "Input"},
     "train": {"service": "Protections", "batch_size": "Training", "update": "Training"},
     "membership": {"batch_size": "Training"},
     "check-dp": {
@@ -66,7 +66,7 @@ UNSET: Mapping[str, str] = {
     "before_round": "none", "names_from": "none", "hidden": "none", "candidates": "none",
     "test": "the texts held out", "update": "set by the options of this panel", "non_members": "the rows held out",
     "rows": "all rows of --members", "fpr": "0.01 and 0.001 where n is large enough", "epsilon": "none", "dpia": "none",
-    "target_epsilon": "none",
+    "target_epsilon": "none", "clients": "single updates",
     "utility": "none", "train": "FILE", "train_limit": "all", "k": "70", "overlap": "0.1", "group": "1",
     "language": "en", "table": "none", "data": "the study's", "seeds": "the study's",
     **dict.fromkeys(COLUMNS, "recognised by its name"), **dict.fromkeys(("junit", "sarif", "mlflow", "wandb"), "none"),
