@@ -228,13 +228,14 @@ def test_an_average_of_weights_is_a_copy_that_only_answers() -> None:
 
 def test_rasura_train_keeps_to_its_target(tmp_path: Path, model_folder: Path) -> None:
     command = ["train", notes(tmp_path), "--model", model_folder, "--defense", "none,dp-sgd", "--target-epsilon", "8"]
-    command += ["--epochs", "2", "--batch-size", "4", "--out", tmp_path / "run", "--json"]
+    command += ["--epochs", "2", "--batch-size", "4", "--physical-batch-size", "3", "--out", tmp_path / "run", "--json"]
     done = CliRunner().invoke(app, [str(part) for part in command])
     assert done.exit_code == 0, done.output
     plain, private = json.loads(done.output)
     assert plain["defense"] == "none" and private["defense"].startswith("dp-sgd:")
     assert 7.5 < private["planned"]["epsilon"] <= 8 and private["privacy"]["epsilon"] <= 8
     assert [0 < row["epsilon"] <= 8 for row in private["history"]] == [True] * len(private["history"])
+    assert private["ledger"]["runs"][0]["count"] == 2 * -(-private["n_train"] // 4), "one release a batch, not a part"
     again = CliRunner().invoke(app, [str(part) for part in command])
     assert json.loads(again.output) == [plain, private], "the same command reads the finished trainings"
     wrong = CliRunner().invoke(app, [*map(str, command[:4]), "--defense", "none", "--target-epsilon", "8"])

@@ -29,6 +29,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Training": (
         "epochs", "patience", "keep", "learning_rate", "train_batch_size", "schedule", "warmup", "optimizer", "lora",
         "precision",
+        "physical_batch_size",
     ),
     "Clients and rounds": (
         "examples", "clients", "clients_per_round", "rounds", "rounds_per_client", "sampling", "weights", "parameters",
@@ -66,7 +67,7 @@ UNSET: Mapping[str, str] = {
     "before_round": "none", "names_from": "none", "hidden": "none", "candidates": "none",
     "test": "the texts held out", "update": "set by the options of this panel", "non_members": "the rows held out",
     "rows": "all rows of --members", "fpr": "0.01 and 0.001 where n is large enough", "epsilon": "none", "dpia": "none",
-    "target_epsilon": "none", "clients": "single updates",
+    "target_epsilon": "none", "clients": "single updates", "physical_batch_size": "the whole batch",
     "utility": "none", "train": "FILE", "train_limit": "all", "k": "70", "overlap": "0.1", "group": "1",
     "language": "en", "table": "none", "data": "the study's", "seeds": "the study's",
     **dict.fromkeys(COLUMNS, "recognised by its name"), **dict.fromkeys(("junit", "sarif", "mlflow", "wandb"), "none"),

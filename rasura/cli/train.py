@@ -169,9 +169,8 @@ def train(
     precision: Annotated[str, typer.Option(help="precision: float32 or bf16")] = "float32",
     delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee")] = None,
     target_epsilon: Annotated[float | None, typer.Option(help="epsilon that dp-sgd without a number must keep to")] = None,
-    seeded_noise: Annotated[
-        bool, typer.Option("--seeded-noise", help="reproducible noise, without a formal guarantee")
-    ] = False,
+    seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="noise from the seed, without a guarantee")] = False,
+    physical_batch_size: Annotated[int | None, typer.Option(help="texts in memory at once, under dp-sgd")] = None,
     device: Device = "auto",
     folder: Models = Path("runs/train"),
     text_column: TextColumn = None,
@@ -194,7 +193,7 @@ def train(
     course: Any = schedule  # which Recipe checks
     recipe = Recipe(
         epochs, batch_size, learning_rate, patience=patience, optimizer=kind, precision=bits, seed=seed, noise=noise,
-        keep=kept, schedule=course, warmup=warmup,
+        keep=kept, schedule=course, warmup=warmup, physical_batch_size=physical_batch_size,
     )  # fmt: skip
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,

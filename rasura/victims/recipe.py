@@ -19,7 +19,8 @@ class Recipe:
     ``optimizer`` sgd is plain stochastic gradient descent, for defenses whose analysis assumes it. ``noise`` is about the
     noise, and the choice of texts, of a protection with a formal guarantee: ``secure`` draws them from the operating system,
     so the run cannot be repeated; ``seeded`` is for experiments and gives no guarantee. The other settings are those of
-    ``core.local.Round``.
+    ``core.local.Round``. ``physical_batch_size``: texts in memory at once under a protection that aggregates texts one by
+    one, such as ``dp-sgd``; None for the whole batch. It changes nothing that is released.
     """
 
     epochs: int = 20
@@ -38,8 +39,11 @@ class Recipe:
     betas: tuple[float, float] = (0.9, 0.999)
     accumulate: int = 1
     clip: float = 0.0
+    physical_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        if self.physical_batch_size is not None and self.physical_batch_size < 1:
+            raise InputError(f"physical_batch_size is {self.physical_batch_size}; expected at least 1")
         if self.epochs < 1 or self.batch_size < 1 or self.patience < 1 or not 0 < self.learning_rate < float("inf"):
             raise InputError(
                 f"training: {self.epochs} epochs, batches of {self.batch_size}, patience {self.patience}, learning rate "

@@ -121,6 +121,7 @@ def step(
     expected: float | None = None,
     public: nn.Module | None = None,
     record: Record | None = None,
+    most: int | None = None,
 ) -> Transcript:
     """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
 
@@ -129,6 +130,7 @@ def step(
     same masks. Masks from a ``SecretGenerator`` cannot be repeated. ``expected``: the mean batch size under random sampling;
     None for batches of a fixed size. ``public``: the model that the client knew before a server sent ``model``; protections
     of the data use it. ``record``: receives the number of entries of each aggregated tensor, where noise is drawn.
+    ``most``: texts in memory at once, as in ``message_for``.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(
@@ -144,7 +146,7 @@ def step(
     # Tensors may sit on another device than the caller's batch.
     inputs = batch.to(next(model.parameters()).device).inputs()
     message, loss, after = message_for(
-        model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record
+        model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record, most=most
     )  # fmt: skip
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:

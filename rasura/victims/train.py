@@ -164,6 +164,7 @@ class FineTuning:
                 taken = step(
                     self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
                     expected=min(size, len(self.rows)) if self.poisson else None, record=record,
+                    most=self.recipe.physical_batch_size,
                 )  # fmt: skip
             for name, gradient in taken.message.gradients.items():
                 held.setdefault(name, []).append(gradient)
