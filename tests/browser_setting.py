@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,60 @@ def in_browser(
     assert found, done.stderr[-500:]
     told = json.loads(html.unescape(found[1]))
     return {(title.rpartition(" ")[0], int(title.rpartition(" ")[2])): json.loads(text) for title, text in told}
+
+
+class Driven:
+    """A headless Chromium at ``url``, driven over a pipe: for pages that go on after they are loaded."""
+
+    def __init__(self, url: str, folder: Path) -> None:
+        self.number = 0
+        theirs_in, self.out = os.pipe()
+        self.back, theirs_out = os.pipe()
+        spare = [os.dup(theirs_in), os.dup(theirs_out)]  # so that neither is 3 or 4 when these are set
+
+        def pipes() -> None:
+            os.dup2(spare[0], 3)
+            os.dup2(spare[1], 4)
+
+        self.process = subprocess.Popen(
+            [chromium(), *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={folder / 'driven'}", "about:blank"],
+            preexec_fn=pipes, close_fds=False, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        for end in (theirs_in, theirs_out, *spare):
+            os.close(end)
+        self.rest, self.session = b"", ""
+        target = self("Target.createTarget", url=url)["targetId"]
+        self.session = self("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+
+    def __call__(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """What the browser answers to a method of its debugging protocol."""
+        self.number += 1
+        about = {"sessionId": self.session} if self.session else {}
+        os.write(self.out, json.dumps({"id": self.number, "method": method, "params": parameters, **about}).encode() + b"\0")
+        while True:
+            *whole, self.rest = self.rest.split(b"\0")
+            for one in map(json.loads, whole):
+                if one.get("id") == self.number:
+                    assert "error" not in one, one
+                    return dict(one["result"])
+            more = os.read(self.back, 1 << 20)
+            assert more, "the browser ended"
+            self.rest += more
+
+    def value(self, expression: str) -> Any:
+        """The value of an expression in the page."""
+        return self("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+    def until(self, expression: str, seconds: float = 240.0) -> None:
+        """Wait until ``expression`` holds in the page."""
+        ends = time.monotonic() + seconds
+        while not self.value(f"Boolean({expression})"):
+            assert time.monotonic() < ends, self.value("document.body.innerText")
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """End the browser."""
+        self.process.terminate()
+        self.process.wait(timeout=60)
+        os.close(self.out)
+        os.close(self.back)

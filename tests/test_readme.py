@@ -22,7 +22,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_page_is_there_and_listed() -> None:
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")} - {"index.md"}
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\((\S+?\.md)\)", index)) == pages
     named = re.findall(r"`((?:docs|benchmarks|studies|examples)/[\w./-]+)`", README)
@@ -33,7 +33,7 @@ def test_the_site_has_every_page_and_is_strict() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     first, *parts = site["nav"]
     listed = [first, *(page for part in parts for pages in part.values() for page in pages)]
-    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+    assert sorted(listed) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
     assert site["strict"] and set(site["validation"].values()) == {"warn"}
 
 

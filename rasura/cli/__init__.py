@@ -16,6 +16,7 @@ from rasura.cli import (
     membership,
     new,
     obfuslm,
+    playground,
     read,
     service,
     study,
@@ -27,12 +28,12 @@ from rasura.core.errors import InputError
 
 __all__ = [
     "about", "account", "app", "audit", "calibrate", "canaries", "check_dp", "evidence", "keys", "main", "membership", "new",
-    "obfuslm", "read", "service", "study", "train",
+    "obfuslm", "playground", "read", "service", "study", "train",
 ]  # fmt: skip
 
 _ORDER = (
     "audit", "read", "report", "compare", "bundle", "reproduce", "calibrate", "train", "membership",
-    "account", "check-dp", "keys", "new", "study", "serve", "list", "doctor",
+    "account", "check-dp", "keys", "new", "playground", "study", "serve", "list", "doctor",
 )  # fmt: skip
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
 panelled(app)

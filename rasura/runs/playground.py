@@ -1,0 +1,137 @@
+"""The playground: one text, a protection and an adversary; each answer as soon as an attack has it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from rasura.core.errors import InputError
+from rasura.core.options import known
+from rasura.core.records import Record
+from rasura.data.fictional import fictional_notes
+from rasura.runs.audit import Audit
+from rasura.runs.plans import Plan
+from rasura.victims.loading import Victim, load
+
+TASKS = {"minilm": "classification", "smollm2": "causal"}
+"""Models that are known by name, each with its task here."""
+
+PROTECTIONS = ("none", "noise", "dropout", "frozen-embeddings", "pruning", "half precision", "signs")
+ADVERSARIES = ("span", "embedding-rows", "pursuit", "tag", "best")
+SCORED = ("token_recall",)
+LONGEST, MOST = 2000, 8
+"""Limits of a question: characters, and texts in an update."""
+
+FIRST = "Mr Albright was given 40 units of insulin on 12 March ."
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a person asks. ``noise``: standard deviation of Gaussian noise, where the protection is noise. ``rank``: of LoRA
+    adapters, 0 to train all weights. ``batch``: texts in the update; those beside ``text`` are fictional."""
+
+    model: str = "minilm"
+    text: str = FIRST
+    protection: str = "none"
+    attack: str = "span"
+    noise: float = 0.001
+    rank: int = 0
+    batch: int = 1
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Question:
+        """From plain values. Raises ``InputError`` for unknown names, wrong types and values out of range."""
+        kinds = {f.name: type(f.default) for f in fields(cls)}
+        for name, value in told.items():
+            if name not in kinds:
+                raise InputError(f"there is no {name!r} in a question; expected {', '.join(kinds)}")
+            right = isinstance(value, int | float) if kinds[name] is float else isinstance(value, kinds[name])
+            if not right or isinstance(value, bool):
+                raise InputError(f"{name} is {value!r}; expected {kinds[name].__name__}")
+        asked = cls(**told)
+        known("protection", asked.protection, PROTECTIONS)
+        known("adversary", asked.attack, ADVERSARIES)
+        if not asked.text.strip() or len(asked.text) > LONGEST:
+            raise InputError(f"the text has {len(asked.text)} characters; expected 1 to {LONGEST}")
+        if not (1 <= asked.batch <= MOST and 0 <= asked.rank <= 64 and 1e-6 <= asked.noise <= 10):
+            raise InputError("a slider is out of range")
+        return asked
+
+    @property
+    def defense(self) -> str:
+        """The protection as ``rasura audit`` takes it."""
+        made = {"noise": f"gaussian:{self.noise:g}", "dropout": "dropout:0.1", "pruning": "pruning:0.9"}
+        return {**made, "half precision": "fp16", "signs": "sign"}.get(self.protection, self.protection)
+
+    def plan(self, task: str) -> Plan:
+        """The audit that answers the question."""
+        attacks = tuple(dict.fromkeys(("blind", "embedding-rows", self.attack)))
+        others = tuple(e.text for e in fictional_notes(self.batch - 1))
+        update = f"lora:{self.rank}" if self.rank else "fedsgd"
+        return Plan(
+            self.model, task, texts=(self.text, *others), attacks=attacks, defenses=(self.defense,), updates=(update,),
+            batch_sizes=(self.batch,), limit=self.batch, metrics=SCORED, budget="quick", show_text=True, truncate=True,
+        )  # fmt: skip
+
+    def command(self, task: str) -> str:
+        """The command line that does the same, and keeps a report."""
+        plan = self.plan(task)
+        words = ["rasura", "audit", *(w for text in plan.texts for w in ("--text", text))]
+        words += ["--model", self.model, "--task", task, "--attack", ",".join(plan.attacks), "--defense", self.defense]
+        words += ["--update", plan.updates[0]] if self.rank else []
+        words += ["--batch-size", str(self.batch)] if self.batch > 1 else []
+        return shlex.join([*words, "--budget", "quick", "--show-text", "--out", "runs/playground"])
+
+
+class Playground:
+    """Models that are loaded once, and the answers to questions, one at a time.
+
+    ``models``: names of ``TASKS``, or folders, whose task is ``task``.
+    """
+
+    def __init__(self, models: tuple[str, ...], task: str = "classification") -> None:
+        self.tasks = {name: TASKS.get(name, task) for name in models}
+        self.victims: dict[str, Victim] = {}
+        for name, made in self.tasks.items():
+            kind: Any = made
+            self.victims[name] = load(name, kind)
+        self._one = Lock()
+        for _ in self.answers({"model": models[0], "text": "A first text ."}):  # reads what the metrics need
+            pass
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What each model is called on the page."""
+        return {name: name if name in TASKS else Path(name).name for name in self.tasks}
+
+    def answers(self, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The answers to a question as plain values: first the command, then the size of the update, then each attack.
+
+        Raises ``InputError`` for a wrong question.
+        """
+        asked = Question.of(told)
+        if asked.model not in self.victims:
+            raise InputError(f"the model {asked.model!r} is not loaded; expected {', '.join(self.victims)}")
+        task = self.tasks[asked.model]
+        yield {"kind": "command", "command": asked.command(task)}
+        with self._one:
+            audit = Audit(asked.plan(task), victim=self.victims[asked.model], baseline=False)
+            for number, record in enumerate(audit.records(audit.cells)):
+                if not number:
+                    yield {"kind": "update", "bytes": record.sent_bytes, "seconds": record.defense_seconds}
+                yield _answer(record, asked.text)
+
+
+def _answer(record: Record, text: str) -> dict[str, Any]:
+    """What one attack read of the asked text, and how it ended."""
+    row = next((r for r in record.recovered if r["sent"] == text), None) or next(iter(record.recovered), None)
+    level = record.scores.get("token_recall", {}).get("per_record") or [None]
+    return {
+        "kind": "attack", "attack": record.attack, "status": record.status, "reason": record.reason,
+        "confidence": record.confidence, "seconds": record.wall_seconds, "words": [] if row is None else row["words"],
+        "read": "" if row is None else row["read"], "recall": level[0], "tokens": record.n_tokens,
+    }  # fmt: skip

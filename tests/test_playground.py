@@ -1,0 +1,112 @@
+"""The playground: right answers, in a real browser, for one person on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+from audit_setting import TEXTS, model_folder
+from browser_setting import Driven
+
+from rasura.core.errors import InputError
+from rasura.report.template import filled
+from rasura.runs.playground import ADVERSARIES, PROTECTIONS, Playground, Question
+from rasura.server.loopback import Loopback
+
+__all__ = ["model_folder"]
+
+
+@pytest.fixture(scope="module")
+def known(model_folder: Path) -> Playground:
+    return Playground((str(model_folder),))
+
+
+@pytest.fixture(scope="module")
+def server(known: Playground) -> Iterator[Loopback]:
+    page = filled(
+        "playground.html", models=known.names, protections=PROTECTIONS, adversaries=ADVERSARIES, first=TEXTS[0], texts=TEXTS
+    )
+    with Loopback(page, known.answers) as made:
+        thread = Thread(target=made.serve_forever, daemon=True)
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def test_a_text_is_read_back_and_guessing_stands_beside_it(known: Playground) -> None:
+    (model,) = known.victims
+    command, update, blind, rows, span = known.answers({"model": model, "text": TEXTS[0], "attack": "span"})
+    assert command["command"].startswith("rasura audit --text ") and TEXTS[0] in command["command"]
+    assert update["bytes"] > 0 and (blind["attack"], rows["attack"]) == ("blind", "embedding-rows")
+    assert span["status"] == "ok" and span["recall"] == 1.0 and blind["recall"] < span["recall"]
+    assert all(hit for _, hit, _ in span["words"])
+
+
+def test_the_command_is_one_that_the_command_line_takes() -> None:
+    import shlex
+
+    import typer
+
+    from rasura.cli import app
+
+    told = {"text": "it's Lena's", "protection": "noise", "noise": 0.01, "rank": 8, "batch": 2, "attack": "pursuit"}
+    asked = Question.of(told)
+    words = shlex.split(asked.command("classification"))
+    commands: Any = typer.main.get_command(app)
+    took = commands.commands[words[1]].make_context(words[1], words[2:]).params
+    assert took["text"][0] == "it's Lena's" and len(took["text"]) == 2 and took["defense"] == "gaussian:0.01"
+    assert (took["update"], took["batch_size"]) == ("lora:8", "2")
+    asked.plan("classification").checked()
+
+
+@pytest.mark.parametrize(
+    "told", [{"text": ""}, {"text": "x" * 9999}, {"protection": "prayer"}, {"attack": "x"}, {"batch": 99}, {"rank": True},
+             {"noise": float("nan")}, {"noise": "1"}, {"colour": "red"}],
+)  # fmt: skip
+def test_a_wrong_question_is_refused(told: dict[str, Any]) -> None:
+    with pytest.raises(InputError):
+        Question.of(told)
+
+
+def sent(server: Loopback, body: str, **headers: str) -> tuple[int, list[Any]]:
+    usual = {"Host": f"127.0.0.1:{server.server_port}", "Origin": server.url, "Content-Type": "application/json"}
+    line = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    line.request("POST", "/read", body, {**usual, **{k.replace("_", "-"): v for k, v in headers.items()}})
+    got = line.getresponse()
+    text = got.read().decode()
+    return got.status, [json.loads(one) for one in text.splitlines()] if got.status == 200 else []
+
+
+def test_only_its_own_page_is_answered(server: Loopback) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    question = json.dumps({"text": TEXTS[0]})
+    for headers in ({"Origin": "http://evil.example"}, {"Host": "evil.example"}, {"Content_Type": "text/plain"}):
+        assert sent(server, question, **headers)[0] == 403
+    status, told = sent(server, question)
+    assert status == 200 and told == [{"kind": "error", "says": told[0]["says"]}] and "not loaded" in told[0]["says"]
+    assert sent(server, "no json")[1][0]["kind"] == "error" and sent(server, "[]")[1][0]["kind"] == "error"
+
+
+def test_a_browser_shows_what_came_back(server: Loopback, tmp_path: Path) -> None:
+    page = Driven(f"{server.url}/?{urlencode({'text': TEXTS[0]})}", tmp_path)
+    try:
+        page.until("document.getElementById('text') && document.getElementById('text').value")
+        page.value("document.getElementById('go').click()")
+        page.until("/Done in|Not answered/.test(document.getElementById('state').textContent)")
+        state, command = (page.value(f"document.getElementById('{name}').textContent") for name in ("state", "command"))
+        assert re.fullmatch(r"The update has [\d.]+ kB\. Done in [\d.]+ s\.", state), state
+        assert command.startswith("rasura audit --text ") and TEXTS[0] in command
+        leaves = page.value("[...document.querySelectorAll('.leaf')].map(l => [l.dataset.attack, l.innerText])")
+        hits = page.value("document.querySelectorAll('[data-attack=span] .hit').length")
+    finally:
+        page.close()
+    assert [name for name, _ in leaves] == ["blind", "embedding-rows", "span"]
+    assert "100 % of the words" in leaves[2][1] and hits == len(TEXTS[0].split())
