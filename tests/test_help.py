@@ -96,3 +96,13 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(HfApi, "model_info", away)
     said = refused("audit", "--model", "someone/model", "--out", tmp_path / "x")
     assert "the Hugging Face hub was not reached (ConnectionError)" in said and asked == ["someone/model"]
+
+
+def test_arguments_stand_in_the_order_of_the_words_on_the_command_line() -> None:
+    import inspect
+
+    for command in app.registered_commands:
+        name = command.name or getattr(command.callback, "__name__", "")
+        made = typer.main.get_command(app).commands[name.replace("_", "-")]  # type: ignore[attr-defined]
+        told = [p.name for p in made.params if p.param_type_name == "argument"]
+        assert told == [p for p in inspect.signature(command.callback).parameters if p in told], name  # type: ignore[arg-type]

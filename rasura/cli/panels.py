@@ -120,7 +120,14 @@ class Panelled(TyperCommand):
             if parameter.default is None and not parameter.required and parameter.name in unset:
                 parameter.show_default = unset[parameter.name]
         order = [*PANELS]
-        self.params.sort(key=lambda p: order.index(panels[p.name]) if p.name in panels else len(order))
+        self.params.sort(key=lambda p: _place(p, panels, order))
+
+
+def _place(parameter: Any, panels: Mapping[str, str], order: list[str]) -> int:
+    """Where a parameter stands in the help. Arguments keep their order, which is that of the words on the command line."""
+    if parameter.param_type_name == "argument":
+        return -1
+    return order.index(panels[parameter.name]) if parameter.name in panels else len(order)
 
 
 def panelled(app: typer.Typer) -> None:

@@ -48,7 +48,7 @@ class Question:
         kinds = {f.name: type(f.default) for f in fields(cls)}
         for name, value in told.items():
             if name not in kinds:
-                raise InputError(f"there is no {name!r} in a question; expected {', '.join(kinds)}")
+                raise InputError(f"unknown field {name!r} of a question; expected {', '.join(kinds)}")
             right = isinstance(value, int | float) if kinds[name] is float else isinstance(value, kinds[name])
             if not right or isinstance(value, bool):
                 raise InputError(f"{name} is {value!r}; expected {kinds[name].__name__}")
