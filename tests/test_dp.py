@@ -186,6 +186,14 @@ def test_the_sum_is_right_at_both_ends_of_kappa() -> None:
 # --- DirDP-SGD
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_gradient_without_a_direction_gets_a_uniform_one(bad: float) -> None:
+    # Otherwise the release would say that such a text was in the batch.
+    draws = torch.stack([unit(torch.tensor([1.0, bad, 2.0]), generator(k)) for k in range(400)])
+    assert torch.allclose(draws.norm(dim=1), torch.ones(400), atol=1e-6)
+    assert float(draws.mean(0).norm()) < 0.15
+
+
 def test_much_concentration_is_the_mean_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = (ROWS / ROWS.norm(dim=1, keepdim=True)).mean(0)
     parts = [ROWS[:, :2], ROWS[:, 2:]]

@@ -49,9 +49,10 @@ def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Randomness) 
 
 
 def unit(vector: Tensor, rng: Randomness) -> Tensor:
-    """The direction of ``vector``; a zero vector has none, so that one is drawn uniformly."""
+    """The direction of ``vector``. A vector that is zero or holds a number that is not finite has none, so one is drawn
+    uniformly: the guarantee holds for every gradient."""
     norm = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    if not float(norm) > 0:
+    if not 0 < float(norm) < math.inf:
         vector = normal(vector.shape, rng, vector.dtype)
         norm = torch.linalg.vector_norm(vector, dtype=torch.float64)
     direction: Tensor = (vector / norm).to(vector.dtype)
