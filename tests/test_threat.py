@@ -62,7 +62,9 @@ def test_each_threat_is_granted_what_its_name_says() -> None:
     assert list(THREATS.values()) == [HONEST_SERVER, WITH_LABELS, WITH_LENGTHS, WITH_LABELS_AND_LENGTHS, MALICIOUS_SERVER]
     assert list(THREATS) == ["honest-server", "with-labels", "with-lengths", "with-labels-and-lengths", "malicious-server"]
     trained = {Grant.MODEL, Grant.BASE_MODEL, Grant.CANDIDATES, Grant.REFERENCE_TEXT, Grant.MECHANISM, Grant.TRAINING}
-    assert MODEL_USER.grants == trained and MODEL_USER.name == "model-user" and not MODEL_USER.active
+    assert (
+        MODEL_USER.grants == trained | {Grant.REFERENCE_MODEL} and MODEL_USER.name == "model-user" and not MODEL_USER.active
+    )
     assert not ThreatModel("new", frozenset(), "a new one").active
 
 
@@ -75,7 +77,7 @@ def test_all_that_is_granted_is_the_truth(truth: Transcript) -> None:
     assert seen.lengths == (8, 6, 9) and seen.labels.tolist() == [1, 0, 2]
     assert seen.labels.data_ptr() != truth.batch.labels.data_ptr(), "a copy: writing to it leaves the truth as it is"
     assert seen.reference_text == TEXT and seen.language_model[0] is other and seen.language_model[1] is VOCABULARY
-    assert set(seen.granted) == set(Grant) - {Grant.CANDIDATES, Grant.TRAINING}
+    assert set(seen.granted) == set(Grant) - {Grant.CANDIDATES, Grant.TRAINING, Grant.REFERENCE_MODEL}
 
 
 @pytest.mark.parametrize("threat", [*THREATS.values(), NOBODY])
@@ -157,9 +159,14 @@ def test_a_user_of_a_model_has_all_that_is_passed_and_granted() -> None:
 
     seen = observe_model(
         MODEL_USER, "classification", ask=ask, candidates=batches, base=(model, VOCABULARY), reference=batches[:1],
-        mechanism=mechanism, shadow_models=train,
+        mechanism=mechanism, shadow_models=train, ask_reference=ask,
     )  # fmt: skip
-    assert seen.task == "classification" and seen.candidates == tuple(batches) and seen.reference == (batches[0],)
+    assert (
+        seen.task == "classification"
+        and seen.ask_reference is ask
+        and seen.candidates == tuple(batches)
+        and seen.reference == (batches[0],)
+    )
     assert seen.ask is ask and seen.base == (model, VOCABULARY) and seen.mechanism == mechanism
     assert not trained, "models are trained when they are first asked for"
     assert seen.shadow_models == () and trained == [1]
@@ -170,8 +177,8 @@ def test_a_user_of_a_model_has_nothing_else() -> None:
     base = (tiny("bert", "classification"), VOCABULARY)
     seen = observe_model(MODEL_USER, "causal", ask=ask, candidates=[], base=base)
     assert seen.task == "causal" and seen.candidates == () and seen.mechanism == ()
-    assert set(seen.granted) == set(MODEL_USER.grants) - {Grant.REFERENCE_TEXT, Grant.TRAINING}
-    for field in ("reference", "shadow_models"):
+    assert set(seen.granted) == set(MODEL_USER.grants) - {Grant.REFERENCE_TEXT, Grant.REFERENCE_MODEL, Grant.TRAINING}
+    for field in ("reference", "ask_reference", "shadow_models"):
         with pytest.raises(NotGranted):
             getattr(seen, field)
     asked = ThreatModel("asks", frozenset({Grant.MODEL}), "may ask")

@@ -232,6 +232,8 @@ class Factoriser:
     def _encoder(self) -> Encoder | None:
         """The model's weights for ``by_hand``, where both ways give the same gradients of two short texts."""
         wanted, length = {layer.module for layer in self.layers}, 6
+        if not wanted:
+            return None
         weight = self.model.get_parameter(parts(self.model).word_embedding)
         e = float(weight.detach().std()) * torch.randn(2, length, weight.shape[1], generator=generator(0)).to(weight)
         mask = torch.tensor([[1] * length, [1] * (length - 2) + [0] * 2])
