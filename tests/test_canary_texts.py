@@ -48,9 +48,9 @@ def test_a_model_that_learned_its_texts_by_heart_is_caught(tmp_path: Path, model
     assert sorted(row["text"] for row in rows) == sorted(one.text for one in canaries if one.included)
     assert (folder / "canaries.json").stat().st_mode & 0o077 == 0
 
-    out = trained(model_folder, folder / "train.jsonl", tmp_path / "model", 40)
+    out = trained(model_folder, folder / "train.jsonl", tmp_path / "model", 500)
     found = measure(folder, str(out), base=str(model_folder), delta=1e-5, guesses=40)
-    assert found.bound.right > 30 and found.bound.epsilon > 0.3 and found.gaussian.epsilon > found.bound.epsilon
+    assert found.bound.right > 26 and found.bound.epsilon > 0.1 and found.gaussian.epsilon > found.bound.epsilon
     done = rasura_command("canaries", "measure", folder, "--model", out, "--guesses", 40, "--epsilon", "0.1", "--json")
     again = json.loads(done.stdout)
     assert done.returncode == 3 and again["refuted"] and again["right"] > 25
