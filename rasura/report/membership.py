@@ -90,7 +90,12 @@ def _sentences(done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Ma
 def _off(done: Sequence[Mapping[str, Any]]) -> bool:
     """Whether length or words alone part members from others beyond their intervals."""
     beside = done[0]["blind"]
-    return any(s["low"] > 0.5 or s["high"] < 0.5 for s in (beside.get("auc"), beside["words"]) if s is not None)
+    return any(_apart(s) for s in (beside.get("auc"), beside["words"]) if s is not None)
+
+
+def _apart(auc: Mapping[str, Any]) -> bool:
+    """Whether the interval of an AUC excludes guessing, on either side."""
+    return bool(auc["low"] > 0.5 or auc["high"] < 0.5)
 
 
 def _figures(real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any]) -> list[str]:
@@ -140,8 +145,7 @@ def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None) -> str:
 
 def _above(record: Mapping[str, Any]) -> bool:
     """Whether the attack ranks members apart from others, by its interval."""
-    auc = record["scores"]["auc"]
-    return bool(auc["low"] > 0.5 or auc["high"] < 0.5)
+    return _apart(record["scores"]["auc"])
 
 
 def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:

@@ -93,7 +93,7 @@ def diagnose_training(
     with defended(model, parts):
         found = _looked(model, batch, size, carrier)
         why = fault(model, batch, size)
-    signal, noise = found.signal, float(carrier.parameters["sigma"] or 0) * found.clip * math.sqrt(found.trained)
+    signal, noise = found.signal, found.sigma * found.clip * math.sqrt(found.trained)
     once = None if signal is None else min(run.batch_size, run.examples) * signal / noise
     after = None if once is None else once * math.sqrt(run.steps)
     findings = [] if public else [PRIVATE.format(m=size)]
@@ -102,16 +102,17 @@ def diagnose_training(
         findings.append(f"The texts of a batch go one by one, which is slow: {why}.")
     if run.fails >= 1 / examples:
         findings.append(f"Delta {run.fails:.3g} is not below 1 / {examples}: publishing one text in full would satisfy it.")
-    sigma = float(carrier.parameters["sigma"] or 0)
-    return Diagnosis(tuple(findings), found.norms, found.clip, sigma, run.steps, found.trained, once, after)
+    return Diagnosis(tuple(findings), found.norms, found.clip, found.sigma, run.steps, found.trained, once, after)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """The gradients of some texts: norms, trained entries, and the length of the mean clipped gradient (None: not known)."""
+    """The gradients of some texts: norms, trained entries, and the length of the mean clipped gradient (None: not known);
+    beside the clip and the noise multiplier of the protection."""
 
     norms: tuple[float, ...]
     clip: float
+    sigma: float
     trained: int
     signal: float | None
 
@@ -136,7 +137,9 @@ def _looked(model: nn.Module, batch: Mapping[str, Tensor], size: int, carrier: M
     whole = sum(float(g.square().sum()) for g in total.values())
     # The square of the mean is that of the sum without each text's product with itself, which is no agreement.
     square = (whole - squares) / (size * (size - 1))
-    return _Look(tuple(norms), clip, trained, math.sqrt(square) if square > 0 else None)
+    return _Look(
+        tuple(norms), clip, float(carrier.parameters["sigma"] or 0), trained, math.sqrt(square) if square > 0 else None
+    )
 
 
 def _of_norms(found: _Look, carrier: Mechanism, optimizer: torch.optim.Optimizer | None) -> list[str]:
@@ -180,9 +183,8 @@ def _of_noise(found: _Look, run: Run, after: float | None, target: float | None,
     batch = min(4 * run.batch_size, run.examples)
     if target is None or batch == run.batch_size:
         return [f"{says}, more epochs or less noise."]
-    sigma = float(carrier.parameters["sigma"] or 0)
     wide = Run(run.examples, batch, run.epochs, run.delta)
     kind: Any = carrier.parameters.get("noise", "gaussian")
-    less = sigma / sigma_for(target, wide.rate, wide.steps, wide.fails, noise=kind)
+    less = found.sigma / sigma_for(target, wide.rate, wide.steps, wide.fails, noise=kind)
     gain = batch / run.batch_size * less * math.sqrt(wide.steps / run.steps)
     return [f"{says}: batches of {batch} would make the ratio {gain:.1f} times better at the same epsilon."]

@@ -123,12 +123,12 @@ class Playground:
             for number, record in enumerate(audit.records(audit.cells)):
                 if not number:
                     yield {"kind": "update", "bytes": record.sent_bytes, "seconds": record.defense_seconds}
-                yield _answer(record, asked.text)
+                yield _answer(record)
 
 
-def _answer(record: Record, text: str) -> dict[str, Any]:
-    """What one attack read of the asked text, and how it ended."""
-    row = next((r for r in record.recovered if r["sent"] == text), None) or next(iter(record.recovered), None)
+def _answer(record: Record) -> dict[str, Any]:
+    """What one attack read of the asked text, which is the first of the batch, and how it ended."""
+    row = next(iter(record.recovered), None)
     level = record.scores.get("token_recall", {}).get("per_record") or [None]
     return {
         "kind": "attack", "attack": record.attack, "status": record.status, "reason": record.reason,

@@ -50,9 +50,14 @@ class Agreement:
     clip: float = 1.0
 
     @property
+    def hidden(self) -> Mapping[str, Tensor]:
+        """True for entries that are sealed, or summed securely; the server is shown none of them."""
+        return self.masked or self.sealed
+
+    @property
     def count(self) -> int:
-        """Entries that are sealed, or summed securely."""
-        return sum(int(m.sum()) for m in (self.masked or self.sealed).values())
+        """How many entries are hidden."""
+        return sum(int(m.sum()) for m in self.hidden.values())
 
     @property
     def bits(self) -> int:

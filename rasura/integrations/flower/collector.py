@@ -127,9 +127,9 @@ class Collector:
         for name, gradient in message.gradients.items():
             if gradient.shape != start[name].shape or gradient.dtype != start[name].dtype:
                 raise InputError(f"{name} is {tuple(gradient.shape)} {gradient.dtype}, unlike the start's")
-            if name in (self.agreement.masked or self.agreement.sealed):
+            if name in self.agreement.hidden:
                 shown = message.visible.get(name)
-                hidden = (self.agreement.masked or self.agreement.sealed)[name]
+                hidden = self.agreement.hidden[name]
                 if bool(hidden.any()) and (shown is None or bool((shown & hidden).any())):
                     raise InputError(f"{name} shows entries that should be sealed")
         del self.tickets[node]

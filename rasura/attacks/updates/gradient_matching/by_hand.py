@@ -103,9 +103,14 @@ class Encoder:
 
 
 def encoders(model: nn.Module, modules: Collection[str]) -> Iterator[Encoder]:
-    """What ``model`` may be, one for each activation of the head; none where ``modules`` are not all among its own."""
+    """What ``model`` may be, one for each activation of the head; none without ``modules``, or where these are not all among
+    its own."""
     found = names(model)
-    if found is None or not set(modules) <= {found.first, *found.head, *(m for block in found.blocks for m in block)}:
+    if (
+        found is None
+        or not modules
+        or not set(modules) <= {found.first, *found.head, *(m for block in found.blocks for m in block)}
+    ):
         return
     if all(isinstance(getattr(model.get_submodule(m), "bias", None), Tensor) for m in modules):
         yield from (Encoder(model, found, activation) for activation in ACTIVATIONS.values())

@@ -231,8 +231,8 @@ class Factoriser:
 
     def _encoder(self) -> Encoder | None:
         """The model's weights for ``by_hand``, where both ways give the same gradients of two short texts."""
-        wanted, length = {layer.module for layer in self.layers}, 6
-        if not wanted:
+        found, length = list(encoders(self.model, {layer.module for layer in self.layers})), 6
+        if not found:
             return None
         weight = self.model.get_parameter(parts(self.model).word_embedding)
         e = float(weight.detach().std()) * torch.randn(2, length, weight.shape[1], generator=generator(0)).to(weight)
@@ -241,8 +241,9 @@ class Factoriser:
         def loss(logits: Tensor) -> Tensor:
             return logits.square().sum(-1) + logits[:, 0]
 
-        for encoder in encoders(self.model, wanted):
-            ways = self._by_hooks(e.requires_grad_(True), mask, loss, False), by_hand(encoder, e, mask, loss, graph=False)
-            if all(_same(pair, ways[1][module]) for module, pair in ways[0].items()):
+        slow = self._by_hooks(e.requires_grad_(True), mask, loss, False)
+        for encoder in found:
+            fast = by_hand(encoder, e, mask, loss, graph=False)
+            if all(_same(pair, fast[module]) for module, pair in slow.items()):
                 return encoder
         return None

@@ -75,13 +75,14 @@ def _options(
     Of tied weights the output layer cannot tell the texts' own tokens apart, and each costs a pass over the whole update.
     So another layer is asked first, and the output layer for those texts where that one is not clear.
     """
-    direct = _from_output_layer(observed, prefixes, inputs)
-    if direct is not None and not inputs.parts.tied:
-        return direct
+    if not inputs.parts.tied:
+        return _from_output_layer(observed, prefixes, inputs) or _from_another_layer(seen, prefixes, inputs)
     found = _from_another_layer(seen, prefixes, inputs)
+    clear = [one[0] != UNKNOWN for one in found]
+    direct = None if all(clear) else _from_output_layer(observed, prefixes, inputs)
     if direct is None:
         return found
-    return [one if one[0] != UNKNOWN else list(dict.fromkeys([*one, *more])) for one, more in zip(found, direct)]
+    return [one if known else list(dict.fromkeys([*one, *more])) for known, one, more in zip(clear, found, direct)]
 
 
 def _states(prefixes: Sequence[tuple[int, ...]], inputs: Inputs, module: str) -> list[Tensor]:
