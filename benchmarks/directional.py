@@ -14,21 +14,22 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean as average
 from typing import Any
 
 import torch
+from frozen_setting import frozen, mean
 from torch import Tensor
 
 from rasura.accounting.directional import directional_epsilon
 from rasura.accounting.epsilon import sigma_for
 from rasura.core.rng import generator
-from rasura.data.text import Example, load_examples
+from rasura.data.text import load_examples
 from rasura.defenses.von_mises_fisher import summed
 from rasura.studies.plots import Curve, Plot, write
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import load
 
-LONGEST, BATCH, PUBLIC = 64, 64, 2000
+PUBLIC = 2000
 
 CLIPS = (0.25, 0.5)
 """Norms to clip to. At the first step every gradient has norm .5."""
@@ -39,26 +40,6 @@ head, so the other two learn the same at every rate."""
 
 Step = Callable[[Tensor, torch.Generator], Tensor]
 """From gradients ``(texts, entries)`` to what is released of their mean ``(entries,)``."""
-
-
-@torch.no_grad()
-def states(victim: Victim, examples: Sequence[Example]) -> Tensor:
-    """The mean of the last states of each text ``(texts, hidden)``."""
-    body: Any = victim.model.base_model
-    pad = victim.vocabulary.pad_id or 0
-    ids = [victim.tokenizer(e.text, truncation=True, max_length=LONGEST).input_ids for e in examples]
-    order = sorted(range(len(ids)), key=lambda k: len(ids[k]))
-    rows: list[Tensor] = [torch.empty(0)] * len(ids)
-    for start in range(0, len(order), BATCH):
-        some = order[start : start + BATCH]
-        longest = len(ids[some[-1]])
-        batch = torch.tensor([[*ids[k], *[pad] * (longest - len(ids[k]))] for k in some])
-        mask = torch.tensor([[1.0] * len(ids[k]) + [0.0] * (longest - len(ids[k])) for k in some])
-        found = body(input_ids=batch, attention_mask=mask.long()).last_hidden_state.float()
-        means = (found * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
-        for k, row in zip(some, means):
-            rows[k] = row
-    return torch.stack(rows)
 
 
 def whitened(rows: Tensor, public: Tensor) -> Tensor:
@@ -145,7 +126,7 @@ def main() -> None:
         found = torch.load(told.states, weights_only=True)
     else:
         victim = load(told.model, "classification")
-        found = [states(victim, some) for some in (private, tested)]
+        found = [frozen(victim, some, mean) for some in (private, tested)]
         if told.states:
             torch.save(found, told.states)
     rows, test = (whitened(some, found[0][told.texts :]) for some in found[:2])
@@ -170,7 +151,7 @@ def main() -> None:
     plain = [(c, gaussian(0.0, c), r) for c in (*CLIPS, 1.0) for r in RATES]
     for name, makers in (("plain", plain[-len(RATES) :]), ("normalised", [("", normalised(0.0), 1.0)])):
         values, chosen = best(makers)
-        print(json.dumps({"without noise": name, "accuracy": round(100 * mean(values), 1), "chosen": chosen}), flush=True)
+        print(json.dumps({"without noise": name, "accuracy": round(100 * average(values), 1), "chosen": chosen}), flush=True)
     for epsilon in map(float, told.epsilon.split(",")):
         # A replaced text moves the sum by twice the clip.
         sigma = 2 * sigma_for(epsilon, 1.0, told.steps, delta)
@@ -184,11 +165,11 @@ def main() -> None:
             values, chosen = best(makers)
             results[name].append((epsilon, values))
             told_values = [round(100 * v, 1) for v in values]
-            line = {"epsilon": epsilon, "way": name, "mean": round(100 * mean(values), 1), "seeds": told_values}
+            line = {"epsilon": epsilon, "way": name, "mean": round(100 * average(values), 1), "seeds": told_values}
             print(json.dumps({**line, "sigma": round(sigma, 3), "kappa": round(kappa, 4), "chosen": chosen}), flush=True)
     if told.plot:
         curves = [
-            Curve(name, [(e, 100 * mean(v), 100 * min(v), 100 * max(v)) for e, v in points])
+            Curve(name, [(e, 100 * average(v), 100 * min(v), 100 * max(v)) for e, v in points])
             for name, points in results.items()
         ]
         write(Plot(curves, "epsilon", "accuracy"), told.plot)

@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 import torch
+from frozen_setting import first, frozen
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -24,9 +25,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import rasura
 from rasura.accounting import one_run_bound
 from rasura.core.rng import derive, generator
-from rasura.data.text import encode, load_examples
+from rasura.data.text import load_examples
 from rasura.metrics.intervals import proportion_interval
-from rasura.victims.batching import joined, split
 from rasura.victims.loading import Victim, load
 
 
@@ -50,20 +50,8 @@ def states(victim: Victim, source: str, limit: int | None, seed: int) -> tuple[T
     """MiniLM's first state of each text ``(texts, width)``, and the labels; texts drawn at random, none twice."""
     every = list({e.text: e for e in load_examples(source)}.values())
     order = torch.randperm(len(every), generator=generator(seed, "texts"))[:limit].tolist()
-    rows = []
-    for start in range(0, len(order), 256):
-        some = [every[k] for k in order[start : start + 256]]
-        rows += split(encode(some, victim.tokenizer, "classification", max_length=64, num_labels=2, truncate=True))
-    by_length = sorted(range(len(rows)), key=lambda k: rows[k].input_ids.shape[1])
-    out: dict[int, Tensor] = {}
-    for start in range(0, len(rows), 128):
-        part = by_length[start : start + 128]
-        batch = joined([rows[k] for k in part], victim.vocabulary.pad_id or 0)
-        with torch.no_grad():
-            body: Any = victim.model.base_model
-            found = body(input_ids=batch.input_ids, attention_mask=batch.attention_mask).last_hidden_state[:, 0]
-        out |= dict(zip(part, found.clone()))
-    return torch.stack([out[k] for k in range(len(rows))]), torch.tensor([int(r.labels[0]) for r in rows])
+    some = [every[k] for k in order]
+    return frozen(victim, some, first), torch.tensor([int(e.label or 0) for e in some])
 
 
 def collate(rows: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
