@@ -132,7 +132,12 @@ def test_all_that_is_missing_is_told() -> None:
     )
     rows = [*portfolio("none", [1.0], "tag", "tag"), *portfolio("accumulate:9", [None], "span,embedding-rows,tag")]
     assert of(rows, "accumulate:9").missing == (
-        "against an adversary who knows it: add --attack embedding-rows,span, to test whether it works without protection",
+        "against an adversary who knows it: results without protection are missing for embedding-rows, span; "
+        "add --attack embedding-rows,span",
+    )
+    noise = [*portfolio("none", [1.0], "span", "span"), *portfolio("gaussian:1", [None], "span,pursuit")]
+    assert of(noise, "gaussian:1").missing[-1] == (
+        "against an adversary who knows it: results without protection are missing for pursuit; add --attack grab,pursuit"
     )
 
 
@@ -442,7 +447,7 @@ def test_the_portfolio_is_no_yardstick_by_a_member_that_cannot_try_here() -> Non
     for ran, word in (("span", NOT_MEASURED), ("embedding-rows", NOT_TOLD)):
         assert of([*without, *portfolio("bf16", [None] * 4, ran)], "bf16").word == word
     found = of([*without, *portfolio("frozen-embeddings", [None] * 4, "embedding-rows,span")], "frozen-embeddings")
-    assert found.says.endswith("add --attack span, to test whether it works without protection")
+    assert found.says.endswith("results without protection are missing for span; add --attack span")
     by_turns = [*without[:2], *portfolio("none", [1.0] * 4, "embedding-rows,span", "span")[2:]]
     found = of([*by_turns, *portfolio("frozen-embeddings", [None] * 4, "span")], "frozen-embeddings")
     assert found.word == NOT_MEASURED, "span was seen on half of the notes only"

@@ -265,13 +265,12 @@ def _not_by_one_who_knows(
         for part in known_by["unknown"]
     ]
     absent = [a for a in wanted if a not in finished and a not in here]
-    said += [tell("add --attack {attacks}", attacks=",".join(absent))] if absent else []
     said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
     ran = [a for a in wanted if a in finished and a not in known_by["protection_readers"]]
     silent = [a for a in ran if a not in yardsticks and a in here]
     said += [tell("{attack} was not shown to work without protection either", attack=a) for a in silent]
     # Only the portfolio ran it here; without protection that stops at the first text that is certain.
     alone = [a for a in ran if a not in yardsticks and a not in here]
-    if alone:
-        said.append(tell("add --attack {attacks}, to test whether it works without protection", attacks=",".join(alone)))
+    said += [tell("results without protection are missing for {attacks}", attacks=", ".join(alone))] if alone else []
+    said += [tell("add --attack {attacks}", attacks=",".join((*absent, *alone)))] if absent or alone else []
     return [f"{recorded(AGAINST)}: {'; '.join(said)}"] if said else []
