@@ -305,7 +305,7 @@ def test_values_beyond_the_agreed_scale_are_counted_and_cut(keys: Keys) -> None:
 def test_scales_follow_from_the_last_aggregate() -> None:
     moved = {"a": torch.tensor([0.1, -0.2]), "b": torch.zeros(3), "c": torch.tensor([100.0])}
     assert json.loads(next_scales(moved, 0.25)) == [-1, -2, 7]
-    with pytest.raises(InputError, match="scale of the first round"):
+    with pytest.raises(InputError, match="the scale of a is nan"):
         next_scales(moved, float("nan"))
 
 

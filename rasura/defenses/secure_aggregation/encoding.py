@@ -70,6 +70,12 @@ class Blocks:
         """All values together."""
         return sum(self.lengths)
 
+    @property
+    def scales(self) -> NDArray[np.float64]:
+        """The largest absolute value of each entry ``(values,)`` that is not beyond its scale."""
+        found: NDArray[np.float64] = np.repeat([2.0**e for e in self.exponents], self.lengths)
+        return found
+
 
 def encoded(
     values: NDArray[np.float32] | NDArray[np.float64], blocks: Blocks, encoding: Encoding, *, clip: bool = False

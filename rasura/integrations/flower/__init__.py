@@ -33,11 +33,12 @@ from rasura.integrations.flower.library import (
     weighed,
 )  # fmt: skip
 from rasura.integrations.flower.rounds import Ticket, opened, protected
+from rasura.integrations.flower.scales import Scale, block_scales, each
 from rasura.integrations.flower.secure_sums import TRAIN, Call, Masking, State, answered
 
 __all__ = [
-    "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "check_folder", "local_part", "needs_keys",
-    "protection_mod", "strategy",
+    "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "block_scales", "check_folder", "local_part",
+    "needs_keys", "protection_mod", "strategy",
 ]  # fmt: skip
 
 KEPT = "rasura-secure-sum"
@@ -81,9 +82,8 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
             answer, state = answered(client.agreement, call, kept)
             _keep(context, state)
             return app.Message(app.RecordDict({RECORD: app.ConfigRecord({"message": answer})}), reply_to=message)
-        ticket = Ticket(
-            int(told["round"]), str(told["nonce"]), int(told["max-examples"]), float(told["first-scale"]), told["aggregate"]
-        )
+        first = _scale(told["first-scale"], client.agreement)
+        ticket = Ticket(int(told["round"]), str(told["nonce"]), int(told["max-examples"]), first, told["aggregate"])
         received = as_tensors({n: a.numpy() for n, a in message.content[ARRAYS].items()})
         before = opened(client.agreement, received, ticket.aggregate)
         masking = None if call is None else _masking(client.agreement, call, kept, ticket, before.weights)
@@ -127,6 +127,14 @@ def _masking(agreement: Agreement, call: Call, kept: State, ticket: Ticket, weig
     return made
 
 
+def _scale(told: Any, agreement: Agreement) -> Scale:
+    """The first scale that a server states: a number, or one for each tensor. Raises ``InputError`` for anything else."""
+    several = isinstance(told, list) and len(told) == len(agreement.start)
+    found = dict(zip(agreement.start, told)) if several else told
+    each(found, agreement.start)
+    return found  # type: ignore[no-any-return]  # checked just now
+
+
 def _called(told: Any) -> Call | None:
     """The stage of a secure sum that a message belongs to."""
     if "stage" not in told:
@@ -139,7 +147,7 @@ def strategy(
     *,
     min_clients: int = MIN_CLIENTS,
     max_examples: int = 0,
-    first_scale: float = 1e-3,
+    first_scale: Scale = 1e-3,
     allow_few_clients: bool = False,
     capture: Capture | None = None,
     **options: Any,
@@ -150,7 +158,8 @@ def strategy(
     ``agreement`` has the public keys. A round needs ``min_clients`` clients to start, and as many valid updates to count;
     fewer than three are refused without ``allow_few_clients``, since each of two clients can subtract itself from the sum. A
     client with ``max_examples`` texts or more has the weight 1; with 0 all clients weigh the same. ``first_scale`` is the
-    largest change of an entry in one round, from which the scales of sealed entries start. ``capture`` keeps what the server
+    largest change of an entry in one round, of all tensors or by name, from which the scales of sealed entries start: see
+    ``block_scales``. ``capture`` keeps what the server
     sees. ``options`` are FedAvg's. Under secure aggregation a round has three more exchanges with the clients, each of which
     ends at the latest with the ``timeout`` of ``start``.
 
@@ -170,7 +179,9 @@ def strategy(
     class Protected(_Protected, strategies.FedAvg):  # type: ignore[misc, name-defined]  # imported here alone
         pass
 
-    told = {"max-examples": max_examples, "first-scale": float(first_scale)}
+    scales = each(first_scale, agreement.start)
+    stated = list(map(float, scales.values())) if isinstance(first_scale, Mapping) else float(first_scale)
+    told = {"max-examples": max_examples, "first-scale": stated}
     return Protected(agreement, collector, capture, told, **options)
 
 

@@ -19,6 +19,7 @@ from rasura.defenses import sealing
 from rasura.defenses.homomorphic_keys import LIMIT
 from rasura.defenses.secure_aggregation.encoding import CHECKS
 from rasura.defenses.secure_aggregation.messages import HEAD
+from rasura.integrations.flower.scales import LEAST, MOST, Scale, each
 from rasura.registry import parse_defense, parts
 
 MIN_CLIENTS = 3
@@ -165,7 +166,7 @@ def weights_digest(weights: Mapping[str, Tensor]) -> bytes:
     return out.digest()
 
 
-def next_scales(moved: Mapping[str, Tensor], first: float) -> str:
+def next_scales(moved: Mapping[str, Tensor], first: Scale) -> str:
     """The scale of each tensor for the next round, from the last decrypted aggregate ``moved``, as text for a header.
 
     The largest entry of the aggregate plus ``first``, the agreed largest change of an entry in one round. A multiple of the
@@ -173,10 +174,13 @@ def next_scales(moved: Mapping[str, Tensor], first: float) -> str:
     their size, and clipping them would do more harm than rounding. Scales are powers of two: the server, which passes them
     to clients that join later, learns only the order of magnitude of each tensor.
     """
-    if not 0 < first < math.inf:
-        raise InputError(f"the scale of the first round is {first}; expected a number above 0")
-    sizes = [float(m.abs().max()) if m.numel() else 0.0 for m in moved.values()]
-    return json.dumps([math.ceil(math.log2(s + first)) for s in sizes])
+    sizes = each(first, moved)
+    return json.dumps(
+        [
+            math.ceil(math.log2(size + (float(m.abs().max()) if m.numel() else 0.0)))
+            for m, size in zip(moved.values(), sizes.values())
+        ]
+    )
 
 
 def read_scales(text: object, agreement: Agreement) -> dict[str, float]:
@@ -186,7 +190,7 @@ def read_scales(text: object, agreement: Agreement) -> dict[str, float]:
     except (ValueError, RecursionError):
         found = None
     whole = isinstance(found, list) and len(found) == len(agreement.start)
-    if not whole or not all(type(e) is int and -120 <= e <= 60 for e in found or []):
+    if not whole or not all(type(e) is int and LEAST <= e <= MOST for e in found or []):
         raise InputError("the message does not state a scale for each tensor")
     return {n: 2.0**e for n, e in zip(agreement.start, found or [])}
 

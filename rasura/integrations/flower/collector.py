@@ -5,7 +5,6 @@ Plain values and bytes, without Flower.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from rasura.defenses.secure_aggregation.noise import NORM
 from rasura.defenses.secure_aggregation.server import RoundEnded
 from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, check_few, check_sums, read_scales
 from rasura.integrations.flower.rounds import Ticket
+from rasura.integrations.flower.scales import Scale, each
 from rasura.integrations.flower.secure_sums import Ask, SecureSums, terms_digest
 
 
@@ -47,7 +47,7 @@ class Collector:
     agreement: Agreement
     min_clients: int = MIN_CLIENTS
     max_examples: int = 0
-    first_scale: float = 1e-3
+    first_scale: Scale = 1e-3
     log: Callable[[str], None] = print
     seen: Callable[[int, int, Message], None] | None = None
     allow_few_clients: bool = False
@@ -64,10 +64,10 @@ class Collector:
         if self.agreement.sealed:
             homomorphic_keys.server_context(self.agreement.keys)
             self.check_clients(self.min_clients)
-        if self.min_clients < 1 or self.max_examples < 0 or not 0 < self.first_scale < math.inf:
+        each(self.first_scale, self.agreement.start)
+        if self.min_clients < 1 or self.max_examples < 0:
             raise InputError(
-                f"min_clients {self.min_clients}, max_examples {self.max_examples}, first_scale {self.first_scale}; "
-                "expected at least 1, at least 0, and a number above 0"
+                f"min_clients {self.min_clients}, max_examples {self.max_examples}; expected at least 1, and at least 0"
             )
         check_few(self.min_clients, self.allow_few_clients)
 
@@ -212,7 +212,7 @@ class Collector:
         if self.secure is None:
             return {}
         try:
-            total = self.secure.opened(self.first_scale) / shares
+            total = self.secure.opened(self.first_scale, shares) / shares
         except RoundEnded as error:
             raise RoundFailed(f"round {self.round}: {error}") from None
         nothing = {n: torch.zeros(t.shape, dtype=torch.float64) for n, t in self.clear.items()}

@@ -21,6 +21,7 @@ from rasura.core.values import Message, Parameter, Stage
 from rasura.core.wire import from_bytes, to_bytes
 from rasura.defenses import homomorphic, sealing
 from rasura.integrations.flower.agreement import Agreement, check_sums, next_scales, read_scales
+from rasura.integrations.flower.scales import Scale
 from rasura.integrations.flower.secure_sums import Masking
 from rasura.victims.per_example import as_one
 
@@ -29,12 +30,12 @@ from rasura.victims.per_example import as_one
 class Ticket:
     """The server's message to one client for one round. ``nonce`` is unique to this client and round, so a replayed message
     has another one. ``max_examples``: the number of texts with weight 1; 0: every client has the same weight.
-    ``first_scale``: the largest change of an entry in one round."""
+    ``first_scale``: the largest change of an entry in one round, of all tensors or of each."""
 
     round: int
     nonce: str
     max_examples: int
-    first_scale: float
+    first_scale: Scale
     aggregate: bytes = b""
 
     def share(self, examples: float) -> float:

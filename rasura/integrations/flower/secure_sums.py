@@ -25,9 +25,10 @@ from rasura.defenses.sealing import flattened
 from rasura.defenses.secure_aggregation.client import Client
 from rasura.defenses.secure_aggregation.encoding import Blocks, decoded, encoded
 from rasura.defenses.secure_aggregation.messages import SESSION, Round, Setting
-from rasura.defenses.secure_aggregation.noise import NORM, clipped, discrete_gaussian, sigma_of
-from rasura.defenses.secure_aggregation.server import Server
+from rasura.defenses.secure_aggregation.noise import NORM, TAIL, clipped, discrete_gaussian, sigma_of
+from rasura.defenses.secure_aggregation.server import RoundEnded, Server
 from rasura.integrations.flower.agreement import Agreement, weights_digest
+from rasura.integrations.flower.scales import Scale, each, exponents
 
 KEYS, SHARES, TRAIN, REVEALED = "keys", "shares", "train", "revealed"
 """The stages, as the server calls them."""
@@ -50,9 +51,10 @@ class Call:
     data: bytes = b""
 
 
-def terms_digest(agreement: Agreement, weights: Mapping[str, Tensor], max_examples: int, first_scale: float) -> bytes:
+def terms_digest(agreement: Agreement, weights: Mapping[str, Tensor], max_examples: int, first_scale: Scale) -> bytes:
     """32 bytes that differ where clients would train another model, or on other terms."""
-    told = json.dumps([agreement.defense, agreement.mask_digest, agreement.start_digest, max_examples, first_scale])
+    scales = list(map(float, each(first_scale, agreement.start).values()))
+    told = json.dumps([agreement.defense, agreement.mask_digest, agreement.start_digest, max_examples, scales])
     return hashlib.sha256(told.encode() + weights_digest(weights)).digest()
 
 
@@ -66,9 +68,10 @@ def setting_of(agreement: Agreement, number: int, session: bytes, model: bytes) 
     return Setting(session, number, model, agreement.count, agreement.bits, least=agreement.least, noise=noise)
 
 
-def blocks_of(agreement: Agreement, first_scale: float) -> Blocks:
-    """One block: the largest change of an entry in one round, rounded up to a power of two, is the scale of all."""
-    return Blocks((agreement.count,), (math.ceil(math.log2(first_scale)),))
+def blocks_of(agreement: Agreement, first_scale: Scale) -> Blocks:
+    """One block for each tensor: its scale is the largest change of its entries in one round, up to a power of two."""
+    lengths = tuple(int(agreement.masked[n].sum()) for n in agreement.start)
+    return Blocks(lengths, exponents(first_scale, agreement.start))
 
 
 # The client
@@ -101,7 +104,7 @@ class Masking:
     agreement: Agreement
     call: Call
     state: State | None
-    first_scale: float
+    first_scale: Scale
     max_examples: int
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
@@ -110,12 +113,12 @@ class Masking:
             raise InputError("the server sent another model, or other terms, than those that the clients agreed on")
 
     def apply(self, message: Message, share: float) -> Message:
-        """``message`` without the entries that are summed securely, which it carries masked; they are scaled by the client's
-        weight ``share``. Values beyond the scale are cut, and counted in the header."""
+        """``message`` without the entries that are summed securely, which it carries masked. Values beyond the scale are
+        cut, and counted in the header; then all are multiplied by the client's weight ``share``."""
         setting = setting_of(self.agreement, self.call.number, self.call.session, self.call.model)
         client, masked = _resumed(setting, self.state), self.agreement.masked
         values, _ = flattened(message.gradients, masked, dict.fromkeys(masked, 1.0))
-        steps, beyond = self._steps(values * share, client.round)
+        steps, beyond = self._steps(values, share, client.round)
         vector = client.masked(self.call.data, steps)
         self.state = client.state()
         visible = {n: ~m & message.visible[n] if n in message.visible else ~m for n, m in masked.items()}
@@ -125,12 +128,15 @@ class Masking:
         clear = {n: g.masked_fill(masked[n], 0) for n, g in message.gradients.items()}
         return Message(clear, visible, {"secagg/000000": vector}, message.kind, header)
 
-    def _steps(self, values: NDArray[np.float64], shared: Round) -> tuple[NDArray[np.int32], int]:
-        """The values in whole steps, with this client's noise where there is any; and how many were beyond the scale."""
+    def _steps(self, values: NDArray[np.float64], share: float, shared: Round) -> tuple[NDArray[np.int32], int]:
+        """The weighted values in whole steps, with this client's noise where there is any; and how many were beyond the
+        scale. A client that is not honest may send anything else: what the server checks is ``SecureSums.opened``."""
         if not self.agreement.noise:
-            return encoded(values, blocks_of(self.agreement, self.first_scale), shared.encoding, clip=True)
+            blocks = blocks_of(self.agreement, self.first_scale)
+            cut = np.clip(values, -blocks.scales, blocks.scales)  # values that are not finite stay so, and are refused
+            return encoded(cut * share, blocks, shared.encoding)[0], int(np.count_nonzero(cut != values))
         sigma = sigma_of(self.agreement.noise, shared.noisy, shared.encoding.half)
-        noisy = clipped(values, self.agreement.clip) + discrete_gaussian(len(values), sigma)
+        noisy = clipped(values * share, self.agreement.clip) + discrete_gaussian(len(values), sigma)
         return noisy.astype(np.int32), 0
 
 
@@ -163,18 +169,33 @@ class SecureSums:
         """Stage 3: take a client's masked update."""
         self.server.masked(node, data)
 
-    def opened(self, first_scale: float) -> NDArray[np.float64]:
-        """Stage 4: the sum ``(entries,)`` of the updates that were taken. Raises ``RoundEnded`` if it cannot be opened."""
+    def opened(self, first_scale: Scale, shares: float) -> NDArray[np.float64]:
+        """Stage 4: the sum ``(entries,)`` of the updates that were taken, whose weights add up to ``shares``.
+
+        Raises ``RoundEnded`` if it cannot be opened, and where an entry is larger than honest clients can make it: the mean
+        that is given out stays within the scale of its tensor, whatever some of the clients sent. Below that bound, the
+        server cannot tell whose part is which.
+        """
         self._stage(REVEALED, self.server.survivors(), self.server.revealed)
-        shared = self.server.round
+        shared, clients = self.server.round, len(self.server.counted)
         if self.agreement.noise:
             # Counted before it is opened: a sum that does not check was seen nevertheless.
             sigma = sigma_of(self.agreement.noise, shared.noisy, shared.encoding.half)
-            self.ledger.made(sigma, len(self.server.counted), shared.least - shared.noisy)
-        found = self.server.opened()
-        if not self.agreement.noise:
-            return decoded(found.sums, blocks_of(self.agreement, first_scale), shared.encoding)
-        return np.multiply(found.sums, self.agreement.clip / NORM, dtype=np.float64)
+            self.ledger.made(sigma, clients, shared.least - shared.noisy)
+            sums = self.server.opened().sums
+            self._check(sums, math.ceil(clients * NORM + TAIL * math.sqrt(clients) * sigma))
+            return np.multiply(sums, self.agreement.clip / NORM, dtype=np.float64)
+        sums = self.server.opened().sums
+        self._check(sums, math.ceil(shares * shared.encoding.half + clients / 2))
+        return decoded(sums, blocks_of(self.agreement, first_scale), shared.encoding)
+
+    @staticmethod
+    def _check(sums: NDArray[np.int64], most: int) -> None:
+        if int(np.abs(sums).max(initial=0)) > most:
+            raise RoundEnded(
+                f"an entry of the sum is {int(np.abs(sums).max())} steps, and honest clients reach {most} at most: a client "
+                "sent values beyond the agreed scale"
+            )
 
     def _stage(self, name: str, messages: Mapping[int, bytes], take: Callable[[int, object], None]) -> None:
         for node, data in self.ask(name, messages):
