@@ -27,6 +27,7 @@ _NAMES = {
     "GhostObfuscator": "rasura.runs.ghost_obfuscator",
     "diagnose_training": "rasura.runs.diagnosis",
     "Diagnosis": "rasura.runs.diagnosis",
+    "GradientCanaries": "rasura.runs.gradient_canaries",
     "Grant": "rasura.core.values",
     "Guarantee": "rasura.accounting.guarantees",
     "infer_membership": "rasura.runs.membership",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:
     from rasura.runs.diagnosis import diagnose_training as diagnose_training
     from rasura.runs.ghost_file import obfuscate_file as obfuscate_file
     from rasura.runs.ghost_obfuscator import GhostObfuscator as GhostObfuscator
+    from rasura.runs.gradient_canaries import GradientCanaries as GradientCanaries
     from rasura.runs.membership import infer_membership as infer_membership
     from rasura.runs.membership_plan import MembershipPlan as MembershipPlan
     from rasura.runs.plans import Plan as Plan

@@ -18,10 +18,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from rasura.accounting import Guarantee, Ledger
 from rasura.core.interfaces import Defense, InputError
 from rasura.runs.drawing import DrawnLoader
+from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.private import protect_training
 
-LEDGER = "rasura_ledger.json"
-"""The ledger's file in a checkpoint's folder."""
+LEDGER, CANARIES = "rasura_ledger.json", "rasura_canaries.json"
+"""The ledger's file in a checkpoint's folder, and the canaries', which must stay secret until the training ends."""
 
 
 class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformers has no types here
@@ -29,7 +30,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     ``guarantee`` says what the releases made so far guarantee, and ``ledger`` counts them. The ledger is saved with every
     checkpoint, a resumed training continues its count, and the logs contain epsilon. A second ``train()`` would go beyond
-    the plan and is refused. ``delta``, ``target_epsilon``, ``poisson`` and ``seed`` mean the same as in
+    the plan and is refused. ``delta``, ``target_epsilon``, ``poisson``, ``seed`` and ``canaries`` mean the same as in
     ``rasura.protect_training``. With ``gradient_accumulation_steps``, one step takes that many times the texts of
     ``per_device_train_batch_size`` and adds noise once; only so many texts are in memory as one device takes. The other
     parameters are those of ``Trainer``. ``model_init`` and ``compute_loss_func`` are not among them: the one would replace
@@ -53,6 +54,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         target_epsilon: float | None = None,
         poisson: bool = True,
         seed: int | None = None,
+        canaries: GradientCanaries | None = None,
         compute_metrics: Callable[[transformers.EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
         optimizers: tuple[Optimizer | None, LRScheduler | None] = (None, None),
@@ -71,6 +73,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.defense, self.delta, self.poisson, self.noise_seed = defense, delta, poisson, seed
+        self.canaries = canaries
         self.ledger: Ledger | None = None
         self._protected_loader: DrawnLoader | DataLoader[Any] | None = None
         wrong = {
@@ -106,7 +109,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             done = protect_training(
                 self.model, None, plain, self.defense, epochs=math.ceil(epochs), max_steps=most, delta=self.delta,
                 target_epsilon=self.target_epsilon, poisson=self.poisson, seed=self.noise_seed,
-                physical_batch_size=self._train_batch_size if self.accumulated > 1 else None,
+                physical_batch_size=self._train_batch_size if self.accumulated > 1 else None, canaries=self.canaries,
             )  # fmt: skip
             self._protected_loader, self.ledger = done.loader, done.ledger
         return self._protected_loader
@@ -129,13 +132,17 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.get_train_dataloader()
             assert self.ledger is not None  # the loader made it
             self.ledger.load(Path(str(place)) / LEDGER)
+            if self.canaries is not None:
+                self.canaries.load(Path(str(place)) / CANARIES)
         return super().train(resume_from_checkpoint, ignore_keys_for_eval=ignore_keys_for_eval)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         if self.ledger is not None:
-            folder = Path(self._get_output_dir(trial=None)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             self.ledger.save(folder / LEDGER)
+        if self.canaries is not None:
+            self.canaries.save(folder / CANARIES)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As ``Trainer.log``, with the epsilon of the releases made so far, if there is a guarantee."""

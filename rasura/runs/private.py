@@ -17,6 +17,7 @@ from rasura.core.rng import Randomness, SecretGenerator, generator, secret_gener
 from rasura.core.values import Stage
 from rasura.registry import parse_defense
 from rasura.runs.drawing import DrawnLoader
+from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
 from rasura.runs.noise_target import check_target, solved
 from rasura.victims.step import defended, message_for
@@ -39,8 +40,11 @@ class ProtectedTraining(NamedTuple):
 class _Step:
     """The private gradients of one batch, kept until its backward pass returns them."""
 
-    def __init__(self, guard: Guard, ledger: Ledger, draw: Draw, rows: int, secret: bool) -> None:
+    def __init__(
+        self, guard: Guard, ledger: Ledger, draw: Draw, rows: int, secret: bool, released: Callable[[], None]
+    ) -> None:
         self.guard, self.ledger, self.draw, self.rows, self.secret = guard, ledger, draw, rows, secret
+        self.released = released
         self.gradients: list[tuple[str, Tensor | None]] = []
         self.sizes: list[int] = []
         self.done = False
@@ -50,6 +54,7 @@ class _Step:
         if self.done:
             raise InputError("this loss already had its backward pass; a batch can be released only once")
         self.ledger.made(self.draw, self.sizes, secret=self.secret)
+        self.released()
         self.done = True
         found = [None if g is None else factor * g for _, g in self.gradients]
         self.guard.expect({n: g for (n, _), g in zip(self.gradients, found) if g is not None})
@@ -75,9 +80,9 @@ class _Protected:
 
     def __init__(
         self, model: nn.Module, defense: Defense, ledger: Ledger, rng: Randomness, loader: DrawnLoader | None,
-        expected: int | None, most: int | None,
+        expected: int | None, most: int | None, canaries: GradientCanaries | None,
     ) -> None:  # fmt: skip
-        self.defense, self.ledger, self.rng, self.loader = defense, ledger, rng, loader
+        self.defense, self.ledger, self.rng, self.loader, self.canaries = defense, ledger, rng, loader, canaries
         self.expected, self.most = expected, most
         self.last: _Step | None = None
         self.guard = put(model, self)
@@ -108,11 +113,12 @@ class _Protected:
         self.ledger.room(draw)
         self.guard.watch()
         self.guard.forget()
-        step = self.last = _Step(self.guard, self.ledger, draw, rows, isinstance(self.rng, SecretGenerator))
+        defense, released = self._among(model, draw)
+        step = self.last = _Step(self.guard, self.ledger, draw, rows, isinstance(self.rng, SecretGenerator), released)
         self.guard.inside = True
         try:
             message, loss, _ = message_for(
-                model, inputs, rows, self.defense, self.rng, expected=self.expected, record=step.sizes.extend,
+                model, inputs, rows, defense, self.rng, expected=self.expected, record=step.sizes.extend,
                 most=self.most,
             )  # fmt: skip
         finally:
@@ -125,6 +131,14 @@ class _Protected:
 
         value = torch.tensor(loss, device=next(iter(named.values())).device)
         return ModelOutput(loss=_Release.apply(value, step, *named.values()))  # type: ignore[no-untyped-call]  # of torch
+
+    def _among(self, model: nn.Module, draw: Draw) -> tuple[Defense, Callable[[], None]]:
+        """The protection of one step with the canaries, and what to call when its release was counted."""
+        if self.canaries is None:
+            return self.defense, lambda: None
+        with defended(model, self.defense):
+            shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+        return self.canaries.joined(self.defense, draw, shapes)
 
 
 def protect_training(
@@ -140,6 +154,7 @@ def protect_training(
     physical_batch_size: int | None = None,
     poisson: bool = True,
     seed: int | None = None,
+    canaries: GradientCanaries | None = None,
 ) -> ProtectedTraining:
     """Protect a training loop. To protect a file of training texts instead, use ``obfuscate_file``.
 
@@ -155,6 +170,9 @@ def protect_training(
     ``target_epsilon``: ``defense`` names no noise (``"dp-sgd"``, ``"frozen-blocks:6+dp-sgd:clip=0.5"``) and gets the least
     noise with which the plan spends at most this epsilon at ``delta``. ``physical_batch_size``: texts in memory at once. It
     changes the memory and the time of a step, and nothing that is released: the loader's batch size is the logical one.
+
+    ``canaries``: gradients that measure a lower bound of epsilon in this training (``rasura.GradientCanaries``). Each step
+    carries some of them as if they were texts, which disturbs the model a little.
 
     ``poisson=False`` keeps the given loader; then nothing is proven for the run, and the ledger says so. Noise comes from
     the operating system unless an experiment's ``seed`` is given. Not covered: the loss, and what else is published.
@@ -185,7 +203,11 @@ def protect_training(
     if (earlier := guarded(model)) is not None and earlier.copied:
         taken_off(model)
     expected = min(size, run.examples) if by_chance and drawing is not None else None
-    _Protected(model, parts, ledger, rng, drawing, expected, physical_batch_size)
+    if canaries is not None and (drawing is None or not by_chance):
+        raise InputError(
+            "gradient canaries need dp-sgd or normalised, with a guarantee, and batches drawn by Poisson sampling"
+        )
+    _Protected(model, parts, ledger, rng, drawing, expected, physical_batch_size, canaries)
     return ProtectedTraining(model, optimizer, loader if drawing is None else drawing, ledger)
 
 
