@@ -143,7 +143,10 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
         canaries.joined((dp_sgd(1.0),), Draw("poisson", 0.5), {"a": (30,)})
     with pytest.raises(InputError, match="already saw 2 releases"):
         canaries.load_state_dict(canaries.state_dict())
-    for wrong in ({"version": 2}, {"places": []}, {"totals": [float("nan")] * 20}, {"signs": [2.0] * 20}, {"shapes": {}}):
+    broken: list[dict[str, Any]] = [
+        {"version": 2}, {"places": []}, {"totals": [float("nan")] * 20}, {"signs": [2.0] * 20}, {"shapes": {}}
+    ]  # fmt: skip
+    for wrong in broken:
         with pytest.raises(InputError, match="no state of gradient canaries"):
             rasura.GradientCanaries(20).load_state_dict({**canaries.state_dict(), **wrong})
     (tmp_path / "other.json").write_text("[")
