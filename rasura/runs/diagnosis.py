@@ -79,8 +79,6 @@ def diagnose_training(
     """
     run = Run(examples, batch_size, epochs, delta)
     if target_epsilon is not None:
-        if not isinstance(defense, str):
-            raise InputError("a target epsilon needs the protection as text, such as dp-sgd; it then finds the noise")
         defense = solved(defense, target_epsilon, run)
     parts = loop_defense(defense)
     carrier = formal([p.mechanism for p in parts])

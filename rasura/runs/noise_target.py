@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rasura.accounting import Guarantee, Run, sigma_for
 from rasura.core.errors import InputError
+from rasura.core.interfaces import Defense
 from rasura.registry import parts
 
 SOLVED = ("dp-sgd", "normalised")
@@ -40,12 +41,14 @@ def with_noise(defense: str, sigma: float) -> str:
     return "+".join(out)
 
 
-def solved(defense: str, target: float, run: Run) -> str:
+def solved(defense: str | Defense, target: float, run: Run) -> str:
     """``defense`` with the least noise, to a thousandth, under which all of ``run`` spends at most ``target`` epsilon.
 
-    Raises ``InputError`` for a target that no noise reaches, for batches not drawn by Poisson sampling, and for a protection
-    with noise of its own. The guarantee of the whole is checked by ``check_target``.
+    Raises ``InputError`` for a target that no noise reaches, for batches not drawn by Poisson sampling, for a protection
+    with noise of its own, and for one that is not text. The guarantee of the whole is checked by ``check_target``.
     """
+    if not isinstance(defense, str):
+        raise InputError("a target epsilon needs the protection as text, such as dp-sgd; it then finds the noise")
     if not noiseless(defense):
         raise InputError(f"{defense} has no part whose noise a target epsilon sets; expected one of {', '.join(SOLVED)}")
     if run.sampling != "poisson":

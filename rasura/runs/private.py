@@ -83,6 +83,10 @@ class _Protected:
         expected: int | None, most: int | None, canaries: GradientCanaries | None,
     ) -> None:  # fmt: skip
         self.defense, self.ledger, self.rng, self.loader, self.canaries = defense, ledger, rng, loader, canaries
+        if canaries is not None and (loader is None or not loader.drawn.poisson):
+            raise InputError(
+                "gradient canaries need dp-sgd or normalised, with a guarantee, and batches drawn by Poisson sampling"
+            )
         self.expected, self.most = expected, most
         self.last: _Step | None = None
         self.guard = put(model, self)
@@ -170,9 +174,7 @@ def protect_training(
     ``target_epsilon``: ``defense`` names no noise (``"dp-sgd"``, ``"frozen-blocks:6+dp-sgd:clip=0.5"``) and gets the least
     noise with which the plan spends at most this epsilon at ``delta``. ``physical_batch_size``: texts in memory at once. It
     changes the memory and the time of a step, and nothing that is released: the loader's batch size is the logical one.
-
-    ``canaries``: gradients that measure a lower bound of epsilon in this training (``rasura.GradientCanaries``). Each step
-    carries some of them as if they were texts, which disturbs the model a little.
+    ``canaries``: gradients that measure a lower bound of epsilon (``rasura.GradientCanaries``).
 
     ``poisson=False`` keeps the given loader; then nothing is proven for the run, and the ledger says so. Noise comes from
     the operating system unless an experiment's ``seed`` is given. Not covered: the loss, and what else is published.
@@ -183,8 +185,6 @@ def protect_training(
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
     planned = partial(_planned, loader, size, epochs, max_steps, delta)
     if target_epsilon is not None:
-        if not isinstance(defense, str):
-            raise InputError("a target epsilon needs the protection as text, such as dp-sgd; it then finds the noise")
         defense = solved(defense, target_epsilon, planned(poisson))
     parts = loop_defense(defense, physical_batch_size)
     _trainable(model, optimizer)
@@ -203,10 +203,6 @@ def protect_training(
     if (earlier := guarded(model)) is not None and earlier.copied:
         taken_off(model)
     expected = min(size, run.examples) if by_chance and drawing is not None else None
-    if canaries is not None and (drawing is None or not by_chance):
-        raise InputError(
-            "gradient canaries need dp-sgd or normalised, with a guarantee, and batches drawn by Poisson sampling"
-        )
     _Protected(model, parts, ledger, rng, drawing, expected, physical_batch_size, canaries)
     return ProtectedTraining(model, optimizer, loader if drawing is None else drawing, ledger)
 
