@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from audit_setting import model_folder
 from commands import rasura_command, refused
 
 from rasura.core.errors import InputError
-from rasura.runs.canaries import draw, measure, read_canaries
+from rasura.data.text import Example
+from rasura.runs.canaries import Extracted, draw, exposures, measure, read_canaries
 from rasura.runs.training import encoded
+from rasura.testing.tiny import tiny
 from rasura.victims.batching import joined
 from rasura.victims.loading import load
 
@@ -56,6 +61,50 @@ def test_a_model_that_learned_its_texts_by_heart_is_caught(tmp_path: Path, model
     assert done.returncode == 3 and again["refuted"] and again["right"] > 25
     done = rasura_command("canaries", "measure", folder, "--model", out, "--guesses", 40, "--epsilon", "20")
     assert done.returncode == 0 and "guesses right, on 80 canaries (chance: 20)" in done.stdout
+
+
+def test_exposure_is_what_ranks_say() -> None:
+    """Written out: a canary's rank among the canaries that were left out, itself included, where n of them are ranked."""
+    scores = np.array([5.0, 4.0, 3.0, 2.0, 2.0, 1.0])
+    included = np.array([True, False, False, True, False, False])
+    expected = [math.log2(5 / 1), math.log2(4 / 1), math.log2(4 / 2), math.log2(5 / 4), math.log2(4 / 3), math.log2(4 / 4)]
+    assert exposures(scores, included) == pytest.approx(expected)
+    assert np.isnan(exposures(scores[:2], np.array([True, True]))).all()
+    rng = np.random.default_rng(0)
+    guessed = exposures(rng.standard_normal(4000), rng.random(4000) < 0.5)
+    assert guessed.mean() == pytest.approx(1 / math.log(2), abs=0.1)
+
+
+def test_a_language_model_writes_what_it_learned_by_heart(tmp_path: Path, model_folder: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "trained"
+    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(base)
+    tiny("gpt2", "causal").save_pretrained(base)
+    canaries = draw(str(base), None, 40, tmp_path / "canaries", task="causal")
+    before = measure(tmp_path / "canaries", str(base), base=None, delta=1e-5)
+    inside = sum(one.included for one in canaries)
+    assert before.extracted == Extracted(0, inside, 0, 40 - inside)
+
+    victim = load(str(base), "causal", attacked=False)
+    texts = [Example(one.text) for one in canaries if one.included]
+    batch = joined(encoded(victim, texts, max_length=None, truncate=False), victim.vocabulary.pad_id or 0)
+    optimizer = torch.optim.Adam(victim.model.parameters(), 3e-3)
+    for _ in range(120):
+        optimizer.zero_grad()
+        victim.model(**batch.inputs()).loss.backward()
+        optimizer.step()
+    victim.model.save_pretrained(out)
+    victim.tokenizer.save_pretrained(out)
+    found = measure(tmp_path / "canaries", str(out), base=str(base), delta=1e-5)
+    assert found.extracted is not None and found.extracted.included == inside and found.extracted.left_out == 0
+    assert found.exposure == pytest.approx(math.log2(41 - inside)) and found.chance is not None and found.chance < 2.5
+    # The same, written token by token.
+    row = encoded(victim, texts[:1], max_length=None, truncate=False)[0].input_ids
+    written = row[:, : 1 + (row.shape[1] - 1) // 2]
+    while written.shape[1] < row.shape[1]:
+        written = torch.cat([written, victim.model(input_ids=written).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(written, row)
+    shown = rasura_command("canaries", "measure", tmp_path / "canaries", "--model", out).stdout
+    assert "word for word" in shown and "exposure: " in shown
 
 
 def test_a_model_that_saw_none_of_them_shows_nothing(tmp_path: Path, model_folder: Path) -> None:

@@ -81,6 +81,13 @@ def measure(
         )
         out.print(f"epsilon is at least {bound.epsilon:.3g} at delta {bound.delta:g} (confidence {bound.confidence:g})")
         out.print(f"if the training hides a text as Gaussian noise does: at least {found.gaussian.epsilon:.3g}")
+        if found.exposure is not None:
+            out.print(f"exposure: {found.exposure:.2f} bits on average; texts left out: {found.chance:.2f}")
+        if (told := found.extracted) is not None:
+            out.print(
+                f"written to the end, word for word, after their first half: {told.included} of {told.trained} canaries; of "
+                f"those left out {told.left_out} of {told.others}"
+            )
         if not bound.epsilon:
             out.print("The guesses show nothing. That does not prove that the training is private.")
         if refuted:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rasura.accounting import LowerBound, gaussian_run_bound, one_run_bound, right_guesses
+from rasura.core.answers import Answers
 from rasura.core.errors import InputError
 from rasura.core.files import read_limited, write_whole
 from rasura.core.values import Task
@@ -98,15 +101,51 @@ def read_canaries(folder: Path) -> tuple[Task, int, tuple[Canary, ...]]:
 
 
 @dataclass(frozen=True)
+class Extracted:
+    """How many canaries a causal model writes to their end, word for word, after the first half of their tokens.
+
+    It takes the likeliest token each time. ``included`` of ``trained`` were trained on, ``left_out`` of ``others`` were not.
+    """
+
+    included: int
+    trained: int
+    left_out: int
+    others: int
+
+
+@dataclass(frozen=True)
 class Measured:
-    """What one trained model shows: the bound for any training, and the one that assumes Gaussian noise."""
+    """What one trained model shows: the bound for any training, and the one that assumes Gaussian noise.
+
+    ``exposure``: the mean exposure of the canaries that were trained on, in bits; ``chance``: that of the others. Both are
+    None where all coins fell alike. ``extracted``: None for a classifier.
+    """
 
     bound: LowerBound
     gaussian: LowerBound
+    exposure: float | None
+    chance: float | None
+    extracted: Extracted | None
 
     def to_dict(self) -> dict[str, object]:
         """Plain values."""
-        return {**vars(self.bound), "gaussian_epsilon": self.gaussian.epsilon}
+        more = {"gaussian_epsilon": self.gaussian.epsilon, "exposure": self.exposure, "exposure_by_chance": self.chance}
+        return {**vars(self.bound), **more, "extracted": None if self.extracted is None else vars(self.extracted)}
+
+
+def exposures(scores: NDArray[np.float64], included: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The exposure of each canary in bits, ``(canaries,)``: ``log2(n / rank)`` among the n - 1 others that were left out.
+
+    ``scores`` ``(canaries,)``: larger where a canary seems to be in the training. Equal scores count against an exposure. By
+    chance it is about 1.44 bits on average; it is at most ``log2(n)`` (Carlini et al. 2019, section 4.2, with ranks among a
+    random sample, the canaries left out, as in 4.3). NaN where no other canary was left out.
+    """
+    out = np.full(len(scores), math.nan)
+    for k, score in enumerate(scores):
+        others = scores[~included & (np.arange(len(scores)) != k)]
+        if len(others):
+            out[k] = math.log2((len(others) + 1) / (1 + int((others >= score).sum())))
+    return out
 
 
 def measure(
@@ -120,17 +159,31 @@ def measure(
     """
     task, labels, canaries = read_canaries(folder)
     examples = [Example(one.text, label=one.label) for one in canaries]
-    scores = -np.array(list(_losses(model, task, labels, examples)))
+    said = _answers(model, task, labels, examples)
+    scores = -said.losses.numpy()
     if base is not None:
-        scores += np.array(list(_losses(base, task, labels, examples)))
+        scores = scores + _answers(base, task, labels, examples).losses.numpy()
     included = np.array([one.included for one in canaries])
     asked = max(2, len(canaries) // 10 * 2) if guesses is None else guesses
     right = right_guesses(scores, included, asked)
     figures = (len(canaries), asked, right, delta, confidence)
-    return Measured(one_run_bound(*figures), gaussian_run_bound(*figures))
+    bits = exposures(scores, included)
+    means = [float(bits[some].mean()) if some.any() and not np.isnan(bits).any() else None for some in (included, ~included)]
+    return Measured(one_run_bound(*figures), gaussian_run_bound(*figures), *means, _extracted(said, included))
 
 
-def _losses(model: str, task: Task, labels: int, examples: Sequence[Example]) -> Iterator[float]:
+def _answers(model: str, task: Task, labels: int, examples: Sequence[Example]) -> Answers:
     victim = load(model, task, num_labels=labels, attacked=False)
     rows = encoded(victim, examples, max_length=None, truncate=False)
-    yield from answers(victim.model, rows, victim.vocabulary.pad_id or 0).losses.tolist()
+    return answers(victim.model, rows, victim.vocabulary.pad_id or 0, tokens=task == "causal")
+
+
+def _extracted(said: Answers, included: NDArray[np.bool_]) -> Extracted | None:
+    """Writing the likeliest token each time, a model writes a text to its end exactly if each of its tokens is the likeliest
+    one after the true beginning."""
+    if not said.tokens:
+        return None
+    whole = np.array([bool(one.first[len(one.first) // 2 :].all()) for one in said.tokens])
+    return Extracted(
+        int((whole & included).sum()), int(included.sum()), int((whole & ~included).sum()), int((~included).sum())
+    )
