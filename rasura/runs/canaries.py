@@ -168,8 +168,10 @@ def measure(
     right = right_guesses(scores, included, asked)
     figures = (len(canaries), asked, right, delta, confidence)
     bits = exposures(scores, included)
-    means = [float(bits[some].mean()) if some.any() and not np.isnan(bits).any() else None for some in (included, ~included)]
-    return Measured(one_run_bound(*figures), gaussian_run_bound(*figures), *means, _extracted(said, included))
+    told, chance = (
+        float(bits[some].mean()) if some.any() and not np.isnan(bits).any() else None for some in (included, ~included)
+    )
+    return Measured(one_run_bound(*figures), gaussian_run_bound(*figures), told, chance, _extracted(said, included))
 
 
 def _answers(model: str, task: Task, labels: int, examples: Sequence[Example]) -> Answers:
