@@ -466,7 +466,7 @@ def test_the_trainer_has_a_switch_and_counts(tmp_path: Path) -> None:
 def test_the_trainer_takes_what_a_trainer_takes_by_name() -> None:
     pytest.importorskip("accelerate")
     asked, usual = (inspect.signature(c.__init__).parameters for c in (rasura.PrivateTrainer, transformers.Trainer))
-    own = {"defense", "delta", "target_epsilon", "poisson", "seed", "canaries"}
+    own = {"defense", "delta", "target_epsilon", "poisson", "seed", "unit", "canaries"}
     assert own <= set(asked) <= own | set(usual)
     assert not {p.kind for p in asked.values()} & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     by_place = [n for n, p in asked.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]

@@ -27,6 +27,7 @@ class Run:
 
     ``delta``: probability with which the guarantee may fail, a tenth of 1 / examples if None. ``sampling``: how batches are
     drawn; most loaders are ``shuffled``. ``max_steps``: the training ends after so many batches, if the epochs have more.
+    ``unit``: what is drawn, clipped and counted as one; ``examples`` are then persons, each with all their texts.
     """
 
     examples: int
@@ -35,6 +36,7 @@ class Run:
     delta: float | None = None
     sampling: Literal["poisson", "shuffled"] = "poisson"
     max_steps: int | None = None
+    unit: Literal["text", "person"] = "text"
 
     def __post_init__(self) -> None:
         if self.max_steps is not None and self.max_steps < 1:
@@ -148,7 +150,7 @@ def stated(
         voids.append("the noise is seeded: nothing is guaranteed against anyone who knows or guesses the seed")
     if run.fails >= 1 / run.examples:
         notes.append(
-            f"delta {run.fails:.3g} is not below 1 / {run.examples} texts: publishing one random text in full "
+            f"delta {run.fails:.3g} is not below 1 / {run.examples} {run.unit}s: publishing one random {run.unit} in full "
             "would satisfy this guarantee"
         )
     if any(release.mechanism in POISSON and release.multiplier < MIN_SIGMA for release, _ in runs):
@@ -162,11 +164,12 @@ def stated(
     found = spent(runs, run.fails)
     if carrier == DIRECTIONAL:
         return _directional(found, runs, run, (planned, sized, made), notes, voids)
-    kind = f"({found.epsilon:.4g}, {run.fails:.3g})-differential privacy for each text"
+    kind = f"({found.epsilon:.4g}, {run.fails:.3g})-differential privacy for each {run.unit}"
+    there = "one text is there or not" if run.unit == "text" else "all texts of one person are there or not"
     rates = {release.rate for release, _ in runs}
     return _worded(
         kind, Guarantee(
-            "", found.epsilon, run.fails, found.pure, None, found.cross_check, "one text is there or not", made,
+            "", found.epsilon, run.fails, found.pure, None, found.cross_check, there, made,
             rates.pop() if len(rates) == 1 else None, "shuffled" if SHUFFLES in voids else "poisson",
         ), planned, run, notes, voids,
     )  # fmt: skip

@@ -98,6 +98,7 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """All that was counted, as plain values for JSON."""
         return {
+            **({} if self.run.unit == "text" else {"unit": self.run.unit}),
             "version": VERSION, "examples": self.run.examples, "batch_size": self.run.batch_size, "delta": self.run.fails,
             "passes": self._passes, "defense": [m.name for m in self.defense],
             "runs": [{"release": release.to_dict(), "count": count} for release, count in self.runs],
@@ -111,11 +112,13 @@ class Ledger:
                 f"this ledger has already counted {self.releases} releases; load a state before training begins"
             )
         runs, passes = read(state)
-        if state["examples"] != self.run.examples:
-            raise InputError(f"the ledger is for {state['examples']} texts, but this training has {self.run.examples}")
+        theirs, own = ((n, f"{unit}s") for n, unit in (
+            (state["examples"], state.get("unit", "text")), (self.run.examples, self.run.unit)))  # fmt: skip
+        if theirs != own:
+            raise InputError(f"the ledger is for {theirs[0]} {theirs[1]}, but this training has {own[0]} {own[1]}")
         if state["defense"] != [m.name for m in self.defense]:
-            found, own = " + ".join(map(str, state["defense"])), " + ".join(m.name for m in self.defense)
-            raise InputError(f"the ledger is for {found}, but this training uses {own}")
+            found, used = " + ".join(map(str, state["defense"])), " + ".join(m.name for m in self.defense)
+            raise InputError(f"the ledger is for {found}, but this training uses {used}")
         self.runs, self._passes = runs, passes
 
     def save(self, path: str | Path) -> None:
@@ -145,20 +148,23 @@ def counted(path: str | Path, delta: float | None = None) -> Guarantee:
     names = {release.mechanism for release, _ in runs}
     if len(names) != 1:
         raise InputError(f"{path} holds releases of {len(names)} mechanisms; expected one")
-    run = Run(state["examples"], state["batch_size"], 1, state["delta"] if delta is None else delta)
+    run = Run(
+        state["examples"], state["batch_size"], 1, state["delta"] if delta is None else delta, unit=state.get("unit", "text")
+    )
     return stated(runs, run, carrier=names.pop(), planned=False)
 
 
 def read(state: Any) -> tuple[list[Counted], int]:
     """The releases of a ``state_dict``, and the number of its last pass. Raises ``InputError`` for anything else."""
     names = {"version", "examples", "batch_size", "delta", "passes", "defense", "runs"}
-    if not isinstance(state, Mapping) or set(state) != names or state["version"] != VERSION:
+    if not isinstance(state, Mapping) or set(state) - {"unit"} != names or state["version"] != VERSION:
         raise InputError(f"no state of a ledger; expected an object of version {VERSION} with {', '.join(sorted(names))}")
     whole = (
         _count(state["passes"], 0)
         and _count(state["examples"], 1)
         and _count(state["batch_size"], 1)
         and isinstance(state["delta"], float)
+        and state.get("unit", "text") in ("text", "person")
     )
     if not whole or not isinstance(state["runs"], list):
         raise InputError("the state of a ledger lacks a list of releases, or has invalid numbers")

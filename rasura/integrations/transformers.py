@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
 
     ``guarantee`` says what the releases made so far guarantee, and ``ledger`` counts them. The ledger is saved with every
     checkpoint, a resumed training continues its count, and the logs contain epsilon. A second ``train()`` would go beyond
-    the plan and is refused. ``delta``, ``target_epsilon``, ``poisson``, ``seed`` and ``canaries`` mean the same as in
-    ``rasura.protect_training``. With ``gradient_accumulation_steps``, one step takes that many times the texts of
-    ``per_device_train_batch_size`` and adds noise once; only so many texts are in memory as one device takes. The other
-    parameters are those of ``Trainer``. ``model_init`` and ``compute_loss_func`` are not among them: the one would replace
-    the protected model, the other its loss.
+    the plan and is refused. ``delta``, ``target_epsilon``, ``poisson``, ``seed``, ``unit`` and ``canaries`` mean the same as
+    in ``rasura.protect_training``; with ``unit``, batch sizes count persons. With ``gradient_accumulation_steps``, one step
+    takes that many times the texts of ``per_device_train_batch_size`` and adds noise once; only so many texts are in memory
+    as one device takes. The other parameters are those of ``Trainer``. ``model_init`` and ``compute_loss_func`` are not
+    among them: the one would replace the protected model, the other its loss.
 
     Raises ``InputError`` for settings that no guarantee covers: label smoothing, float16, several devices, a data set
     without a length, batches grouped by length.
@@ -54,6 +54,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         target_epsilon: float | None = None,
         poisson: bool = True,
         seed: int | None = None,
+        unit: Sequence[str | int] | None = None,
         canaries: GradientCanaries | None = None,
         compute_metrics: Callable[[transformers.EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[transformers.TrainerCallback] | None = None,
@@ -73,7 +74,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )  # fmt: skip
         self.defense, self.delta, self.poisson, self.noise_seed = defense, delta, poisson, seed
-        self.canaries = canaries
+        self.unit, self.canaries = unit, canaries
         self.ledger: Ledger | None = None
         self._protected_loader: DrawnLoader | DataLoader[Any] | None = None
         wrong = {
@@ -105,11 +106,14 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
                 num_workers=self.args.dataloader_num_workers, pin_memory=False,
             )  # fmt: skip
             most = self.args.max_steps if self.args.max_steps > 0 else None
-            epochs = self.args.num_train_epochs if most is None else most / max(1, len(plain))
+            epochs = self.args.num_train_epochs
+            if most is not None:
+                epochs = most * plain.batch_size / max(1, len(data if self.unit is None else set(self.unit)))
             done = protect_training(
                 self.model, None, plain, self.defense, epochs=math.ceil(epochs), max_steps=most, delta=self.delta,
                 target_epsilon=self.target_epsilon, poisson=self.poisson, seed=self.noise_seed,
-                physical_batch_size=self._train_batch_size if self.accumulated > 1 else None, canaries=self.canaries,
+                physical_batch_size=self._train_batch_size if self.accumulated > 1 else None,
+                unit=self.unit, canaries=self.canaries,
             )  # fmt: skip
             self._protected_loader, self.ledger = done.loader, done.ledger
         return self._protected_loader

@@ -7,25 +7,37 @@ used twice, is not counted as a random draw.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from rasura.accounting import Draw, Ledger
 from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
 from rasura.victims.batching import drawn
 
+OWNER = "rasura_owner"
+"""The entry of a batch that says whose each row is, ``(rows,)`` int64."""
+
 
 class Batches:
     """The row numbers of an epoch's batches. ``poisson``: each row joins each batch at random, in as many batches as with
     ``size`` rows per batch. Otherwise all rows in random order, ``size`` at a time; the order does not depend on the
-    texts."""
+    texts. ``owners``: the number of the person of each row; ``count`` persons are drawn, each with all of their rows."""
 
-    def __init__(self, count: int, size: int, rng: Randomness, *, poisson: bool) -> None:
+    def __init__(
+        self, count: int, size: int, rng: Randomness, *, poisson: bool, owners: Sequence[int] | None = None
+    ) -> None:
         self.count, self.size, self.rng, self.poisson = count, size, rng, poisson
+        self.rows: list[list[int]] | None = None
+        if owners is not None:
+            self.rows = [[] for _ in range(count)]
+            for row, owner in enumerate(owners):
+                self.rows[owner].append(row)
         self.sizes: deque[int] = deque()
 
     def __len__(self) -> int:
@@ -33,7 +45,7 @@ class Batches:
 
     @property
     def rate(self) -> float:
-        """The probability that a row is in a batch."""
+        """The probability that a row, or a person, is in a batch."""
         return min(1.0, self.size / self.count)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -42,16 +54,20 @@ class Batches:
         else:
             order = permutation(self.count, self.rng).tolist()
             found = [order[start : start + self.size] for start in range(0, self.count, self.size)]
-        for rows in found:
+        for some in found:
+            rows = some if self.rows is None else [row for owner in some for row in self.rows[owner]]
             self.sizes.append(len(rows))
             yield rows
 
 
 class DrawnLoader(DataLoader[Any]):
     """A ``DataLoader`` that records how each batch was drawn. An empty batch has the tensors of the first row, with zero
-    rows."""
+    rows. ``owners``: the number of the person of each row, who are then drawn; each batch says at ``OWNER`` whose its rows
+    are."""
 
-    def __init__(self, loader: Any, ledger: Ledger, rng: Randomness, *, poisson: bool) -> None:
+    def __init__(
+        self, loader: Any, ledger: Ledger, rng: Randomness, *, poisson: bool, owners: Sequence[int] | None = None
+    ) -> None:
         data, size = loader.dataset, loader.batch_size
         if size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not len(data):
             raise InputError("the loader has no batch size, or its data set has no length; both are needed to "
@@ -68,11 +84,13 @@ class DrawnLoader(DataLoader[Any]):
         def collated(rows: list[Any]) -> Any:
             return collate(rows) if rows else _emptied(collate([data[0]]))
 
-        self.drawn = Batches(len(data), size, rng, poisson=poisson)
+        count = len(data) if owners is None else len(set(owners))
+        self.drawn = Batches(count, size, rng, poisson=poisson, owners=owners)
         self.ledger = ledger
         self.waiting: deque[tuple[int, Draw]] = deque()
         super().__init__(
-            data, batch_sampler=self.drawn, collate_fn=collated, num_workers=loader.num_workers,
+            data if owners is None else _Owned(data, owners), batch_sampler=self.drawn,
+            collate_fn=collated if owners is None else partial(_with_owners, collated), num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
         )  # fmt: skip
 
@@ -104,6 +122,40 @@ class DrawnLoader(DataLoader[Any]):
         for _ in range(place + 1):
             self.waiting.popleft()
         return draw
+
+
+class _Owned(Dataset[Any]):
+    """Rows, each with the number of the person whose it is."""
+
+    def __init__(self, data: Any, owners: Sequence[int]) -> None:
+        self.data, self.owners = data, owners
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        return self.data[row], self.owners[row]
+
+
+def _with_owners(collated: Callable[[list[Any]], Any], rows: list[tuple[Any, int]]) -> dict[str, Any]:
+    batch = collated([row for row, _ in rows])
+    if not isinstance(batch, Mapping):
+        raise InputError(f"a batch of {type(batch).__name__} cannot say whose its rows are; let the collate function "
+            "return a dictionary")  # fmt: skip
+    return {**batch, OWNER: torch.tensor([owner for _, owner in rows], dtype=torch.long)}
+
+
+def numbered(unit: Sequence[str | int], count: int) -> list[int]:
+    """The number of the person of each of ``count`` rows, from what ``unit`` calls them. Raises ``InputError`` for another
+    number of entries, and for an entry that is not text or a whole number: such rows would pass for a person each."""
+    if len(unit) != count:
+        raise InputError(f"unit names the persons of {len(unit)} rows, but the data set has {count}")
+    found: dict[str | int, int] = {}
+    for row, name in enumerate(unit):
+        if isinstance(name, bool) or not isinstance(name, (str, int)) or not str(name).strip():
+            raise InputError(f"unit: row {row} has the person {name!r}; expected text or a whole number for every row")
+        found.setdefault(name, len(found))
+    return [found[name] for name in unit]
 
 
 def _emptied(batch: Any) -> Any:

@@ -3,7 +3,8 @@ assumes, and a ledger counts the releases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.core.values import Stage
 from rasura.registry import parse_defense
-from rasura.runs.drawing import DrawnLoader
+from rasura.runs.drawing import OWNER, DrawnLoader, numbered
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
 from rasura.runs.noise_target import check_target, solved
@@ -94,6 +95,7 @@ class _Protected:
     def __call__(self, own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
         model = self.guard.model()
         assert model is not None  # it is being called
+        owners = inputs.pop(OWNER, None)
         if self.guard.inside or not torch.is_grad_enabled():
             return own(*positional, **inputs)
         if not model.training and inputs.get("labels") is None:
@@ -108,9 +110,20 @@ class _Protected:
         other = [k for k, v in inputs.items() if not isinstance(v, Tensor) or v.shape[:1] != labels.shape[:1]]
         if other:
             raise InputError(f"{', '.join(other)}: expected tensors with a row for each of the {len(labels)} texts")
-        return self._step(model, inputs, len(labels))
+        if (self.loader is not None and self.loader.drawn.rows is not None) != (owners is not None):
+            raise InputError(f"a training that protects persons needs {OWNER} in each batch, and no other has it; use the "
+                "loader that protect_training returned, and pass on all that its batches hold")  # fmt: skip
+        if owners is None:
+            return self._step(model, inputs, len(labels))
+        if owners.shape != labels.shape[:1]:
+            raise InputError(
+                f"{OWNER} has the shape {tuple(owners.shape)}; expected a number for each of {len(labels)} texts"
+            )
+        order = owners.argsort(stable=True)
+        counts = owners[order].unique_consecutive(return_counts=True)[1].tolist()
+        return self._step(model, {k: v[order.to(v.device)] for k, v in inputs.items()}, len(labels), counts)
 
-    def _step(self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int) -> Any:
+    def _step(self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int, counts: Sequence[int] | None = None) -> Any:
         if self.last is not None and not self.last.done and not self.last.rows:
             raise InputError("an empty batch had no backward pass; run it as well: its noise hides that the batch was empty")
         draw = Draw() if self.loader is None else self.loader.take(rows)
@@ -123,7 +136,7 @@ class _Protected:
         try:
             message, loss, _ = message_for(
                 model, inputs, rows, defense, self.rng, expected=self.expected, record=step.sizes.extend,
-                most=self.most,
+                most=self.most, counts=counts,
             )  # fmt: skip
         finally:
             self.guard.inside = False
@@ -140,9 +153,7 @@ class _Protected:
         """The protection of one step with the canaries, and what to call when its release was counted."""
         if self.canaries is None:
             return self.defense, lambda: None
-        with defended(model, self.defense):
-            shapes = {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
-        return self.canaries.joined(self.defense, draw, shapes)
+        return self.canaries.joined(self.defense, draw, _shapes(model, self.defense))
 
 
 def protect_training(
@@ -158,6 +169,7 @@ def protect_training(
     physical_batch_size: int | None = None,
     poisson: bool = True,
     seed: int | None = None,
+    unit: Sequence[str | int] | None = None,
     canaries: GradientCanaries | None = None,
 ) -> ProtectedTraining:
     """Protect a training loop. To protect a file of training texts instead, use ``obfuscate_file``.
@@ -174,35 +186,33 @@ def protect_training(
     ``target_epsilon``: ``defense`` names no noise (``"dp-sgd"``, ``"frozen-blocks:6+dp-sgd:clip=0.5"``) and gets the least
     noise with which the plan spends at most this epsilon at ``delta``. ``physical_batch_size``: texts in memory at once. It
     changes the memory and the time of a step, and nothing that is released: the loader's batch size is the logical one.
-    ``canaries``: gradients that measure a lower bound of epsilon (``rasura.GradientCanaries``).
+    ``unit``: whose each row of the data set is. Persons are then drawn, clipped and hidden, each with the mean gradient of
+    all their rows; guarantee and batch size are for persons. ``canaries``: gradients that measure a lower bound of epsilon
+    (``rasura.GradientCanaries``).
 
     ``poisson=False`` keeps the given loader; then nothing is proven for the run, and the ledger says so. Noise comes from
     the operating system unless an experiment's ``seed`` is given. Not covered: the loss, and what else is published.
 
-    Raises ``InputError`` for defenses of data, ``sealing``, ``accumulate``, an ``optimizer`` of other parameters, and a
-    target that cannot be reached.
+    Raises ``InputError`` for what cannot be protected in a loop, such as ``sealing``, and a target that cannot be reached.
     """
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    planned = partial(_planned, loader, size, epochs, max_steps, delta)
+    owners = _owners(loader, unit)
+    planned = partial(_planned, loader, owners, size, epochs, max_steps, delta)
     if target_epsilon is not None:
         defense = solved(defense, target_epsilon, planned(poisson))
     parts = loop_defense(defense, physical_batch_size)
     _trainable(model, optimizer)
     mechanisms = [p.mechanism for p in parts]
     carrier = formal(mechanisms)
-    by_chance = assumes_poisson(mechanisms)
-    run = Run(1, 1, epochs) if carrier is None else planned(by_chance and poisson)
-    with defended(model, parts):
-        sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    ledger = Ledger(mechanisms, run, sizes=sizes, secure=seed is None)
+    run = Run(1, 1, epochs) if carrier is None else planned(assumes_poisson(mechanisms) and poisson)
+    ledger = Ledger(mechanisms, run, sizes=[math.prod(s) for s in _shapes(model, parts).values()], secure=seed is None)
     if target_epsilon is not None:
         check_target(ledger.planned, target_epsilon)
     rng = secret_generator() if seed is None else generator(seed, "protect")
-    drawn = carrier is not None and (poisson or not by_chance)
-    drawing = DrawnLoader(loader, ledger, rng, poisson=by_chance) if drawn else None
+    drawing = _drawing(loader, owners, ledger, rng, poisson)
     if (earlier := guarded(model)) is not None and earlier.copied:
         taken_off(model)
-    expected = min(size, run.examples) if by_chance and drawing is not None else None
+    expected = min(size, run.examples) if drawing is not None and drawing.drawn.poisson else None
     _Protected(model, parts, ledger, rng, drawing, expected, physical_batch_size, canaries)
     return ProtectedTraining(model, optimizer, loader if drawing is None else drawing, ledger)
 
@@ -224,14 +234,41 @@ def loop_defense(defense: str | Defense, physical: int | None = None) -> Defense
     return parts
 
 
-def _planned(
-    loader: DataLoader[Any], size: int, epochs: int, max_steps: int | None, delta: float | None, poisson: bool
-) -> Run:
+def _shapes(model: nn.Module, defense: Defense) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter that is trained under ``defense``."""
+    with defended(model, defense):
+        return {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
+
+
+def _owners(loader: DataLoader[Any], unit: Sequence[str | int] | None) -> list[int] | None:
+    """The number of the person of each row, where ``unit`` says whose it is."""
     if not hasattr(loader.dataset, "__len__"):
         raise InputError(
             "the loader's data set has no length, but the guarantee depends on it; pass a data set with a length"
         )
-    return Run(len(loader.dataset), size, epochs, delta, "poisson" if poisson else "shuffled", max_steps)
+    return None if unit is None else numbered(unit, len(loader.dataset))
+
+
+def _drawing(
+    loader: DataLoader[Any], owners: Sequence[int] | None, ledger: Ledger, rng: Randomness, poisson: bool
+) -> DrawnLoader | None:
+    """A loader that draws as the guarantee assumes; None where the given one is kept, or nothing is proven."""
+    by_chance = assumes_poisson(ledger.defense)
+    if owners is not None and not (ledger.formal is not None and by_chance and poisson):
+        raise InputError("a guarantee for persons needs dp-sgd or normalised, and batches drawn by Poisson sampling")
+    if ledger.formal is None or (by_chance and not poisson):
+        return None
+    return DrawnLoader(loader, ledger, rng, poisson=by_chance, owners=owners)
+
+
+def _planned(
+    loader: DataLoader[Any], owners: Sequence[int] | None, size: int, epochs: int, max_steps: int | None,
+    delta: float | None, poisson: bool,
+) -> Run:  # fmt: skip
+    data: Any = loader.dataset
+    count = len(data) if owners is None else len(set(owners))
+    drawn: Any = "poisson" if poisson else "shuffled"
+    return Run(count, size, epochs, delta, drawn, max_steps, "text" if owners is None else "person")
 
 
 def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:

@@ -14,7 +14,7 @@ a wrong gradient silently.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -133,6 +133,33 @@ def as_one(update: Gradients) -> PerExample:
         return {n: weight * g for n, g in update.items()}
 
     return PerExample(lambda: update, lambda: iter([update]), 1, weighted)
+
+
+def by_owner(examples: PerExample, counts: Sequence[int]) -> PerExample:
+    """``examples`` as one example for each person: ``counts`` consecutive texts each, whose gradients are averaged.
+
+    What is clipped and weighted then is all that a person contributes. Texts go one by one through memory.
+    """
+
+    def each() -> Iterator[Gradients]:
+        rows = examples.each()
+        for count in counts:
+            total: dict[str, Tensor] = {}
+            for _ in range(count):
+                for name, g in next(rows).items():
+                    total[name] = total[name] + g / count if name in total else g / count
+            yield total
+
+    def weighted(weigh: Weigh) -> Gradients:
+        if not counts:
+            return examples.weighted(weigh)
+        out: dict[str, Tensor] = {}
+        for found in each():
+            one = as_one(found).weighted(weigh)
+            out = {name: out[name] + g if name in out else g for name, g in one.items()}
+        return out
+
+    return PerExample(examples.mean, each, len(counts), weighted, examples.expected)
 
 
 def in_parts(

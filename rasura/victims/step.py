@@ -18,7 +18,7 @@ from rasura.core.local import FEDSGD, Local
 from rasura.core.rng import Randomness, drawing, permutation, secret_generator
 from rasura.core.updates import changed
 from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Vocabulary
-from rasura.victims.per_example import in_parts, per_example
+from rasura.victims.per_example import by_owner, in_parts, per_example
 
 Record = Callable[[Sequence[int]], None]
 """A function that records a release: the number of entries of each tensor that was released."""
@@ -79,10 +79,12 @@ def message_for(
     expected: float | None = None,
     record: Record | None = None,
     most: int | None = None,
+    counts: Sequence[int] | None = None,
 ) -> tuple[Message, float, float]:
     """The message for ``inputs`` of ``size`` texts under the MODEL, AGGREGATE and WIRE parts of ``defense``; the mean loss;
     and the wall-clock seconds of the WIRE part. ``record`` receives the result of the aggregation. ``most``: texts in memory
-    at once, where texts are aggregated one by one; None for all."""
+    at once, where texts are aggregated one by one; None for all. ``counts``: how many consecutive texts belong to each
+    person; these are then aggregated instead of texts."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     losses: list[float] = []
 
@@ -94,6 +96,8 @@ def message_for(
     with defended(model, defense), drawing(rng):
         make = per_example if most is None else partial(in_parts, most=most)
         examples = make(model, inputs, size, mean=mean, told=losses.append, expected=expected)
+        if counts is not None:
+            examples = by_owner(examples, counts)
         if by_stage[Stage.AGGREGATE]:
             part = by_stage[Stage.AGGREGATE][0]
             entries, _ = part.apply(examples, part.init(model), rng)
