@@ -11,6 +11,7 @@ import torch
 from rounds_setting import trained
 from torch import Tensor
 
+from rasura.core.ciphers import SigningKey
 from rasura.integrations.flower.agreement import Agreement
 
 
@@ -48,16 +49,18 @@ def app_of(
     *,
     examples: Callable[[int], int] = lambda node: 1,
     trains: Callable[[int], None] = lambda node: None,
+    identity: SigningKey | None = None,
 ) -> Callable[[int, Any], Any]:
     """A client app, behind the mod where there is an agreement; ``change(node, round, reply)`` tampers with replies.
-    ``examples`` gives a node's number of texts; ``trains`` is called with each node that trains."""
+    ``examples`` gives a node's number of texts; ``trains`` is called with each node that trains; ``identity`` signs its
+    keys."""
     from flwr.app import Array, ArrayRecord, Context, MetricRecord, RecordDict
     from flwr.app import Message as Reply
     from flwr.clientapp import ClientApp
 
     from rasura.integrations.flower import ClientSetup, protection_mod
 
-    mods = [] if agreement is None else [protection_mod(lambda context: ClientSetup(agreement))]
+    mods = [] if agreement is None else [protection_mod(lambda context: ClientSetup(agreement, identity=identity))]
     app = ClientApp(mods=mods)
 
     def weights(message: Any) -> dict[str, Tensor]:

@@ -349,14 +349,18 @@ def test_eight_supernodes_sum_securely_though_two_are_killed_in_mid_round(folder
 
 
 @pytest.mark.usefixtures("flower")
-def test_the_app_sums_securely_by_default_and_holds_no_keys(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_app_sums_securely_by_default_with_identities_and_no_other_keys(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rasura.integrations.flower.new_app import new_app
 
     place = new_app(folder / "app")
     monkeypatch.syspath_prepend(str(place))
     told = tomllib.loads((place / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert told["defense"] == "sealing:all/by=secagg" and told["min-clients"] == 3
-    assert not (place / "keys").exists() and "$" not in (place / "README.md").read_text()
+    held = {p.name: p.stat().st_mode & 0o777 for p in (place / "keys").iterdir()}
+    assert held.pop("identities.public") and set(held.values()) == {0o600} and len(held) == 4
+    assert "$" not in (place / "README.md").read_text()
     try:
         rounds = simulated(place, folder, save=str(folder / "kept" / "{client}-{round}"))
     finally:

@@ -1,4 +1,4 @@
-"""``rasura keys``: a key pair for sealed updates."""
+"""``rasura keys``: a key pair for sealed updates, or identities of clients."""
 
 from __future__ import annotations
 
@@ -14,19 +14,26 @@ from rasura.cli.shared import app, out, say
 
 @app.command()
 def keys(
-    folder: Annotated[Path, typer.Argument(help="folder for the two files")],
-    clients: Annotated[int, typer.Option(help="largest number of clients in a sum")] = 4,
-    scheme: Annotated[str, typer.Option(help="scheme: bfv (exact, small) or ckks (for comparison)")] = "bfv",
+    folder: Annotated[Path, typer.Argument(help="folder for the files")],
+    clients: Annotated[int, typer.Option(help="largest number of clients in a sum; with identity, how many to make")] = 4,
+    scheme: Annotated[
+        str, typer.Option(help="bfv (exact, small), ckks (for comparison) or identity (secure aggregation)")
+    ] = "bfv",
     as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
 ) -> None:
     """Create keys for encrypted updates: a secret file for the clients and a public file for the server.
+
+    With --scheme identity: a secret file for each client, which signs its keys in secure aggregation, and the list of all.
 
     Example: rasura keys keys --clients 4
     """
     from rasura.core.options import known
     from rasura.defenses.homomorphic_keys import make_keys
 
-    chosen: Any = known("scheme", scheme, ("bfv", "ckks"))
+    if known("scheme", scheme, ("bfv", "ckks", "identity")) == "identity":
+        _identities(folder, clients, as_json)
+        return
+    chosen: Any = scheme
     made = make_keys(clients, chosen)
     folder.mkdir(parents=True, exist_ok=True)
     secret, public = folder / "clients.secret", folder / "server.public"
@@ -44,3 +51,19 @@ def keys(
         soft_wrap=True,
     )
     say(f"server:       {public}")
+
+
+def _identities(folder: Path, clients: int, as_json: bool) -> None:
+    from rasura.core.errors import InputError
+    from rasura.integrations.flower.identities import make_identities
+
+    if clients < 1:
+        raise InputError(f"--clients is {clients}; expected at least 1")
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = make_identities(folder, clients)
+    secret = [str(folder / f"identity-{k}.secret") for k in range(clients)]
+    if as_json:
+        sys.stdout.write(json.dumps({"secret": secret, "public": str(listed)}) + "\n")
+        return
+    say(f"each client only its own: {', '.join(secret)}")
+    say(f"all clients and the server: {listed}")

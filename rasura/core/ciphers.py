@@ -1,6 +1,6 @@
 """Key agreement, authenticated encryption and key streams, by the library ``cryptography``, which only this module imports.
 
-X25519 (RFC 7748), HKDF-SHA256 (RFC 5869), AES-256-GCM, scrypt (RFC 7914) and ChaCha20 (RFC 8439).
+X25519 (RFC 7748), Ed25519 (RFC 8032), HKDF-SHA256 (RFC 5869), AES-256-GCM, scrypt (RFC 7914) and ChaCha20 (RFC 8439).
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from rasura.core.errors import InputError, MissingExtra
 
 KEY = 32
 """Bytes of every key here, secret or public."""
+
+SIGNATURE = 64
+"""Bytes of a signature."""
 
 TAG = 16
 """Bytes that authenticated encryption adds."""
@@ -53,6 +56,34 @@ class PrivateKey:
             return self._key.exchange(X25519PublicKey.from_public_bytes(public))
         except ValueError:
             raise InputError("a public key is not a valid key of X25519; nothing is encrypted with it") from None
+
+
+class SigningKey:
+    """An Ed25519 key of 32 ``secret`` bytes; ``public`` is the one that others know its owner by."""
+
+    def __init__(self, secret: bytes) -> None:
+        _primitives()
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+        self._key = Ed25519PrivateKey.from_private_bytes(secret)
+        self.public: bytes = self._key.public_key().public_bytes_raw()
+
+    def signed(self, data: bytes) -> bytes:
+        """The signature of ``data``, ``SIGNATURE`` bytes."""
+        return self._key.sign(data)
+
+
+def verified(public: bytes, signature: bytes, data: bytes) -> bool:
+    """Whether the owner of ``public`` signed ``data``."""
+    _primitives()
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
 def derived(key: bytes, *purpose: bytes) -> bytes:

@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rasura.core.ciphers import KEY, PrivateKey, WrongKey, decrypted, derived, encrypted
+from rasura.core.ciphers import KEY, PrivateKey, SigningKey, WrongKey, decrypted, derived, encrypted
 from rasura.core.errors import InputError
 from rasura.defenses.secure_aggregation import messages as wire
 from rasura.defenses.secure_aggregation.encoding import CHECKS, packed
@@ -40,7 +40,8 @@ class _Known:
 
 
 class Client:
-    """One client in one round. ``setting`` is its own view of what all agree on, never the server's word.
+    """One client in one round. ``setting`` is its own view of what all agree on, never the server's word. ``identity`` signs
+    its keys, where the setting has identities; no later stage needs it.
 
     Its secret lies in memory only, and is forgotten with the last stage and with every refusal. ``state`` and ``restored``
     move a client between processes: with that state and its message, one can read this client's update of this round.
@@ -48,8 +49,8 @@ class Client:
     Every stage raises ``Refused`` for what does not fit, with the reason in one line.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting, self.stage = setting, STAGES[0]
+    def __init__(self, setting: Setting, identity: SigningKey | None = None) -> None:
+        self.setting, self.stage, self._identity = setting, STAGES[0], identity
         self._secret = os.urandom(KEY)
         self._roster = self._own_share = self._inbox = b""
 
@@ -71,13 +72,17 @@ class Client:
         return made
 
     def keys(self) -> bytes:
-        """Stage 1: two fresh public keys."""
+        """Stage 1: two fresh public keys, signed where the setting has identities.
+
+        Refused: a setting with identities, of which this client has none.
+        """
         return self._step("invited", "keyed", self._keys)
 
     def shares(self, roster: bytes) -> bytes:
         """Stage 2: with the list of all keys, the encrypted shares for each neighbour, and what the server checks them by.
 
-        Refused: a list without this client's keys, and fewer clients than the setting demands.
+        Refused: a list without this client's keys, or with keys that no identity of the setting signed for this round, and
+        fewer clients than the setting demands.
         """
         return self._step("keyed", "shared", self._shares, roster)
 
@@ -149,7 +154,13 @@ class Client:
         return _Known(found, found.context(), index, neighbours(index, found.context(), found.plan))
 
     def _keys(self) -> bytes:
-        return wire.headed(wire.KEYS, self.setting.session, b"".join(self._publics()))
+        pair, setting = self._publics(), self.setting
+        signed = b""
+        if setting.identities:
+            if self._identity is None or self._identity.public not in setting.identities:
+                raise Refused("this client has no identity that is on the list of identities")
+            signed = self._identity.public + self._identity.signed(wire.to_sign(setting, pair))
+        return wire.headed(wire.KEYS, setting.session, b"".join(pair) + signed)
 
     def _shares(self, roster: bytes) -> bytes:
         self._roster = roster

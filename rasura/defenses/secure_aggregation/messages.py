@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rasura.core.ciphers import KEY, TAG, derived
+from rasura.core.ciphers import KEY, SIGNATURE, TAG, derived, verified
 from rasura.core.errors import InputError
 from rasura.defenses.secure_aggregation.encoding import Encoding
 from rasura.defenses.secure_aggregation.graph import MOST_CLIENTS, THIRDS, Bounds, Plan, counts, plan
@@ -44,6 +44,8 @@ class Setting:
     ``session``: 16 random bytes of the server, new for every round. ``model``: a digest of the model that clients train from
     and of all else that they should agree on. ``values``, ``bits``: the encoding. ``bounds``: what the round must bear.
     ``least``: a sum of fewer clients is never opened. ``noise``: a description of the noise that each client adds.
+    ``identities``: the public keys (Ed25519) of all who may take part, in ascending order; empty: any client may, and the
+    keys of a round could be the server's own.
     """
 
     session: bytes
@@ -54,6 +56,7 @@ class Setting:
     bounds: Bounds = THIRDS
     least: int = 3
     noise: str = ""
+    identities: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.session) != SESSION or len(self.model) != KEY or self.number < 0 or self.least < 2:
@@ -61,12 +64,20 @@ class Setting:
                 f"a session of {len(self.session)} bytes, a model's digest of {len(self.model)}, round {self.number}, at "
                 f"least {self.least} clients; expected {SESSION}, {KEY}, 0 or more, 2 or more"
             )
+        if list(self.identities) != sorted(set(self.identities)) or any(len(k) != KEY for k in self.identities):
+            raise InputError(f"the identities are not different keys of {KEY} bytes in ascending order")
+
+    @property
+    def entry(self) -> int:
+        """Bytes of a client in the list of keys: its two keys and, with ``identities``, who signed them and the
+        signature."""
+        return 2 * KEY + (KEY + SIGNATURE if self.identities else 0)
 
     def digest(self) -> bytes:
         """32 bytes that differ where anything differs."""
         told = [
             self.session.hex(), self.number, self.model.hex(), self.values, self.bits, str(self.bounds.corrupt),
-            str(self.bounds.gone), self.least, self.noise,
+            str(self.bounds.gone), self.least, self.noise, [k.hex() for k in self.identities],
         ]  # fmt: skip
         return hashlib.sha256(b"rasura secure aggregation 1" + json.dumps(told).encode()).digest()
 
@@ -122,16 +133,38 @@ def body_of(data: object, stage: int, session: bytes, length: int) -> bytes:
     return data[HEAD:]
 
 
+def to_sign(setting: Setting, pair: tuple[bytes, bytes]) -> bytes:
+    """What a client signs: its keys for this round, this model and this list of identities alone."""
+    return b"rasura secure aggregation round keys 1" + setting.digest() + pair[0] + pair[1]
+
+
+def read_entry(entry: bytes, setting: Setting) -> tuple[bytes, bytes]:
+    """The two keys of one client. Raises ``Refused`` unless one of the setting's identities, where there are any, signed
+    them for this round."""
+    pair = (entry[:KEY], entry[KEY : 2 * KEY])
+    if setting.identities:
+        signer = entry[2 * KEY : 3 * KEY]
+        if signer not in setting.identities:
+            raise Refused("the keys of a client are signed by somebody who is not on the list of identities")
+        if not verified(signer, entry[3 * KEY :], to_sign(setting, pair)):
+            raise Refused("the signature of a client's keys is not valid for these keys, this round and this model")
+    return pair
+
+
 def read_roster(data: object, setting: Setting) -> Round:
-    """The list of all clients' keys. Raises ``Refused`` for a list that is not in order, or that names a key twice."""
-    each = 2 * KEY
+    """The list of all clients' keys. Raises ``Refused`` for a list that is not in order, or that names a key twice, and
+    where identities are known for keys that they did not sign for this round."""
+    each = setting.entry
     count = (len(data) - HEAD) // each if isinstance(data, bytes) else 0
     if not 2 <= count <= MOST_CLIENTS:
         raise Refused(f"the list of keys names {count} clients; expected 2 to {MOST_CLIENTS}")
     body = body_of(data, ROSTER, setting.session, count * each)
-    keys = tuple((body[k : k + KEY], body[k + KEY : k + each]) for k in range(0, len(body), each))
+    entries = [body[k : k + each] for k in range(0, len(body), each)]
+    keys = tuple(read_entry(entry, setting) for entry in entries)
     if list(keys) != sorted(keys) or len({k for pair in keys for k in pair}) != 2 * count:
         raise Refused("the list of keys is not in order, or it names a key twice")
+    if setting.identities and len({entry[2 * KEY : 3 * KEY] for entry in entries}) != count:
+        raise Refused("the list of keys names an identity twice")
     return Round(setting, keys)
 
 

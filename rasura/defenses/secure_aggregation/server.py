@@ -63,6 +63,7 @@ class Server(Generic[Who]):
     setting: Setting
     stage: int = wire.KEYS
     _public: dict[Who, tuple[bytes, bytes]] = field(default_factory=dict)
+    _entries: dict[Who, bytes] = field(default_factory=dict)
     _index: dict[Who, int] = field(default_factory=dict)
     _sent: dict[int, _Sent] = field(default_factory=dict)
     _near: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -71,10 +72,13 @@ class Server(Generic[Who]):
     _answered: set[int] = field(default_factory=set)
 
     def keys(self, who: Who, data: object) -> None:
-        """Take a client's public keys."""
-        body = self._body(who, data, wire.KEYS, 2 * KEY)
-        pair = (body[:KEY], body[KEY:])
+        """Take a client's public keys. One that is not on the list of identities is refused here, or all others would refuse
+        the round."""
+        body = self._body(who, data, wire.KEYS, self.setting.entry)
+        pair = wire.read_entry(body, self.setting)
         taken = {k for p in self._public.values() for k in p}
+        if self.setting.identities and any(body[2 * KEY : 3 * KEY] == e[2 * KEY : 3 * KEY] for e in self._entries.values()):
+            raise Refused("its identity has already sent keys")
         if who in self._public or pair[0] == pair[1] or set(pair) & taken:
             raise Refused("it has already sent its keys, or the keys of another client")
         for key in pair:
@@ -83,7 +87,7 @@ class Server(Generic[Who]):
             )  # a key of low order is refused here, or its neighbours would refuse the round
         if len(self._public) >= MOST_CLIENTS:
             raise Refused(f"{MOST_CLIENTS} clients take part already")
-        self._public[who] = pair
+        self._public[who], self._entries[who] = pair, body
 
     def roster(self) -> dict[Who, bytes]:
         """End stage 1: the list of all keys, the same for all."""
@@ -100,7 +104,7 @@ class Server(Generic[Who]):
         self._index = {who: places[pair] for who, pair in self._public.items()}
         self._near = {k: neighbours(k, self._context, self._round.plan) for k in range(len(keys))}
         self.stage = wire.SHARES
-        message = wire.headed(wire.ROSTER, self.setting.session, b"".join(a + b for a, b in keys))
+        message = wire.headed(wire.ROSTER, self.setting.session, b"".join(sorted(self._entries.values())))
         return dict.fromkeys(self._index, message)
 
     def shares(self, who: Who, data: object) -> None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from rasura.core.ciphers import SigningKey
 from rasura.core.interfaces import InputError
 from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, agree, local_part, needs_keys
 from rasura.integrations.flower.capture import Capture, as_tensors, check_folder
 from rasura.integrations.flower.collector import Collector, RoundFailed
+from rasura.integrations.flower.identities import UNKNOWN, load_identity, make_identity, read_identities
 from rasura.integrations.flower.library import (
     ARRAYS,
     EXAMPLES,
@@ -33,12 +35,24 @@ from rasura.integrations.flower.library import (
     weighed,
 )  # fmt: skip
 from rasura.integrations.flower.rounds import Ticket, opened, protected
-from rasura.integrations.flower.scales import Scale, block_scales, each
-from rasura.integrations.flower.secure_sums import TRAIN, Call, Masking, State, answered
+from rasura.integrations.flower.scales import Scale, block_scales, each, read_scale
+from rasura.integrations.flower.secure_sums import KEYS, TRAIN, Call, Masking, State, answered
 
 __all__ = [
-    "Agreement", "Capture", "ClientSetup", "RoundFailed", "agree", "block_scales", "check_folder", "local_part",
-    "needs_keys", "protection_mod", "strategy",
+    "Agreement",
+    "Capture",
+    "ClientSetup",
+    "RoundFailed",
+    "agree",
+    "block_scales",
+    "check_folder",
+    "load_identity",
+    "local_part",
+    "make_identity",
+    "needs_keys",
+    "protection_mod",
+    "read_identities",
+    "strategy",
 ]  # fmt: skip
 
 KEPT = "rasura-secure-sum"
@@ -47,10 +61,12 @@ KEPT = "rasura-secure-sum"
 
 @dataclass(frozen=True)
 class ClientSetup:
-    """What ``protection_mod`` needs: the agreement with the clients' secret keys, and how many ``processes`` encrypt."""
+    """What ``protection_mod`` needs: the agreement with the clients' secret keys, how many ``processes`` encrypt, and this
+    client's ``identity``, where the agreement has identities."""
 
     agreement: Agreement
     processes: int = 1
+    identity: SigningKey | None = field(default=None, repr=False)
 
 
 def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, Callable[[Any, Any], Any]], Any]:
@@ -79,10 +95,8 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
         # Taken away first: where the client refuses, its secret is gone.
         kept = {} if call is None else dict(context.state.pop(KEPT, {}))
         if call is not None and call.stage != TRAIN:
-            answer, state = answered(client.agreement, call, kept)
-            _keep(context, state)
-            return app.Message(app.RecordDict({RECORD: app.ConfigRecord({"message": answer})}), reply_to=message)
-        first = _scale(told["first-scale"], client.agreement)
+            return app.Message(_staged(client, call, kept, context), reply_to=message)
+        first = read_scale(told["first-scale"], client.agreement.start)
         ticket = Ticket(int(told["round"]), str(told["nonce"]), int(told["max-examples"]), first, told["aggregate"])
         received = as_tensors({n: a.numpy() for n, a in message.content[ARRAYS].items()})
         before = opened(client.agreement, received, ticket.aggregate)
@@ -114,6 +128,16 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
     return mod
 
 
+def _staged(client: ClientSetup, call: Call, kept: State, context: Any) -> Any:
+    """The records that answer any stage of a secure sum but the training."""
+    app, _ = flower()
+    if call.stage == KEYS and not client.agreement.identities:
+        log(f"round {call.number}: {UNKNOWN}")
+    answer, state = answered(client.agreement, call, kept, client.identity)
+    _keep(context, state)
+    return app.RecordDict({RECORD: app.ConfigRecord({"message": answer})})
+
+
 def _keep(context: Any, state: State | None) -> None:
     app, _ = flower()
     if state is not None:
@@ -125,14 +149,6 @@ def _masking(agreement: Agreement, call: Call, kept: State, ticket: Ticket, weig
     made = Masking(agreement, call, kept, ticket.first_scale, ticket.max_examples)
     made.check(weights)
     return made
-
-
-def _scale(told: Any, agreement: Agreement) -> Scale:
-    """The first scale that a server states: a number, or one for each tensor. Raises ``InputError`` for anything else."""
-    several = isinstance(told, list) and len(told) == len(agreement.start)
-    found = dict(zip(agreement.start, told)) if several else told
-    each(found, agreement.start)
-    return found  # type: ignore[no-any-return]  # checked just now
 
 
 def _called(told: Any) -> Call | None:

@@ -34,7 +34,8 @@ class Agreement:
     """``start``: the public weights that training starts from, by parameter name; ``sealed``: true where an entry is sealed,
     for every name, or empty; ``keys``: the scheme's context, the clients' secret one or the server's public one. ``masked``:
     true where an entry is summed securely instead, and then ``least``: a sum of fewer clients is never opened; ``noise``:
-    the deviation of the noise in the sum, as a multiple of ``clip``, the largest norm of a client's update.
+    the deviation of the noise in the sum, as a multiple of ``clip``, the largest norm of a client's update; ``identities``:
+    the public keys of all who may take part, empty where that is not checked.
 
     The mask is made once, from the public start, so it reveals nothing about any text and is the same in every round.
     """
@@ -49,6 +50,7 @@ class Agreement:
     least: int = 3
     noise: float = 0.0
     clip: float = 1.0
+    identities: tuple[bytes, ...] = ()
 
     @property
     def hidden(self) -> Mapping[str, Tensor]:
@@ -108,12 +110,14 @@ def agree(
     *,
     min_clients: int = MIN_CLIENTS,
     allow_few_clients: bool = False,
+    identities: tuple[bytes, ...] = (),
 ) -> Agreement:
     """The agreement for training the parameters of ``model`` that require gradients.
 
     ``model`` must be the same for all: the published weights, with a head drawn from a seed. With secure aggregation, a
     client refuses to open a sum of fewer than ``min_clients``, and less than three are refused without
-    ``allow_few_clients``. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
+    ``allow_few_clients``; with ``identities`` (``read_identities``), it checks that each key of a round was signed by one of
+    them. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
     keys, and keys of another scheme.
     """
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -133,7 +137,7 @@ def agree(
             check_few(min_clients, allow_few_clients)
             masked = sealing.agreed_mask(settings, model, list(start), seed)
             digest = mask_digest({n: ~m for n, m in masked.items()})
-            sums = (masked, min_clients, settings.noise, settings.clip)
+            sums = (masked, min_clients, settings.noise, settings.clip, identities)
             return Agreement(defense, start, {}, None, _digest(start), digest, *sums)
         if keys is None:
             raise InputError("sealing needs keys; make them with rasura keys, and pass clients.secret or server.public")

@@ -22,6 +22,7 @@ from rasura.defenses import homomorphic, homomorphic_keys, sealing
 from rasura.defenses.secure_aggregation.noise import NORM
 from rasura.defenses.secure_aggregation.server import RoundEnded
 from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, check_few, check_sums, read_scales
+from rasura.integrations.flower.identities import UNKNOWN
 from rasura.integrations.flower.rounds import Ticket
 from rasura.integrations.flower.scales import Scale, each
 from rasura.integrations.flower.secure_sums import Ask, SecureSums, terms_digest
@@ -92,6 +93,8 @@ class Collector:
     def begin(self, number: int, nodes: Sequence[int], ask: Ask) -> dict[int, bytes]:
         """Start the secure sum of a round: what each client that goes on needs to mask. Raises ``RoundFailed`` where too few
         clients answer."""
+        if not self.agreement.identities:
+            self.log(f"round {number}: {UNKNOWN}")
         model = terms_digest(self.agreement, self.clear, self.max_examples, self.first_scale)
         self.secure = SecureSums(self.agreement, number, model, self.log, ask, self.ledger)
         try:

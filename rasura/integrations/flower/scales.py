@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -38,6 +39,15 @@ def each(scale: Scale, names: Iterable[str]) -> dict[str, float]:
         if isinstance(one, bool) or not isinstance(one, int | float) or not 2.0**LEAST <= one <= 2.0**MOST:
             raise InputError(f"the scale of {name} is {one!r}; expected a number from 2**{LEAST} to 2**{MOST}")
     return found
+
+
+def read_scale(told: object, names: Iterable[str]) -> Scale:
+    """The scale that a server states: a number, or one for each of ``names`` in order. Raises ``InputError`` for anything
+    else."""
+    wanted = list(names)
+    found: Any = dict(zip(wanted, told)) if isinstance(told, list) and len(told) == len(wanted) else told
+    each(found, wanted)
+    return cast(Scale, found)
 
 
 def exponents(scale: Scale, names: Iterable[str]) -> tuple[int, ...]:

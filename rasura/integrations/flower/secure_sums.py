@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rasura.accounting.distributed import SumLedger
+from rasura.core.ciphers import SigningKey
 from rasura.core.interfaces import InputError
 from rasura.core.values import Message
 from rasura.core.wire import mask_digest
@@ -65,7 +66,10 @@ def setting_of(agreement: Agreement, number: int, session: bytes, model: bytes) 
     if len(session) != SESSION:
         raise InputError(f"a session of {len(session)} bytes; expected {SESSION}")
     noise = f"discrete Gaussian, {agreement.noise} times the clip {agreement.clip}" if agreement.noise else ""
-    return Setting(session, number, model, agreement.count, agreement.bits, least=agreement.least, noise=noise)
+    return Setting(
+        session, number, model, agreement.count, agreement.bits, least=agreement.least, noise=noise,
+        identities=agreement.identities,
+    )  # fmt: skip
 
 
 def blocks_of(agreement: Agreement, first_scale: Scale) -> Blocks:
@@ -77,11 +81,13 @@ def blocks_of(agreement: Agreement, first_scale: Scale) -> Blocks:
 # The client
 
 
-def answered(agreement: Agreement, call: Call, state: State | None) -> tuple[bytes, State]:
+def answered(
+    agreement: Agreement, call: Call, state: State | None, identity: SigningKey | None = None
+) -> tuple[bytes, State]:
     """The answer to any stage but the training, and what to keep. Raises ``InputError`` where the client refuses."""
     setting = setting_of(agreement, call.number, call.session, call.model)
     if call.stage == KEYS:
-        client = Client(setting)
+        client = Client(setting, identity)
         return client.keys(), client.state()
     client = _resumed(setting, state)
     if call.stage == SHARES:

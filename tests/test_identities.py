@@ -1,0 +1,188 @@
+"""Identities: whose the keys of a round are. A replaced key, a replayed signature and a stranger are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flower_setting import LocalGrid, app_of, flower
+from rounds_setting import FIRST, model
+from secure_sum_setting import Side, setting_of
+
+from rasura.core.ciphers import SIGNATURE, SigningKey, verified
+from rasura.core.errors import InputError
+from rasura.defenses.secure_aggregation import messages as wire
+from rasura.defenses.secure_aggregation.client import Client
+from rasura.defenses.secure_aggregation.messages import Refused, Setting
+
+pytest.importorskip("cryptography")
+
+__all__ = ["flower"]
+
+KEYS = [SigningKey(bytes([k + 1]) * 32) for k in range(5)]
+KNOWN = tuple(sorted(k.public for k in KEYS[:4]))
+
+
+def side(count: int = 4, **given: Any) -> Side:
+    """A round of clients who have identities."""
+    made = Side(setting_of(identities=KNOWN, **given), count)
+    made.clients = {k: Client(made.setting, KEYS[k]) for k in range(count)}
+    return made
+
+
+def with_entry(roster: bytes, setting: Setting, place: int, entry: bytes) -> bytes:
+    """The list of keys with another client in the ``place``, in order."""
+    body = roster[wire.HEAD :]
+    entries = [body[k : k + setting.entry] for k in range(0, len(body), setting.entry)]
+    entries[place] = entry
+    return roster[: wire.HEAD] + b"".join(sorted(entries))
+
+
+def test_a_signature_is_of_one_key_and_one_text() -> None:
+    signature = KEYS[0].signed(b"one")
+    assert len(signature) == SIGNATURE and verified(KEYS[0].public, signature, b"one")
+    assert not verified(KEYS[1].public, signature, b"one") and not verified(KEYS[0].public, signature, b"two")
+    assert not verified(KEYS[0].public, b"", b"one") and not verified(b"short", signature, b"one")
+
+
+def test_a_round_of_identities_is_exact() -> None:
+    made = side()
+    assert np.array_equal(made.run().sums, made.expected()) and made.refused == []
+
+
+def test_a_key_that_the_server_put_in_is_refused_by_every_client() -> None:
+    """The server exchanges one client's keys for its own: with the old signature, with that of a key it made, and with
+    none."""
+    made = side()
+    for k, client in made.clients.items():
+        made.server.keys(k, client.keys())
+    roster = made.server.roster()[0]
+    own = Client(made.setting, KEYS[4])
+    pair = own._publics()
+    old = roster[wire.HEAD + 64 : wire.HEAD + made.setting.entry]
+    stranger = KEYS[4].public + KEYS[4].signed(wire.to_sign(made.setting, pair))
+    lent = old[:32] + KEYS[4].signed(wire.to_sign(made.setting, pair))
+    honest = dict(made.clients)
+    for signed, why in ((old, "not valid"), (stranger, "not on the list"), (lent, "not valid"), (bytes(96), "not on the")):
+        changed = with_entry(roster, made.setting, 0, b"".join(pair) + signed)
+        for client in honest.values():
+            fresh = Client.restored(made.setting, client.state())
+            if b"".join(fresh._publics()) in changed:
+                with pytest.raises(Refused, match=why):
+                    fresh.shares(changed)
+                assert fresh.stage == "ended" and fresh._secret == b""
+
+
+def test_a_signature_of_another_round_or_model_is_refused_as_a_replay() -> None:
+    for change in ({"session": os.urandom(16)}, {"number": 2}, {"model": b"\1" * 32}):
+        earlier = side()
+        message = earlier.clients[0].keys()
+        later = replace(earlier.setting, **change)  # type: ignore[arg-type]
+        made = Side(later, 4)
+        made.clients = {k: Client(later, KEYS[k]) for k in range(4)}
+        replayed = message[:1] + later.session + message[17:]
+        with pytest.raises(Refused, match="this round and this model"):
+            made.server.keys(0, replayed)
+        # Nor do clients take it from a server that does not check.
+        for k in (1, 2, 3):
+            made.server.keys(k, made.clients[k].keys())
+        roster = made.server.roster()[1]
+        with pytest.raises(Refused, match="this round and this model"):
+            made.clients[1].shares(roster[: wire.HEAD] + b"".join(_entries(roster, later, message[17:])))
+
+
+def _entries(roster: bytes, setting: Setting, more: bytes) -> list[bytes]:
+    body = roster[wire.HEAD :]
+    return sorted([*(body[k : k + setting.entry] for k in range(0, len(body), setting.entry)), more])
+
+
+def test_a_stranger_is_left_out_and_an_identity_counts_once() -> None:
+    made = side()
+    made.clients[3] = Client(replace(made.setting, identities=tuple(sorted([*KNOWN[:3], KEYS[4].public]))), KEYS[4])
+    found = made.run()
+    assert found.clients == 3 and "not on the list of identities" in made.refused[0][2]
+    with pytest.raises(Refused, match="no identity"):
+        Client(made.setting, KEYS[4]).keys()
+    with pytest.raises(Refused, match="no identity"):
+        Client(made.setting).keys()
+    again = side()
+    again.server.keys(0, again.clients[0].keys())
+    twice = Client(again.setting, KEYS[0]).keys()
+    with pytest.raises(Refused, match="already sent keys"):
+        again.server.keys(1, twice)
+    for k in (1, 2):
+        again.server.keys(k, again.clients[k].keys())
+    roster = again.server.roster()[1]
+    with pytest.raises(Refused, match="an identity twice"):
+        again.clients[1].shares(roster[: wire.HEAD] + b"".join(_entries(roster, again.setting, twice[17:])))
+
+
+def test_clients_with_other_lists_do_not_take_part_together() -> None:
+    made = side()
+    made.clients[2] = Client(replace(made.setting, identities=KNOWN[:3]), KEYS[2])
+    if KEYS[2].public in KNOWN[:3]:
+        assert made.run().clients == 3 and made.refused[0][1] == 2
+    with pytest.raises(InputError, match="ascending order"):
+        replace(made.setting, identities=(KNOWN[1], KNOWN[0]))
+    with pytest.raises(InputError, match="ascending order"):
+        replace(made.setting, identities=(b"short",))
+
+
+def test_files_of_identities_are_private_and_read_strictly(tmp_path: Path) -> None:
+    from rasura.integrations.flower.identities import load_identity, make_identities, make_identity, read_identities
+
+    listed = make_identities(tmp_path, 3)
+    keys = [load_identity(tmp_path / f"identity-{k}.secret") for k in range(3)]
+    assert read_identities(listed) == tuple(sorted(k.public for k in keys))
+    assert all((tmp_path / f"identity-{k}.secret").stat().st_mode & 0o777 == 0o600 for k in range(3))
+    with pytest.raises(InputError, match="already exists"):
+        make_identity(tmp_path / "identity-0.secret")
+    (tmp_path / "identity-0.secret").chmod(0o644)
+    with pytest.raises(InputError, match="can be read by other users"):
+        load_identity(tmp_path / "identity-0.secret")
+    first = listed.read_text().splitlines()[0]
+    for wrong in ("", "abc\n", f"{first}\n{first}\n", "zz" * 32):
+        (tmp_path / "wrong").write_text(wrong)
+        with pytest.raises(InputError):
+            read_identities(tmp_path / "wrong")
+
+
+@pytest.mark.usefixtures("flower")
+def test_flower_sums_with_identities_and_says_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    from rasura.integrations.flower import agree, strategy
+    from rasura.integrations.flower.collector import RoundFailed
+
+    def signed_by(keys: dict[int, SigningKey | None], identities: tuple[bytes, ...] = KNOWN) -> Any:
+        agreed = agree("sealing:all/by=secagg", model(), identities=identities)
+        apps = {k: app_of(agreed, identity=key) for k, key in keys.items()}
+        made = strategy(agreed, first_scale=FIRST)
+        made.start(grid=LocalGrid(keys, lambda node, message: apps[node](node, message)), num_rounds=1)
+        return made.figures[1]["counted"]
+
+    assert signed_by(dict(enumerate(KEYS[:4]))) == 4
+    assert "not authenticated" not in caplog.text
+    assert signed_by({**dict(enumerate(KEYS[:3])), 3: KEYS[4]}) == 3
+    assert "no identity that is on the list" in caplog.text and "not authenticated" not in caplog.text
+    with pytest.raises(RoundFailed, match="2 clients sent keys"):
+        signed_by({0: KEYS[0], 1: KEYS[1], 2: None})
+    assert signed_by(dict.fromkeys(range(3)), ()) == 3
+    # The server says it, and so does each client.
+    assert caplog.text.count("the keys of the clients are not authenticated") == 4
+
+
+def test_the_command_makes_identities(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from rasura.cli.keys import keys
+    from rasura.integrations.flower.identities import load_identity, read_identities
+
+    keys(tmp_path / "k", 2, "identity", True)
+    told = json.loads(capsys.readouterr().out)
+    assert {load_identity(p).public for p in told["secret"]} == set(read_identities(told["public"]))
+    keys(tmp_path / "one", 1, "identity", False)
+    assert "identity-0.secret" in capsys.readouterr().out
+    with pytest.raises(InputError, match="expected at least 1"):
+        keys(tmp_path / "none", 0, "identity", False)
