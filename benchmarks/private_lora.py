@@ -1,12 +1,13 @@
 """What LoRA adapters of a language model learn privately: accuracy at target epsilons and without privacy.
 
-python benchmarks/private_lora.py MODEL DATA/sst2.train.parquet DATA/sst2.validation.parquet --states FILE --out FILE
+python benchmarks/private_lora.py MODEL DATA/sst2.train.parquet DATA/sst2.validation.parquet --public DATA/cola.train.parquet
+(and --states FILE --out FILE)
 
-A text ends with `` It was``, and the model's rows of `` great`` and `` terrible`` are the classifier that training starts
-from. Adapters on the queries and values of the last ``--blocks`` blocks and the classifier are trained. The other blocks are
-frozen, and their states are computed once, in bfloat16. A measured lower bound of epsilon stands beside each run: white box,
-by gradient canaries in every step, and black box, by texts with the wrong label of which a fair coin says whether they are
-trained on (Steinke, Nasr and Jagielski 2023).
+A text ends with `` It was``. Adapters on the queries and values of the last block and a classifier on its last token are
+trained, in float32; the classifier starts as the model's rows of `` terrible`` and `` great``, on states centred by those of
+public texts. The other blocks are frozen, and their states are computed once, in bfloat16. A measured lower bound of epsilon
+stands beside each run: white box, by gradient canaries in every step, and black box, by texts with the wrong label, each
+trained on by a fair coin (Steinke, Nasr and Jagielski 2023).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import rasura
 from rasura.accounting import one_run_bound, right_guesses
@@ -36,19 +38,15 @@ SHORTEST, LONGEST, TOGETHER = 4, 24, 64
 
 
 @torch.no_grad()
-def states(
-    model: Any, tokenizer: Any, source: str, limit: int | None, least: int, blocks: int
-) -> tuple[list[Tensor], Tensor]:
-    """What the first trained block gets of each text, ``(tokens, hidden)``, and the labels; texts drawn at random, none
+def states(model: Any, tokenizer: Any, source: str, limit: int | None, least: int) -> tuple[list[Tensor], Tensor]:
+    """What the last block gets of each text, ``(tokens, hidden)``, and the labels; texts drawn at random, none
     twice."""
     every = [e for e in {e.text: e for e in load_examples(source)}.values() if len(e.text.split()) >= least]
     some = [every[k] for k in torch.randperm(len(every), generator=generator(0, "texts"))[:limit].tolist()]
     end = tokenizer.encode(ENDING)
     rows = [[*tokenizer.encode(e.text.strip())[: LONGEST - len(end)], *end] for e in some]
     kept: list[Tensor] = []
-    taken = model.model.layers[len(model.model.layers) - blocks].register_forward_pre_hook(
-        lambda module, args: kept.append(args[0].detach())
-    )
+    taken = model.model.layers[-1].register_forward_pre_hook(lambda module, args: kept.append(args[0].detach()))
     order = sorted(range(len(rows)), key=lambda k: len(rows[k]))
     out: dict[int, Tensor] = {}
     for start in range(0, len(order), TOGETHER):
@@ -64,34 +62,57 @@ def states(
 
 
 class Adapted(nn.Module):
-    """The last blocks of a Llama model with adapters, the final norm and two rows as a classifier, on given states."""
+    """The last block of a Llama model with adapters, its final norm and a classifier, on the states before that block.
 
-    def __init__(self, blocks: nn.Module, width: int, words: Tensor, rank: int, seed: int) -> None:
+    Only the last token's answer is computed. ``centre`` and ``size``: the mean of the final states of public texts, and the
+    root of their mean squared distance from it. The classifier starts as the rows of two words.
+    """
+
+    def __init__(self, body: Any, words: Tensor, rank: int, seed: int) -> None:
         super().__init__()
         config = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive(seed, "adapters"))
-            self.blocks = inject_adapter_in_model(config, copy.deepcopy(blocks))
-        self.classifier = nn.Linear(width, 2, bias=True)
+            self.body = inject_adapter_in_model(config, copy.deepcopy(body))
+        self.classifier = nn.Linear(words.shape[1], 2)
+        self.centre, self.size = torch.zeros(words.shape[1]), 1.0
         with torch.no_grad():
-            self.classifier.weight.copy_(words)
+            self.classifier.weight.copy_(words / words.norm(dim=1, keepdim=True))
             self.classifier.bias.zero_()
+
+    def final(self, states: Tensor, mask: Tensor) -> Tensor:
+        """The final states of the last token ``(batch, hidden)``."""
+        body: Any = self.body
+        layer = body.layers[0]
+        attention = layer.self_attn
+        normed = layer.input_layernorm(states)
+        rows, length, _ = states.shape
+        cos, sin = body.rotary_emb(states, torch.arange(length)[None])
+
+        def heads(found: Tensor) -> Tensor:
+            return found.view(rows, found.shape[1], -1, attention.head_dim).transpose(1, 2)
+
+        query = heads(attention.q_proj(normed[:, -1:]))
+        query, _ = apply_rotary_pos_emb(query, query, cos[:, -1:], sin[:, -1:])
+        key = heads(attention.k_proj(normed))
+        key, _ = apply_rotary_pos_emb(key, key, cos, sin)
+        mixed = nn.functional.scaled_dot_product_attention(
+            query, key, heads(attention.v_proj(normed)), attn_mask=mask[:, None, None].bool(), enable_gqa=True
+        )
+        after = states[:, -1] + attention.o_proj(mixed.transpose(1, 2).reshape(rows, -1))
+        out: Tensor = body.norm(after + layer.mlp(layer.post_attention_layernorm(after)))
+        return out
 
     def forward(self, states: Tensor, mask: Tensor, labels: Tensor) -> SequenceClassifierOutput:
         """The loss and the logits ``(batch, 2)`` of states ``(batch, tokens, hidden)`` that end at the last token."""
-        last = self.blocks(inputs_embeds=states, attention_mask=mask, use_cache=False).last_hidden_state[:, -1]
-        logits = self.classifier(last)
-        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits.float(), labels), logits=logits)
+        logits = self.classifier((self.final(states, mask) - self.centre) / self.size)
+        return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
 
 
-def cut(model: Any, blocks: int) -> Any:
-    """The last blocks of a Llama model and its final norm, in float32, without embeddings."""
+def cut(model: Any) -> Any:
+    """The last block of a Llama model and its final norm, frozen, in float32, without embeddings."""
     body = model.model
-    body.layers = body.layers[len(body.layers) - blocks :]
-    body.config.num_hidden_layers = blocks
-    for number, layer in enumerate(body.layers):
-        layer.self_attn.layer_idx = number
-    body.embed_tokens = None
+    body.layers, body.embed_tokens = body.layers[-1:], None
     for parameter in body.parameters():
         parameter.requires_grad_(False)
     return body.float()
@@ -113,8 +134,7 @@ def answers(model: Any, rows: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]
     for start in range(0, len(order), TOGETHER):
         part = order[start : start + TOGETHER]
         batch = collate([rows[k] for k in part])
-        with torch.autocast("cpu", torch.bfloat16):
-            logits = model(**batch).logits.float()
+        logits = model(**batch).logits
         losses[part] = nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
         right[part] = (logits.argmax(1) == batch["labels"]).float()
     return losses, right
@@ -134,9 +154,7 @@ def trained(model: Any, rows: list[tuple[Tensor, int]], target: float, options: 
     for _ in range(options.epochs):
         for batch in loader:
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = model(**batch).loss
-            loss.backward()
+            model(**batch).loss.backward()
             optimizer.step()
     return model, ledger, canaries
 
@@ -171,14 +189,24 @@ def prepared(options: Any) -> tuple[dict[str, Any], Any]:
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     if not options.states.exists():
         found = {
-            "test": states(model, tokenizer, options.test, None, 1, options.blocks),
-            "train": states(model, tokenizer, options.data, options.texts, SHORTEST, options.blocks),
+            "test": states(model, tokenizer, options.test, None, 1),
+            "train": states(model, tokenizer, options.data, options.texts, SHORTEST),
+            "public": states(model, tokenizer, options.public, 300, SHORTEST),
         }
         torch.save(found, options.states)
     known = torch.load(options.states)
     words = model.lm_head.weight[[tokenizer.encode(word)[0] for word in WORDS]].float().detach()
-    body = cut(model, options.blocks)
-    return known, lambda seed: Adapted(body, words.shape[1], words, options.rank, seed)
+    body = cut(model)
+    public = collate([(rows, 0) for rows in known["public"][0]])
+    with torch.no_grad():
+        ends = Adapted(body, words, 1, 0).final(public["states"], public["mask"])
+
+    def make(seed: int) -> Adapted:
+        made = Adapted(body, words, options.rank, seed)
+        made.centre, made.size = ends.mean(0), float((ends - ends.mean(0)).square().sum(1).mean().sqrt())
+        return made
+
+    return known, make
 
 
 def main() -> None:
@@ -187,28 +215,26 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("data")
     parser.add_argument("test")
+    parser.add_argument("--public", required=True, help="public texts, which say where final states lie")
     parser.add_argument(
         "--states", type=Path, required=True, help="file of the frozen blocks' states; made if it is missing"
     )
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines; what it holds is not done again")
     parser.add_argument("--texts", type=int, default=5000)
-    parser.add_argument("--longest", type=int, default=16, help="tokens of a training text, the ending included")
-    parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--canaries", type=int, default=200)
     parser.add_argument("--gradient-canaries", type=int, default=1000)
     parser.add_argument("--targets", type=float, nargs="+", default=[8.0, 0.0, 3.0], help="0: no privacy")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--batch-size", type=int, default=300)
-    parser.add_argument("--physical-batch-size", type=int, default=50)
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--batch-size", type=int, default=1000)
+    parser.add_argument("--physical-batch-size", type=int, default=100)
+    parser.add_argument("--learning-rate", type=float, default=5e-3)
     parser.add_argument("--clip", type=float, default=1.0)
     options = parser.parse_args()
     lines = Lines(options.out)
     held, make = prepared(options)
     known, test = (list(zip(rows, labels.tolist())) for rows, labels in (held["train"], held["test"]))
-    known = [(s, y) for s, y in known if len(s) <= options.longest]
     _, right = answers(make(0), test)
     labels = torch.tensor([y for _, y in test])
     weights = sum(p.numel() for p in make(0).parameters() if p.requires_grad)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from audit_setting import NAMES, model_folder
+from commands import rasura_command, refused
 from private_setting import DATA, collate
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -15,6 +20,8 @@ import rasura
 from rasura.core.interfaces import InputError
 from rasura.runs.diagnosis import Diagnosis
 from rasura.testing.tiny import tiny
+
+__all__ = ["model_folder"]
 
 pytest.importorskip("dp_accounting")
 
@@ -122,3 +129,22 @@ def test_gradients_that_are_not_finite_give_no_ratio() -> None:
 def test_what_cannot_be_judged_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         told(**options)
+
+
+def test_the_command_says_the_same(tmp_path: Path, model_folder: Path) -> None:
+    rows = [{"text": f"{name} met {other}", "label": k % 2} for k, (name, other) in enumerate(pairwise(NAMES))]
+    data = tmp_path / "texts.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    common = ["diagnose", data, "--model", model_folder, "--examples", 1000, "--batch-size", 50, "--epochs", 2, "--texts"]
+    asked = [*common, len(rows), "--defense", "dp-sgd:clip=100", "--target-epsilon", 1]
+    done = rasura_command(*asked, "--private")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "1. These" in done.stdout and "no epsilon counts it" in done.stdout and "times above the median norm" in done.stdout
+    )
+    told = json.loads(rasura_command(*asked, "--public", "--json").stdout)
+    assert told["steps"] == 40 and told["clip"] == 100 and len(told["norms"]) == len(rows)
+    assert not any("no epsilon counts it" in one for one in told["findings"])
+    assert "texts of" in refused(*common, len(rows) + 1, "--public", "--target-epsilon", 1)
+    assert "a diagnosis needs dp-sgd or normalised" in refused(*common, 4, "--public", "--defense", "none")
+    assert rasura_command(*common, 4, "--target-epsilon", 1).returncode == 2  # whether the texts are public must be said

@@ -19,7 +19,7 @@ from rasura.runs.plans import Plan
 
 __all__ = ["model_folder"]
 
-BIG = ("audit", "read", "calibrate", "train", "membership", "reproduce", "check-dp")
+BIG = ("audit", "read", "calibrate", "train", "membership", "reproduce", "check-dp", "diagnose")
 PLANNED = {
     "task": "task", "attack": "attacks", "defense": "defenses", "update": "updates", "threat": "threats",
     "batch_size": "batch_sizes", "seeds": "seeds", "seed": "seed", "max_memory": "max_memory",

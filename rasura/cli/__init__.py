@@ -11,6 +11,7 @@ from rasura.cli import (
     calibrate,
     canaries,
     check_dp,
+    diagnose,
     evidence,
     keys,
     membership,
@@ -27,13 +28,13 @@ from rasura.cli.shared import app, err, say
 from rasura.core.errors import InputError
 
 __all__ = [
-    "about", "account", "app", "audit", "calibrate", "canaries", "check_dp", "evidence", "keys", "main", "membership", "new",
-    "obfuslm", "playground", "read", "service", "study", "train",
+    "about", "account", "app", "audit", "calibrate", "canaries", "check_dp", "diagnose", "evidence", "keys", "main",
+    "membership", "new", "obfuslm", "playground", "read", "service", "study", "train",
 ]  # fmt: skip
 
 _ORDER = (
     "audit", "read", "report", "compare", "bundle", "reproduce", "calibrate", "train", "membership",
-    "account", "check-dp", "keys", "new", "playground", "study", "serve", "list", "doctor",
+    "diagnose", "account", "check-dp", "keys", "new", "playground", "study", "serve", "list", "doctor",
 )  # fmt: skip
 app.registered_commands.sort(key=lambda c: _ORDER.index(c.name or getattr(c.callback, "__name__", "")))
 panelled(app)

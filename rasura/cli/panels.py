@@ -15,7 +15,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "file", "data", "text", "updates", "watch", "source", "model", "task", "members", "non_members", "rows",
         "batch_size", "limit", "config", "num_labels", "truncate", "max_length", "labels", "lengths", "dropout",
         "frozen_embeddings", "how", "update", "before", "before_round", "names_from", "hidden", "allow_pickle", "train",
-        "test", "train_limit", "holdout", *COLUMNS,
+        "public", "test", "train_limit", "holdout", *COLUMNS,
     ),
     "Adversary": (
         "threat", "attack", "reference", "language_model", "budget", "max_memory", "entries", "candidates",
@@ -46,6 +46,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "audit": {"service": "Input", "clients": "Input"},
     "train": {"service": "Protections", "batch_size": "Training", "update": "Training"},
     "membership": {"batch_size": "Training"},
+    "diagnose": {"batch_size": "Training", "examples": "Training", "texts": "Input"},
     "check-dp": {
         "batch_size": "Clients and rounds",
         "epochs": "Clients and rounds",
