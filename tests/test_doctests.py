@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -12,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "rasura").rglob("*.py")
-    if "\n    >>> " in path.read_text(encoding="utf-8")
+    if re.search(r"^ +>>> ", path.read_text(encoding="utf-8"), re.M)
 )
 
 

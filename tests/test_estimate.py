@@ -16,8 +16,10 @@ from rasura.cli import progress, shared
 from rasura.core.run_store import RunStore
 from rasura.registry import ATTACKS, Adversaries
 from rasura.runs.audit import Audit
+from rasura.runs.calibration import Calibration
+from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.cells import Cell
-from rasura.runs.estimate import StepTime, cell_seconds, measured_step
+from rasura.runs.estimate import FIRST, StepTime, cell_seconds, measured_step
 
 __all__ = ["model_folder"]
 
@@ -26,10 +28,17 @@ NOBODY = Adversaries((), (), ())
 
 
 def seconds(
-    attack: str, tokens: int = 11, level: str = "default", step: StepTime = STEP, known: Adversaries = NOBODY
+    attack: str,
+    tokens: int = 11,
+    level: str = "default",
+    step: StepTime = STEP,
+    known: Adversaries = NOBODY,
+    *,
+    texts: int = 1,
+    causal: bool = False,
 ) -> float:
-    cell = Cell(attack, "fedsgd", "none", "honest-server", 1, 0, 0, "key")
-    return cell_seconds(cell, tokens, level, step, ATTACKS, known)
+    cell = Cell(attack, "fedsgd", "none", "honest-server", texts, 0, 0, "key")
+    return cell_seconds(cell, tokens, level, step, ATTACKS, known, causal=causal)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -44,6 +53,32 @@ def test_a_portfolio_runs_to_its_end_where_no_exact_attack_knows_the_protection(
     noise = Adversaries(("pursuit", "grab"), (), ())
     assert seconds("best", known=noise) > seconds("pursuit") + seconds("grab") - 1
     assert seconds("best", known=Adversaries(("span",), (), ())) == seconds("best")
+
+
+def test_a_portfolio_ends_with_what_its_specification_names_for_the_level() -> None:
+    portfolio = ATTACKS["best"].portfolio
+    assert portfolio is not None and portfolio.left_out == {"quick": frozenset({portfolio.instead})}
+    assert {*portfolio.always, portfolio.last, portfolio.instead} <= set(ATTACKS)
+    noise = Adversaries(("pursuit", portfolio.instead), (), ())
+    for level, last in (("quick", portfolio.last), ("default", portfolio.instead)):
+        members = sum(seconds(a, level=level) - seconds("blind", level=level) for a in ("pursuit", last))
+        assert seconds("best", level=level, known=noise) == pytest.approx(seconds("best", level=level) + members, rel=0.01)
+
+
+def test_several_texts_of_a_classifier_cost_more_than_one_of_their_length() -> None:
+    assert seconds("span", 256, texts=16) > 10 * seconds("span", 256)
+    assert seconds("span", 256, texts=16, causal=True) == seconds("span", 256)
+    assert seconds("tag", 256, texts=16) == seconds("tag", 256)
+
+
+def test_a_calibration_counts_what_is_read_once_only_once(tmp_path: Path, model_folder: Path) -> None:
+    plan = plan_for(model_folder, attacks=("blind", "span"), defenses=("dropout", "gaussian"))
+    prepared = Calibration(CalibrationPlan(plan, at_most=0.5, steps=1), tmp_path)
+    try:
+        settings = sum(one.strength.points for one in prepared.families)
+        assert FIRST < prepared.estimate() < FIRST + 10 * settings
+    finally:
+        prepared.close()
 
 
 def test_the_step_is_measured_on_the_shortest_and_the_longest_batch(model_folder: Path) -> None:
@@ -91,4 +126,4 @@ def test_without_a_terminal_lines_say_how_far_it_is(
     words = [word for text in TEXTS for word in ("--text", text)]
     common = ("--model", model_folder, "--attack", "blind", "--defense", "none", "--out", tmp_path / "run")
     done = rasura_command("audit", *words, *common)
-    assert "3 of 3 cells, 0:0" in done.stderr and "3 cells (0 done before), 3 texts; roughly" in done.stderr
+    assert re.search(r"3 of 3 cells, \d+:\d\d, ", done.stderr) and "3 cells (0 done before), 3 texts; roughly" in done.stderr

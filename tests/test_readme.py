@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from commands import rasura_command
 
+import rasura
 from rasura.registry import DEFENSES, SERVICE_PROTECTIONS
+from tools.picture_list import PICTURES, Bar
+from tools.pictures import drawn
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,10 +36,46 @@ def test_every_page_is_there_and_listed() -> None:
 
 def test_the_site_has_every_page_and_is_strict() -> None:
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    first, *parts = site["nav"]
-    listed = [first, *(page for part in parts for pages in part.values() for page in pages)]
-    assert sorted(listed) == sorted(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))
+
+    def pages(part: Any) -> list[str]:
+        if isinstance(part, str):
+            return [part]
+        return [page for one in (part.values() if isinstance(part, dict) else part) for page in pages(one)]
+
+    assert sorted(pages(site["nav"])) == sorted(
+        path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")
+    )
     assert site["strict"] and set(site["validation"].values()) == {"warn"}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^::: ([\w.]+)\.(\w+)$", page, re.M)
+    assert sorted(name for _, name in shown) == sorted(set(rasura.__all__) - {"__version__"})
+    for module, name in shown:
+        source = (ROOT / Path(*module.split("."))).with_suffix(".py").read_text(encoding="utf-8")
+        assert re.search(rf"^(class|def) {name}\b|^{name}\b.* = ", source, re.M), f"{name} is not defined in {module}"
+
+
+def test_every_picture_is_that_of_its_table() -> None:
+    folder = ROOT / "docs" / "pictures"
+    assert {path.stem for path in folder.glob("*.svg")} == {picture.name for picture in PICTURES}
+    for picture in PICTURES:
+        assert (folder / f"{picture.name}.svg").read_text(encoding="utf-8") == drawn(picture), (
+            f"{picture.name} differs from its table; draw it by python -m tools.pictures --write"
+        )
+        page = (ROOT / "docs" / "explanation" / f"{picture.name}.md").read_text(encoding="utf-8")
+        assert f"(../pictures/{picture.name}.svg)" in page
+        assert "## What holds" in page and "## What does not" in page
+
+
+def test_a_picture_refuses_a_row_that_is_not_there_or_there_twice() -> None:
+    for row in (("lamp-cos",), ("a method of nobody",)):
+        wrong = replace(PICTURES[0], bars=(Bar("one", row),))
+        with pytest.raises(ValueError, match="rows fit"):
+            drawn(wrong)
+    with pytest.raises(ValueError, match="no section"):
+        drawn(replace(PICTURES[0], section="nowhere"))
 
 
 def test_the_sharp_edges_name_every_protection() -> None:

@@ -60,21 +60,37 @@ WORK: Mapping[str, float] = {"quick": 0.25, "default": 1.0, "paper": 30.0}
 
 
 @dataclass(frozen=True, kw_only=True)
+class Portfolio:
+    """What a portfolio runs, by the names of attacks; used only for estimates.
+
+    ``always``: its attacks on every update. Where nothing is certain it also runs those that know the protection, and ends
+    with ``last``, or with ``instead`` if that knows the protection. ``left_out``: budget level -> attacks it does not run.
+    """
+
+    always: frozenset[str] = frozenset()
+    last: str
+    instead: str
+    left_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttackSpec(MethodSpec):
     """An attack on an update.
 
     ``make`` builds it. ``seconds`` is a rough cost in CPU seconds for one text of 11 tokens on MiniLM (or one image), used
     only for estimates: the cost on other models scales with their step. ``growth``: beyond that, the power of the number of
-    tokens with which the cost grows. ``work``: the factor of each budget level. ``last``: of a portfolio, the attack that it
-    ends with where nothing is certain. ``embedding``: it reads only the gradient of the word embedding. ``protection``: it
-    reads the protection itself, so it cannot run without one.
+    tokens with which the cost grows. ``pairs``: on several texts of a classifier, the product of texts and tokens from which
+    the cost grows with that product; 0: it does not. ``work``: the factor of each budget level. ``portfolio``: what it runs,
+    if it is one. ``embedding``: it reads only the gradient of the word embedding. ``protection``: it reads the protection
+    itself, so it cannot run without one.
     """
 
     make: Callable[[], Attack[Reconstruction]]
     seconds: float
     growth: float = 0.0
+    pairs: float = 0.0
     work: Mapping[str, float] = field(default_factory=lambda: WORK)
-    last: str = ""
+    portfolio: Portfolio | None = None
     tasks: frozenset[Task] = TEXT
     embedding: bool = False
     protection: bool = False

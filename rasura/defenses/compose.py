@@ -40,9 +40,11 @@ def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:
     Raises ``InputError``, with the names of both parts, if the stages are out of order (DATA < MODEL < AGGREGATE < WIRE), or
     if two parts aggregate. A wrong order is refused and not corrected, so that the description is what runs.
 
-    >>> from rasura.defenses.noise import gaussian_noise
-    >>> [part.mechanism for part in chain(gaussian_noise(0.1), gaussian_noise(0.2))]
-    [Gaussian(sigma=0.1, clip=1.0), Gaussian(sigma=0.2, clip=1.0)]
+    Examples:
+        >>> from rasura.defenses.noise import gaussian_noise
+        >>> [part.mechanism for part in chain(gaussian_noise(0.1), gaussian_noise(0.2))]
+        [Gaussian(sigma=0.1, clip=1.0), Gaussian(sigma=0.2, clip=1.0)]
+
     """
     flat: list[Transform[Any, Any, Any]] = []
     for part in parts:

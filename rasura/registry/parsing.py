@@ -31,8 +31,10 @@ def parse_defense(
     ``sealing``: what clients agreed on, by the names that ``rasura.defenses.sealing.sealing`` has for it. Raises
     ``InputError`` for unknown names, and for a parameter that is missing, out of range or not wanted.
 
-    >>> [part.mechanism for part in parse_defense("frozen-blocks:1+gaussian:0.01")]
-    [FrozenBlocks(n=1), Gaussian(sigma=0.01, clip=1.0)]
+    Examples:
+        >>> [part.mechanism for part in parse_defense("frozen-blocks:1+gaussian:0.01")]
+        [FrozenBlocks(n=1), Gaussian(sigma=0.01, clip=1.0)]
+
     """
     built = [_built(named(name, methods, "defense"), value, sealing or {}) for name, value in parts(text)]
     flat = [t for d in built for t in (d if isinstance(d, tuple) else (d,))]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -82,21 +83,21 @@ class Audit:
         self.data_name = data.name
         self.unavailable: dict[str, str] = {}
 
-    def estimate(self, store: RunStore | None = None) -> dict[str, float]:
-        """Rough CPU seconds of each cell, by its key, without those that ``store`` holds. Three steps are taken for it."""
+    def estimate(self, store: RunStore | None = None, *, first: float = FIRST) -> dict[str, float]:
+        """Rough CPU seconds of each cell, by its key, without those that ``store`` holds. Three steps are taken for it.
+        ``first``: what the first cell takes beyond the others."""
         left = [c for c in self.cells if store is None or c.key not in store]
         attacks, level = self.methods.attacks, self.plan.budget
         if self.data.images or not left:
             return {c.key: image_seconds(c, level, attacks) for c in left}
         batch = {c.key: self.batches[c.defense, c.batch_size][c.batch] for c in left}
         v, rng = self.victim, generator(self.plan.seed, "estimate")
-        taken = measured_step(
-            lambda b: step(v.model, b, task=v.task, vocabulary=v.vocabulary, rng=rng), list(batch.values())
-        )
+        taken = measured_step(partial(step, v.model, task=v.task, vocabulary=v.vocabulary, rng=rng), list(batch.values()))
         known = {d: self._adversaries(d) for d in {c.defense for c in left}}
         tokens = {key: int(b.input_ids.numel()) for key, b in batch.items()}
-        found = {c.key: cell_seconds(c, tokens[c.key], level, taken, attacks, known[c.defense]) for c in left}
-        return {**found, left[0].key: found[left[0].key] + FIRST}
+        causal, about = v.task == "causal", (level, taken, attacks)
+        found = {c.key: cell_seconds(c, tokens[c.key], *about, known[c.defense], causal=causal) for c in left}
+        return {**found, left[0].key: found[left[0].key] + first}
 
     def run(
         self, store: RunStore, progress: Callable[[Cell], None] | None = None, workers: Workers | None = None

@@ -10,6 +10,7 @@ setting found must pass a new audit with other seeds.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
 from rasura.runs.audit import Audit
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.cells import Cell
+from rasura.runs.estimate import FIRST
 from rasura.runs.plans import COLUMNS, Plan
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
@@ -81,12 +83,17 @@ class Calibration:
         )  # fmt: skip
 
     def estimate(self) -> float:
-        """Rough CPU seconds from the beginning, without training."""
-        found = 0.0
-        for one in self.families:
-            audit = Audit(replace(self.plan, defenses=(one.setting(0.5),)), victim=self.victim, baseline=False)
-            found += sum(audit.estimate().values()) * (one.strength.points + self.wanted.steps + 2)
-        return found
+        """Rough CPU seconds from the beginning, without training: every setting that is tried first or between two of these,
+        and the setting found with its baseline on fresh texts."""
+        settings = dict.fromkeys(("none", *(one.rest for one in self.families), *self.defenses))
+        audit = Audit(replace(self.plan, defenses=tuple(settings)), victim=self.victim)
+        told = audit.estimate(first=0.0)
+        seconds: dict[str, float] = defaultdict(float)
+        for cell in audit.cells:
+            seconds[cell.defense] += told[cell.key]
+        middle = [one.setting(one.strength.positions()[one.strength.points // 2]) for one in self.families]
+        found = FIRST + sum(seconds.values()) + seconds["none"]
+        return found + (self.wanted.steps + 1) * sum(seconds[setting] for setting in middle)
 
     def close(self) -> None:
         """Close the store."""

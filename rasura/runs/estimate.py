@@ -21,11 +21,8 @@ REFERENCE_TOKENS = 11
 BESIDE = 0.1
 """CPU seconds of a cell beside the attack and the step: the blind guess and the metrics."""
 
-FIRST = 4.0
-"""CPU seconds of the first cell beyond that: what the metrics read once, such as WordNet."""
-
-EXACT = frozenset({"span", "mask-positions"})
-"""Attacks that a portfolio runs on every update, whether or not they know its protection."""
+FIRST = 5.0
+"""CPU seconds of the first cell of a process beyond that: what the metrics read once, such as WordNet."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +59,32 @@ def _seconds(take: Callable[[Batch], object], batch: Batch) -> float:
 
 
 def cell_seconds(
-    cell: Cell, tokens: int, level: str, step: StepTime, attacks: Mapping[str, AttackSpec], known_by: Adversaries
+    cell: Cell,
+    tokens: int,
+    level: str,
+    step: StepTime,
+    attacks: Mapping[str, AttackSpec],
+    known_by: Adversaries,
+    *,
+    causal: bool = False,
 ) -> float:
-    """Rough CPU seconds of ``cell``, whose batch has so many ``tokens`` in all; ``known_by``: who knows its protection."""
+    """Rough CPU seconds of ``cell``, whose batch has so many ``tokens`` in all; ``known_by``: who knows its protection.
+    ``causal``: the model predicts the next token, whose texts are told apart one by one."""
     own, scale = step(tokens), tokens / REFERENCE_TOKENS
+    pairs = 0 if causal or cell.batch_size == 1 else cell.batch_size * tokens
 
     def cost(spec: AttackSpec) -> float:
-        return float(spec.seconds * spec.work[level] * (own / REFERENCE_SECONDS) * scale**spec.growth)
+        several = max(1.0, pairs / spec.pairs) if spec.pairs else 1.0
+        return float(spec.seconds * spec.work[level] * (own / REFERENCE_SECONDS) * scale**spec.growth * several)
 
     spec = attacks[cell.attack]
     seconds = cost(spec)
-    if spec.last and (hard := [a for a in known_by.attacks if a not in EXACT and a in attacks]):
-        # Nothing is certain there, so that the portfolio runs to its end.
-        slow = {"grab"} if level == "quick" else set()  # which a portfolio leaves out there
-        ends = {spec.last} if slow or "grab" not in hard else set()
-        seconds += sum(cost(attacks[a]) for a in {*hard, *ends} - slow)
+    if (portfolio := spec.portfolio) is not None:
+        beyond = {*portfolio.always, *portfolio.left_out.get(level, ())}
+        if hard := {a for a in known_by.attacks if a in attacks} - portfolio.always:
+            # Nothing is certain there, so that the portfolio runs to its end.
+            ends = portfolio.instead if portfolio.instead in hard - beyond else portfolio.last
+            seconds += sum(cost(attacks[a]) for a in {*(hard - beyond), ends})
     return own + BESIDE + seconds
 
 

@@ -42,9 +42,11 @@ class Plan:
     ``label_column``: unusual column names of ``data`` and ``reference``. ``label_names``: the names of labels that are text
     in ``data``; the audit fills it in.
 
-    >>> plan = Plan(attacks=("blind", "span"), defenses=("none", "dropout:0.1"), limit=8).checked()
-    >>> plan.defenses
-    ('none', 'dropout:0.1')
+    Examples:
+        >>> plan = Plan(attacks=("blind", "span"), defenses=("none", "dropout:0.1"), limit=8).checked()
+        >>> plan.defenses
+        ('none', 'dropout:0.1')
+
     """
 
     model: str = "minilm"

@@ -20,8 +20,11 @@ from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span_matching import SpanMatching
 from rasura.core.interfaces import Attack, AttackFailed, Budget, NotApplicable
 from rasura.core.rng import child
-from rasura.core.specs import AttackSpec, Home
+from rasura.core.specs import AttackSpec, Home, Portfolio
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
+
+LEFT_OUT: Mapping[str, frozenset[str]] = {"quick": frozenset({"grab"})}
+"""Budget level -> attacks that are too slow for it."""
 
 _CERTAINTY = {"verified": 3, "span": 2, "matched": 1, "none": 0}
 
@@ -47,7 +50,8 @@ def _settled(guess: Reconstruction, seen: Observation) -> bool:
 def matching(seen: Observation, budget: Budget) -> Callable[[], GradientMatching]:
     """The last resort. In noise GRAB reads what no other does; elsewhere, and in a quick look, it is too slow for what it
     adds to DLG."""
-    return grab if budget.level != "quick" and (announced_noise(seen)[0] > 0 or shows_noise(seen)) else dlg
+    slow = "grab" in LEFT_OUT.get(budget.level, ())
+    return grab if not slow and (announced_noise(seen)[0] > 0 or shows_noise(seen)) else dlg
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,11 @@ SPEC = AttackSpec(
     source="Rasura",
     make=Best,
     seconds=0.8,
-    growth=0.3,
+    growth=0.15,
+    pairs=125.0,
     work={"quick": 0.9, "default": 1.0, "paper": 3.0},
-    last="dlg",
+    portfolio=Portfolio(
+        always=frozenset({"embedding-rows", "span", "mask-positions"}), last="dlg", instead="grab", left_out=LEFT_OUT
+    ),
     home=Home(reads=True),
 )

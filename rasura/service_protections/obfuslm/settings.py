@@ -19,8 +19,10 @@ class ObfuscationSettings:
     a cluster and a new random order within it. Then epsilon bounds how often the table alone tells a token
     (``synthesis.max_success``). Raises ``InputError`` for invalid values.
 
-    >>> ObfuscationSettings(k=4).plus
-    False
+    Examples:
+        >>> ObfuscationSettings(k=4).plus
+        False
+
     """
 
     k: int = 10

@@ -229,7 +229,8 @@ SPEC = AttackSpec(
     source="Petrov et al. 2024 (DAGER), sec. 4; extensions: see the module",
     make=Span,
     seconds=0.6,
-    growth=0.3,
+    growth=0.15,
+    pairs=125.0,
     work={"quick": 0.9, "default": 1.0, "paper": 3.0},
     home=Home(reads=True),
 )
@@ -240,7 +241,8 @@ DAGER = AttackSpec(
     source="Petrov et al. 2024 (DAGER), Algorithms 1 and 2",
     make=dager,
     seconds=0.6,
-    growth=0.3,
+    growth=0.15,
+    pairs=125.0,
     work={"quick": 0.9, "default": 1.0, "paper": 3.0},
     home=Home(reads=True),
 )

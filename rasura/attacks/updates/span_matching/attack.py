@@ -253,8 +253,8 @@ SPEC = AttackSpec(
     about="searches for one text that fits all visible layers",
     source="Rasura",
     make=SpanMatching,
-    seconds=17.0,
-    growth=1.0,
+    seconds=20.0,
+    growth=1.5,
     work={"quick": 0.5, "default": 1.0, "paper": 15.0},
     home=Home(reads=True),
 )
