@@ -304,6 +304,33 @@ def test_texts_are_searched_for_where_every_place_has_a_token() -> None:
         assert finder(holed, lengths)([start], 1, 4) == ([], []), "there is nothing to draw a text from"
 
 
+def test_a_token_that_is_not_likely_is_tried_where_a_text_does_not_fit(minilm_path: Path) -> None:
+    texts = ["mary is here now", "he lost it , again", "we saw her leave early today"]
+    seen, ids = seen_of(minilm_path, texts, [0, 1, 1], "fedsgd")
+    score = checker(seen, {}, Inputs(seen.model))
+    assert score is not None
+    anywhere = {n: [(t, 0) for t in dict.fromkeys(t for row in ids for t in row)] for n in range(max(map(len, ids)))}
+    missing = {(2, ids[0][2]), (4, ids[1][4])}
+    likely = {n: [(row[n], 0) for row in ids if n < len(row) and (n, row[n]) not in missing] for n in anywhere}
+    frame = seen.vocabulary
+    find = Finder(anywhere, score, prefix=frame.prefix, suffix=frame.suffix, lengths=None, rng=generator(0), likely=likely)
+    found, _ = find([], 3, 24)
+    assert sorted(found) == sorted(tuple((t, 0) for t in row) for row in ids)
+
+
+def test_a_layer_that_tells_fewer_inputs_apart_than_the_first_one_judges_no_text(minilm_path: Path) -> None:
+    """32 texts of 150 words hold more tokens than MiniLM has dimensions, and a gap among its singular values is none."""
+    victim = load(minilm_path, "classification")
+    rows = torch.randint(2000, 2150, (32, 16), generator=generator(3))
+    rows[:, 0], rows[:, -1] = victim.vocabulary.prefix[0], victim.vocabulary.suffix[-1]
+    seen = seen_by_server(victim.model, batch_of(rows.tolist(), "classification", [0, 1] * 16), "classification")
+    inputs = Inputs(seen.model)
+    spaces = block_spaces(seen, visible_blocks(seen)[:1])
+    mistaken = checker(seen, {}, inputs)
+    assert mistaken is not None and mistaken.space.rank < spaces[0].rank / 2
+    assert checker(seen, spaces, inputs) is None
+
+
 def test_a_short_text_is_no_better_than_one_with_a_single_wrong_word(minilm_path: Path) -> None:
     """Of a trained model the frame alone lies nearer to the row space than a text that is nearly right."""
     texts = ["mary is here now", "he lost it , again", "we saw her leave early today"]
@@ -317,8 +344,12 @@ def test_a_short_text_is_no_better_than_one_with_a_single_wrong_word(minilm_path
         likely=anywhere,
     )  # fmt: skip
     assert min(find.lengths) == 3, "a text of no word is none"
-    wrong = [tuple((ids[k - 1][2] if n == 2 else t, 0) for n, t in enumerate(row)) for k, row in enumerate(ids)]
-    found, _ = find([], 3, 0, near=wrong)
+
+    def row(place: int, token: int) -> Row:
+        return Row(place, token, 0, torch.zeros(0), 0.0)
+
+    wrong = [[row(n, ids[k - 1][2] if n == 2 else t) for n, t in enumerate(text)] for k, text in enumerate(ids)]
+    found, _ = find(wrong, 3, 0)
     assert sorted(found) == sorted(tuple((t, 0) for t in row) for row in ids)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ MAX_ALIKE = 2
 MAX_COPIES = 16
 """Where the batch size is unknown: how many texts may share a token at one position, and how many ways of filling a batch
 with copies are tried."""
-
-AGAIN = 3
-"""Random texts tried among the likely tokens, for each text that is missing."""
 
 
 def _attention_heads(model: torch.nn.Module) -> int:
@@ -61,9 +58,12 @@ def assembled(
             if row.position not in best or row.residual < best[row.position].residual:
                 best[row.position] = row
         return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
+    ambiguous = not active and len(rows) > spaces[0].rank  # more rows than dimensions have no coefficients of their own
+    first = likely(visible_gradients(seen, inputs.parts.blocks[0].qkv), spaces[0], rows) if ambiguous else rows
+    rows = first if score is None else rows
     groups: list[list[int]] = []
     likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
-    if len(rows) <= spaces[0].rank or score is None:  # more rows than dimensions have no coefficients of their own
+    if not ambiguous or score is None:
         x = torch.stack([r.input for r in rows])
         found = affinity(seen, inputs.parts.blocks[0], x, spaces[0], _attention_heads(seen.model))
         likeness = likeness if found is None else found
@@ -74,27 +74,15 @@ def assembled(
     if score is None:
         return [_strongest(rows, group, likeness) for group in groups if group]
     frame = seen.vocabulary
-    lengths = seen.lengths if Grant.LENGTHS in seen else None
-
-    def finder(some: Sequence[Row], first: Sequence[Row] | None = None) -> Finder:
-        return Finder(
-            choices(some), score, prefix=frame.prefix, suffix=frame.suffix, lengths=lengths, rng=rng,
-            likely=choices(first or some),
-        )  # fmt: skip
-
-    everywhere = finder(rows)
-    if not everywhere.lengths:  # no token was found for some place of every text: they come back with holes
+    finder = Finder(
+        choices(rows), score, prefix=frame.prefix, suffix=frame.suffix, rng=rng, likely=choices(first),
+        lengths=seen.lengths if Grant.LENGTHS in seen else None,
+    )  # fmt: skip
+    if not finder.lengths:  # no token was found for some place of every text: they come back with holes
         groups = groups or [sorted(range(len(rows)), key=lambda i: rows[i].residual)]
         return [_strongest(rows, group, likeness) for group in groups if group]
     starts = [[rows[i] for i in group] for group in groups if group]
-    known: list[Text] = []
-    near: list[Text] = []
-    if len(rows) > spaces[0].rank:
-        some = likely(visible_gradients(seen, inputs.parts.blocks[0].qkv), spaces[0], rows)
-        known, near = finder(some)(starts, size, AGAIN * size)
-        near = near[: 2 * (size - len(known))]  # one token that is not likely keeps a text from being found
-        everywhere = finder(rows, some)
-    known, rest = everywhere([] if known else starts, size, restarts * size, known, near)
+    known, rest = finder(starts, size, restarts * size)
     return [list(text) for text in _filled_up(seen, known, rest, size)]
 
 

@@ -34,6 +34,10 @@ TOGETHER = 128
 SEGMENT = 4
 """Longest run of tokens that is moved at once."""
 
+DOUBTED = 4
+"""How many places, those of the largest residuals, are tried with every token that block 0 accepts there. Where two
+neighbours were wrong, both were among the first four."""
+
 KICKS = 2
 """How often a text that was not found is changed where its residual is largest, and then improved again."""
 
@@ -105,13 +109,16 @@ def checker(seen: Observation, spaces: Mapping[int, RowSpace], inputs: Inputs) -
     first = known.blocks[0]
     behind = [lin for lin in known.linears if lin.module.startswith(f"{first.module}.") and lin not in first.qkv]
     behind = [lin for lin in behind if _reads_tokens(inputs, lin.module)]
+    # A layer that has seen the context tells at least as many inputs apart as the first one; much less is a gap among
+    # singular values that is none, and texts of which nothing is told.
+    least = spaces[0].rank / 2 if 0 in spaces else 0
     for lin in behind[1:]:  # the first one ends the attention, and its inputs are mixtures that say little of one token
         gradients = visible_gradients(seen, [lin])
         space = row_space(gradients) if gradients and gradients[0].shape[1] == known.hidden else None
-        if space is not None:
+        if space is not None and space.rank >= least:
             return Checker(lin.module, space, inputs, pad_id)
     for block in known.blocks[1:]:
-        if block.index in spaces:
+        if block.index in spaces and spaces[block.index].rank >= least:
             return Checker(block.qkv[0].module, spaces[block.index], inputs, pad_id)
     return None
 
@@ -141,9 +148,10 @@ def rearranged(text: Sequence[T], begin: int, end: int, longest: int = 1) -> lis
 class Finder:
     """Finds the texts of a batch among the tokens ``allowed`` at each position, by descent from many starts.
 
-    ``likely``: those of the tokens that random starts are made of. ``prefix`` and ``suffix``: the tokenizer's own tokens
-    around a text; the suffix's last one ends it, or any token where there is none. ``lengths``: the lengths that a text may
-    have and for which tokens were found at every position; without any, no text can be found.
+    ``likely``: those of the tokens that texts are first made of; the others are tried where the residual is large.
+    ``prefix`` and ``suffix``: the tokenizer's own tokens around a text; the suffix's last one ends it, or any token where
+    there is none. ``lengths``: the lengths that a text may have and for which tokens were found at every position; without
+    any, no text can be found.
     """
 
     def __init__(
@@ -165,21 +173,14 @@ class Finder:
         shortest = self.begin + self.closing + 1
         self.lengths = [n for n in sorted(possible) if n >= shortest and all(k in allowed for k in range(n))]
 
-    def __call__(
-        self,
-        groups: Sequence[Sequence[Row]],
-        size: int,
-        restarts: int,
-        found: Sequence[Text] = (),
-        near: Sequence[Text] = (),
-    ) -> tuple[list[Text], list[Text]]:
-        """Up to ``size`` different texts of the batch, those ``found`` before among them, from texts ``near`` some, from
-        each group of rows, then from ``restarts`` random texts; and the other texts in which a search ended, best first."""
-        found = list(found)
+    def __call__(self, groups: Sequence[Sequence[Row]], size: int, restarts: int) -> tuple[list[Text], list[Text]]:
+        """Up to ``size`` different texts of the batch, from each group of rows, then from ``restarts`` random texts; and
+        the other texts in which a search ended, best first."""
+        found: list[Text] = []
         rest: dict[Text, float] = {}
         if not self.lengths:
             return found, []
-        for start in [*near, *map(self._of, groups), *[None] * restarts]:
+        for start in [*map(self._of, groups), *[None] * restarts]:
             if len(found) >= size:
                 break
             text, score = self._descended(start or self._random(found))
@@ -211,15 +212,18 @@ class Finder:
         used = {pair for text in found for pair in text}
         length, text = self.lengths[self._draw(len(self.lengths))], []
         for n in range(length):
-            options = self._options(n, n == length - 1, self.likely) or self._options(n, n == length - 1)
+            options = self._options(n, n == length - 1)
             options = [o for o in options if o not in used] or options
             text.append(options[self._draw(len(options))])
         return tuple(text)
 
-    def _options(self, place: int, last: bool, among: Choices | None = None) -> list[tuple[int, int]]:
-        """What may stand at ``place``: a closing token where it is the ``last`` place, any other token elsewhere."""
-        here = (self.allowed if among is None else among).get(place, [])
-        return [o for o in here if (o[0] in self.ends) == last] or here
+    def _options(self, place: int, last: bool) -> list[tuple[int, int]]:
+        """What likely stands at ``place``: a closing token where it is the ``last`` place, any other token elsewhere."""
+        for among in (self.likely, self.allowed):
+            here = [o for o in among.get(place, []) if (o[0] in self.ends) == last]
+            if here:
+                return here
+        return self.allowed.get(place, [])
 
     def _kicked(self, text: Text) -> Text:
         """``text`` with other tokens where its residual is large, at random."""
@@ -238,25 +242,39 @@ class Finder:
         last = float("inf")
         while best < last and not self.score.private(text):
             last = best
-            # All tokens of a place are tried at once.
-            for n in (torch.randperm(max(0, len(text) - self.begin), generator=self.rng) + self.begin).tolist():
-                here = self.allowed.get(n, []) if n < len(text) - 1 else self._options(n, last=True)
-                text, best = self._better(text, best, [(*text[:n], o, *text[n + 1 :]) for o in here if o != text[n]])
-            text, best = self._better(text, best, self._resized(text))
+            order = torch.randperm(max(0, len(text) - self.begin), generator=self.rng) + self.begin
+            text, best = self._replaced(text, best, order.tolist(), self.likely)
+            worst: list[int] = []
+            if best == last and self.likely != self.allowed:
+                missed, _ = self.score.each([text])[0]
+                worst = (missed[self.begin :].topk(min(DOUBTED, len(text) - self.begin)).indices + self.begin).tolist()
+                text, best = self._replaced(text, best, worst, self.allowed)
+            if best == last:
+                text, best = self._better(text, best, [*self._resized(text), *self._longer(text, worst, self.allowed)])
             if best == last:
                 text, best = self._better(text, best, self._permitted(rearranged(text, self.begin, len(text) - 1, SEGMENT)))
         return text, best
 
+    def _replaced(self, text: Text, best: float, places: Iterable[int], among: Choices) -> tuple[Text, float]:
+        """``text`` with the best of the tokens ``among`` each of ``places``; all tokens of a place are tried at once."""
+        for n in places:
+            here = among.get(n, []) if n < len(text) - 1 else self._options(n, last=True)
+            text, best = self._better(text, best, [(*text[:n], o, *text[n + 1 :]) for o in here if o != text[n]])
+        return text, best
+
     def _resized(self, text: Text) -> list[Text]:
-        """``text`` cut off, with one token less, or with one more."""
+        """``text`` cut off, with one token less, or with one that is likely more."""
         last = len(text) - 1
         out = [(*text[: n - 1], o) for n in self.lengths if n <= last for o in self._options(n - 1, last=True)]
         if last in self.lengths:
             out += self._permitted((*text[:n], *text[n + 1 :]) for n in range(self.begin, last))
-        if last + 2 in self.lengths:
-            more = ((*text[:n], o, *text[n:]) for n in range(self.begin, last + 1) for o in self._options(n, last=False))
-            out += self._permitted(more)
-        return out
+        return out + self._longer(text, range(self.begin, last + 1), self.likely)
+
+    def _longer(self, text: Text, places: Iterable[int], among: Choices) -> list[Text]:
+        """``text`` with one token more, of those ``among`` one of ``places``."""
+        if len(text) + 1 not in self.lengths:
+            return []
+        return self._permitted((*text[:n], o, *text[n:]) for n in places for o in among.get(n, []))
 
     def _permitted(self, texts: Iterable[Text]) -> list[Text]:
         return [text for text in texts if all(pair in self.allowed.get(n, ()) for n, pair in enumerate(text))]
