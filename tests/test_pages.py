@@ -135,6 +135,24 @@ def test_a_page_says_its_language_and_is_light(name: str, tmp_path: Path) -> Non
             )
 
 
+@pytest.mark.parametrize("name", LANGUAGES)
+def test_no_line_ends_within_a_figure_with_its_sign_its_interval_or_its_number(name: str, tmp_path: Path) -> None:
+    with written_in(name):
+        made = pages(tmp_path)
+    for one in made.values():
+        assert re.search(r"\d %|n = \d|\d (to|bis|à) \d", one) is None
+    assert re.search(r"\d\xa0(to|bis|à)\xa0\d+, n\xa0=\xa060", made["audit"])
+    mark = "." if name == "en" else ","
+    assert f">0{mark}1\xa0%<" in made["membership"], "ticks have the decimal mark of the language"
+
+
+def test_what_has_no_figure_is_not_crossed_by_the_line_of_the_target(tmp_path: Path) -> None:
+    tracks = re.findall(r'<svg class="track".*?</svg>', pages(tmp_path)["membership"], re.DOTALL)
+    without = [track for track in tracks if "no figure</text>" in track]
+    assert without and len(tracks) > len(without)
+    assert [track for track in tracks if ('class="target"' in track) == (track in without)] == []
+
+
 def test_an_assessment_is_in_the_language_asked_for() -> None:
     titles = {"de": "Datenschutz-Folgenabschätzung", "fr": "Analyse d'impact relative à la protection des données"}
     for name, title in titles.items():

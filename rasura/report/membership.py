@@ -265,5 +265,5 @@ def _plot(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> dict
         curves.append({"name": r["attack"], "points": points, "colour": colour, "y": 24 + 18 * len(curves)})
     steps = [10.0**-k for k in range(decades + 1)]
     guess = " ".join(point(10 ** (-decades * (1 - k / 40)), 10 ** (-decades * (1 - k / 40))) for k in range(41))
-    ticks = [{"label": f"{100 * s:g} %", "x": 60 + 340 * place(s), "y": 310 - 300 * place(s)} for s in steps]
+    ticks = [{"label": f"{number(100 * s, 'g')} %", "x": 60 + 340 * place(s), "y": 310 - 300 * place(s)} for s in steps]
     return {"curves": curves, "ticks": ticks, "guess": guess}

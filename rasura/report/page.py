@@ -29,7 +29,7 @@ from rasura.report.word import write_assessment
 
 ACTIVE = "a server that sends a crafted model (active attacks)"
 ACTIVE_SERVICE = "an operator who changes the model or its answers (active attacks)"
-REMEMBERED = "membership inference and memorization by the trained model (`rasura membership`)"
+REMEMBERED = "membership inference and memorization by the trained model (rasura membership)"
 
 
 def not_tested(records: Sequence[Mapping[str, Any]], *, service: bool = False) -> list[str]:

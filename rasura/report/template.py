@@ -15,6 +15,10 @@ COLOURS = tuple(f"var(--c{k})" for k in range(1, 7))
 """Of the curves in a plot, in their order: variables of ``base.html``, which differ in dark mode."""
 
 
+WHOLE = re.compile(r"(?<=\d) %|\bn = (?=\d)|(?<=\d) (?:to|bis|à) (?=\d)")
+"""Where no line ends: between a figure and its sign, in ``n = 60``, and in an interval."""
+
+
 def spaced(defense: str) -> str:
     """The name of a protection with room for a break between its parts: ``a + b``, ``k=10 / epsilon=0.1``."""
     return re.sub(r"(?<=[\w.])([+/])(?=[A-Za-z])", r" \1 ", defense)
@@ -49,4 +53,4 @@ def environment() -> Environment:
 def filled(name: str, **values: Any) -> str:
     """The template ``name`` with ``values``, escaped, as a string. Raises ``MissingExtra`` without Jinja2."""
     page = environment().get_template(name).render(values, language=current(), languages=LANGUAGES)
-    return re.sub(r"(?<=\d) %", "\N{NO-BREAK SPACE}%", page)  # no line ends between a figure and its sign
+    return re.sub(WHOLE, lambda found: found[0].replace(" ", "\N{NO-BREAK SPACE}"), page)
