@@ -8,13 +8,17 @@ them by name.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.checked import flag, number, rules, whole, word
 from rasura.core.errors import InputError
+from rasura.core.noise_mechanisms import Directional as Directional
+from rasura.core.noise_mechanisms import DpSgd as DpSgd
+from rasura.core.noise_mechanisms import Gaussian as Gaussian
+from rasura.core.noise_mechanisms import Laplace as Laplace
+from rasura.core.noise_mechanisms import Normalised as Normalised
 from rasura.core.protection import KNOWN, Protection
 from rasura.core.values import Mechanism, Stage
 
@@ -41,12 +45,6 @@ def mechanism(name: str, parameters: Mapping[str, Any] | None = None) -> Protect
 def typed(described: Mechanism) -> Protection:
     """``described`` as a typed protection; unchanged if it already is one. Raises as ``mechanism`` does."""
     return described if isinstance(described, Protection) else mechanism(described.name, described.parameters)
-
-
-def _texts(batch_size: int) -> int:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"a batch of {batch_size!r} texts; expected a whole number of at least 1")
-    return batch_size
 
 
 # Kinds of update, and the plain aggregation
@@ -80,98 +78,6 @@ class FedAvgSgd(_Trained, named="fedavg-sgd", at=Stage.AGGREGATE):
 @dataclass(frozen=True)
 class FedAvgAdamW(_Trained, named="fedavg-adamw", at=Stage.AGGREGATE):
     """Several steps of AdamW."""
-
-
-# Noise
-
-
-class _Clipped(Protection):
-    """Clipping before noise is added."""
-
-    clip: float
-
-    @property
-    def largest_norm(self) -> float:
-        return self.clip
-
-
-@dataclass(frozen=True)
-class Gaussian(_Clipped, named="gaussian", at=Stage.WIRE):
-    """The whole update clipped to the norm ``clip``, then Gaussian noise of deviation ``sigma`` on every visible entry."""
-
-    sigma: float = number(minimum=0)
-    clip: float = number(1.0, minimum=0, open="low", infinite=True)
-
-    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
-        return self.sigma
-
-
-@dataclass(frozen=True)
-class Laplace(_Clipped, named="laplace", at=Stage.WIRE):
-    """The whole update clipped to the norm ``clip``, then Laplace noise of ``scale`` b on every visible entry."""
-
-    scale: float = number(minimum=0)
-    clip: float = number(1.0, minimum=0, open="low", infinite=True)
-
-    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
-        return math.sqrt(2) * self.scale
-
-
-@dataclass(frozen=True)
-class DpSgd(_Clipped, named="dp-sgd", at=Stage.AGGREGATE):
-    """Each text's gradient clipped to ``clip``, noise of ``sigma * clip`` on their sum, divided by the number of texts.
-
-    The clip also bounds the mean of the texts' gradients. With Laplace noise, ``sigma * clip`` is its scale b, and the norm
-    is the L1 norm, which is at least the Euclidean one.
-    """
-
-    sigma: float = number(minimum=0, open="low")
-    clip: float = number(1.0, minimum=0, open="low")
-    noise: str = word("gaussian", words=("gaussian", "laplace"))
-
-    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
-        wide = math.sqrt(2) if self.noise == "laplace" else 1.0
-        return wide * self.sigma * self.clip / _texts(batch_size)
-
-
-@dataclass(frozen=True)
-class Normalised(_Clipped, named="normalised", at=Stage.AGGREGATE):
-    """Each text's gradient scaled to norm 1, Gaussian noise of ``sigma`` on their sum, divided by the number of texts."""
-
-    sigma: float = number(minimum=0, open="low")
-    clip: float = number(1.0, minimum=1, maximum=1)
-    noise: str = word("gaussian", words=("gaussian",))
-
-    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
-        return self.sigma / _texts(batch_size)
-
-
-@dataclass(frozen=True)
-class Directional(Protection, named="directional", at=Stage.AGGREGATE):
-    """The mean of one unit vector per text, drawn around its direction with concentration ``kappa`` (von Mises-Fisher)."""
-
-    kappa: float = number(minimum=0, open="low")
-    blocks: str = word("whole", words=("whole", "parameters"))
-
-    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
-        """The deviation of a draw from its expectation, spread evenly over ``entries``.
-
-        A draw has norm 1 and the expectation ``A mu``, so its total variance is ``1 - A^2``. ``A`` is a ratio of Bessel
-        functions, replaced here by a lower bound (Amos 1974). Parameters as blocks share kappa in proportion to their size,
-        which leaves the figure unchanged except for blocks of few entries. Without ``entries``: across the direction an
-        entry's variance is ``A / kappa``, at most ``1 / kappa``.
-        """
-        if entries is None:
-            return 1 / math.sqrt(self.kappa * _texts(batch_size))
-        if isinstance(entries, bool) or not isinstance(entries, int) or entries < 1:
-            raise ValueError(f"an update of {entries!r} entries; expected a whole number of at least 1")
-        half = (entries - 1) / 2
-        mean = self.kappa / (half + math.hypot(self.kappa, half + 1))
-        return math.sqrt((1 - mean**2) / (entries * _texts(batch_size)))
-
-    @property
-    def largest_norm(self) -> float:
-        return 1.0
 
 
 # What is left out, or coarser

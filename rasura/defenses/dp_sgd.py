@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rasura.core.following import of_count, of_sum
 from rasura.core.interfaces import InputError, Transform
 from rasura.core.mechanisms import DpSgd, Normalised
 from rasura.core.options import options
@@ -23,6 +24,9 @@ from rasura.core.values import Gradients, PerExample, Stage
 from rasura.defenses.compose import stateless
 
 NOISES = ("gaussian", "laplace")
+
+RATE = 0.2
+"""How fast the clip follows its quantile: the logarithm of its change over how far the fraction of norms is off."""
 
 
 def positive(name: str, knob: str, value: Any) -> float:
@@ -58,16 +62,48 @@ def _clipped_absolutely(each: Iterable[Gradients], clip: float) -> dict[str, Ten
     return out
 
 
-def dp_sgd(sigma: float, clip: float = 1.0, noise: str = "gaussian") -> Transform[PerExample, Gradients, None]:
+def _following(known: DpSgd) -> Transform[PerExample, Gradients, float]:
+    """``dp_sgd`` whose clip follows a quantile of the norms. The state is the clip of the next step."""
+    if known.quantile is None:
+        raise InputError("dp-sgd: expected a quantile")
+    quantile = known.quantile
+
+    def apply(examples: PerExample, clip: float, rng: Randomness) -> tuple[Gradients, float]:
+        counted = [0, 0]
+
+        def weigh(norms: Tensor) -> Tensor:
+            counted[0] += int((norms <= clip).sum())
+            counted[1] += len(norms)
+            return (clip / norms.clamp_min(1e-300)).clamp(max=1)
+
+        total = examples.weighted(weigh)
+        if counted[1] != examples.size:
+            raise InputError(f"dp-sgd: {counted[1]} norms of {examples.size} texts were seen, so none was released")
+        texts = examples.expected or examples.size
+        found = _released(total, examples, of_sum(known.sigma, texts) * clip, "gaussian", rng)
+        # Centred, so that a text changes the count by one half.
+        noisy = counted[0] - counted[1] / 2 + of_count(known.sigma, texts) * float(normal((1,), rng))
+        return found, clip * math.exp(-RATE * (noisy / texts + 0.5 - quantile))
+
+    return Transform(Stage.AGGREGATE, known, lambda model: known.clip, apply)
+
+
+def dp_sgd(
+    sigma: float, clip: float = 1.0, noise: str = "gaussian", quantile: float | None = None
+) -> Transform[PerExample, Gradients, Any]:
     """Clip every text's gradient to norm ``clip``, sum, add noise of ``sigma * clip`` to every entry, divide by the size.
 
     ``sigma`` is the noise multiplier: deviation of the Gaussian, or scale b of the Laplace noise, over the clipping norm.
-    For Laplace noise the norm is the L1 norm, as its guarantee requires. Raises ``InputError`` unless ``sigma`` and ``clip``
-    are above 0.
+    For Laplace noise the norm is the L1 norm, as its guarantee requires. ``quantile``: the clip changes after each step, so
+    that this fraction of the norms is below it, and ``clip`` is the first one (Andrew et al. 2021, algorithm 1, with rate
+    .2; texts in place of clients). The guarantee is that of ``sigma`` without a quantile: the sum gets as much more noise
+    as the count costs. Raises ``InputError`` unless ``sigma`` and ``clip`` are above 0.
     """
     width = positive("dp-sgd", "sigma", sigma) * positive("dp-sgd", "clip", clip)
     if noise not in NOISES:
         raise InputError(f"dp-sgd: noise is {noise!r}; expected {' or '.join(NOISES)}")
+    if quantile is not None:
+        return _following(DpSgd(sigma, clip, noise, quantile))
 
     def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         if noise == "gaussian" or not examples.size:
@@ -95,14 +131,14 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
 
 
 def described(text: str) -> Transform[PerExample, Gradients, None]:
-    """DP-SGD as written on the command line: ``1.0``, ``1.0/clip=0.5``, ``1.0/noise=laplace``."""
-    return dp_sgd(**options("dp-sgd", f"sigma={text}", {"sigma": 1.0, "clip": 1.0, "noise": "gaussian"}))
+    """DP-SGD as written on the command line: ``1.0``, ``1.0/clip=0.5``, ``1.0/noise=laplace``, ``1.0/quantile=0.5``."""
+    return dp_sgd(**options("dp-sgd", f"sigma={text}", {"sigma": 1.0, "clip": 1.0, "noise": "gaussian", "quantile": 0.5}))
 
 
 DP_SGD = DefenseSpec(
     name="dp-sgd",
     about="clips the gradient of each example to norm 1 and adds noise SIGMA to the sum: dp-sgd:1.0, "
-    "dp-sgd:1.0/clip=0.5/noise=laplace",
+    "dp-sgd:1.0/clip=0.5/noise=laplace, dp-sgd:1.0/clip=0.5/quantile=0.5",
     source="Abadi et al. 2016, Algorithm 1",
     make=described,
     example="dp-sgd:1.0/clip=0.5",

@@ -90,6 +90,7 @@ class _Protected:
             )
         self.expected, self.most = expected, most
         self.last: _Step | None = None
+        self.kept: dict[str, Any] = {}
         self.guard = put(model, self)
 
     def __call__(self, own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
@@ -130,13 +131,20 @@ class _Protected:
         self.ledger.room(draw)
         self.guard.watch()
         self.guard.forget()
-        defense, released = self._among(model, draw)
+        defense, counted = self._among(model, draw)
+        kept = dict(self.kept)
+
+        def released() -> None:
+            # Not before: a step that nobody counted must not change the next one.
+            self.kept = kept
+            counted()
+
         step = self.last = _Step(self.guard, self.ledger, draw, rows, isinstance(self.rng, SecretGenerator), released)
         self.guard.inside = True
         try:
             message, loss, _ = message_for(
                 model, inputs, rows, defense, self.rng, expected=self.expected, record=step.sizes.extend,
-                most=self.most, counts=counts,
+                most=self.most, counts=counts, kept=kept,
             )  # fmt: skip
         finally:
             self.guard.inside = False

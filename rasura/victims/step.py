@@ -20,6 +20,9 @@ from rasura.core.updates import changed
 from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Vocabulary
 from rasura.victims.per_example import by_owner, in_parts, per_example
 
+Kept = dict[str, Any]
+"""The state of an aggregation between the steps of one training."""
+
 Record = Callable[[Sequence[int]], None]
 """A function that records a release: the number of entries of each tensor that was released."""
 
@@ -80,11 +83,13 @@ def message_for(
     record: Record | None = None,
     most: int | None = None,
     counts: Sequence[int] | None = None,
+    kept: Kept | None = None,
 ) -> tuple[Message, float, float]:
     """The message for ``inputs`` of ``size`` texts under the MODEL, AGGREGATE and WIRE parts of ``defense``; the mean loss;
     and the wall-clock seconds of the WIRE part. ``record`` receives the result of the aggregation. ``most``: texts in memory
     at once, where texts are aggregated one by one; None for all. ``counts``: how many consecutive texts belong to each
-    person; these are then aggregated instead of texts."""
+    person; these are then aggregated instead of texts. ``kept``: what the aggregation keeps from one step of a training to
+    the next, such as a clip that follows the norms; None for a first step."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     losses: list[float] = []
 
@@ -100,7 +105,8 @@ def message_for(
             examples = by_owner(examples, counts)
         if by_stage[Stage.AGGREGATE]:
             part = by_stage[Stage.AGGREGATE][0]
-            entries, _ = part.apply(examples, part.init(model), rng)
+            kept = {} if kept is None else kept
+            entries, kept["state"] = part.apply(examples, kept.get("state", part.init(model)), rng)
         else:
             entries = mean()
         if record is not None:
@@ -126,6 +132,7 @@ def step(
     public: nn.Module | None = None,
     record: Record | None = None,
     most: int | None = None,
+    kept: Kept | None = None,
 ) -> Transcript:
     """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
 
@@ -134,7 +141,7 @@ def step(
     same masks. Masks from a ``SecretGenerator`` cannot be repeated. ``expected``: the mean batch size under random sampling;
     None for batches of a fixed size. ``public``: the model that the client knew before a server sent ``model``; protections
     of the data use it. ``record``: receives the number of entries of each aggregated tensor, where noise is drawn.
-    ``most``: texts in memory at once, as in ``message_for``.
+    ``most`` and ``kept`` as in ``message_for``.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(
@@ -150,7 +157,8 @@ def step(
     # Tensors may sit on another device than the caller's batch.
     inputs = batch.to(next(model.parameters()).device).inputs()
     message, loss, after = message_for(
-        model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record, most=most
+        model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record, most=most,
+        kept=kept,
     )  # fmt: skip
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:

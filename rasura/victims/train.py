@@ -113,6 +113,7 @@ class FineTuning:
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = recipe.course.optimizing(self.trained.values(), fused=True)
         self.history = History(epochs=[])
+        self.kept: dict[str, Any] = {}
         self.min_tokens = enough(defense, model, rows)
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -164,7 +165,7 @@ class FineTuning:
                 taken = step(
                     self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
                     expected=min(size, len(self.rows)) if self.poisson else None, record=record,
-                    most=self.recipe.physical_batch_size,
+                    most=self.recipe.physical_batch_size, kept=self.kept,
                 )  # fmt: skip
             for name, gradient in taken.message.gradients.items():
                 held.setdefault(name, []).append(gradient)
