@@ -245,7 +245,9 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
 def test_mechanisms_describe_and_import_no_method() -> None:
     allowed = {"rasura.core.values", "rasura.core.errors", "rasura.core.checked"}
     assert ours("rasura.core.protection") <= allowed
-    assert ours("rasura.core.mechanisms") <= allowed | {"rasura.core.protection"}
+    noise = {"rasura.core.protection", "rasura.core.following"}
+    assert ours("rasura.core.following") == set() and ours("rasura.core.noise_mechanisms") <= allowed | noise
+    assert ours("rasura.core.mechanisms") <= allowed | {"rasura.core.protection", "rasura.core.noise_mechanisms"}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if family(m) in FAMILIES - {"rasura.attacks"}])
