@@ -112,10 +112,10 @@ class Ledger:
                 f"this ledger has already counted {self.releases} releases; load a state before training begins"
             )
         runs, passes = read(state)
-        theirs, own = ((n, f"{unit}s") for n, unit in (
-            (state["examples"], state.get("unit", "text")), (self.run.examples, self.run.unit)))  # fmt: skip
+        theirs, own = (state["examples"], state.get("unit", "text")), (self.run.examples, self.run.unit)
         if theirs != own:
-            raise InputError(f"the ledger is for {theirs[0]} {theirs[1]}, but this training has {own[0]} {own[1]}")
+            has = f"{own[0]}" if theirs[1] == own[1] else f"{own[0]} {own[1]}s"
+            raise InputError(f"the ledger is for {theirs[0]} {theirs[1]}s, but this training has {has}")
         if state["defense"] != [m.name for m in self.defense]:
             found, used = " + ".join(map(str, state["defense"])), " + ".join(m.name for m in self.defense)
             raise InputError(f"the ledger is for {found}, but this training uses {used}")
