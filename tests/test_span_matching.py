@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 from span_setting import TEXTS, seen_by_server
+from torch import nn
 
 from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
 from rasura.attacks.updates.span.sentences import rearranged
 from rasura.attacks.updates.span_matching import SpanMatching
 from rasura.attacks.updates.span_matching.attack import LEVELS
 from rasura.attacks.updates.span_matching.discrete import beam_search, fill_holes, neighbours
-from rasura.attacks.updates.span_matching.guided import RUN, Guided, Lens
+from rasura.attacks.updates.span_matching.guided import RUN, Guided, Lens, Sharp
 from rasura.attacks.updates.span_matching.objective import Objective, readout
+from rasura.attacks.updates.span_matching.states import TRUSTED, Equations, equations, solve
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.values import Message, Observation
 from rasura.testing.tiny import CLS, ENCODERS, FAMILIES, SEP, batch_of, tiny
+from rasura.victims.models import layer_inputs, parts
 from rasura.victims.positions import read_position
 
 SHORT = [CLS, 40, 3, 41, 9, SEP]
@@ -186,3 +190,108 @@ def test_orders_swap_two_tokens_or_move_a_run() -> None:
     assert (6, 2, 3, 4, 5, 1) in found and (3, 4, 5, 1, 2, 6) in found and (2, 3, 4, 5, 6, 1) in found
     assert all(sorted(x) == list(text) for x in found) and text not in found
     assert rearranged((1,), 0, 1, RUN) == []
+
+
+def with_unlike_heads(family: str) -> nn.Module:
+    """A tiny model whose heads attend to different tokens, as those of trained models do."""
+    model = tiny(family, "classification", blocks=3)
+    with torch.no_grad():
+        for lin in parts(model).blocks[-1].qkv[:2]:
+            model.get_parameter(lin.weight).mul_(8.0)
+    return model
+
+
+def last_block_of(seen: Observation) -> tuple[Equations | None, torch.Tensor]:
+    """What the last block's heads say, and its row space's basis."""
+    block = parts(seen.model).blocks[-1]
+    space = block_spaces(seen, [block])[block.index]
+    return equations(seen, space, block), space.basis
+
+
+def inputs_of(seen: Observation, text: list[int]) -> torch.Tensor:
+    """What goes into the last block's attention for ``text``."""
+    module = parts(seen.model).blocks[-1].qkv[0].module
+    ids = torch.tensor([text])
+    with torch.no_grad():
+        return layer_inputs(seen.model, [module], input_ids=ids, attention_mask=torch.ones_like(ids))[module][0].double()
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_the_heads_of_the_last_attention_give_the_inputs_of_all_tokens(family: str) -> None:
+    batch = batch_of([SHORT], "classification")
+    seen = seen_by_server(with_unlike_heads(family), batch, "classification", keep="layer.2.")
+    wanted, basis = last_block_of(seen)
+    assert wanted is not None
+    true = inputs_of(seen, SHORT)
+    errors, _ = wanted(true[1:] @ basis)
+    assert float(errors.norm()) < 1e-4
+    rows = torch.randint(3, 90, (4, len(SHORT) - 2), generator=generator(0)).tolist()
+    ends = [solve(wanted, inputs_of(seen, [CLS, *words, SEP])[1:] @ basis) for words in rows]
+    found = [end @ basis.T for end in ends if end is not None]
+    assert found  # starts may end elsewhere, and then say so
+    for inputs in found:
+        apart = torch.cdist(true[1:], inputs).amin(1) / true[1:].norm(dim=1)
+        assert float(apart.max()) < 1e-2
+
+
+def test_slopes_of_the_heads_equations_are_those_of_autograd() -> None:
+    rng = generator(6)
+    heads, rank = 3, 5
+    read, *rest = (torch.randn(*shape, generator=rng).double() for shape in ((rank,), *[(heads, rank)] * 4))
+    wanted, x = Equations(read, *rest), torch.randn(rank - 1, rank, generator=rng).double()
+    slopes = torch.autograd.functional.jacobian(lambda z: wanted(z)[0], x).flatten(1)
+    torch.testing.assert_close(wanted(x)[1], slopes, rtol=1e-10, atol=1e-12)
+
+
+def test_no_inputs_from_heads_that_are_too_few_out_of_sight_or_under_dropout() -> None:
+    long = [CLS, *range(20, 30), SEP]
+    model = with_unlike_heads("bert")
+    seen = seen_by_server(model, batch_of([long], "classification"), "classification", keep="layer.2.")
+    assert last_block_of(seen)[0] is None  # 12 tokens, 4 heads
+    seen = seen_by_server(model, batch_of([SHORT], "classification"), "classification", keep="layer.2.")
+    wanted, basis = last_block_of(seen)
+    assert wanted is not None
+    kept = {n: g for n, g in seen.gradients.items() if "value.bias" not in n}
+    assert last_block_of(Observation(Message(kept), seen.task, seen.granted))[0] is None
+    start = inputs_of(seen, [CLS, 30, 31, 32, 33, SEP])[1:] @ basis
+    assert solve(wanted, start) is not None
+    assert solve(replace(wanted, means=wanted.means * 1.1), start) is None
+    alike = seen_by_server(tiny("bert", "classification", blocks=3), batch_of([SHORT], "classification"), "classification",
+                           keep="layer.2.")  # fmt: skip
+    wanted, basis = last_block_of(alike)
+    assert wanted is not None
+    found = solve(wanted, inputs_of(alike, [CLS, 30, 31, 32, 33, SEP])[1:] @ basis)
+    if found is not None:  # little is certain where all heads attend alike; what is taken must be right
+        true = inputs_of(alike, SHORT)[1:]
+        assert float((torch.cdist(true, found @ basis.T).amin(1) / true.norm(dim=1)).max()) < 3 * TRUSTED
+
+
+def test_the_sharp_lens_deals_known_inputs_out_to_their_words_and_places() -> None:
+    rng = generator(4)
+    table, slope = torch.randn(60, 8, generator=rng), torch.randn(8, 20, generator=rng)
+    places, frame = 3 * torch.randn(5, 20, generator=rng), torch.randn(1, 20, generator=rng)
+    truth = (11, 22, 33, 22, 55)
+    states = torch.cat([table[list(truth)] @ slope + places, frame])[torch.randperm(6, generator=rng)]
+    bodies = [tuple(row) for row in torch.randint(60, (200, 5), generator=rng).tolist()]
+    inputs = table[torch.tensor(bodies)] @ slope + places
+    lens = Sharp(table, states, bodies, inputs + 0.01 * torch.randn(inputs.shape, generator=rng), frame)
+    assert lens.assigned(torch.arange(60)) == truth
+    assert tuple(lens.outside(torch.arange(60)).argmin(1).tolist()) == truth
+
+
+def test_a_text_above_the_floor_is_judged_by_its_distance_from_known_inputs() -> None:
+    seen = seen_by_server(with_unlike_heads("bert"), batch_of([SHORT], "classification"), "classification", keep="layer.2.")
+    objective, table = objective_of(seen), seen.model.get_input_embeddings().weight.detach()  # type: ignore[operator,union-attr]
+    guided = Guided(
+        objective, table, torch.arange(3, len(table)), [9], 4, 1e-7, generator(0), equations=last_block_of(seen)[0]
+    )
+    truth = tuple(SHORT[1:-1])
+    guided.judge([truth, truth[::-1], (77, *truth[1:])])
+    assert guided.scores[truth] < 1e-7
+    own = inputs_of(seen, SHORT)[1:]
+    for body in (truth[::-1], (77, *truth[1:])):
+        other = inputs_of(seen, [CLS, *body, SEP])[1:]
+        orders = torch.tensor(list(itertools.permutations(range(5))))
+        nearest = (other[orders] - own).square().sum((1, 2)).min() / own.square().sum()
+        assert guided.scores[body] == pytest.approx(float(nearest), rel=1e-2)
+    assert guided.climb(guided.start(2), 2)[0][1] == truth

@@ -283,6 +283,13 @@ def _sees_only_the_past(model: nn.Module, last: str, size: int) -> bool:
     return torch.allclose(seen[0, :3], seen[1, :3], rtol=1e-6, atol=1e-6 * float(seen.abs().max()))
 
 
+def attention_heads(model: nn.Module) -> int:
+    """The number of attention heads of a block, as the model's configuration has it; 1 where it does not say."""
+    config = getattr(model, "config", None)
+    text = getattr(config, "get_text_config", lambda: config)()
+    return int(getattr(text, "num_attention_heads", 1))
+
+
 def is_eager(model: nn.Module) -> bool:
     """Whether attention can be differentiated twice. Fused attention cannot, and fails only at the first step."""
     return getattr(getattr(model, "config", None), "_attn_implementation", "eager") == "eager"

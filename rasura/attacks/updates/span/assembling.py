@@ -15,6 +15,7 @@ from rasura.attacks.updates.span.rows import Inputs, RowSpace, visible_gradients
 from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.values import UNKNOWN, Grant, Observation, Vocabulary
+from rasura.victims.models import attention_heads
 
 Sentences = list[list[tuple[int, int]]]
 """Texts as (token, segment) pairs, ``UNKNOWN`` for a hole."""
@@ -28,12 +29,6 @@ MAX_ALIKE = 2
 MAX_COPIES = 16
 """Where the batch size is unknown: how many texts may share a token at one position, and how many ways of filling a batch
 with copies are tried."""
-
-
-def _attention_heads(model: torch.nn.Module) -> int:
-    config = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", lambda: config)()
-    return int(getattr(text, "num_attention_heads", 1))
 
 
 def assembled(
@@ -65,7 +60,7 @@ def assembled(
     likeness = torch.ones(len(rows), len(rows), dtype=torch.double)
     if not ambiguous or score is None:
         x = torch.stack([r.input for r in rows])
-        found = affinity(seen, inputs.parts.blocks[0], x, spaces[0], _attention_heads(seen.model))
+        found = affinity(seen, inputs.parts.blocks[0], x, spaces[0], attention_heads(seen.model))
         likeness = likeness if found is None else found
         labels = cluster(likeness, size)
         if score is None:

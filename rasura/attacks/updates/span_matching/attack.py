@@ -16,10 +16,12 @@ from rasura.attacks.updates.span.rows import RowSpace, block_spaces, visible_blo
 from rasura.attacks.updates.span_matching.discrete import Beam, beam_search, fill_holes
 from rasura.attacks.updates.span_matching.guided import Guided
 from rasura.attacks.updates.span_matching.objective import Body, Objective, readout
+from rasura.attacks.updates.span_matching.states import equations
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors.ngram import Unigram
+from rasura.victims.models import parts
 
 FLOOR = 1e-7
 """Squared relative residual under which a text is exact: float32 leaves 1e-12 to 1e-9, one wrong token 1e-3 and more."""
@@ -60,10 +62,11 @@ class SpanMatching:
 
     Minimises the mean distance of every visible layer's inputs from the observed row spaces, and of what the head reads from
     its own, minus a coverage term that falls to zero, over the embeddings, from many restarts as one batch; the tokens that
-    restarts agree on are the pool of a beam search for one text. The next text is looked for beside the found ones, with
-    what they leave of the row spaces. Needs no labels and no lengths: all texts together have as many tokens as the row
-    space has dimensions. A residual at the float floor, and then the gradient itself, verify a text. With dropout active the
-    texts with the least residual are ``matched``.
+    restarts agree on are the pool of a beam search for one text. Of a single text of which the last block alone is visible,
+    the heads of its attention first give the inputs of all tokens (``states``). The next text is looked for beside the found
+    ones, with what they leave of the row spaces. Needs no labels and no lengths: all texts together have as many tokens as
+    the row space has dimensions. A residual at the float floor, and then the gradient itself, verify a text. With dropout
+    active the texts with the least residual are ``matched``.
     """
 
     name: str = "span-matching"
@@ -110,6 +113,10 @@ class _Search:
         self.vocabulary = vocabulary = seen.vocabulary
         self.size = seen.batch_size if Grant.BATCH_SIZE in seen else 1
         self.objective = Objective(seen.model, spaces, vocabulary, readout(seen, self.size))
+        self.equations = None
+        last = parts(seen.model).blocks[-1]
+        if self.size == 1 and list(spaces) == [last.index] and self.objective.read is not None:
+            self.equations = equations(seen, spaces[last.index], last)
         self.given = list(seen.lengths) if Grant.LENGTHS in seen else None
         self.total = max(space.rank for space in spaces.values())
         self.table, self.ordinary = token_table(seen.model, vocabulary).float(), ordinary_ids(vocabulary)
@@ -131,10 +138,16 @@ class _Search:
 
     def _guided(self) -> bool:
         """Looks for a single text by its likely words; whether it was found."""
-        length, work = self._lengths()[0] - len(self.objective.whole(())), self.work
-        if length < 1 or not work.starts:
+        length = self._lengths()[0] - len(self.objective.whole(()))
+        if length < 1 or not self.work.starts:
             return False
-        guided = Guided(self.objective, self.table, self.ordinary, self.common, length, FLOOR, self.rng)
+        given = self.objective, self.table, self.ordinary, self.common, length, FLOOR, self.rng
+        guided = Guided(*given, self.equations)
+        return self._climbed(guided) or (guided.states is not None and self._climbed(Guided(*given)))
+
+    def _climbed(self, guided: Guided) -> bool:
+        """Whether one of the starts of ``guided`` ends at a text."""
+        work = self.work
         for _ in range(work.starts):
             self.rounds += 1
             beam = guided.climb(guided.start(work.beam), PATIENCE)
@@ -142,11 +155,15 @@ class _Search:
                 text = beam[0][1]
                 mended = self._mended([text], work.holes // 2)
                 beam = guided.climb(guided.best([text, *mended[: 2 * work.beam]], work.beam), PATIENCE)
-            self._missed(beam)
             if beam[0][0] < FLOOR:
                 self.found, self.near = beam[:1], []
                 return True
+            self._missed(self._judged([body for _, body in beam]))
         return False
+
+    def _judged(self, texts: list[Body]) -> Beam:
+        """``texts`` by their objective, whatever a search judged them by."""
+        return sorted(zip(self.objective.texts(texts).tolist(), texts))
 
     def _one(self) -> bool:
         """Looks for one more text; whether it was found."""

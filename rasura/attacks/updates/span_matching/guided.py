@@ -2,20 +2,23 @@
 
 Up to a visible layer the inputs are roughly linear in the tokens' embeddings. A linear fit by the inputs of texts that the
 model ran anyway gives the input of every token of the vocabulary, at every place, by one product, and so how far each is
-from the row space. It only proposes: what fits is told by ``Objective``, as everywhere.
+from the row space, or from the text's own inputs where these are known (``states``). It only proposes: what fits is told by
+``Objective``, as everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from rasura.attacks.updates.span.scan import squares
 from rasura.attacks.updates.span.sentences import rearranged
 from rasura.attacks.updates.span_matching.discrete import Beam
 from rasura.attacks.updates.span_matching.objective import Body, Objective
+from rasura.attacks.updates.span_matching.states import Equations, solve
 
 RIDGE = 3e-3
 """Ridge of the linear fit, relative to the trace of its normal matrix."""
@@ -35,6 +38,15 @@ DRAWS = 128
 LIKELY = 12
 """Likely tokens, of the whole vocabulary and of the common ones, that are tried at a place; twice as many where stuck."""
 
+CERTAIN = 6
+"""The same where the text's inputs are known."""
+
+STARTS = 4
+"""Random texts whose inputs the equations are solved from, at most."""
+
+FAMILIAR = 0.05
+"""What is added to every direction's variance of the fit's errors, relative to their mean."""
+
 RUN = 4
 """Longest run of tokens that is moved as one."""
 
@@ -53,16 +65,25 @@ class Lens:
     """
 
     def __init__(self, table: Tensor, basis: Tensor, bodies: Sequence[Body], inputs: Tensor) -> None:
+        self.errors = self._fit(table, bodies, inputs)
+        self.basis = basis.to(table.dtype)
+
+    def _fit(self, table: Tensor, bodies: Sequence[Body], inputs: Tensor) -> Tensor:
+        """The errors of the fit, ``(tokens, width)``."""
         x = table[torch.tensor(bodies)]
         mean, level = x.mean(0), inputs.mean(0)
         flat, goal = (x - mean).flatten(0, 1).double(), (inputs - level).flatten(0, 1).double()
         normal = flat.T @ flat
         normal.diagonal().add_(RIDGE * float(normal.trace()) + 1e-30)
-        slope = torch.linalg.solve(normal, flat.T @ goal).to(table.dtype)
-        self.table, self.basis, self.slope, self.place = table, basis.to(table.dtype), slope, level - mean @ slope
+        slope = torch.linalg.solve(normal, flat.T @ goal)
+        self.table, self.slope = table, slope.to(table.dtype)
+        self.place = level - mean @ self.slope
+        errors: Tensor = goal - flat @ slope
+        return errors
 
     def outside(self, ids: Tensor) -> Tensor:
-        """The squared relative distance from the row space of each of ``ids`` at each place: ``(length, ids)``."""
+        """How far each of ``ids`` is from fitting at each place, ``(length, ids)``: its squared relative distance from the
+        row space."""
         return torch.cat([self._outside(some) for some in torch.split(ids, TOKENS)], 1)
 
     def _outside(self, ids: Tensor) -> Tensor:
@@ -72,12 +93,48 @@ class Lens:
         return 1 - inside / whole.clamp_min(1e-30)
 
 
+class Sharp(Lens):
+    """The same, with distances from the nearest of the text's own inputs ``states`` ``(states, width)``.
+
+    Distances are relative to the variances of the fit's errors. ``frame`` ``(places, width)``: average inputs of the tokens
+    around the text that have a state, too.
+    """
+
+    def __init__(self, table: Tensor, states: Tensor, bodies: Sequence[Body], inputs: Tensor, frame: Tensor) -> None:
+        errors = self._fit(table, bodies, inputs)
+        spread = errors.T @ errors / len(errors)
+        spread.diagonal().add_(FAMILIAR * float(spread.trace()) / len(spread) + 1e-30)
+        metric = torch.linalg.inv(torch.linalg.cholesky(spread)).T.to(table.dtype)
+        self.slope, self.place = self.slope @ metric, self.place @ metric
+        self.states, self.frame = states @ metric, frame @ metric
+
+    def _outside(self, ids: Tensor) -> Tensor:
+        return torch.stack([cost.amin(1) for cost in self._costs(ids)])
+
+    def _costs(self, ids: Tensor) -> Iterator[Tensor]:
+        """The squared distance of each of ``ids`` from each state, ``(ids, states)``, place by place."""
+        moved = self.table[ids] @ self.slope
+        near = moved.square().sum(1, keepdim=True) - 2 * moved @ self.states.T
+        for place in self.place:
+            yield near + 2 * (moved @ place)[:, None] + (self.states - place).square().sum(1)
+
+    def assigned(self, ids: Tensor) -> Body:
+        """The text whose places and frame share out the states at the least distance in all."""
+        best = [cost.min(0) for cost in self._costs(ids)]
+        cost = torch.cat([torch.stack([b.values for b in best]), torch.cdist(self.frame, self.states).square()])
+        states = linear_sum_assignment(cost.numpy())[1]
+        return tuple(int(ids[b.indices[k]]) for b, k in zip(best, states))
+
+
 class Guided:
-    """Climbs from likely words to a text under ``floor``. No text is judged twice, whatever start leads to it."""
+    """Climbs from likely words to a text under ``floor``. No text is judged twice, whatever start leads to it.
+
+    Where ``equations`` give the text's own inputs, a text above ``floor`` is judged by its distance from them.
+    """
 
     def __init__(
         self, objective: Objective, table: Tensor, ordinary: Tensor, common: Collection[int], length: int, floor: float,
-        rng: torch.Generator,
+        rng: torch.Generator, equations: Equations | None = None,
     ) -> None:  # fmt: skip
         self.objective, self.table, self.ordinary, self.floor, self.rng = objective, table, ordinary, floor, rng
         self.common = torch.isin(ordinary, torch.tensor(sorted(common), dtype=torch.long)).nonzero().flatten()
@@ -88,19 +145,51 @@ class Guided:
         count = max(64, SAMPLES * table.shape[1] // length)
         drawn = self.ordinary[torch.randint(len(ordinary), (count, length), generator=rng)].tolist()
         self.first = [tuple(text) for text in drawn]
+        self.states: Tensor | None = None
         self.first_inputs = self._run(self.first)[1]
+        if equations is not None:
+            self.states = self._solved(equations)
+        self.likely = LIKELY if self.states is None else CERTAIN
         self.lens = self._lens()
 
     def _run(self, bodies: Sequence[Body]) -> tuple[list[float], Tensor]:
-        """Objectives of ``bodies``, and what goes into the layer that the lens is of."""
+        """Objectives of ``bodies``, and what goes into the layer that the lens is of, whole texts."""
         kept: list[Tensor] = []
-        scores = self.objective.texts(bodies, kept=kept).tolist()
-        begin = len(self.objective.prefix)
-        return scores, torch.cat(kept)[:, begin : begin + self.length]
+        scores, inputs = self.objective.texts(bodies, kept=kept), torch.cat(kept)
+        if self.states is not None:
+            scores = torch.where(scores < self.floor, scores, self._apart(inputs, self.states).clamp_min(self.floor))
+        return scores.tolist(), inputs
+
+    def _solved(self, equations: Equations) -> Tensor | None:
+        """The text's own inputs, without the one that is read; from those of random texts."""
+        basis = self.objective.spaces[0].basis
+        for inputs in self.first_inputs[:STARTS]:
+            found = solve(equations, inputs[self._unread].double() @ basis)
+            if found is not None:
+                return (found @ basis.T).to(self.table.dtype)
+        return None
+
+    @property
+    def _unread(self) -> list[int]:
+        """The places of a whole text that the head does not read."""
+        assert self.objective.read is not None
+        length = len(self.objective.whole(())) + self.length
+        return [k for k in range(length) if k != self.objective.read.position % length]
+
+    def _apart(self, inputs: Tensor, states: Tensor) -> Tensor:
+        """The squared relative distance of each text's ``inputs`` from ``states``, whichever is whose: ``(texts,)``."""
+        costs = torch.cdist(inputs[:, self._unread], states).square()
+        matched = [float(cost[linear_sum_assignment(cost.numpy())].sum()) for cost in costs]
+        return torch.tensor(matched) / float(states.square().sum())
 
     def _lens(self) -> Lens:
         inputs = torch.cat([self.first_inputs, self.inputs]) if self.recent else self.first_inputs
-        return Lens(self.table, self.objective.spaces[0].basis, [*self.first, *self.recent], inputs)
+        begin = len(self.objective.prefix)
+        own, bodies = inputs[:, begin : begin + self.length], [*self.first, *self.recent]
+        if self.states is None:
+            return Lens(self.table, self.objective.spaces[0].basis, bodies, own)
+        frame = [k for k in self._unread if not begin <= k < begin + self.length]
+        return Sharp(self.table, self.states, bodies, own, inputs[:, frame].mean(0))
 
     def judge(self, bodies: Iterable[Body]) -> None:
         """Judge those of ``bodies`` that are new."""
@@ -118,7 +207,10 @@ class Guided:
         return sorted((self.scores[body], body) for body in bodies)[:count]
 
     def start(self, width: int) -> Beam:
-        """The best of random texts of likely words."""
+        """The best of random texts of likely words. Where the text's inputs are known, their likeliest words, ordered."""
+        if isinstance(self.lens, Sharp):
+            ((_, body),) = self.best([self.lens.assigned(self.ordinary)], 1)
+            return self.best([self._ordered(body, ORDER_PATIENCE)], 1)
         likely = self.ordinary[self.lens.outside(self.ordinary).topk(LIKELY, largest=False).indices]
         weights = 1 / (torch.arange(LIKELY) + 1.0).expand(DRAWS * self.length, -1)
         picks = torch.multinomial(weights, 1, generator=self.rng).view(DRAWS, self.length)
@@ -130,7 +222,7 @@ class Guided:
         width, tries = len(beam), 0
         while tries <= patience:
             before = beam[0][0]
-            beam = self._words(beam, LIKELY << tries)
+            beam = self._words(beam, self.likely << tries)
             if beam[0][0] >= self.floor:
                 beam = self.best(
                     [self._ordered(beam[0][1], ORDER_PATIENCE << (2 * tries)), *(body for _, body in beam)], width
