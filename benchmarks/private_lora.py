@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--canaries", type=int, default=200)
     parser.add_argument("--gradient-canaries", type=int, default=1000)
     parser.add_argument("--targets", type=float, nargs="+", default=[8.0, 0.0, 3.0], help="0: no privacy")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=1000)
     parser.add_argument("--physical-batch-size", type=int, default=100)
@@ -241,7 +241,7 @@ def main() -> None:
     majority = float(torch.bincount(labels).max() / len(labels))
     print(f"{len(known)} texts, {weights} trained weights; tested on {len(test)}; majority class {majority:.3f}")
     print(f"untrained: {float(right.mean()):.3f}", flush=True)
-    for seed in range(options.seeds):
+    for seed in options.seeds:
         for target in options.targets:
             if not lines.has(target=target, seed=seed):
                 lines.add(one_run(make, known, test, target, options, seed))
