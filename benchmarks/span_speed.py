@@ -24,7 +24,8 @@ from statistics import median
 import torch
 
 from rasura.attacks.updates.span import Span
-from rasura.attacks.updates.span.rows import Inputs, block_spaces, visible_blocks
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
 from rasura.core.batches import Batch
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import derive, generator

@@ -24,13 +24,14 @@ from rasura.attacks.updates.gradient_matching.presets import dlg, grab, tag
 from rasura.attacks.updates.noise_in_sight import shows_noise
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.attack import dager
+from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.null import (
     each_once,
     explained,
     outside,
     rows_believed,
 )
-from rasura.attacks.updates.span.rows import Inputs, RowSpace
+from rasura.attacks.updates.span.rows import RowSpace
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rasura.attacks.updates.joint_pursuit import Found, JointPursuit, Pursuit
-from rasura.attacks.updates.span.rows import Inputs
+from rasura.attacks.updates.span.inputs import Inputs
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.local import Adapter
 from rasura.core.rng import generator

@@ -11,6 +11,7 @@ import transformers
 from null_setting import chance_limit, stand_clear
 from torch import Tensor
 
+from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.null import (
     NEIGHBOURS,
     OTHERS,
@@ -22,7 +23,7 @@ from rasura.attacks.updates.span.null import (
     tokens_believed,
 )
 from rasura.attacks.updates.span.passing import FALSE
-from rasura.attacks.updates.span.rows import Inputs, RowSpace
+from rasura.attacks.updates.span.rows import RowSpace
 from rasura.core.rng import generator
 from rasura.core.values import UNKNOWN
 from rasura.testing.tiny import CLS, SEP, WORDS, tiny

@@ -14,7 +14,8 @@ from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.shared.verify import VERIFIED, check
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.grouping import cluster, dealt, projections
-from rasura.attacks.updates.span.rows import Inputs, block_spaces, row_space, visible_blocks
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
 from rasura.attacks.updates.span.tokens import Row

@@ -10,7 +10,8 @@ import transformers
 from torch import Tensor, nn
 
 from rasura.attacks.updates.span.folding import form
-from rasura.attacks.updates.span.rows import DOUBT, Inputs, RowSpace
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import DOUBT, RowSpace
 from rasura.attacks.updates.span.scan import PLACES, Scan
 from rasura.core.rng import generator
 from rasura.testing.tiny import ALL, PAD, UNSUPPORTED, WORDS, tiny

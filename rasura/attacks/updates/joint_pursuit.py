@@ -20,7 +20,8 @@ from torch import Tensor
 from rasura.attacks.shared.mechanism import announced_dropout
 from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.span.endings import finish
-from rasura.attacks.updates.span.rows import CHUNK, Inputs, visible_gradients
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import CHUNK, visible_gradients
 from rasura.attacks.updates.span.tokens import candidates
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, visible_blocks, visible_gradients
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import RowSpace, block_spaces, visible_blocks, visible_gradients
 from rasura.attacks.updates.span.scan import Scan
 from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Observation

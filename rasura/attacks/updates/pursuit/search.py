@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.updates.pursuit.fits import Fit
-from rasura.attacks.updates.span.rows import Inputs
+from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.tokens import candidates
 from rasura.core.values import Grant, Observation
 from rasura.victims.positions import positions

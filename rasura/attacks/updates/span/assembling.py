@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rasura.attacks.shared.verify import check
 from rasura.attacks.updates.span.grouping import affinity, cluster, dealt
+from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.placing import likely
-from rasura.attacks.updates.span.rows import Inputs, RowSpace, visible_gradients
+from rasura.attacks.updates.span.rows import RowSpace, visible_gradients
 from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.values import UNKNOWN, Grant, Observation, Vocabulary

@@ -13,9 +13,10 @@ from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arranged, assembled, completed
 from rasura.attacks.updates.span.completion import uncovered
 from rasura.attacks.updates.span.endings import finish
+from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
-from rasura.attacks.updates.span.rows import Inputs, RowSpace, block_spaces, visible_blocks
+from rasura.attacks.updates.span.rows import RowSpace, block_spaces, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable

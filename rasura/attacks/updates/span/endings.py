@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.shared.verify import PRECISION, VERIFIED, check
-from rasura.attacks.updates.span.rows import Inputs, visible_gradients
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import visible_gradients
 from rasura.core.values import UNKNOWN, Observation
 from rasura.victims.models import Linear, layer_inputs
 

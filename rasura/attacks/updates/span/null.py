@@ -15,8 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.passing import FALSE, fitted_chance
-from rasura.attacks.updates.span.rows import DOUBT, Inputs, RowSpace
+from rasura.attacks.updates.span.rows import DOUBT, RowSpace
 from rasura.attacks.updates.span.tokens import EDGE, Row
 from rasura.core.values import UNKNOWN
 from rasura.victims.models import Block

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rasura.attacks.updates.span.rows import Inputs, RowSpace
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import RowSpace
 from rasura.attacks.updates.span.scan import Scan
 from rasura.core.values import Observation
 

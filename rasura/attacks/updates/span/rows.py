@@ -6,24 +6,14 @@ row space is spanned by the inputs of the private tokens (DAGER, Petrov et al. 2
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rasura.core.values import Observation
-from rasura.victims.models import Block, Linear, key_value_cache, layer_inputs, parts
-from rasura.victims.positions import first_inputs, segment_types
-
-ROWS = 4096
-"""Most token positions that run through the model at once."""
-
-SAME = 1e-5
-"""Relative difference of inputs by kept keys and values from those of a whole run that is rounding: float32 leaves 1e-6."""
+from rasura.victims.models import Block, Linear, parts
 
 CHUNK = 2048
 """Tokens whose inputs are computed at once when a whole vocabulary is tested."""
@@ -165,80 +155,3 @@ def block_spaces(seen: Observation, blocks: Sequence[Block]) -> dict[int, RowSpa
     """The row space of the attention input, by block index, for those of ``blocks`` that show one."""
     found = {block.index: row_space(visible_gradients(seen, block.qkv)) for block in blocks}
     return {index: space for index, space in found.items() if space is not None}
-
-
-class Inputs:
-    """The attention inputs that token ids would produce in the adversary's model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.parts = parts(model)
-
-    @cached_property
-    def types(self) -> int:
-        """How many segment types the model knows."""
-        return segment_types(self.model)
-
-    def first(self, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
-        """Inputs of block 0's attention for ``tokens`` ``(k,)`` at ``position``: ``(k, hidden)``."""
-        return first_inputs(self.model, tokens, position, segment)
-
-    @torch.no_grad()
-    def deep(self, ids: Tensor, mask: Tensor, blocks: Sequence[Block], types: Tensor | None = None) -> Mapping[int, Tensor]:
-        """Inputs of the attention of ``blocks`` for sequences ``(k, length)``: block index -> ``(k, length, hidden)``."""
-        extra = {} if types is None or self.types == 1 else {"token_type_ids": types}
-        return self._into(blocks, input_ids=ids, attention_mask=mask, **extra)
-
-    def _into(self, blocks: Sequence[Block], **given: Any) -> dict[int, Tensor]:
-        """What goes into the attention of ``blocks`` when the model runs on ``given``."""
-        modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
-        found = layer_inputs(self.model, modules, **given)
-        return {b.index: found[b.qkv[0].module] for b in blocks}
-
-    @torch.no_grad()
-    def following(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> Mapping[int, Tensor]:
-        """Inputs of the attention of ``blocks`` of a decoder for each of ``tokens`` ``(k,)`` behind the tokens ``head``
-        ``(length,)``: block index -> ``(k, hidden)``.
-
-        The head runs once where the model keeps its keys and values, which is tried first on one token: a model that ends
-        up elsewhere runs the head with every token.
-        """
-        chunks = torch.split(tokens, max(1, ROWS // (len(head) + 1)))
-        if self._keeps and len(head) and len(tokens) > 1:
-            cache = self._ran(head, blocks)
-            found = [self._kept(cache, chunk, blocks) for chunk in chunks]
-        else:
-            found = [self._rerun(head, chunk, blocks) for chunk in chunks]
-        return {b.index: torch.cat([one[b.index] for one in found]) for b in blocks}
-
-    def _rerun(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
-        whole = torch.cat([head.expand(len(tokens), -1), tokens[:, None]], 1)
-        return {index: x[:, -1] for index, x in self.deep(whole, torch.ones_like(whole), blocks).items()}
-
-    def _ran(self, head: Tensor, blocks: Sequence[Block]) -> Any:
-        """The keys and values of ``head``, of the blocks below the last of ``blocks``."""
-        cache = key_value_cache(self.model)
-        self._into(blocks, input_ids=head[None], past_key_values=cache, use_cache=True)
-        return cache
-
-    def _kept(self, cache: Any, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
-        own = copy.deepcopy(cache)
-        length = own.get_seq_length() + 1
-        own.batch_repeat_interleave(len(tokens))
-        found = self._into(
-            blocks, input_ids=tokens[:, None], past_key_values=own, use_cache=True,
-            attention_mask=tokens.new_ones(len(tokens), length),
-        )  # fmt: skip
-        return {index: x[:, -1] for index, x in found.items()}
-
-    @cached_property
-    def _keeps(self) -> bool:
-        """Whether keys and values that the model kept of a head give the inputs that running it again gives."""
-        ids = torch.tensor([5, 6, 7, 8, 9]) % len(self.model.get_parameter(self.parts.word_embedding))
-        head, tokens, blocks = ids[:3], ids[3:], self.parts.blocks[:3][-1:]
-        try:
-            kept = self._kept(self._ran(head, blocks), tokens, blocks)[blocks[0].index]
-            again = self._rerun(head, tokens, blocks)[blocks[0].index]
-        except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError):
-            return False
-        return kept.shape == again.shape and float((kept - again).norm()) <= SAME * float(again.norm())

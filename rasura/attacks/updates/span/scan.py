@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.updates.span.folding import Form, form
-from rasura.attacks.updates.span.rows import DOUBT, Inputs, RowSpace
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import DOUBT, RowSpace
 from rasura.victims.positions import positions
 
 ROWS = 1024

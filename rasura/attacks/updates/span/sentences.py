@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.verify import pad
-from rasura.attacks.updates.span.rows import Inputs, RowSpace, row_space, visible_gradients
+from rasura.attacks.updates.span.inputs import Inputs
+from rasura.attacks.updates.span.rows import RowSpace, row_space, visible_gradients
 from rasura.attacks.updates.span.tokens import Row
 from rasura.core.values import Observation
 from rasura.victims.models import layer_inputs

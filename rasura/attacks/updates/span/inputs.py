@@ -1,0 +1,155 @@
+"""The attention inputs that token ids would produce in the adversary's model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rasura.victims.models import Block, key_value_cache, layer_inputs, parts
+from rasura.victims.positions import first_inputs, segment_types
+
+ROWS = 4096
+"""Most token positions that run through the model at once."""
+
+ABREAST = 256
+"""Most tokens that run at one place of one text, none of which sees another one."""
+
+KEPT = 8192
+"""Of how many tokens in all keys and values are kept."""
+
+SAME = 1e-5
+"""Relative difference of inputs by kept keys and values from those of a whole run that is rounding: float32 leaves 1e-6."""
+
+Way = Callable[[Any, Tensor, Sequence[Block]], dict[int, Tensor]]
+"""A cache of a head, tokens ``(k,)`` behind it, and blocks -> the inputs of the blocks' attention, ``(k, hidden)``."""
+
+
+class Inputs:
+    """The attention inputs that token ids would produce in the adversary's model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.parts = parts(model)
+        self._heads: dict[tuple[int, tuple[int, ...]], Any] = {}
+
+    @cached_property
+    def types(self) -> int:
+        """How many segment types the model knows."""
+        return segment_types(self.model)
+
+    def first(self, tokens: Tensor, position: int, segment: int = 0) -> Tensor:
+        """Inputs of block 0's attention for ``tokens`` ``(k,)`` at ``position``: ``(k, hidden)``."""
+        return first_inputs(self.model, tokens, position, segment)
+
+    @torch.no_grad()
+    def deep(self, ids: Tensor, mask: Tensor, blocks: Sequence[Block], types: Tensor | None = None) -> Mapping[int, Tensor]:
+        """Inputs of the attention of ``blocks`` for sequences ``(k, length)``: block index -> ``(k, length, hidden)``."""
+        extra = {} if types is None or self.types == 1 else {"token_type_ids": types}
+        return self._into(blocks, input_ids=ids, attention_mask=mask, **extra)
+
+    def _into(self, blocks: Sequence[Block], **given: Any) -> dict[int, Tensor]:
+        """What goes into the attention of ``blocks`` when the model runs on ``given``."""
+        modules = [b.qkv[0].module for b in sorted(blocks, key=lambda b: b.index)]
+        found = layer_inputs(self.model, modules, **given)
+        return {b.index: found[b.qkv[0].module] for b in blocks}
+
+    @torch.no_grad()
+    def following(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> Mapping[int, Tensor]:
+        """Inputs of the attention of ``blocks`` of a decoder for each of ``tokens`` ``(k,)`` behind the tokens ``head``
+        ``(length,)``: block index -> ``(k, hidden)``.
+
+        The head runs once where the model keeps its keys and values, and only its last token does where the head without
+        it ran before. Whether that gives the same is tried first; a model that ends up elsewhere runs the head with every
+        token.
+        """
+        way = self._way(len(head) + ABREAST) if len(head) and len(tokens) > 1 else None
+        if way is None:
+            chunks = torch.split(tokens, max(1, ROWS // (len(head) + 1)))
+            found = [self._rerun(head, chunk, blocks) for chunk in chunks]
+        else:
+            cache = self._ran(head, blocks)
+            some = ABREAST if way == self._abreast else max(1, ROWS // (len(head) + 1))
+            found = [way(cache, chunk, blocks) for chunk in torch.split(tokens, some)]
+        return {b.index: torch.cat([one[b.index] for one in found]) for b in blocks}
+
+    def _rerun(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
+        whole = torch.cat([head.expand(len(tokens), -1), tokens[:, None]], 1)
+        return {index: x[:, -1] for index, x in self.deep(whole, torch.ones_like(whole), blocks).items()}
+
+    def _ran(self, head: Tensor, blocks: Sequence[Block]) -> Any:
+        """The keys and values of ``head``, of the blocks below the last of ``blocks``."""
+        last, whole = max(b.index for b in blocks), tuple(head.tolist())
+        cache = self._heads.get((last, whole))
+        if cache is None:
+            before = self._heads.get((last, whole[:-1]))
+            cache, new = (key_value_cache(self.model), head) if before is None else (copy.deepcopy(before), head[-1:])
+            self._into(
+                blocks,
+                input_ids=new[None],
+                past_key_values=cache,
+                use_cache=True,
+                attention_mask=torch.ones_like(head)[None],
+            )
+            self._heads[last, whole] = cache
+            while sum(len(tokens) for _, tokens in self._heads) > KEPT and len(self._heads) > 1:
+                self._heads.pop(next(iter(self._heads)))
+        return cache
+
+    def _abreast(self, cache: Any, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
+        """All tokens at one place behind the head in one run, none of which sees another one."""
+        own = copy.deepcopy(cache)
+        length, count = own.get_seq_length(), len(tokens)
+        dtype = self.model.get_parameter(self.parts.word_embedding).dtype
+        mask = torch.full((count, length + count), torch.finfo(dtype).min, dtype=dtype)
+        mask[:, :length] = 0.0
+        mask[:, length:].fill_diagonal_(0.0)
+        found = self._into(
+            blocks, input_ids=tokens[None], past_key_values=own, use_cache=True, attention_mask=mask[None, None],
+            position_ids=torch.full_like(tokens, length)[None],
+        )  # fmt: skip
+        return {index: x[0] for index, x in found.items()}
+
+    def _kept(self, cache: Any, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
+        """Each token behind a copy of the head's keys and values."""
+        own = copy.deepcopy(cache)
+        length = own.get_seq_length() + 1
+        own.batch_repeat_interleave(len(tokens))
+        found = self._into(
+            blocks, input_ids=tokens[:, None], past_key_values=own, use_cache=True,
+            attention_mask=tokens.new_ones(len(tokens), length),
+        )  # fmt: skip
+        return {index: x[:, -1] for index, x in found.items()}
+
+    def _way(self, length: int) -> Way | None:
+        """How tokens run behind a head's keys and values, for texts of ``length`` at most; None where only running the head
+        again is right. A mask for tokens abreast knows nothing of layers that see the last tokens only."""
+        config: Any = getattr(self.model, "config", None)
+        text = config.get_text_config() if config is not None else None
+        windows = [getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        seen_whole = all(window is None or length < window for window in windows)
+        return next((way for way in self._ways if seen_whole or way != self._abreast), None)
+
+    @cached_property
+    def _ways(self) -> list[Way]:
+        """The ways of running tokens behind keys and values that the model kept of a head, fastest first, which give the
+        inputs that running the head again gives."""
+        ids = torch.tensor([5, 6, 7, 8, 9]) % len(self.model.get_parameter(self.parts.word_embedding))
+        head, tokens, blocks = ids[:3], ids[3:], self.parts.blocks[:3][-1:]
+        again = self._rerun(head, tokens, blocks)[blocks[0].index]
+
+        @torch.no_grad()
+        def same(way: Way) -> bool:
+            try:
+                for n in range(1, len(head) + 1):
+                    cache = self._ran(head[:n], blocks)
+                found = way(cache, tokens, blocks)[blocks[0].index]
+            except (TypeError, ValueError, AttributeError, RuntimeError, IndexError, KeyError, NotImplementedError):
+                return False
+            return found.shape == again.shape and float((found - again).norm()) <= SAME * float(again.norm())
+
+        return [way for way in (self._abreast, self._kept) if same(way)]
