@@ -30,6 +30,7 @@ from typing import Any
 from safetensors.torch import load_file
 
 from rasura.data.text import load_examples
+from rasura.integrations.flower.identities import make_identities
 from rasura.integrations.flower.new_app import new_app
 
 DEFENSES = ("none", "sealing:param=0.1/scheme=bfv", "sealing:all/scheme=bfv")
@@ -83,12 +84,14 @@ def waited(port: int, log: Path) -> None:
 
 
 @contextmanager
-def federation(where: str, clients: int, home: Path, kill: int = 0) -> Iterator[None]:
+def federation(
+    where: str, clients: int, home: Path, kill_at: tuple[int, ...] = (), absent: tuple[int, ...] = ()
+) -> Iterator[None]:
     """A SuperLink with ``clients`` nodes, simulated or as SuperNodes, known to ``flwr run`` as ``bench``.
 
-    ``kill``: so many of the last SuperNodes are killed with all that they started, the last one when it has its second
-    message, the one before it when it has its third, and so on: under secure aggregation, in different stages of one round.
-    A single one is killed when it has its first.
+    ``kill_at``: for the last SuperNode, the one before it and so on, at which message of the run it is killed with all that
+    it started: under secure aggregation 1 (keys), 2 (shares), 3 (update) or 4 (opening). ``absent``: SuperNodes never
+    started.
     """
     home.mkdir(parents=True, exist_ok=True)
     port = free_port()
@@ -99,14 +102,14 @@ def federation(where: str, clients: int, home: Path, kill: int = 0) -> Iterator[
         link += ["--simulation"] if where == "simulation" else []
         stack.enter_context(process(link, home, home / "superlink.log"))
         waited(port, home / "superlink.log")
-        nodes = []
-        for k in range(clients if where == "loopback" else 0):
+        nodes = {}
+        for k in sorted(set(range(clients if where == "loopback" else 0)) - set(absent)):
             command = ["flower-supernode", *FLAGS, "--port", str(free_port()), "--superlink", f"127.0.0.1:{port}"]
             command += ["--node-config", f"partition-id={k} num-partitions={clients}"]
-            nodes.append(stack.enter_context(process(command, home, home / f"supernode-{k}.log")))
-        for number in range(kill):
+            nodes[k] = stack.enter_context(process(command, home, home / f"supernode-{k}.log"))
+        for number, message in enumerate(kill_at):
             place = clients - 1 - number
-            told = (nodes[place], home / f"supernode-{place}.log", 1 if kill == 1 else 2 + number)
+            told = (nodes[place], home / f"supernode-{place}.log", message)
             threading.Thread(target=killed, args=told, daemon=True).start()
         yield
 
@@ -165,39 +168,49 @@ def main() -> None:
     parser.add_argument("--update", default="local:epochs=1/batch=16/optimizer=adamw/lr=5e-4")
     parser.add_argument("--timeout", type=float, default=3600)
     parser.add_argument("--kill", type=int, nargs="?", const=1, default=0, help="SuperNodes to kill in the first round")
+    parser.add_argument("--kill-at", default="", help="instead: at which message each of the last SuperNodes is killed: 2,3")
     parser.add_argument("--json")
     told = parser.parse_args()
-    if told.kill and (told.where != "loopback" or told.clients <= told.kill):
+    at = tuple(int(m) for m in told.kill_at.split(",") if m) or ((1,) if told.kill == 1 else tuple(range(2, 2 + told.kill)))
+    if at and (told.where != "loopback" or told.clients <= len(at)):
         parser.error("--kill needs --where loopback and more clients than it kills")
     signal.signal(signal.SIGTERM, ended)
-    found = {}
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         app = new_app(place / "app", max(3, told.clients), by="bfv")
         common: dict[str, Any] = {
-            "num-server-rounds": told.rounds, "min-clients": told.clients - told.kill, "allow-few-clients": True,
+            "num-server-rounds": told.rounds, "min-clients": told.clients - len(at), "allow-few-clients": True,
             "model": told.model, "limit": told.limit,
             "data": str(Path(told.data).resolve()), "update": told.update, "results": str(place / "results.json"),
-            "timeout": told.timeout,
+            "timeout": told.timeout, "identities": str(make_identities(place, told.clients)),
+            "identity": str(place / "identity-{client}.secret"),
         }  # fmt: skip
         if told.test:
             rows = load_examples(told.test, limit=told.tested)
             lines = "".join(json.dumps({"text": e.text, "label": e.label}) + "\n" for e in rows)
             (place / "test.jsonl").write_text(lines, encoding="utf-8")
             common["test"] = str(place / "test.jsonl")
-        with federation(told.where, told.clients, place / "flwr", told.kill):
-            for number, defense in enumerate(told.defense.split(",")):
-                kept = place / f"models-{number}"
-                config = {**common, "defense": defense, "save": str(kept / "{client}" / "{round}")}
-                one = run(app, told.where, told.clients, place / "flwr", config, told.timeout)
-                one["difference"] = {
-                    r: difference(kept / "0" / r, place / "models-0" / "0" / r) for r in one["rounds"] if number
-                }  # fmt: skip
-                one["clients_agree"] = max(difference(kept / "0" / r, kept / "1" / r) for r in one["rounds"]) == 0.0
-                found[defense] = one
-                if told.json:
-                    Path(told.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
-                show(defense, one)
+        defenses = list(enumerate(told.defense.split(",")))
+        # The first run loses SuperNodes; the others are run by those whose updates it counted. Messages after the third
+        # open a sum that their updates are in already.
+        lost = tuple(told.clients - 1 - number for number, message in enumerate(at) if message < 4)
+        parts = [(defenses[:1], at, ()), (defenses[1:], (), lost)] if told.kill_at else [(defenses, at, ())]
+        for some, kill_at, absent in parts:
+            home = place / f"flwr-{len(found)}"
+            with federation(told.where, told.clients, home, kill_at, absent):
+                for number, defense in some:
+                    kept = place / f"models-{number}"
+                    config = {**common, "defense": defense, "save": str(kept / "{client}" / "{round}")}
+                    one = run(app, told.where, told.clients, home, config, told.timeout)
+                    one["difference"] = {
+                        r: difference(kept / "0" / r, place / "models-0" / "0" / r) for r in one["rounds"] if number
+                    }  # fmt: skip
+                    one["clients_agree"] = max(difference(kept / "0" / r, kept / "1" / r) for r in one["rounds"]) == 0.0
+                    found[defense] = one
+                    if told.json:
+                        Path(told.json).write_text(json.dumps(found, indent=1), encoding="utf-8")
+                    show(defense, one)
 
 
 def show(defense: str, one: dict[str, Any]) -> None:

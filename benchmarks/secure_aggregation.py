@@ -32,13 +32,13 @@ from scipy.stats import beta, kstest
 from rasura.accounting.distributed import SumLedger
 from rasura.data.text import Example, encode
 from rasura.defenses.homomorphic import Sealed, added, opened_sum, seal
-from rasura.defenses.homomorphic_keys import make_keys
+from rasura.defenses.homomorphic_keys import Context, make_keys
 from rasura.defenses.sealing import agreed_scales, flattened
 from rasura.defenses.secure_aggregation.client import Client
 from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decoded, encoded
 from rasura.defenses.secure_aggregation.graph import Bounds, plan
 from rasura.defenses.secure_aggregation.messages import Setting
-from rasura.defenses.secure_aggregation.noise import NORM, discrete_gaussian, sigma_of
+from rasura.defenses.secure_aggregation.noise import NORM, clipped, discrete_gaussian, sigma_of
 from rasura.defenses.secure_aggregation.server import Opened, Server
 from rasura.victims.loading import load
 from rasura.victims.step import gradients
@@ -111,6 +111,39 @@ class Played:
             self.clock("server", partial(take, k, data))
 
 
+def noisy(values: NDArray[np.float64], clients: int) -> None:
+    """One round of SecAgg+ with noise 1.0 times the clip in the sum; the noise is drawn once, and all clients add the
+    same."""
+    bits, clip, clock = 24, float(np.linalg.norm(values)), Clock()
+    played = Played(Setting(os.urandom(16), 1, bytes(32), len(values), bits, noise="1.0"), clients)
+    encoding, shape = Encoding(len(values), bits, clients), plan(clients)
+    sigma = sigma_of(1.0, shape.stay - clients // 3, encoding.half)
+    drawn = clock("draw", lambda: discrete_gaussian(len(values), sigma))
+    found = played.run(lambda client, told: client.masked(told, (clipped(values, clip) + drawn).astype(np.int32)), 0)
+    mean, seconds = found.sums * (clip / NORM) / found.clients, played.clock.seconds
+    error, each = float(np.abs(mean - values).max()), played.up / found.clients / len(values)
+    name = f"SecAgg+ with noise, {bits} bits a value, {encoding.modulus_bits} sent"
+    client = seconds["client"] / clients + clock.seconds["draw"]
+    line(name, each, client, seconds["server"], seconds["opening"], error, clip / NORM)
+
+
+def selective(values: NDArray[np.float64], scale: NDArray[np.float64], keys: Context, clients: int, part: int) -> None:
+    """BFV for one entry of ``part``, float32 for the others; sealed once and added for all clients."""
+    clock, public, some = Clock(), keys.public(), np.arange(len(values)) % part == 0
+    sealed, _ = clock("client", lambda: seal(values[some], scale[some], public))
+    data = clock("client", lambda: values[~some].astype(np.float32).tobytes())
+    received = [np.frombuffer(data, np.float32)] * clients
+    total: Sealed = clock("server", lambda: added([sealed] * clients, public))
+    clear = clock("server", lambda: np.sum(received, axis=0, dtype=np.float64)) / clients
+    mean = np.empty(len(values))
+    mean[some] = clock("open", lambda: opened_sum(total, scale[some], keys)) / clients
+    mean[~some] = clear
+    each = (sum(map(len, sealed.ciphertexts)) + len(data)) / len(values)
+    error, seconds = float(np.abs(mean - values).max()), clock.seconds
+    step = float(scale.max()) / 32767
+    line(f"BFV for 1 of {part}", each, seconds["client"], seconds["server"], seconds["open"], error, step)
+
+
 def secure(values: NDArray[np.float64], blocks: Blocks, clients: int, bits: int, gone: int) -> None:
     """One round of SecAgg+, in which ``gone`` clients disappear before they send their update."""
     played, encoding = (
@@ -143,6 +176,7 @@ def costs(clients: int) -> None:
     line("plain float32", 4.0, clock.seconds["client"], clock.seconds["server"], 0.0, error, 0.0)
     for bits, gone in ((16, 0), (29, 0), (16, 2)):
         secure(values, blocks, clients, bits, gone)
+    noisy(values, clients)
     keys, scale = make_keys(clients, "bfv"), np.repeat([2.0**e for e in blocks.exponents], blocks.lengths)
     public = keys.public()
     sealed, _ = clock("seal", lambda: seal(values, scale, public))
@@ -151,6 +185,7 @@ def costs(clients: int) -> None:
     mean = clock("open", lambda: opened_sum(total, scale, keys)) / clients
     error = float(np.abs(mean - values).max())
     line("BFV", each, clock.seconds["seal"], clock.seconds["add"], clock.seconds["open"], error, float(scale.max()) / 32767)
+    selective(values, scale, keys, clients, 10)
 
 
 def growth(counts: list[int], values: int, bear: Fraction) -> None:

@@ -84,7 +84,8 @@ def test_what_was_read_leads_to_a_stronger_setting_or_to_another_protection() ->
         family(took["defense"]).text == "dropout" and took["limit"] >= 39 and took["at_most"] == pytest.approx(GUESS + 0.1)
     )
     says, words = step_of(rows, "bf16")
-    assert "does not stop" in says and parsed(words)["defense"] == "frozen-embeddings+accumulate:1.0d,sealing:all"
+    assert "does not stop" in says and parsed(words)["defense"] == "frozen-embeddings+accumulate:1.0d"
+    assert "sealing:all/by=secagg" in says and "at least three clients" in says and "With fewer" in says
     assert step_of(rows, "none")[1][1] == "audit"
 
 

@@ -208,7 +208,7 @@ def test_images_have_their_own_words_and_figures() -> None:
 
 MORE = (
     "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide",
-    "sealing:all, which sends nothing in the clear",
+    "sealing:all/by=secagg, which shows the server the sum of at least three clients; with fewer, sealing:all/by=bfv",
 )
 
 

@@ -19,7 +19,7 @@ from rasura.cli import app
 from rasura.core.errors import InputError
 from rasura.core.threat import MODEL_USER, SERVICE_OPERATOR, THREATS
 from rasura.registry import ATTACKS, DEFENSES, SERVICE_ATTACKS, SERVICE_PROTECTIONS
-from rasura.report import assessment, calibration, head, language, matrix, notes, page, services, training, verdicts
+from rasura.report import assessment, calibration, head, language, matrix, notes, page, services, training, verdicts, ways
 from rasura.report.assessment import markdown
 from rasura.report.findings import findings
 from rasura.report.language import LANGUAGES, catalogue, number, tell, written_in
@@ -63,6 +63,7 @@ def stored() -> set[str]:
     found |= {*verdicts.WORDS, verdicts.AGAINST, *notes.SURE.values(), head.UNKNOWN, *services.MEASURES.values()}
     found |= {page.ACTIVE, page.ACTIVE_SERVICE, page.REMEMBERED, assessment.NO_ADVICE, assessment.OPEN, assessment.TITLE}
     found |= {*calibration.WORDS.values(), training.LESS, training.NOT_LESS, training.CHANCE, training.UNKNOWN}
+    found |= {text for w in ways.WAYS for text in (w.name, w.reads, w.colluders, w.gone) if text}
     return found | CHOSEN
 
 

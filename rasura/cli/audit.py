@@ -117,10 +117,11 @@ def _summed(ending: Ending, given: dict[str, Any], service: bool) -> None:
     """Make the numbers of clients whose sums are audited the batch sizes of unprotected updates in ``given``."""
     if ending.clients is None:
         return
-    if service or {"batch_sizes", "updates"} & given.keys() or given.get("defenses", ("none",)) != ("none",):
+    named = given.get("defenses", ("none",))
+    if service or {"batch_sizes", "updates"} & given.keys() or not {*named} <= {"none", "sealing:all/by=secagg"}:
         raise InputError(
             "--clients audits the sum of clients' gradients, one example each and without another protection; leave out "
-            "--service, --batch-size, --update and --defense"
+            "--service, --batch-size, --update and any --defense but sealing:all/by=secagg"
         )
     given |= {"batch_sizes": ending.clients, "defenses": ("none",), "updates": ("fedsgd",)}
 
@@ -188,6 +189,8 @@ def run_audit(
         say(line, to=err)
     if ending.fail_above is not None:
         store.describe({"fail_above": ending.fail_above})
+    if ending.clients is not None:
+        store.describe({"clients": list(ending.clients)})
     with forked as processes, cells_watched(len(prepared.cells), estimated, count, store.close) as bar:
 
         def progress(c: Any) -> None:

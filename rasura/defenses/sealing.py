@@ -27,6 +27,7 @@ from rasura.defenses.homomorphic import seal
 from rasura.defenses.homomorphic_keys import Context, Scheme, make_keys, parameters_for
 from rasura.defenses.significance import NAMED, SCORED, named, scores
 from rasura.defenses.structure import embedding_parameters
+from rasura.defenses.sum_seen import check_sum, examples_of, seen_sum
 
 Embeddings = Literal["counted", "sealed", "clear"]
 
@@ -39,7 +40,8 @@ class Sealing:
     whole tensors (``ratio`` is then None). ``scope``: the largest of all entries together (as the paper's text implies), or
     of each ``tensor``. ``embeddings``: their entries are ``counted`` like others (as printed), or the whole table is
     ``sealed`` or left ``clear``; positions of single sealed rows name the tokens of the batch, so ``sealed`` is the safe
-    choice. ``scheme``: ``bfv``, ``ckks``, ``secagg`` (secure aggregation, which federated rounds do), or ``none``.
+    choice. ``scheme``: ``bfv``, ``ckks``, ``secagg`` (secure aggregation, which federated rounds do; an audit shows the sum
+    of a batch, one example a client), or ``none``.
     ``clients``: the number of clients in a sum, which the keys must fit. ``noise``: under secure aggregation, the deviation
     of the noise in the sum as a multiple of ``clip``, the largest norm of a client's update; 0 for none.
     """
@@ -173,14 +175,13 @@ def sealing(
 
     def init(known: tuple[nn.Module, Mapping[str, Tensor]]) -> Sealer:
         if settings.scheme == "secagg":
-            raise InputError(
-                "secure aggregation shows the server the sum of the clients, so the message of one client does not tell "
-                "what can be read; it works in federated rounds alone (docs/secure-aggregation.md)"
-            )
+            check_sum(settings.metric == "all", settings.noise, examples_of(known[1]))
         model, inputs = known
         return Sealer(model, inputs, keys, scales=scales or {})
 
     def apply(message: Message, state: Sealer, rng: Randomness) -> tuple[Message, Sealer]:
+        if settings.scheme == "secagg":
+            return seen_sum(message, examples_of(state.inputs)), state
         sealed = agreed or mask(settings, state.model, message.gradients, state.inputs, rng)
         visible = {
             n: ~hidden & message.visible[n] if n in message.visible else ~hidden for n, hidden in sealed.items()

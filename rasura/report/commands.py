@@ -10,7 +10,7 @@ from typing import Any
 
 from rasura.core.records import MASK
 from rasura.report.language import recorded, tell
-from rasura.report.matrix import Findings
+from rasura.report.matrix import SUMMED, Findings
 from rasura.report.verdicts import ABOVE, HOLDS_WITHIN, READS, Verdict, names_of, plain, texts_needed
 
 OPTIONS = {
@@ -78,9 +78,12 @@ def _step(
     v: Verdict, f: Findings, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], methods: Mapping[str, Any]
 ) -> Step:
     if plain(v.defense):
-        untried = _untried(f)
-        made = Step(tell("Test protections."), command("audit", plan, defenses=untried, out="runs/next"))
-        return made if untried else Step(tell("This is the baseline. Compare with the protections of this run."))
+        if untried := _untried(f):
+            says = f"{tell('Test protections.')} {_summing(f)}".strip()
+            return Step(says, command("audit", plan, defenses=untried, out="runs/next"))
+        if _summing(f):
+            return Step(_summing(f) + _own_file(plan), _of_sums(plan))
+        return Step(tell("This is the baseline. Compare with the protections of this run."))
     if v.word in (READS, ABOVE):
         return _strengthen(v, f, plan, methods)
     if v.missing:
@@ -121,8 +124,30 @@ def _own_file(plan: Mapping[str, Any]) -> str:
 
 
 def _untried(f: Findings) -> list[str]:
-    """Protections that a run may add, without those that it has."""
-    return [told.partition(",")[0] for part, told in f.words.more.items() if not any(part in c for c in f.columns)]
+    """Protections of single updates that a run may add, without those that it has."""
+    return [told.partition(",")[0] for told in _more(f) if told != SUMMED]
+
+
+def _more(f: Findings) -> list[str]:
+    return [told for part, told in f.words.more.items() if not any(part in c for c in f.columns)]
+
+
+def _summing(f: Findings) -> str:
+    """What is said of secure aggregation where the run has nothing like it: it protects sums, so that its audit is
+    another."""
+    if SUMMED not in _more(f):
+        return ""
+    return tell(
+        "Where at least three clients train together, sum their updates (sealing:all/by=secagg) and audit the sum with "
+        "--clients. With fewer, seal them (sealing:all/by=bfv): their shared key opens every update."
+    )
+
+
+def _of_sums(plan: Mapping[str, Any]) -> str:
+    """The command that audits sums of clients."""
+    fields = [name for name in OPTIONS if name not in ("defenses", "updates", "batch_sizes")]
+    counts = [1, 2, 4, 8, 16, 32]
+    return command("audit", _named(plan), fields, clients=counts, limit=max(64, plan["limit"]), out="runs/sums")
 
 
 def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Step:
@@ -156,6 +181,8 @@ def _strengthen(v: Verdict, f: Findings, plan: Mapping[str, Any], methods: Mappi
             says = tell("Find the weakest setting that holds.") + _own_file(plan)
             return Step(says, command("calibrate", _named(plan), OF_CALIBRATION, **made))
     if untried := _untried(f):
-        says = tell("This setting does not stop the attacks. Test another protection.")
+        says = f"{tell('This setting does not stop the attacks. Test another protection.')} {_summing(f)}".strip()
         return Step(says, command("audit", plan, defenses=untried, out="runs/next"))
+    if _summing(f):
+        return Step(_summing(f) + _own_file(plan), _of_sums(plan))
     return Step(tell("This setting does not stop the attacks of this run. Choose another protection."))

@@ -39,6 +39,11 @@ class Made:
         return found
 
     @property
+    def clients(self) -> tuple[int, ...]:
+        """The numbers of clients whose sums were audited (``--clients``); none for another run."""
+        return tuple(self.about.get("clients", ()))
+
+    @property
     def date(self) -> str:
         """When the run was made, in UTC."""
         days = [_minute(str(one["began"])) for one in self.sittings]

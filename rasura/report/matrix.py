@@ -11,7 +11,7 @@ from rasura.report.readings import Level
 from rasura.report.verdicts import Verdict
 
 ACCUMULATE = "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide"
-SEALING = "sealing:all, which sends nothing in the clear"
+SUMMED = "sealing:all/by=secagg, which shows the server the sum of at least three clients; with fewer, sealing:all/by=bfv"
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Wording:
         return replace(self, **said, more={part: recorded(text) for part, text in self.more.items()})
 
 
-TEXTS = Wording("note", "notes", "of the words", "Words recovered, %", {"accumulate": ACCUMULATE, "sealing:all": SEALING})
+TEXTS = Wording("note", "notes", "of the words", "Words recovered, %", {"accumulate": ACCUMULATE, "sealing:all": SUMMED})
 
 
-IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure recovered (SSIM), %", {"sealing:all": SEALING})
+IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure recovered (SSIM), %", {"sealing:all": SUMMED})
 
 
 @dataclass(frozen=True)

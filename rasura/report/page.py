@@ -23,8 +23,10 @@ from rasura.report.notes import attempts, masked, notes_in
 from rasura.report.protections import plot, protection_rows
 from rasura.report.readings import Level
 from rasura.report.services import MEASURES, continued, measures, service_findings
+from rasura.report.sums import conclusion, curve, sum_rows
 from rasura.report.template import filled
 from rasura.report.training import is_training, render_training
+from rasura.report.ways import CLIENTS, SOURCE, VALUES, way_lines
 from rasura.report.word import write_assessment
 
 ACTIVE = "a server that sends a crafted model (active attacks)"
@@ -145,6 +147,10 @@ def _rendered(f: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any
         seconds=sum(r["wall_seconds"] for r in records),
         curves=_curves(f),
         frontier=None if service else _frontier(f),
+        source={"millions": VALUES / 1e6, "clients": CLIENTS, "place": SOURCE},
+        ways=() if service else way_lines(f),
+        sums=sum_rows(summed) if (summed := curve(records, made.clients, f.metric)) else (),
+        least=conclusion(summed) if summed else "",
     )
 
 

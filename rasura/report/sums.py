@@ -8,10 +8,12 @@ sees only the sum can read. The sum of one client is the yardstick: an attack co
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.report.findings import HEADLINE
+from rasura.report.language import tell
 from rasura.report.verdicts import NOT_MEASURED, Verdict, verdict
 
 Record = Mapping[str, Any]
@@ -35,7 +37,7 @@ def curve(records: Iterable[Record], clients: Iterable[int], metric: str = HEADL
     for count in clients:
         here = [r for r in every if r["batch_size"] == count]
         if not all(len(r["examples"]) == count for r in here):
-            missing = (f"the run has no {count} examples for each sum",)
+            missing = (tell("the run has no {count} examples for each sum", count=count),)
             found[count] = Verdict(NOT_MEASURED, "none", 0, missing=missing)
             continue
         found[count] = verdict("none", here, [{**r, "batch_size": count} for r in single], metric)
@@ -54,13 +56,39 @@ def least(verdicts: Mapping[int, Verdict]) -> int | None:
 
 def curve_lines(verdicts: Mapping[int, Verdict]) -> list[str]:
     """One line for each number of clients, and what follows."""
-    lines = [f"sum of {count} client{'s' * (count > 1)}: {v.says}" for count, v in sorted(verdicts.items())]
+    said = [
+        tell("sum of 1 client: {says}", says=v.says) if count == 1
+        else tell("sum of {count} clients: {says}", count=count, says=v.says)
+        for count, v in sorted(verdicts.items())
+    ]  # fmt: skip
+    return [*said, conclusion(verdicts)]
+
+
+def conclusion(verdicts: Mapping[int, Verdict]) -> str:
+    """What follows from the curve."""
     best = least(verdicts)
     if best is None:
-        return [*lines, "No tested number of clients holds. Test more clients or more examples, or add noise to the sum."]
-    return [
-        *lines,
-        f"At least {best} clients with one example each: from there on, no attack of this run read more than guessing. This "
+        return tell("No tested number of clients holds. Test more clients or more examples, or add noise to the sum.")
+    return tell(
+        "At least {best} clients with one example each: from there on, no attack of this run read more than guessing. This "
         "result is empirical, not a guarantee. It does not hold for clients who work with the server and subtract their own "
-        "updates.",
-    ]
+        "updates.", best=best,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A number of clients on the page: the share that the strongest attack read of each text, where one has a figure."""
+
+    clients: int
+    read: str
+    attack: str
+    says: str
+
+
+def sum_rows(verdicts: Mapping[int, Verdict]) -> tuple[Sum, ...]:
+    """The curve as a table."""
+    return tuple(
+        Sum(count, "–" if v.risk is None else f"{100 * v.risk:.0f} %", v.attack, v.says)
+        for count, v in sorted(verdicts.items())
+    )
