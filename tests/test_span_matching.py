@@ -279,6 +279,18 @@ def test_the_sharp_lens_deals_known_inputs_out_to_their_words_and_places() -> No
     assert tuple(lens.outside(torch.arange(60)).argmin(1).tolist()) == truth
 
 
+def test_a_word_that_fits_least_gives_way_to_one_at_another_place() -> None:
+    seen = seen_by_server(with_unlike_heads("bert"), batch_of([SHORT], "classification"), "classification", keep="layer.2.")
+    objective, table = objective_of(seen), seen.model.get_input_embeddings().weight.detach()  # type: ignore[operator,union-attr]
+    guided = Guided(
+        objective, table, torch.arange(3, len(table)), [9], 4, 1e-7, generator(0), equations=last_block_of(seen)[0]
+    )
+    assert isinstance(guided.lens, Sharp)
+    truth = tuple(SHORT[1:-1])
+    for wrong in ((*truth[1:], 77), (77, *truth[:-1])):  # a word is missing, another too many, the rest moved
+        assert guided._reseated(guided.best([wrong], 1), guided.lens)[0][1] == truth
+
+
 def test_a_text_above_the_floor_is_judged_by_its_distance_from_known_inputs() -> None:
     seen = seen_by_server(with_unlike_heads("bert"), batch_of([SHORT], "classification"), "classification", keep="layer.2.")
     objective, table = objective_of(seen), seen.model.get_input_embeddings().weight.detach()  # type: ignore[operator,union-attr]

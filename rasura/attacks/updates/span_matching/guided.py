@@ -118,6 +118,10 @@ class Sharp(Lens):
         for place in self.place:
             yield near + 2 * (moved @ place)[:, None] + (self.states - place).square().sum(1)
 
+    def likely(self, ids: Tensor, state: int, count: int) -> list[list[int]]:
+        """The ``count`` of ``ids`` that are nearest to ``state`` at each place."""
+        return [ids[cost[:, state].topk(count, largest=False).indices].tolist() for cost in self._costs(ids)]
+
     def assigned(self, ids: Tensor) -> Body:
         """The text whose places and frame share out the states at the least distance in all."""
         best = [cost.min(0) for cost in self._costs(ids)]
@@ -222,7 +226,10 @@ class Guided:
         width, tries = len(beam), 0
         while tries <= patience:
             before = beam[0][0]
-            beam = self._words(beam, self.likely << tries)
+            if isinstance(self.lens, Sharp):
+                beam = self._reseated(beam, self.lens)
+            if beam[0][0] == before:
+                beam = self._words(beam, self.likely << tries)
             if beam[0][0] >= self.floor:
                 beam = self.best(
                     [self._ordered(beam[0][1], ORDER_PATIENCE << (2 * tries)), *(body for _, body in beam)], width
@@ -246,6 +253,26 @@ class Guided:
             if beam[0][0] < self.floor:
                 break
         return beam
+
+    def _reseated(self, beam: Beam, lens: Sharp) -> Beam:
+        """``beam`` after tokens that fit their states least gave way, for as long as that helps."""
+        score = float("inf")
+        while self.floor <= beam[0][0] < score:
+            score, body = beam[0]
+            beam = self.best([*(body for _, body in beam), *self._replaced(body, lens)], len(beam))
+        return beam
+
+    def _replaced(self, body: Body, lens: Sharp) -> list[Body]:
+        """``body`` without the token that is farthest from its state; instead, wherever, words that are near the state."""
+        assert self.states is not None
+        cost = torch.cdist(self._run([body])[1][0, self._unread], self.states).square()
+        begin = len(self.objective.prefix)
+        owners = dict(zip(self._unread, linear_sum_assignment(cost.numpy())[1]))
+        apart = {k: float(cost[self._unread.index(k), owners[k]]) for k in range(begin, begin + self.length) if k in owners}
+        worst = max(apart, key=lambda k: apart[k])
+        rest = (*body[: worst - begin], *body[worst - begin + 1 :])
+        words = lens.likely(self.ordinary, int(owners[worst]), self.likely)
+        return [(*rest[:at], word, *rest[at:]) for at, some in enumerate(words) for word in some]
 
     def _ordered(self, body: Body, patience: int) -> Body:
         """``body`` after swaps and moves that improve it, until ``patience`` times ``ORDERS`` others in a row do not.
