@@ -68,7 +68,7 @@ def test_every_extra_is_explained_and_part_of_dev() -> None:
     wanted = {
         line.split(";")[0]
         for name, lines in EXTRAS.items()
-        if name not in ("dev", "ray", "lpips", "causal-demo", "mlflow", "wandb")
+        if name not in ("dev", "docs", "ray", "lpips", "causal-demo", "mlflow", "wandb")
         for line in lines
     }
     assert wanted - set(EXTRAS["dev"]) == set()

@@ -284,6 +284,7 @@ def test_a_copy_that_fails_leaves_the_model_guarded() -> None:
 
 
 def test_a_guard_goes_with_its_model() -> None:
+    gc.collect()  # guards of other tests
     model, guard, _ = guarded_model()
     gone, hooks = weakref.ref(guard), len(_global_optimizer_pre_hooks)
     assert hooks >= 1

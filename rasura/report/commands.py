@@ -147,7 +147,7 @@ def _of_sums(plan: Mapping[str, Any]) -> str:
     """The command that audits sums of clients."""
     fields = [name for name in OPTIONS if name not in ("defenses", "updates", "batch_sizes")]
     counts = [1, 2, 4, 8, 16, 32]
-    return command("audit", _named(plan), fields, clients=counts, limit=max(64, plan["limit"]), out="runs/sums")
+    return command("audit", _named(plan), fields, clients=counts, limit=max(64, plan.get("limit", 0)), out="runs/sums")
 
 
 def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Step:
