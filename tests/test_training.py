@@ -88,8 +88,9 @@ def test_every_defense_trains_through_the_step(defense: str, tmp_path: Path) -> 
     assert changed and bool(changed & embeddings) == ("frozen" not in defense)
 
 
-def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path) -> None:
-    whole = fine_tuning(tmp_path / "whole", "dropout:0.1", recipe=LINEAR)
+@pytest.mark.parametrize("defense", ["dropout:0.1", "dp-sgd:0.5/clip=0.001/quantile=0.5"])
+def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path, defense: str) -> None:
+    whole = fine_tuning(tmp_path / "whole", defense, recipe=LINEAR)
     wanted = whole.run()
 
     class Stopped(Exception):
@@ -100,12 +101,19 @@ def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path: Path) ->
             raise Stopped
 
     with pytest.raises(Stopped):
-        fine_tuning(tmp_path / "cut", "dropout:0.1", recipe=LINEAR).run(stop)
-    cut = fine_tuning(tmp_path / "cut", "dropout:0.1", seed=3, recipe=LINEAR)
+        fine_tuning(tmp_path / "cut", defense, recipe=LINEAR).run(stop)
+    cut = fine_tuning(tmp_path / "cut", defense, seed=3, recipe=LINEAR)
     found = cut.run()
     assert vars(found) == vars(wanted)
     theirs = dict(cut.model.named_parameters())
     assert all(torch.equal(p, theirs[n]) for n, p in whole.model.named_parameters())
+
+
+def test_a_state_that_no_resumed_training_could_read_is_refused(tmp_path: Path) -> None:
+    run = fine_tuning(tmp_path)
+    run.kept = {"state": torch.ones(1)}
+    with pytest.raises(InputError, match="keeps a Tensor from step to step; expected numbers"):
+        run._book({"accuracy": 0.5})
 
 
 @pytest.mark.parametrize(("keep", "stays"), [("best", 0.7), ("last", 0.6)])

@@ -21,7 +21,7 @@ from rasura.runs.drawing import OWNER, DrawnLoader, numbered
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
 from rasura.runs.noise_target import check_target, solved
-from rasura.victims.step import defended, message_for
+from rasura.victims.step import Kept, defended, message_for
 from rasura.victims.train import local
 
 
@@ -90,7 +90,7 @@ class _Protected:
             )
         self.expected, self.most = expected, most
         self.last: _Step | None = None
-        self.kept: dict[str, Any] = {}
+        self.kept: Kept = {}
         self.guard = put(model, self)
 
     def __call__(self, own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:

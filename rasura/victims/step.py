@@ -21,7 +21,7 @@ from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Voca
 from rasura.victims.per_example import by_owner, in_parts, per_example
 
 Kept = dict[str, Any]
-"""The state of an aggregation between the steps of one training."""
+"""The state of an aggregation between the steps of one training, as plain values for JSON."""
 
 Record = Callable[[Sequence[int]], None]
 """A function that records a release: the number of entries of each tensor that was released."""

@@ -20,7 +20,7 @@ from rasura.core.rng import Randomness, SecretGenerator, generator, secret_gener
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, drawn, joined, none_of, renamed
 from rasura.victims.recipe import Recipe
-from rasura.victims.step import step
+from rasura.victims.step import Kept, step
 
 CHUNK = 64
 """Number of texts that a protection of the data takes at once. It can resume after each such chunk."""
@@ -113,7 +113,7 @@ class FineTuning:
         self.trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = recipe.course.optimizing(self.trained.values(), fused=True)
         self.history = History(epochs=[])
-        self.kept: dict[str, Any] = {}
+        self.kept: Kept = {}
         self.min_tokens = enough(defense, model, rows)
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -221,7 +221,7 @@ class FineTuning:
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
         last = {**{f"weight/{n}": w for n, w in weights.items()}, **{f"moment/{n}": m for n, m in moments.items()}}
-        about = {"history": json.dumps(vars(h))}
+        about = {"history": json.dumps(vars(h)), "kept": json.dumps(self.kept, default=_unstored)}
         if self.ledger is not None:
             about["ledger"] = json.dumps(self.ledger.state_dict())
         self._save(lambda path: save_file(last, str(path), metadata=about), "last.safetensors")
@@ -245,6 +245,7 @@ class FineTuning:
                 raise InputError(f"{path} has no ledger, so earlier releases are unknown; remove it to start over")
             self.ledger.load_state_dict(json.loads(about["ledger"]))
         self.history = History(**json.loads(about["history"]))
+        self.kept = json.loads(about.get("kept", "{}"))
         self._put({name: found[f"weight/{name}"] for name in self.trained})
         for name, parameter in self.trained.items():
             prefix = f"moment/{name}/"
@@ -262,6 +263,13 @@ class FineTuning:
         write_whole(self.folder / "result.json", json.dumps(result, indent=1) + "\n")
         for name in ("last.safetensors", "best.safetensors"):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def _unstored(state: object) -> str:
+    kind = type(state).__name__
+    raise InputError(
+        f"the aggregation keeps a {kind} from step to step; expected numbers, which a resumed training can read"
+    )
 
 
 def local(defense: Defense) -> Defense:
