@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 
 from rasura.core.batches import Batch
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import Message, Observation
+from rasura.data.text import Example, encode
+from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, SEP, VOCABULARY
+from rasura.victims.loading import load
 from rasura.victims.step import step
 
 TEXTS = [[CLS, 40, 3, 41, 9, 3, 42, SEP], [CLS, 50, 51, 4, 52, SEP], [CLS, 3, 60, 61, 62, 4, 60, 9, SEP]]
@@ -23,3 +28,17 @@ def seen_by_server(model: nn.Module, batch: Batch, task: str, keep: str | None =
         return seen
     kept = {n: g for n, g in seen.gradients.items() if keep in n}
     return Observation(Message(kept), seen.task, seen.granted)
+
+
+def seen_of_minilm(
+    path: Path, texts: list[str], labels: list[int], update: str, protection: str = "frozen-embeddings"
+) -> tuple[Observation, list[tuple[int, ...]]]:
+    """What the server sees of an update of MiniLM, and the ids of its texts."""
+    victim = load(path, "classification")
+    local, wire = parse_update(update)
+    examples = [Example(text, None, label) for text, label in zip(texts, labels)]
+    batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
+    defense = (*parse_defense(protection), *wire)
+    rng = generator(0, "step")
+    truth = step(victim.model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=rng, local=local)
+    return observe(truth, HONEST_SERVER), [tuple(batch.ids(k)) for k in range(len(texts))]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from span_setting import TEXTS, seen_by_server
+from span_setting import TEXTS, seen_by_server, seen_of_minilm
 from torch import nn
 
 from rasura.attacks.shared.comparing import relative_error
@@ -17,18 +17,13 @@ from rasura.attacks.updates.span.grouping import cluster, dealt, projections
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
-from rasura.attacks.updates.span.sentences import Finder, checker, rearranged
-from rasura.attacks.updates.span.tokens import Row
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
-from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import UNKNOWN, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
-from rasura.data.text import Example, encode
-from rasura.registry import parse_defense, parse_update
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.victims.loading import load
 from rasura.victims.models import layer_inputs, parts
-from rasura.victims.step import gradients, step
+from rasura.victims.step import gradients
 
 BARE = [[CLS, *t[1:-1]] for t in TEXTS]
 
@@ -243,31 +238,17 @@ def test_rows_that_rounding_covers_are_counted_and_tolerated_by_their_noise() ->
     assert bool((space.residual(other) > space.tolerance(other)).all())
 
 
-def seen_of(
-    path: Path, texts: list[str], labels: list[int], update: str, protection: str = "frozen-embeddings"
-) -> tuple[Observation, list[tuple[int, ...]]]:
-    """What the server sees of an update of MiniLM, and the ids of its texts."""
-    victim = load(path, "classification")
-    local, wire = parse_update(update)
-    examples = [Example(text, None, label) for text, label in zip(texts, labels)]
-    batch = encode(examples, victim.tokenizer, "classification", max_length=64, num_labels=2)
-    defense = (*parse_defense(protection), *wire)
-    rng = generator(0, "step")
-    truth = step(victim.model, batch, defense, task="classification", vocabulary=victim.vocabulary, rng=rng, local=local)
-    return observe(truth, HONEST_SERVER), [tuple(batch.ids(k)) for k in range(len(texts))]
-
-
 @pytest.mark.parametrize("update", ["fedsgd+fp16", "fedsgd+bf16", "fedavg-sgd:2"])
 def test_four_texts_come_back_through_rounding(minilm_path: Path, update: str) -> None:
     texts = ["mary is here now", "he lost it , again", "we saw her leave", "it is late"]
-    seen, ids = seen_of(minilm_path, texts, [0, 1, 1, 0], update)
+    seen, ids = seen_of_minilm(minilm_path, texts, [0, 1, 1, 0], update)
     assert sorted(attack(seen).tokens) == sorted(ids)
 
 
 def test_a_text_comes_back_whose_inputs_moved_more_than_the_noise_of_the_basis_says(minilm_path: Path) -> None:
     # The embeddings are trained as well, so that each of the four steps has other inputs.
     text = "he shook his head ; but there was a smile of indulgence"
-    seen, ids = seen_of(minilm_path, [text], [0], "fedavg-sgd:4:0.02", "none")
+    seen, ids = seen_of_minilm(minilm_path, [text], [0], "fedavg-sgd:4:0.02", "none")
     space, inputs = block_spaces(seen, visible_blocks(seen)[:1])[0], Inputs(seen.model)
     true = torch.cat([inputs.first(torch.tensor([token]), place) for place, token in enumerate(ids[0])]).double()
     assert bool((space.residual(true) > space.tolerance(true)).any())
@@ -277,89 +258,12 @@ def test_a_text_comes_back_whose_inputs_moved_more_than_the_noise_of_the_basis_s
 
 def test_copies_of_a_text_with_opposite_labels_come_back(minilm_path: Path) -> None:
     texts = ["mary is here now", "he lost it , again", "mary is here now"]
-    seen, ids = seen_of(minilm_path, texts, [0, 1, 1], "fedsgd")
+    seen, ids = seen_of_minilm(minilm_path, texts, [0, 1, 1], "fedsgd")
     guess = attack(seen)
     assert guess.confidence == "verified"
     assert sorted(guess.tokens) == sorted(ids)
     assert guess.labels is not None
     assert sorted(zip(guess.tokens, guess.labels)) == sorted(zip(ids, [0, 1, 1]))
-
-
-def test_texts_are_searched_for_where_every_place_has_a_token() -> None:
-    model, batch = tiny("bert", "classification"), batch_of([TEXTS[1]], "classification")
-    seen, inputs = seen_by_server(model, batch, "classification"), Inputs(model)
-    score = checker(seen, {}, inputs)
-    assert score is not None
-    full = {n: [(token, 0), (60 + n, 0)] for n, token in enumerate(TEXTS[1])}
-
-    def finder(allowed: dict[int, list[tuple[int, int]]], lengths: tuple[int, ...] | None) -> Finder:
-        return Finder(allowed, score, prefix=(CLS,), suffix=(SEP,), lengths=lengths, rng=generator(0), likely=allowed)
-
-    found, _ = finder(full, (6,))([], 1, 4)
-    assert found == [tuple((token, 0) for token in TEXTS[1])]
-    holed = {n: options for n, options in full.items() if n != 3}
-    assert finder(holed, (6,)).lengths == finder(holed, None).lengths == []
-    assert finder(holed, (3, 6)).lengths == [3]
-    for lengths in ((6,), None):
-        start = [Row(n, token, 0, torch.zeros(64), 0.0) for n, token in enumerate(TEXTS[1]) if n != 3]
-        assert finder(holed, lengths)([start], 1, 4) == ([], []), "there is nothing to draw a text from"
-
-
-def test_a_token_that_is_not_likely_is_tried_where_a_text_does_not_fit(minilm_path: Path) -> None:
-    texts = ["mary is here now", "he lost it , again", "we saw her leave early today"]
-    seen, ids = seen_of(minilm_path, texts, [0, 1, 1], "fedsgd")
-    score = checker(seen, {}, Inputs(seen.model))
-    assert score is not None
-    anywhere = {n: [(t, 0) for t in dict.fromkeys(t for row in ids for t in row)] for n in range(max(map(len, ids)))}
-    missing = {(2, ids[0][2]), (4, ids[1][4])}
-    likely = {n: [(row[n], 0) for row in ids if n < len(row) and (n, row[n]) not in missing] for n in anywhere}
-    frame = seen.vocabulary
-    find = Finder(anywhere, score, prefix=frame.prefix, suffix=frame.suffix, lengths=None, rng=generator(0), likely=likely)
-    found, _ = find([], 3, 24)
-    assert sorted(found) == sorted(tuple((t, 0) for t in row) for row in ids)
-
-
-def test_a_layer_that_tells_fewer_inputs_apart_than_the_first_one_judges_no_text(minilm_path: Path) -> None:
-    """32 texts of 150 words hold more tokens than MiniLM has dimensions, and a gap among its singular values is none."""
-    victim = load(minilm_path, "classification")
-    rows = torch.randint(2000, 2150, (32, 16), generator=generator(3))
-    rows[:, 0], rows[:, -1] = victim.vocabulary.prefix[0], victim.vocabulary.suffix[-1]
-    seen = seen_by_server(victim.model, batch_of(rows.tolist(), "classification", [0, 1] * 16), "classification")
-    inputs = Inputs(seen.model)
-    spaces = block_spaces(seen, visible_blocks(seen)[:1])
-    mistaken = checker(seen, {}, inputs)
-    assert mistaken is not None and mistaken.space.rank < spaces[0].rank / 2
-    assert checker(seen, spaces, inputs) is None
-
-
-def test_a_short_text_is_no_better_than_one_with_a_single_wrong_word(minilm_path: Path) -> None:
-    """Of a trained model the frame alone lies nearer to the row space than a text that is nearly right."""
-    texts = ["mary is here now", "he lost it , again", "we saw her leave early today"]
-    seen, ids = seen_of(minilm_path, texts, [0, 1, 1], "fedsgd")
-    score = checker(seen, {}, Inputs(seen.model))
-    assert score is not None
-    anywhere = {n: [(t, 0) for t in dict.fromkeys(t for row in ids for t in row)] for n in range(max(map(len, ids)))}
-    anywhere[0] = [(ids[0][0], 0)]
-    find = Finder(
-        anywhere, score, prefix=seen.vocabulary.prefix, suffix=seen.vocabulary.suffix, lengths=None, rng=generator(0),
-        likely=anywhere,
-    )  # fmt: skip
-    assert min(find.lengths) == 3, "a text of no word is none"
-
-    def row(place: int, token: int) -> Row:
-        return Row(place, token, 0, torch.zeros(0), 0.0)
-
-    wrong = [[row(n, ids[k - 1][2] if n == 2 else t) for n, t in enumerate(text)] for k, text in enumerate(ids)]
-    found, _ = find(wrong, 3, 0)
-    assert sorted(found) == sorted(tuple((t, 0) for t in row) for row in ids)
-
-
-def test_rearranged_moves_and_swaps_between_its_bounds() -> None:
-    assert set(rearranged("abcd", 1, 3)) == {("a", "c", "b", "d")}
-    runs = set(rearranged("abcd", 0, 4, longest=2))
-    assert ("c", "d", "a", "b") in runs and ("d", "b", "c", "a") in runs and tuple("abcd") not in runs
-    assert all(sorted(order) == list("abcd") for order in runs)
-    assert rearranged("ab", 1, 1) == []
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet", "deberta-v2", "gpt2"])
