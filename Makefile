@@ -18,7 +18,7 @@ audit: .venv/demo
 	$(BIN)/rasura audit --budget quick --limit 3 --out runs/demo
 
 .venv/docs: $(BIN)/python pyproject.toml constraints.txt
-	$(BIN)/pip install -q -c constraints.txt -e '.[docs]'
+	$(BIN)/pip install -q -c constraints.txt mkdocs-material 'mkdocstrings[python]'
 	touch $@
 
 # The site of docs/, into site/. A broken link or a page that the navigation lacks ends it.

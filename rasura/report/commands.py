@@ -78,12 +78,8 @@ def _step(
     v: Verdict, f: Findings, plan: Mapping[str, Any], records: Sequence[Mapping[str, Any]], methods: Mapping[str, Any]
 ) -> Step:
     if plain(v.defense):
-        if untried := _untried(f):
-            says = f"{tell('Test protections.')} {_summing(f)}".strip()
-            return Step(says, command("audit", plan, defenses=untried, out="runs/next"))
-        if _summing(f):
-            return Step(_summing(f) + _own_file(plan), _of_sums(plan))
-        return Step(tell("This is the baseline. Compare with the protections of this run."))
+        compare = Step(tell("This is the baseline. Compare with the protections of this run."))
+        return _another(tell("Test protections."), f, plan) or compare
     if v.word in (READS, ABOVE):
         return _strengthen(v, f, plan, methods)
     if v.missing:
@@ -180,9 +176,13 @@ def _strengthen(v: Verdict, f: Findings, plan: Mapping[str, Any], methods: Mappi
             made["limit"] = max(texts_needed(HOLDS_WITHIN), plan["limit"])
             says = tell("Find the weakest setting that holds.") + _own_file(plan)
             return Step(says, command("calibrate", _named(plan), OF_CALIBRATION, **made))
+    choose = Step(tell("This setting does not stop the attacks of this run. Choose another protection."))
+    return _another(tell("This setting does not stop the attacks. Test another protection."), f, plan) or choose
+
+
+def _another(says: str, f: Findings, plan: Mapping[str, Any]) -> Step | None:
+    """An audit of protections that this run did not try, told as ``says``, or of sums of clients; None where neither is
+    left."""
     if untried := _untried(f):
-        says = f"{tell('This setting does not stop the attacks. Test another protection.')} {_summing(f)}".strip()
-        return Step(says, command("audit", plan, defenses=untried, out="runs/next"))
-    if _summing(f):
-        return Step(_summing(f) + _own_file(plan), _of_sums(plan))
-    return Step(tell("This setting does not stop the attacks of this run. Choose another protection."))
+        return Step(f"{says} {_summing(f)}".strip(), command("audit", plan, defenses=untried, out="runs/next"))
+    return Step(_summing(f) + _own_file(plan), _of_sums(plan)) if _summing(f) else None

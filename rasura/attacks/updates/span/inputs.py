@@ -68,13 +68,12 @@ class Inputs:
         token.
         """
         way = self._way(len(head) + ABREAST) if len(head) and len(tokens) > 1 else None
+        chunks = torch.split(tokens, ABREAST if way == self._abreast else max(1, ROWS // (len(head) + 1)))
         if way is None:
-            chunks = torch.split(tokens, max(1, ROWS // (len(head) + 1)))
             found = [self._rerun(head, chunk, blocks) for chunk in chunks]
         else:
             cache = self._ran(head, blocks)
-            some = ABREAST if way == self._abreast else max(1, ROWS // (len(head) + 1))
-            found = [way(cache, chunk, blocks) for chunk in torch.split(tokens, some)]
+            found = [way(cache, chunk, blocks) for chunk in chunks]
         return {b.index: torch.cat([one[b.index] for one in found]) for b in blocks}
 
     def _rerun(self, head: Tensor, tokens: Tensor, blocks: Sequence[Block]) -> dict[int, Tensor]:
