@@ -27,8 +27,9 @@ from rasura.runs.training import Training
 from rasura.testing.tiny import VOCABULARY, tiny
 from rasura.victims.batching import batches, joined, split
 from rasura.victims.outputs import nats
+from rasura.victims.protected_rows import protected
 from rasura.victims.recipe import Recipe
-from rasura.victims.train import FineTuning, protected
+from rasura.victims.train import FineTuning
 
 __all__ = ["model_folder"]
 
@@ -142,7 +143,7 @@ def test_data_are_protected_once_and_kept(tmp_path: Path, monkeypatch: pytest.Mo
 
     model = tiny("gpt2", "causal")
     defense = (ghost(shadows=ShadowSettings(k=12, overlap=0.3, grow=4, max_k=40, language=None)),)
-    monkeypatch.setattr("rasura.victims.train.CHUNK", 4)
+    monkeypatch.setattr("rasura.victims.protected_rows.CHUNK", 4)
     some = rows("causal")
     hidden = protected(some, defense, model, VOCABULARY, tmp_path, 0)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3

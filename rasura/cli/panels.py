@@ -44,7 +44,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
 
 MOVED: Mapping[str, Mapping[str, str]] = {
     "audit": {"service": "Input", "clients": "Input"},
-    "train": {"service": "Protections", "batch_size": "Training", "update": "Training"},
+    "train": {"service": "Protections", "batch_size": "Training", "update": "Training", "unit": "Protections"},
     "membership": {"batch_size": "Training"},
     "diagnose": {"batch_size": "Training", "examples": "Training", "texts": "Input"},
     "check-dp": {
@@ -91,6 +91,7 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
         "attack": "the usual ones of the task", "num_labels": "as the model folder states", "reference": "none",
         "task": "as the model folder states", "base": "an adapter's own, otherwise minilm",
     },
+    "train": {"unit": "each text by itself"},
     "reproduce": {"attack": "all", "defense": "all", "data": "where the run had it", "model": "where the run had it"},
     "study": {
         "model": "the study's", "limit": "the study's", "budget": "the study's", "attack": "the study's",

@@ -171,6 +171,9 @@ def train(
     target_epsilon: Annotated[float | None, typer.Option(help="epsilon that dp-sgd without a number must keep to")] = None,
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="noise from the seed, without a guarantee")] = False,
     physical_batch_size: Annotated[int | None, typer.Option(help="texts in memory at once, under dp-sgd")] = None,
+    unit: Annotated[
+        str | None, typer.Option(help="column that says whose each text is: dp-sgd then protects persons")
+    ] = None,
     device: Device = "auto",
     folder: Models = Path("runs/train"),
     text_column: TextColumn = None,
@@ -186,21 +189,19 @@ def train(
     from rasura.runs.train_plan import TrainPlan
     from rasura.victims.recipe import Recipe
 
-    kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
-    bits: Any = known("precision", precision, ("float32", "bf16"))
-    noise: Any = "seeded" if seeded_noise else "secure"
-    kept: Any = known("epoch to keep", keep, ("best", "last"))
+    word: Any = known
     course: Any = schedule  # which Recipe checks
     recipe = Recipe(
-        epochs, batch_size, learning_rate, patience=patience, optimizer=kind, precision=bits, seed=seed, noise=noise,
-        keep=kept, schedule=course, warmup=warmup, physical_batch_size=physical_batch_size,
+        epochs, batch_size, learning_rate, patience=patience, optimizer=word("optimizer", optimizer, ("adamw", "sgd")),
+        precision=word("precision", precision, ("float32", "bf16")), seed=seed, noise="seeded" if seeded_noise else "secure",
+        keep=word("epoch to keep", keep, ("best", "last")), warmup=warmup, schedule=course,
+        physical_batch_size=physical_batch_size,
     )  # fmt: skip
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
-        delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon,
+        delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon, unit=unit,
     )  # fmt: skip
-    plan = plan if update is None else following(plan, update)
-    trained(prepared(plan, folder, device_named(device)), as_json)
+    trained(prepared(plan if update is None else following(plan, update), folder, device_named(device)), as_json)
 
 
 def following(plan: Any, update: str) -> Any:
@@ -262,6 +263,11 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
     for name, promised in {r["defense"]: r["privacy"] for r in results}.items():
         for line in (promised["statement"], *promised.get("warnings", ())) if len(promised) > 1 else ():
             say(f"{name}: {line}")
+    for unit in [r["unit"] for r in results if "unit" in r][:1]:
+        say(
+            f"a person is all texts with one value of the column {unit['column']}: {unit['persons']} persons, "
+            f"{unit['most_texts']} texts or less each"
+        )
     out.print(
         f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {training.folder}",
         markup=False,

@@ -39,12 +39,13 @@ MAX_NAME = 80
 @dataclass(frozen=True)
 class Columns:
     """Names of the columns with the text, the second text of a pair, and the label; None: found by their usual names.
-    ``none`` as ``pair`` or ``label`` ignores that column.
+    ``none`` as ``pair`` or ``label`` ignores that column. ``unit``: the column that says whose each row is; None for none.
     """
 
     text: str | None = None
     pair: str | None = None
     label: str | None = None
+    unit: str | None = None
 
 
 class Chosen:
@@ -70,6 +71,13 @@ class Chosen:
         self.pair = self._one("pair", self.asked.pair, names, (pair.casefold(),))
         self.label = self._one("label", self.asked.label, names, LABEL)
         more = [n for n in names if n in ("input_ids", "token_type_ids") or (n == NAMES and self.label == "label")]
+        if self.asked.unit is not None:
+            if self.asked.unit not in names:
+                raise InputError(
+                    f"{self.source}: no column {self.asked.unit!r} (found: {shown(names)}), so it is not known whose each "
+                    "row is; pass another name as --unit"
+                )
+            more.append(self.asked.unit)
         return list(dict.fromkeys([n for n in (text, self.pair, self.label) if n is not None] + more))
 
     def also(self, names: Iterable[str]) -> None:

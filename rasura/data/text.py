@@ -34,7 +34,7 @@ class Example:
 
     ``input_ids``: its tokens, special ones included, if a protection chose them; tokenizing the text may give others.
     ``token_type_ids``: for a pair, the text to which each token belongs. ``source`` and ``row``: where it was read, for
-    messages, which never quote the text itself.
+    messages, which never quote the text itself. ``unit``: whose it is, where the file was asked for that.
     """
 
     text: str
@@ -44,6 +44,7 @@ class Example:
     token_type_ids: tuple[int, ...] | None = None
     source: str = field(default="", compare=False)
     row: int | None = field(default=None, compare=False)
+    unit: str | None = None
 
 
 class Examples(list[Example]):
@@ -140,7 +141,15 @@ def _example(row: Mapping[str, Any], number: int, chosen: Chosen, labels: Labels
     ids, types = (_ids(row.get(name), name, place) for name in ("input_ids", "token_type_ids"))
     if types is not None and (ids is None or len(types) != len(ids)):
         raise InputError(f"{place}: token_type_ids and input_ids differ in length")
-    return Example(text, pair, label, ids, types, source, number)
+    unit = None if chosen.asked.unit is None else _unit(row.get(chosen.asked.unit), chosen.asked.unit, place)
+    return Example(text, pair, label, ids, types, source, number, unit)
+
+
+def _unit(found: Any, column: str, place: str) -> str:
+    """Whose a row is. A row without a person would be one of its own, to whom more is promised than holds."""
+    if isinstance(found, bool) or not isinstance(found, (str, int)) or not str(found).strip():
+        raise InputError(f"{place}: the column {column} names no person; expected text or a whole number in every row")
+    return str(found).strip()
 
 
 def _encodable(text: str) -> bool:
@@ -235,7 +244,7 @@ def groups(examples: Sequence[E], size: int) -> list[list[E]]:
 
 def data_hash(examples: Sequence[Example]) -> str:
     """Sixteen hex digits that identify the data, independent of the file format."""
-    late = ("input_ids", "token_type_ids")
+    late = ("input_ids", "token_type_ids", "unit")
     plain = (
         {k: v for k, v in asdict(e).items() if k not in ("source", "row") and (k not in late or v is not None)}
         for e in examples

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from rasura.accounting import Draw, Ledger
 from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
-from rasura.victims.batching import drawn
+from rasura.victims.batching import by_person, drawn
 
 OWNER = "rasura_owner"
 """The entry of a batch that says whose each row is, ``(rows,)`` int64."""
@@ -33,11 +33,7 @@ class Batches:
         self, count: int, size: int, rng: Randomness, *, poisson: bool, owners: Sequence[int] | None = None
     ) -> None:
         self.count, self.size, self.rng, self.poisson = count, size, rng, poisson
-        self.rows: list[list[int]] | None = None
-        if owners is not None:
-            self.rows = [[] for _ in range(count)]
-            for row, owner in enumerate(owners):
-                self.rows[owner].append(row)
+        self.rows = None if owners is None else by_person(owners)
         self.sizes: deque[int] = deque()
 
     def __len__(self) -> int:

@@ -31,7 +31,8 @@ from rasura.runs.scoring import versions
 from rasura.runs.training import encoded
 from rasura.victims.fingerprint import fingerprint
 from rasura.victims.outputs import answers
-from rasura.victims.train import FineTuning, protected
+from rasura.victims.protected_rows import protected
+from rasura.victims.train import FineTuning
 
 FPRS = (0.01, 0.001)
 """The default false positive rates, as far as there are enough texts."""

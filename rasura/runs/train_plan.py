@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import get_args
+from typing import Literal, get_args
 
-from rasura.accounting import Run, checked_delta
+from rasura.accounting import Run, assumes_poisson, checked_delta, formal
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import TARGETS
 from rasura.core.options import known
@@ -31,7 +31,9 @@ class TrainPlan:
     noise, and get the least with which all epochs spend at most this epsilon. ``service``: ``defenses`` are protections of a
     model service (``rasura list service-protections``), which receives all texts, including those for evaluation.
     ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text are numbered;
-    ``result.json`` and the model's folder list the names.
+    ``result.json`` and the model's folder list the names. ``unit``: the column of ``data`` that says whose each text is.
+    Persons are then drawn, clipped and hidden under ``dp-sgd`` and ``normalised``, each with the mean gradient of all their
+    texts; guarantee and batch size are for persons, and persons are held out whole.
     """
 
     data: str
@@ -55,6 +57,7 @@ class TrainPlan:
     targets: str = TARGETS[0]
     adapter_dropout: float = 0.0
     target_epsilon: float | None = None
+    unit: str | None = None
 
     @cached_property
     def parts(self) -> Mapping[str, Defense]:
@@ -65,11 +68,17 @@ class TrainPlan:
         """``text`` with some noise where only the number of training texts will say how much a target epsilon needs."""
         return with_noise(text, 1.0) if self.target_epsilon is not None and noiseless(text) else text
 
+    def run(self, examples: int, sampling: Literal["poisson", "shuffled"] = "poisson") -> Run:
+        """All epochs over ``examples`` training texts, or persons."""
+        recipe = self.recipe
+        unit: Literal["text", "person"] = "text" if self.unit is None or sampling == "shuffled" else "person"
+        return Run(examples, recipe.batch_size, recipe.epochs, self.delta, sampling, unit=unit)
+
     def with_noise_for(self, examples: int) -> TrainPlan:
-        """This plan with the noise that its target epsilon needs for ``examples`` training texts."""
+        """This plan with the noise that its target epsilon needs for ``examples`` training texts, or persons."""
         if self.target_epsilon is None:
             return self
-        run = Run(examples, self.recipe.batch_size, self.recipe.epochs, self.delta)
+        run = self.run(examples)
         return replace(self, defenses=solved_all(self.defenses, self.target_epsilon, run), target_epsilon=None)
 
     @cached_property
@@ -91,6 +100,8 @@ class TrainPlan:
             checked_delta(self.delta)
         if self.target_epsilon is not None and (self.service or not any(map(noiseless, self.defenses))):
             raise InputError(f"a target epsilon was given, but no defense is {' or '.join(SOLVED)}; pass --defense dp-sgd")
+        if self.unit is not None:
+            self._check_unit()
         if self.lora < 0:
             raise InputError(f"lora is {self.lora}; expected a rank, or 0 to train all weights")
         known("targets", self.targets, TARGETS)
@@ -101,3 +112,19 @@ class TrainPlan:
                 f"lora is {self.lora}, but under protections of a service all weights are trained; leave it out"
             )
         return self
+
+    def _check_unit(self) -> None:
+        """Raises ``InputError`` unless each defense protects persons, ``none`` aside, which is there to compare with."""
+        hidden = [n for n, parts in self.parts.items() if protects_persons(parts)]
+        others = [n for n in self.defenses if n not in hidden and n != "none"]
+        if self.service or others or not hidden:
+            raise InputError(
+                f"the unit {self.unit} needs dp-sgd or normalised with a guarantee, which alone protect persons; found "
+                f"{', '.join(others or self.defenses)}"
+            )
+
+
+def protects_persons(parts: Defense) -> bool:
+    """Whether ``parts`` have a guarantee for batches drawn by Poisson sampling, of texts or of persons."""
+    mechanisms = [part.mechanism for part in parts]
+    return formal(mechanisms) is not None and assumes_poisson(mechanisms)

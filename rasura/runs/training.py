@@ -6,6 +6,7 @@ import copy
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from rasura.accounting import Ledger, Run, assumes_poisson, carries
+from rasura.accounting import Ledger, assumes_poisson, carries
 from rasura.core.batches import Batch
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
@@ -26,17 +27,19 @@ from rasura.core.rng import Randomness, generator
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
+from rasura.runs.drawing import numbered
 from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
-from rasura.runs.train_plan import TrainPlan
+from rasura.runs.train_plan import TrainPlan, protects_persons
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import renamed, split
 from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import Victim, load
 from rasura.victims.outputs import nats, predictions
+from rasura.victims.protected_rows import protected
 from rasura.victims.step import defended
-from rasura.victims.train import FineTuning, enough, protected
+from rasura.victims.train import FineTuning, enough
 
 
 class Training:
@@ -46,7 +49,7 @@ class Training:
         self.plan = plan = plan.checked()
         self.folder, self.device, self.sitting = Path(folder), device, sitting()
         columns = columns_of(plan)
-        everything = load_examples(plan.data, columns=columns, model=plan.model)
+        everything = load_examples(plan.data, columns=replace(columns, unit=plan.unit), model=plan.model)
         self.label_names = everything.label_names
         tested = None
         if plan.test is not None:
@@ -56,6 +59,7 @@ class Training:
         victim = self.victim(plan.recipe.seed)
         self.pad = victim.vocabulary.pad_id or 0
         kept, held = self._parted(everything)
+        self.owners = None if plan.unit is None else numbered([e.unit or "" for e in kept], len(kept))
         start = time.process_time()
         self.rows = self._encoded(victim, kept)
         self.encoding = time.process_time() - start
@@ -64,7 +68,7 @@ class Training:
         for parts in plan.parts.values():
             enough(parts, victim.model, self.rows)
         told = {k: v for k, v in asdict(plan).items() if k not in ("defenses", "seeds")}  # to which others may be added
-        asked, self.plan = plan, plan.with_noise_for(len(self.rows))
+        asked, self.plan = plan, plan.with_noise_for(len(self.rows) if self.owners is None else len(set(self.owners)))
         plan = self.plan
         self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(told))}
         self.about |= {"label_names": list(self.label_names)} if self.label_names else {}
@@ -76,12 +80,14 @@ class Training:
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
         """A ledger for a training under ``parts``, planned for the maximum number of epochs."""
-        known, recipe = [p.mechanism for p in parts], self.plan.recipe
-        run = Run(
-            len(self.rows), recipe.batch_size, max(1, recipe.epochs), self.plan.delta,
-            "poisson" if assumes_poisson(known) else "shuffled",
-        )  # fmt: skip
-        return Ledger(known, run, sizes=sizes, secure=recipe.noise == "secure")
+        known, owners = [p.mechanism for p in parts], self._owners(parts)
+        count = len(self.rows) if owners is None else len(set(owners))
+        run = self.plan.run(count, "poisson" if assumes_poisson(known) else "shuffled")
+        return Ledger(known, run, sizes=sizes, secure=self.plan.recipe.noise == "secure")
+
+    def _owners(self, parts: Defense) -> list[int] | None:
+        """The number of the person of each training text, where ``parts`` protect persons."""
+        return self.owners if protects_persons(parts) else None
 
     def victim(self, seed: int) -> Victim:
         """The model before training, with a head drawn from ``seed``."""
@@ -93,11 +99,18 @@ class Training:
         """The training texts and the held-out texts, drawn once for all defenses and seeds."""
         order = torch.randperm(len(everything), generator=generator(self.plan.recipe.seed, "part")).tolist()
         some = order[: self.plan.limit]
-        count = max(1, round(self.plan.holdout * len(some)))
-        if count >= len(some):
-            raise InputError(f"{self.plan.data}: {len(some)} texts are too few to hold any out; expected at least 2")
-        self.parted = {"trained": some[count:], "held_out": some[:count]}
-        return [everything[k] for k in some[count:]], [everything[k] for k in some[:count]]
+        # Each person is one of those trained on, or held out, with all of their texts.
+        whose = [everything[k].unit if self.plan.unit else k for k in some]
+        each = list(dict.fromkeys(whose))
+        count = max(1, round(self.plan.holdout * len(each)))
+        if count >= len(each):
+            kind = "texts" if self.plan.unit is None else "persons"
+            raise InputError(f"{self.plan.data}: {len(each)} {kind} are too few to hold any out; expected at least 2")
+        apart = set(each[:count])
+        held = [k for k, one in zip(some, whose) if one in apart]
+        kept = [k for k, one in zip(some, whose) if one not in apart]
+        self.parted = {"trained": kept, "held_out": held}
+        return [everything[k] for k in kept], [everything[k] for k in held]
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
         return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
@@ -164,6 +177,7 @@ class Training:
             model, rows, parts, replace(plan.recipe, seed=seed), place, task=victim.task, vocabulary=vocabulary,
             evaluate=lambda m: self._figures(m, held), watched=watched, higher=HIGHER_IS_BETTER[watched],
             poisson=assumes_poisson(mechanisms), secret=plan.recipe.noise == "secure" and carries(mechanisms), ledger=ledger,
+            owners=self._owners(parts),
         )  # fmt: skip
         history = run.run(
             None if progress is None else lambda done, total, told: progress(f"{defense}: epoch", done, total, told)
@@ -187,11 +201,19 @@ class Training:
             "encode_seconds": self.encoding, "protect_seconds": protecting,
             "device": self.device, "versions": versions(), "sitting": self.sitting, "weights": weights,
         }  # fmt: skip
-        result |= {"label_names": list(self.label_names)} if self.label_names else {}
+        result |= self._about(parts)
         if plan.task == "classification":
             result["majority"] = majority([int(row.labels[0]) for row in test])
         run.finish(result)
         return result
+
+    def _about(self, parts: Defense) -> dict[str, Any]:
+        """Of a result: the names of the classes, and who the persons are that ``parts`` protect."""
+        named = {"label_names": list(self.label_names)} if self.label_names else {}
+        if (owners := self._owners(parts)) is None:
+            return named
+        persons = Counter(owners)
+        return {**named, "unit": {"column": self.plan.unit, "persons": len(persons), "most_texts": max(persons.values())}}
 
     def _name_classes(self, model: nn.Module) -> None:
         """Write the class names into the saved model's folder, so that they are read in the same way from then on."""

@@ -83,6 +83,14 @@ def drawn(count: int, size: int, rng: Randomness) -> list[list[int]]:
     return [(uniform((count,), rng) < size / count).nonzero().flatten().tolist() for _ in range(steps)]
 
 
+def by_person(owners: Sequence[int]) -> list[list[int]]:
+    """The rows of each person, from the number of the person of each row: all of ``0 .. persons - 1``."""
+    rows: list[list[int]] = [[] for _ in range(1 + max(owners, default=-1))]
+    for row, owner in enumerate(owners):
+        rows[owner].append(row)
+    return rows
+
+
 def none_of(row: Batch) -> Batch:
     """An empty batch of the same kind as ``row``."""
     types = None if row.token_type_ids is None else row.token_type_ids[:0]

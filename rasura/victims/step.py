@@ -133,6 +133,7 @@ def step(
     record: Record | None = None,
     most: int | None = None,
     kept: Kept | None = None,
+    counts: Sequence[int] | None = None,
 ) -> Transcript:
     """One step of training as a client takes it; the Transcript holds the message and the truth behind it.
 
@@ -141,7 +142,7 @@ def step(
     same masks. Masks from a ``SecretGenerator`` cannot be repeated. ``expected``: the mean batch size under random sampling;
     None for batches of a fixed size. ``public``: the model that the client knew before a server sent ``model``; protections
     of the data use it. ``record``: receives the number of entries of each aggregated tensor, where noise is drawn.
-    ``most`` and ``kept`` as in ``message_for``.
+    ``most``, ``kept`` and ``counts`` as in ``message_for``.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(
@@ -158,7 +159,7 @@ def step(
     inputs = batch.to(next(model.parameters()).device).inputs()
     message, loss, after = message_for(
         model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record, most=most,
-        kept=kept,
+        counts=counts, kept=kept,
     )  # fmt: skip
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:

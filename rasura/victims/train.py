@@ -18,12 +18,9 @@ from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.core.values import Stage, Task, Vocabulary
-from rasura.victims.batching import batches, drawn, joined, none_of, renamed
+from rasura.victims.batching import batches, by_person, drawn, joined, none_of
 from rasura.victims.recipe import Recipe
 from rasura.victims.step import Kept, step
-
-CHUNK = 64
-"""Number of texts that a protection of the data takes at once. It can resume after each such chunk."""
 
 
 @dataclass
@@ -40,52 +37,13 @@ class History:
         return self.epoch >= recipe.epochs or self.epoch - self.best_epoch >= recipe.patience
 
 
-def protected(
-    rows: Sequence[Batch],
-    defense: Defense,
-    model: nn.Module,
-    vocabulary: Vocabulary,
-    folder: Path,
-    seed: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[Batch]:
-    """``rows`` under the DATA part of ``defense``, applied once before training, with the model at that time.
-
-    The ids of every ``CHUNK`` rows are kept in ``folder`` for resumption.
-    """
-    from safetensors.torch import load_file, save_file
-
-    parts = [p for p in defense if p.stage is Stage.DATA]
-    if not parts:
-        return list(rows)
-    folder.mkdir(parents=True, exist_ok=True)
-    states: list[Any] = []
-    out: list[Batch] = []
-    for start in range(0, len(rows), CHUNK):
-        some = list(rows[start : start + CHUNK])
-        file = folder / f"{start:08d}.safetensors"
-        if not file.exists():
-            states = states or [p.init((model, vocabulary)) for p in parts]
-            batch = joined(some, vocabulary.pad_id or 0)
-            for k, part in enumerate(parts):
-                batch, states[k] = part.apply(batch, states[k], generator(seed, "data", k, start))
-            part_file = file.with_suffix(".part")
-            save_file({"input_ids": batch.input_ids.contiguous()}, str(part_file))
-            part_file.replace(file)
-        ids = load_file(str(file))["input_ids"]
-        for row, new in zip(some, ids):
-            out.append(renamed(row, new[None, : row.input_ids.shape[1]]))
-        if progress is not None:
-            progress(len(out), len(rows))
-    return out
-
-
 class FineTuning:
     """One fine-tuning run of ``model`` on ``rows`` (one text each) under ``defense``, kept in ``folder``.
 
     ``evaluate`` returns the figures on the held-out texts. Early stopping uses the figure ``watched``; with ``higher``,
     larger is better. ``poisson``: batches are drawn by Poisson sampling; ``secret``: the randomness of training comes from
-    the operating system. ``ledger`` counts the releases; it is kept with the checkpoints.
+    the operating system. ``ledger`` counts the releases; it is kept with the checkpoints. ``owners``: the number of the
+    person of each row; persons are then drawn, each with all of their rows, and aggregated in place of texts.
     """
 
     def __init__(
@@ -104,8 +62,12 @@ class FineTuning:
         poisson: bool = False,
         secret: bool = False,
         ledger: Ledger | None = None,
+        owners: Sequence[int] | None = None,
     ) -> None:
+        if owners is not None and not poisson:
+            raise InputError("persons are drawn by Poisson sampling alone; train with dp-sgd or normalised")
         self.poisson, self.secret, self.ledger = poisson, secret, ledger
+        self.persons = None if owners is None else by_person(owners)
         self.model, self.rows, self.recipe, self.folder = model, rows, recipe, folder
         self.defense = tuple(p for p in local(defense) if p.stage is not Stage.DATA)
         self.task, self.vocabulary = task, vocabulary
@@ -143,9 +105,10 @@ class FineTuning:
         device = next(self.model.parameters()).device
         size = self.recipe.batch_size
         order = self._rng("order", epoch)
-        draw = Draw("poisson", min(1.0, size / len(self.rows)))
+        units = len(self.rows if self.persons is None else self.persons)
+        draw = Draw("poisson", min(1.0, size / units))
         if self.poisson:
-            parts = drawn(len(self.rows), size, order)
+            parts = drawn(units, size, order)
         elif self.ledger is not None and self.ledger.formal is not None:
             # Batches of like lengths would depend on the texts: one that is replaced would move others between them.
             parts = batches([1] * len(self.rows), size, order)
@@ -157,15 +120,16 @@ class FineTuning:
             whole[-1] += rest  # so that every text is learned from, and no update holds less than it must
             parts = [[k for place in group for k in parts[place]] for group in whole]
         held: dict[str, list[Tensor]] = {}
-        for number, part in enumerate(parts):
+        for number, chosen in enumerate(parts):
+            part, counts = self._with_all_rows(chosen)
             batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0) if part else none_of(self.rows[0])
             rng = self._rng("train", epoch, number)
             record = self._recorded(draw, rng)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
                 taken = step(
                     self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
-                    expected=min(size, len(self.rows)) if self.poisson else None, record=record,
-                    most=self.recipe.physical_batch_size, kept=self.kept,
+                    expected=min(size, units) if self.poisson else None, record=record,
+                    most=self.recipe.physical_batch_size, counts=counts, kept=self.kept,
                 )  # fmt: skip
             for name, gradient in taken.message.gradients.items():
                 held.setdefault(name, []).append(gradient)
@@ -179,6 +143,13 @@ class FineTuning:
                 )
             losses += [taken.loss] if part else []
         return sum(losses) / max(1, len(losses))
+
+    def _with_all_rows(self, chosen: list[int]) -> tuple[list[int], list[int] | None]:
+        """The rows of what was drawn and, where persons were, how many rows each of them has."""
+        if self.persons is None:
+            return chosen, None
+        theirs = [self.persons[k] for k in chosen]
+        return [row for rows in theirs for row in rows], [len(rows) for rows in theirs]
 
     def _stepped(self, held: Mapping[str, Sequence[Tensor]], count: int, done: float) -> None:
         """One step by the mean of ``count`` gradients, ``held`` by parameter, after a fraction ``done`` of all steps."""
