@@ -26,7 +26,7 @@ def batch(norms: list[float], width: int = 50, expected: float | None = None) ->
     """Gradients of these norms, all along the first entry."""
     rows = [{"w": torch.nn.functional.pad(torch.tensor([norm]), (0, width - 1))} for norm in norms]
 
-    def weighted(weigh: Any) -> dict[str, Tensor]:
+    def weighted(weigh: Any, by_layer: bool = False) -> dict[str, Tensor]:
         weights = weigh(torch.tensor(norms, dtype=torch.float64))
         return {"w": sum((float(v) * r["w"] for v, r in zip(weights, rows)), torch.zeros(width))}
 

@@ -107,7 +107,7 @@ def test_a_canary_adds_the_clip_at_its_entry(noise: str, size: int) -> None:
     rows = [{n: torch.full(s, 0.001) for n, s in shapes.items()} for _ in range(size)]
     zeros = {n: torch.zeros(s) for n, s in shapes.items()}
 
-    def weighted(weigh: Any) -> Any:
+    def weighted(weigh: Any, by_layer: bool = False) -> Any:
         return {n: sum((r[n] for r in rows), zeros[n]) for n in shapes}
 
     canaries = rasura.GradientCanaries(20)

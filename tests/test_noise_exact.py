@@ -207,7 +207,10 @@ def test_they_keep_no_state(make: Any) -> None:
         (lambda: gaussian_noise(0, -2), "gaussian: clip is -2; expected a number above 0 (float('inf') for no clipping)"),
         (lambda: parse_defense("dp-sgd:1/clip=x"), "dp-sgd: clip is 'x'; expected a value like 1.0"),
         (lambda: parse_defense("dp-sgd:x"), "dp-sgd: sigma is 'x'; expected a value like 1.0"),
-        (lambda: parse_defense("dp-sgd:1/kappa=2"), "dp-sgd has no option 'kappa'; known: sigma, clip, noise, quantile"),
+        (
+            lambda: parse_defense("dp-sgd:1/kappa=2"),
+            "dp-sgd has no option 'kappa'; known: sigma, clip, noise, quantile, per",
+        ),
         (lambda: parse_defense("directional:x"), "directional: kappa is 'x'; expected a value like 1000000.0"),
         (lambda: parse_defense("directional:1/clip=2"), "directional has no option 'clip'; known: kappa, blocks"),
     ],

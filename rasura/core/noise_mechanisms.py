@@ -56,18 +56,22 @@ class DpSgd(_Clipped, named="dp-sgd", at=Stage.AGGREGATE):
 
     The clip also bounds the mean of the texts' gradients. With Laplace noise, ``sigma * clip`` is its scale b, and the norm
     is the L1 norm, which is at least the Euclidean one. ``quantile``: ``clip`` is the first of clips that follow this
-    quantile of the norms; the noise on the sum and that on the count of small norms cost what ``sigma`` alone costs.
+    quantile of the norms; the noise on the sum and that on the count of small norms cost what ``sigma`` alone costs. ``per``
+    layer: the part of each of L layers is clipped to ``clip / sqrt(L)``, so that the whole is clipped to ``clip`` at most.
     """
 
     sigma: float = number(minimum=0, open="low")
     clip: float = number(1.0, minimum=0, open="low")
     noise: str = word("gaussian", words=("gaussian", "laplace"))
     quantile: float | None = number(None, minimum=0, maximum=1, open="low high", optional=True, absent=True)
+    per: str | None = word(None, words=("layer",), optional=True, absent=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.quantile is not None and self.noise != "gaussian":
             raise InputError("dp-sgd: a quantile needs Gaussian noise")
+        if self.per is not None and (self.quantile is not None or self.noise != "gaussian"):
+            raise InputError("dp-sgd: a clip per layer needs Gaussian noise, and takes no quantile")
 
     def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
         wide = math.sqrt(2) if self.noise == "laplace" else 1.0

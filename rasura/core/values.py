@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -90,7 +90,14 @@ Gradients = Mapping[str, Tensor]
 
 
 Weigh = Callable[[Tensor], Tensor]
-"""A function from gradient norms, ``(texts,)``, to the weights of a sum."""
+"""From gradient norms, ``(texts,)`` or, by layer, ``(layers, texts)``, to the weights of a sum, of the same shape."""
+
+
+class Weighted(Protocol):
+    """The sum of the gradients of a batch, each weighted by ``weigh`` of its Euclidean norm. ``by_layer``: the part of each
+    layer (``core.layers``) has a norm and a weight of its own."""
+
+    def __call__(self, weigh: Weigh, by_layer: bool = False) -> Gradients: ...
 
 
 @dataclass(frozen=True)
@@ -98,15 +105,14 @@ class PerExample:
     """The gradients of a batch before aggregation, computed on demand, since most defenses need only the mean.
 
     ``mean()`` is the gradient of the batch loss; ``each()`` yields the gradient of every text's own loss, one at a time;
-    ``weighted(weigh)`` is their sum, each weighted by ``weigh`` of its Euclidean norm, without keeping any of them:
-    ``weigh`` maps norms ``(texts,)`` to weights element by element. ``expected`` is the average batch size under Poisson
-    sampling; a sum is then divided by it, since the true size is private.
+    ``weighted(weigh)`` is their sum, each weighted by ``weigh`` of its Euclidean norm, without keeping any of them.
+    ``expected`` is the average batch size under Poisson sampling; sums are divided by it, since the true size is private.
     """
 
     mean: Callable[[], Gradients]
     each: Callable[[], Iterator[Gradients]]
     size: int
-    weighted: Callable[[Weigh], Gradients]
+    weighted: Weighted
     expected: float | None = None
 
 

@@ -89,7 +89,7 @@ def _following(known: DpSgd) -> Transform[PerExample, Gradients, float]:
 
 
 def dp_sgd(
-    sigma: float, clip: float = 1.0, noise: str = "gaussian", quantile: float | None = None
+    sigma: float, clip: float = 1.0, noise: str = "gaussian", quantile: float | None = None, per: str | None = None
 ) -> Transform[PerExample, Gradients, Any]:
     """Clip every text's gradient to norm ``clip``, sum, add noise of ``sigma * clip`` to every entry, divide by the size.
 
@@ -97,22 +97,30 @@ def dp_sgd(
     For Laplace noise the norm is the L1 norm, as its guarantee requires. ``quantile``: the clip changes after each step, so
     that this fraction of the norms is below it, and ``clip`` is the first one (Andrew et al. 2021, algorithm 1, with rate
     .2; texts in place of clients). The guarantee is that of ``sigma`` without a quantile: the sum gets as much more noise
-    as the count costs. Raises ``InputError`` unless ``sigma`` and ``clip`` are above 0.
+    as the count costs. ``per`` layer: the part of each of L layers is clipped by itself, to ``clip / sqrt(L)``, where the
+    parameters of one module are a layer (per-layer clipping of McMahan et al. 2018, all layers alike). A text's norm then
+    is at most ``clip`` as before, so that the guarantee is the same. Raises ``InputError`` unless ``sigma`` and ``clip`` are
+    above 0.
     """
     width = positive("dp-sgd", "sigma", sigma) * positive("dp-sgd", "clip", clip)
     if noise not in NOISES:
         raise InputError(f"dp-sgd: noise is {noise!r}; expected {' or '.join(NOISES)}")
     if quantile is not None:
-        return _following(DpSgd(sigma, clip, noise, quantile))
+        return _following(DpSgd(sigma, clip, noise, quantile, per))
+    known = DpSgd(sigma, clip, noise, per=per)
+
+    def weigh(norms: Tensor) -> Tensor:
+        each = clip if per is None else clip / math.sqrt(len(norms))
+        return (each / norms.clamp_min(1e-300)).clamp(max=1)
 
     def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         if noise == "gaussian" or not examples.size:
-            total = examples.weighted(lambda norms: (clip / norms.clamp_min(1e-300)).clamp(max=1))
+            total = examples.weighted(weigh, per is not None)
         else:
             total = _clipped_absolutely(examples.each(), clip)
         return _released(total, examples, width, noise, rng), None
 
-    return Transform(Stage.AGGREGATE, DpSgd(sigma, clip, noise), stateless, apply)
+    return Transform(Stage.AGGREGATE, known, stateless, apply)
 
 
 def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
@@ -131,14 +139,16 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
 
 
 def described(text: str) -> Transform[PerExample, Gradients, None]:
-    """DP-SGD as written on the command line: ``1.0``, ``1.0/clip=0.5``, ``1.0/noise=laplace``, ``1.0/quantile=0.5``."""
-    return dp_sgd(**options("dp-sgd", f"sigma={text}", {"sigma": 1.0, "clip": 1.0, "noise": "gaussian", "quantile": 0.5}))
+    """DP-SGD as written on the command line: ``1.0``, ``1.0/clip=0.5``, ``1.0/noise=laplace``, ``1.0/quantile=0.5``,
+    ``1.0/per=layer``."""
+    usual = {"sigma": 1.0, "clip": 1.0, "noise": "gaussian", "quantile": 0.5, "per": "layer"}
+    return dp_sgd(**options("dp-sgd", f"sigma={text}", usual))
 
 
 DP_SGD = DefenseSpec(
     name="dp-sgd",
     about="clips the gradient of each example to norm 1 and adds noise SIGMA to the sum: dp-sgd:1.0, "
-    "dp-sgd:1.0/clip=0.5/noise=laplace, dp-sgd:1.0/clip=0.5/quantile=0.5",
+    "dp-sgd:1.0/clip=0.5/noise=laplace, dp-sgd:1.0/clip=0.5/quantile=0.5, dp-sgd:1.0/per=layer",
     source="Abadi et al. 2016, Algorithm 1",
     make=described,
     example="dp-sgd:1.0/clip=0.5",

@@ -85,6 +85,8 @@ def diagnose_training(
     if carrier is None or carrier.name not in SOLVED:
         names = " + ".join(p.mechanism.name for p in parts)
         raise InputError(f"a diagnosis needs {' or '.join(SOLVED)} with a guarantee; found {names}")
+    if carrier.parameters.get("per") is not None:
+        raise InputError("a diagnosis looks at clips of whole gradients; leave per=layer out of what is diagnosed")
     size = len(next(iter(batch.values())))
     if size < 2:
         raise InputError(f"{size} texts; expected at least two, and better thirty")

@@ -18,6 +18,7 @@ from rasura.accounting import Draw, Ledger, LowerBound, gaussian_run_bound, one_
 from rasura.core.errors import InputError
 from rasura.core.files import read_limited, write_whole
 from rasura.core.interfaces import Defense, Transform
+from rasura.core.layers import layers_of
 from rasura.core.rng import Randomness, bernoulli, integers, secret_generator
 from rasura.core.values import Gradients, PerExample, Stage, Weigh
 
@@ -169,10 +170,13 @@ class GradientCanaries:
                 row[name].view(-1)[place] = self._signs[k] * length
                 yield row
 
-        def weighted(weigh: Weigh) -> Gradients:
-            out = dict(examples.weighted(weigh))
+        def weighted(weigh: Weigh, by_layer: bool = False) -> Gradients:
+            out = dict(examples.weighted(weigh, by_layer))
+            layers = layers_of(self._shapes) if by_layer else [list(self._shapes)]
+            own = torch.tensor([[self._places[k][0] in names for k in chosen] for names in layers], dtype=torch.float64)
+            weights = (own * weigh(own * length)).sum(0) if by_layer else weigh(own[0] * length)
             added = torch.zeros(self.number, dtype=torch.float64)
-            added[chosen] = self._signs[chosen] * length * weigh(torch.full((len(chosen),), length, dtype=torch.float64))
+            added[chosen] = self._signs[chosen] * length * weights
             for name, (who, where) in self._by_name().items():
                 out[name] = out[name].clone()
                 out[name].view(-1)[where] += added[who].to(out[name].dtype)

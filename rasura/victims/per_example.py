@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.layers import layers_of
 from rasura.core.updates import changed
 from rasura.core.values import Gradients, PerExample, Weigh
 from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through, summed
@@ -36,6 +37,9 @@ class Together:
     def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> None:
         self.size = size
         self.names: dict[Any, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
+        self.layers = layers_of(self.names.values())
+        rows = {name: place for place, names in enumerate(self.layers) for name in names}
+        self.places = {p: rows[name] for p, name in self.names.items()}
         self.passed, self.losses = passed_through(model, inputs, size)
         self.uses: dict[Any, int] = {}
         for one in self.passed:
@@ -58,28 +62,33 @@ class Together:
         for k in range(self.size):
             yield self._named(self.row(k))
 
-    def norms(self) -> Tensor:
-        """The norm of every text's gradient, ``(batch,)`` float64."""
-        total = torch.zeros(self.size, dtype=torch.float64, device=self.losses.device)
+    def norms(self, by_layer: bool = False) -> Tensor:
+        """The norm of every text's gradient, ``(batch,)`` float64; ``by_layer``: of its part of each layer,
+        ``(layers, batch)``."""
+        total = torch.zeros(len(self.layers), self.size, dtype=torch.float64, device=self.losses.device)
         shared = {p for p, count in self.uses.items() if count > 1 and p.requires_grad}
         for one in self.passed:
             for p, squares in own_squares(one).items():
                 if p.requires_grad and p not in shared:
-                    total += squares
+                    total[self.places[p]] += squares
         if shared:
             # The parts of a shared weight are not orthogonal, so their sum is needed.
-            total += torch.stack([torch.stack([g.double().square().sum() for g in self.row(k, shared).values()]).sum()
-                                  for k in range(self.size)])  # fmt: skip
-        return total.sqrt()
+            for k in range(self.size):
+                for p, g in self.row(k, shared).items():
+                    total[self.places[p], k] += g.double().square().sum()
+        return total.sqrt() if by_layer else total.sum(0).sqrt()
 
-    def weighted(self, weigh: Weigh) -> Gradients:
-        """The sum of all gradients, each weighted by ``weigh`` of its norm."""
-        weights = weigh(self.norms())
+    def weighted(self, weigh: Weigh, by_layer: bool = False) -> Gradients:
+        """The sum of all gradients, each weighted by ``weigh`` of its norm; ``by_layer``: its part of each layer by that
+        part's."""
+        weights = weigh(self.norms(by_layer))
         out: dict[Any, Tensor] = {}
         for one in self.passed:
-            for p, g in summed(one, weights).items():
-                if p.requires_grad:
-                    out[p] = out[p] + g if p in out else g
+            places = {self.places[p] for p in one.layer.parameters(recurse=False) if p.requires_grad} if by_layer else {-1}
+            for place in sorted(places):
+                for p, g in summed(one, weights[place] if by_layer else weights).items():
+                    if p.requires_grad and place in (-1, self.places[p]):
+                        out[p] = out[p] + g if p in out else g
         return self._named(out)
 
     def _named(self, found: Mapping[Any, Tensor]) -> Gradients:
@@ -127,10 +136,14 @@ def _difference(found: Gradients, expected: Gradients, tolerance: float) -> str 
 def as_one(update: Gradients) -> PerExample:
     """``update`` as a batch of one text: the aggregation then protects everything in it together."""
 
-    def weighted(weigh: Weigh) -> Gradients:
-        norm = torch.stack([g.double().square().sum() for g in update.values()]).sum().sqrt()
-        weight = float(weigh(norm.reshape(1)))
-        return {n: weight * g for n, g in update.items()}
+    def weighted(weigh: Weigh, by_layer: bool = False) -> Gradients:
+        layers = layers_of(update) if by_layer else [list(update)]
+        norms = torch.stack(
+            [torch.stack([update[n].double().square().sum() for n in names]).sum().sqrt() for names in layers]
+        )
+        weights = weigh(norms[:, None] if by_layer else norms).reshape(-1).tolist()
+        found = {n: weight * update[n] for names, weight in zip(layers, weights) for n in names}
+        return {n: found[n] for n in update}
 
     return PerExample(lambda: update, lambda: iter([update]), 1, weighted)
 
@@ -150,12 +163,12 @@ def by_owner(examples: PerExample, counts: Sequence[int]) -> PerExample:
                     total[name] = total[name] + g / count if name in total else g / count
             yield total
 
-    def weighted(weigh: Weigh) -> Gradients:
+    def weighted(weigh: Weigh, by_layer: bool = False) -> Gradients:
         if not counts:
-            return examples.weighted(weigh)
+            return examples.weighted(weigh, by_layer)
         out: dict[str, Tensor] = {}
         for found in each():
-            one = as_one(found).weighted(weigh)
+            one = as_one(found).weighted(weigh, by_layer)
             out = {name: out[name] + g if name in out else g for name, g in one.items()}
         return out
 
@@ -174,10 +187,10 @@ def in_parts(
             some = {k: v[start : start + most] for k, v in inputs.items()}
             yield per_example(model, some, min(most, size - start), mean=mean, told=told)
 
-    def weighted(weigh: Weigh) -> Gradients:
+    def weighted(weigh: Weigh, by_layer: bool = False) -> Gradients:
         out: dict[str, Tensor] = {}
         for part in parts():
-            for name, g in part.weighted(weigh).items():
+            for name, g in part.weighted(weigh, by_layer).items():
                 out[name] = out[name] + g if name in out else g
         return out
 
@@ -223,16 +236,14 @@ def per_example(
             told(loss)
             yield whole(found)
 
-    def weighted(weigh: Weigh) -> Gradients:
+    def weighted(weigh: Weigh, by_layer: bool = False) -> Gradients:
         fast = together()
         if fast is not None:
-            return whole(fast.weighted(weigh))
+            return whole(fast.weighted(weigh, by_layer))
         out: dict[str, Tensor] = {}
         for found in each():
-            norm = sum(g.double().square().sum() for g in found.values())
-            weight = float(weigh(torch.as_tensor(norm).sqrt().reshape(1)))
-            for n, g in found.items():
-                out[n] = out[n] + weight * g if n in out else weight * g
+            for n, g in as_one(found).weighted(weigh, by_layer).items():
+                out[n] = out[n] + g if n in out else g
         return whole(out)
 
     return PerExample(mean, each, size, weighted, expected)
