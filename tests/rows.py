@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
+from html import unescape
 from typing import Any
 
 from hypothesis import strategies as some
@@ -16,6 +18,11 @@ GUESS = 0.2
 METRIC = "token_recall"
 MANY = 60
 """Enough examples for a bound of .1."""
+
+
+def sentences(page: str) -> str:
+    """A page with its sentences whole: names stand in elements that no line breaks."""
+    return " ".join(unescape(re.sub(r"</?(?:span|wbr)[^>]*>", "", page)).split())
 
 
 def record(

@@ -127,9 +127,11 @@ def test_rows_and_columns_stand_as_the_plan_names_them_the_baseline_first_where_
 
 def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
     rows = [
-        record("span", "none", v, note=k, batch_size=size, scores={**scores(METRIC, v), **scores("sensitive", s)})
+        record("span", "none", v, note=k, batch_size=4, examples=[k] * size,
+               scores={**scores(METRIC, *[v] * size), **scores("sensitive", s, *[None] * (size - 1))},
+               blind=scores(METRIC, *[GUESS] * size))
         for k, (v, size, s) in enumerate(((1.0, 1, 1.0), (0.5, 2, 0.5), (0.6, 4, None)))
-    ]
+    ]  # fmt: skip
     rows += [record("tag", "none", 0.1, note=3), record("tag", "none", 0.1, scores=scores("sensitive", 1.0))]
     level, guess = pooled([1.0, 0.5, 0.6]), pooled([GUESS] * 4)
     assert level is not None and guess is not None
@@ -142,7 +144,8 @@ def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
     one = pooled([0.5])
     assert one is not None
     for size, told in ((1, "a single note"), (2, "2 notes"), (4, "4 notes")):
-        first = findings([record("span", "bf16", 0.5, batch_size=size)]).sentence[0]
+        some = record("span", "bf16", 0.5, batch_size=40, examples=[0] * size, scores=scores(METRIC, *[0.5] * size))
+        first = findings([{**some, "blind": scores(METRIC, *[GUESS] * size)}]).sentence[0]
         assert first == f"From one update of {told} behind bf16, the server read back {one.text} of the words."
     both = findings([record("span", "bf16", 0.5), record("span", "pruning:0.9", 0.9), record("span", "none", 0.3)])
     assert both.sentence[0].startswith("From one update of a single note with no protection") and len(both.sentence) == 2

@@ -13,6 +13,7 @@ import pytest
 from browser_setting import BREAKS, axe, in_browser
 from jinja2 import nodes
 from pages_setting import MADE, PLAN, audit_page, calibration_result, pages, rows, training_folder
+from rows import sentences
 from typer.testing import CliRunner
 
 from rasura.cli import app
@@ -29,7 +30,8 @@ from rasura.report.template import environment
 OTHERS = [name for name in LANGUAGES if name != "en"]
 REPORT = Path(str(language.__file__)).parent
 CHOSEN = {
-    "it gave a result at fewer than two", "never above guessing", "not lower at the strongest setting than at the weakest",
+    "it gave a result at fewer than two settings", "never above guessing",
+    "not lower at the strongest setting than at the weakest",
     "other texts, other seeds", "unreached", "not verified", "most read", "median",
     "least read", "verified", "span", "matched",
     "all at chance: this compares nothing. Train on more texts, for longer, or at another learning rate",
@@ -62,7 +64,14 @@ def stored() -> set[str]:
         found |= {words.one, words.many, words.share, words.unit, *words.more.values()}
     found |= {*verdicts.WORDS, verdicts.AGAINST, *notes.SURE.values(), head.UNKNOWN, *services.MEASURES.values()}
     found |= {page.ACTIVE, page.ACTIVE_SERVICE, page.REMEMBERED, assessment.NO_ADVICE, assessment.OPEN, assessment.TITLE}
-    found |= {*calibration.WORDS.values(), training.LESS, training.NOT_LESS, training.CHANCE, training.UNKNOWN}
+    found |= {
+        *calibration.WORDS.values(),
+        *matrix.RISKS.values(),
+        training.LESS,
+        training.NOT_LESS,
+        training.CHANCE,
+        training.UNKNOWN,
+    }
     found |= {text for w in ways.WAYS for text in (w.name, w.reads, w.colluders, w.gone) if text}
     return found | CHOSEN
 
@@ -165,7 +174,7 @@ def test_an_assessment_is_in_the_language_asked_for() -> None:
 
 
 def test_the_page_of_a_training_says_what_protection_costs(tmp_path: Path) -> None:
-    said = " ".join(unescape(write_report(training_folder(tmp_path)).read_text()).split())
+    said = sentences(write_report(training_folder(tmp_path)).read_text())
     assert "gaussian:0.001 makes the model less accurate." in said and "dp-sgd:1.0 the model is not told from chance" in said
     assert "fingerprint of the weights 0123456789abcdef" in said and "rasura membership" in said and 'class="band"' in said
     done = CliRunner().invoke(app, ["report", str(tmp_path), "--language", "fr"])

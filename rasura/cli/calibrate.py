@@ -181,11 +181,11 @@ def _print(result: dict[str, Any], path: Path) -> None:
         out.print(result["recommendation"], markup=False, highlight=False, style="bold")
     table = Table("protection")
     table.add_column("setting", no_wrap=True)
-    for name in ("risk (95 %), n", "verified (95 %), n", "MB sent", "s", "cost"):
+    for name in ("risk (95 %), n", "verified (95 %), n", "sent", "s", "cost"):
         table.add_column(name)
     for row, part in zip(rows(result), result["families"]):
         table.add_row(
-            row["family"], row["setting"], row["risk"], row["again"], row["mb"], row["seconds"], cost(part, short=True)
+            row["family"], row["setting"], row["risk"], row["again"], row["sent"], row["seconds"], cost(part, short=True)
         )
     out.print(table)
     for row, part in zip(rows(result), result["families"]):

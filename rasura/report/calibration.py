@@ -10,7 +10,8 @@ from typing import Any
 from rasura.core.errors import InputError
 from rasura.report.commands import applied
 from rasura.report.head import Made, duration, machine, origin, settings
-from rasura.report.language import number, recorded, tell
+from rasura.report.language import number, recorded, size, tell
+from rasura.report.matrix import risk_name
 from rasura.report.template import COLOURS, filled
 
 REACHED = ("found", "no need")
@@ -47,7 +48,7 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """What was found for one protection, in a sentence."""
     target, name = f"{number(100 * result['at_most'], '.3g')} %", part["family"]
     if part["status"] in REACHED:
-        return _reached(part, str(result["risk"]), target)
+        return _reached(part, risk_name(str(result["risk"])), target)
     if part["status"] == "not verified":
         last = part["not_verified"][-1]
         risk = [tell("the risk was {risk}", risk=share(last["risk"]))] if last["risk"] else []
@@ -64,8 +65,9 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
         return tell("{name}: could not be measured ({why}).", name=name, why=why)
     best = min(measured, key=lambda p: p["risk"]["high"])
     says = tell(
-        "no setting of {name} keeps the upper bound of {metric} at or below {target}: {setting} reached {risk} by {by}.",
-        name=name, metric=result["risk"], target=target, setting=best["setting"], risk=share(best["risk"]), by=_by(best),
+        "No setting of {name} keeps the upper bound of {metric} at or below {target}: {setting} reached {risk} by {by}.",
+        name=name, metric=risk_name(str(result["risk"])), target=target, setting=best["setting"], risk=share(best["risk"]),
+        by=_by(best),
     )  # fmt: skip
     beyond = part["points"][-1]
     if beyond["risk"] is None:
@@ -79,10 +81,10 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
 def _reached(part: Mapping[str, Any], metric: str, target: str) -> str:
     again, held = part["verification"], tell("the weakest setting that holds")
     says = tell(
-        "Use {setting}, {head}: {metric} {risk} by {by}, the interval ends at or below {target}. Afresh ({on}): {again}.",
+        "Use {setting}, {head}. {metric}: {risk} by {by}; the target is at most {target}. Measured again ({on}): {again}.",
         setting=part["setting"], head=tell("no protection is needed") if part["status"] == "no need" else held,
-        metric=metric, risk=share(part["chosen"]["risk"]), by=_by(part["chosen"]), target=target, on=recorded(again["on"]),
-        again=share(again["risk"]),
+        metric=metric[:1].upper() + metric[1:], risk=share(part["chosen"]["risk"]), by=_by(part["chosen"]), target=target,
+        on=recorded(again["on"]), again=share(again["risk"]),
     )  # fmt: skip
     if part["not_verified"]:
         weaker = ", ".join(f["setting"] for f in part["not_verified"])
@@ -103,7 +105,7 @@ def recommendation(result: Mapping[str, Any]) -> str:
     says = " ".join(outcome(f, result) for f in good)
     if len(good) > 1 and all((f.get("utility") or {}).get("cost") is not None for f in good):
         cheapest = min(good, key=lambda f: f["utility"]["cost"])
-        metric = cheapest["utility"]["metric"]
+        metric = recorded(cheapest["utility"]["metric"])
         says += " " + tell("Of these, {setting} costs least {metric}.", setting=cheapest["setting"], metric=metric)
     return says
 
@@ -116,10 +118,11 @@ def cost(part: Mapping[str, Any], *, short: bool = False) -> str:
     if "reason" in found:
         return tell("not measured: {reason}", reason=found["reason"])
     if short:
-        return f"{number(found['cost'], '+.3f')} {found['metric']}"
+        return f"{number(found['cost'], '+.3f')} {recorded(found['metric'])}"
     return tell(
         "{metric} {behind:.3f} behind it, {without:.3f} behind {reference}, {untrained:.3f} untrained ({n} texts, {n_train} "
-        "trained on)", **{k: found[k] for k in ("metric", "behind", "without", "reference", "untrained", "n", "n_train")},
+        "trained on)", metric=recorded(found["metric"]),
+        **{k: found[k] for k in ("behind", "without", "reference", "untrained", "n", "n_train")},
     )  # fmt: skip
 
 
@@ -164,7 +167,7 @@ def rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "setting": f["setting"] or recorded(f["status"]),
                 "risk": share(chosen["risk"]) if chosen else "–",
                 "again": share(f["verification"]["risk"]) if reached else "–",
-                "mb": number(chosen["sent_bytes"] / 1e6, ".3g") if chosen else "–",
+                "sent": size(chosen["sent_bytes"]) if chosen else "–",
                 "seconds": number(chosen["seconds"], ".2g") if chosen else "–",
                 "cost": cost(f),
                 "promise": promise(f),
@@ -198,6 +201,7 @@ def render_calibration(
     head = origin(plan, records, made, who=recorded(result["threat_plain"]), means=means, source=source)
     return filled(
         "calibration.html", r=result, rows=told, lines=lines, band=band, made=made, head=head, settings=settings(plan),
+        risk=risk_name(str(result["risk"])),
         says=_headline(result), plots=[p for p in (_by_strength(result), _by_utility(result)) if p],
     )  # fmt: skip
 
@@ -289,6 +293,6 @@ def _by_utility(result: Mapping[str, Any]) -> dict[str, Any] | None:
         named = {p["setting"]: p for p in f["points"]}
         found = [(f["utility"]["without"], named[f["utility"]["reference"]]), (f["utility"]["behind"], named[f["setting"]])]
         curves.append(_curve(f, place, [(90 + 370 * (v - first) / width, p) for v, p in found if p["risk"]]))
-    title = tell("Risk against {metric}", metric=priced[0][1]["utility"]["metric"])
+    title = tell("Risk against {metric}", metric=recorded(priced[0][1]["utility"]["metric"]))
     note = tell("A line joins each setting found with the same model trained without it.")
     return _plot(result, title, note, number(first, ".3f"), number(last, ".3f"), curves)

@@ -79,7 +79,7 @@ def findings(
     found = Findings(
         metric, tuple(attacks), tuple(columns), matrix, best, blind, (), "",
         {r["threat"]: r["threat_plain"] for r in every},
-        tuple(_evidence(strongest)), tuple(sorted({r["batch_size"] for r in every})),
+        tuple(_evidence(strongest)), tuple(sorted({len(r["examples"]) or r["batch_size"] for r in every})),
         len(every), sum(map(gave_up, every)), sum(r["status"] == "crashed" for r in every),
         verdicts, tuple(c for c in columns if plain(verdicts[c].defense)), tuple(judged(verdicts)),
         IMAGES if images else TEXTS, tuple(_figures(groups, attacks, columns)) if images else (),

@@ -68,6 +68,17 @@ def tell(sentence: str, /, **values: object) -> str:
     return _Figures().vformat(there, (), values)
 
 
+def size(count: float) -> str:
+    """``count`` bytes in the largest unit that fits, as written in the language."""
+    if count >= 1e9:
+        return tell("{figure} GB", figure=number(count / 1e9, ".3g"))
+    if count >= 1e6:
+        return tell("{figure} MB", figure=number(count / 1e6, ".3g"))
+    if count >= 1e3:
+        return tell("{figure} kB", figure=number(count / 1e3, ".3g"))
+    return tell("{count:.0f} bytes", count=count)
+
+
 def recorded(text: str) -> str:
     """A description that a run stored in English, in the language that is written now. Descriptions that come from plug-ins
     and from other versions stay as they are."""

@@ -74,7 +74,13 @@ def yardstick(attack: str, points: Iterable[Mapping[str, Any]]) -> dict[str, Any
             found.append((levels[attack], levels["blind"]))
     told: dict[str, Any] = {"attack": attack, "settings": len(found), "spearman": None, "well_behaved": False}
     if len(found) < 2:
-        return {**told, "violations": 0, "above_blind": False, "bottom": False, "why": "it gave a result at fewer than two"}
+        return {
+            **told,
+            "violations": 0,
+            "above_blind": False,
+            "bottom": False,
+            "why": "it gave a result at fewer than two settings",
+        }
     means = [max(level["mean"], blind["mean"]) for level, blind in found]
     if len(set(means)) > 1:
         from scipy.stats import spearmanr

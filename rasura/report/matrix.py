@@ -41,6 +41,18 @@ TEXTS = Wording("note", "notes", "of the words", "Words recovered, %", {"accumul
 IMAGES = Wording("image", "images", "of the structure (SSIM)", "Structure recovered (SSIM), %", {"sealing:all": SUMMED})
 
 
+RISKS = {
+    "token_recall": "words read back", "rougeL": "text read back (ROUGE-L)", "rouge1": "words read back (ROUGE-1)",
+    "rouge2": "pairs of words read back (ROUGE-2)", "ssim": "structure read back (SSIM)",
+}  # fmt: skip
+"""What the risk of a calibration is called, by its metric."""
+
+
+def risk_name(metric: str) -> str:
+    """What ``metric`` is a share of, in words; a metric without a name of its own keeps its short one."""
+    return recorded(RISKS.get(metric, metric))
+
+
 @dataclass(frozen=True)
 class Entry:
     """One entry of the matrix: an attack under a protection, over ``notes`` examples in ``cells`` updates.
@@ -95,8 +107,9 @@ class Price:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that the page shows, for one metric. ``baseline``: columns without protection, with which the others are
-    compared; ``judged``: those that the run is judged by."""
+    """Everything that the page shows, for one metric. ``sizes``: how many examples the updates hold, which may be fewer than
+    the batch size. ``baseline``: columns without protection, with which the others are compared; ``judged``: those that the
+    run is judged by."""
 
     metric: str
     attacks: tuple[str, ...]

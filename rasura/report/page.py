@@ -14,9 +14,9 @@ from rasura.core.run_store import RunStore, refused_if_damaged
 from rasura.report.assessment import assessment
 from rasura.report.calibration import finished, render_calibration
 from rasura.report.compare import Run
-from rasura.report.findings import findings, summary_of
+from rasura.report.findings import findings, summary_of, where
 from rasura.report.head import Made, head, settings
-from rasura.report.language import recorded, written_in
+from rasura.report.language import recorded, size, written_in
 from rasura.report.matrix import Findings
 from rasura.report.membership import membership_findings, render_membership
 from rasura.report.notes import attempts, masked, notes_in
@@ -128,6 +128,7 @@ def _rendered(f: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any
         "services.html" if service else "page.html",
         f=f,
         words=f.words.here,
+        where=where,
         measured=tuple(MEASURES.values()),
         measures=measures(records, f) if service else (),
         continued=continued(records, f) if service else (),
@@ -208,15 +209,15 @@ def _frontier(f: Findings) -> dict[str, Any] | None:
     risks = {d: e.level.mean for d, e in f.best.items() if e.level}
     points: list[dict[str, Any]] = []
     labels: list[dict[str, Any]] = []
-    for number, (name, size) in enumerate(sizes.items(), 1):
+    for number, (name, sent) in enumerate(sizes.items(), 1):
         price, entry = f.prices[name], f.best.get(name)
-        points.append({"number": number, "name": name, "mb": size / 1e6, "seconds": price.seconds, "entry": entry})
+        points.append({"number": number, "name": name, "sent": size(sent), "seconds": price.seconds, "entry": entry})
         if name in risks:
-            x, y = 60 + 410 * size / most, _height(risks[name])
+            x, y = 60 + 410 * sent / most, _height(risks[name])
             points[-1] |= {"x": x, "y": y}
             near = [t for t in labels if abs(t["x"] - x) < NEAR and abs(t["y"] - y) < NEAR]
             if near:
                 near[0]["text"] += f", {number}"
             else:
                 labels.append({"x": x, "y": y, "text": str(number)})
-    return {"points": points, "labels": labels, "most": most / 1e6, "blind": _height(f.blind.mean if f.blind else 0)}
+    return {"points": points, "labels": labels, "most": size(most), "blind": _height(f.blind.mean if f.blind else 0)}

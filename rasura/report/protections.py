@@ -9,7 +9,7 @@ from typing import Any
 from rasura.report.commands import Step, next_step
 from rasura.report.findings import recommended
 from rasura.report.head import UNKNOWN, Made, per
-from rasura.report.language import number, recorded, tell
+from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import Entry, Findings
 from rasura.report.readings import Level
 from rasura.report.verdicts import HOLDS_WITHIN, Verdict, names_of, plain
@@ -74,7 +74,7 @@ def _about(defense: str, made: Made) -> tuple[tuple[str, str], ...]:
 def _costs(name: str, f: Findings, made: Made, plan: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     price, without = f.prices[name], next((f.prices[c] for c in f.baseline), None)
     what = per(plan)
-    sent = f"{_size(price.sent)} {what}" if price.sent else tell("nothing was sent, or its size is not known")
+    sent = f"{size(price.sent)} {what}" if price.sent else tell("nothing was sent, or its size is not known")
     if price.sent and without is not None and without.sent and name not in f.baseline:
         ratio = price.sent / without.sent
         if round(ratio, 2) == 1:
@@ -106,13 +106,6 @@ def _guarantee(defense: str, made: Made) -> str:
         return f"{said}."
     epsilon = tell("Epsilon was not computed in this run: it depends on the whole training (rasura account).")
     return f"{said}. {epsilon}"
-
-
-def _size(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{number(count / size, '.3g')} {unit}"
-    return tell("{count:.0f} bytes", count=count)
 
 
 def plot(rows: Sequence[Row], f: Findings, limit: float | None = None) -> dict[str, Any]:

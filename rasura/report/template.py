@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from rasura.core.errors import MissingExtra
-from rasura.report.language import LANGUAGES, current, number, recorded, tell
+from rasura.report.language import LANGUAGES, current, number, recorded, size, tell
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -34,6 +34,11 @@ def pieces(text: str) -> list[tuple[str, bool, bool]]:
     return found
 
 
+def brief(seconds: float) -> str:
+    """Seconds to one decimal place, of which no positive figure reads as none."""
+    return f"< {number(0.1, '.1f')} s" if seconds < 0.05 else f"{number(seconds, '.1f')} s"
+
+
 def environment() -> Environment:
     """Where the templates are found and filled. Raises ``MissingExtra`` without Jinja2."""
     try:
@@ -45,7 +50,14 @@ def environment() -> Environment:
 
     loader = PackageLoader("rasura", "report")
     made = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {"spaced": spaced, "pieces": pieces, "number": number, "recorded": recorded}
+    made.filters |= {
+        "spaced": spaced,
+        "pieces": pieces,
+        "number": number,
+        "size": size,
+        "brief": brief,
+        "recorded": recorded,
+    }
     made.globals |= {"tell": tell}
     return made
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rasura.core.options import name_of
-from rasura.report.language import number, recorded, tell
+from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import Findings
 
 SOURCE = "benchmarks/README.md, Secure aggregation"
@@ -103,17 +103,17 @@ def way_lines(f: Findings) -> tuple[Line, ...]:
 
 
 def _line(way: Way, plain: float | None, own: Mapping[str, float]) -> Line:
-    unmeasured, size = tell("not measured"), ""
+    unmeasured, told = tell("not measured"), ""
     each, client, server = unmeasured, unmeasured, unmeasured
     if way.measured is not None:
         share = way.measured.each
         if plain is not None:
             sent, here = own.get(way.setting, plain * share / FLOAT), way.setting in own
-            share, megabytes = FLOAT * sent / plain, number(sent / 1e6, ".3g")
-            size = tell("{size} MB in this run", size=megabytes) if here else tell("{size} MB computed", size=megabytes)
+            share, told = FLOAT * sent / plain, size(sent)
+            told = tell("{size} in this run", size=told) if here else tell("{size} computed", size=told)
         each = number(share, ".2f")
         client, server = (f"{number(s, '.1f')} s" for s in (way.measured.client, way.measured.server))
     return Line(
-        recorded(way.name), way.setting, each, size, client, server,
+        recorded(way.name), way.setting, each, told, client, server,
         recorded(way.reads), recorded(way.colluders), recorded(way.gone),
     )  # fmt: skip
