@@ -23,7 +23,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Protections": (
         "defense", "suite", "risk", "at_most", "steps", "utility", "delta", "epsilon", "target_epsilon", "seeded_noise",
-        "target", "k",
+        "gradient_canaries", "target", "k",
         "overlap", "group", "beam", "keep_punctuation", "keep_numbers", "round_trip", "language", "table",
     ),
     "Training": (

@@ -33,6 +33,7 @@ from rasura.cli.shared import (
     split,
     watched,
 )
+from rasura.core.options import known
 
 
 class Rate:
@@ -171,6 +172,7 @@ def train(
     target_epsilon: Annotated[float | None, typer.Option(help="epsilon that dp-sgd without a number must keep to")] = None,
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="noise from the seed, without a guarantee")] = False,
     physical_batch_size: Annotated[int | None, typer.Option(help="texts in memory at once, under dp-sgd")] = None,
+    gradient_canaries: Annotated[int, typer.Option(help="gradients that measure a lower bound of epsilon; 0: none")] = 0,
     unit: Annotated[
         str | None, typer.Option(help="column that says whose each text is: dp-sgd then protects persons")
     ] = None,
@@ -185,23 +187,26 @@ def train(
 
     Example: rasura train train.jsonl --test test.jsonl --defense none,gaussian:0.001,ghost
     """
-    from rasura.core.options import known
     from rasura.runs.train_plan import TrainPlan
     from rasura.victims.recipe import Recipe
 
-    word: Any = known
     course: Any = schedule  # which Recipe checks
     recipe = Recipe(
-        epochs, batch_size, learning_rate, patience=patience, optimizer=word("optimizer", optimizer, ("adamw", "sgd")),
-        precision=word("precision", precision, ("float32", "bf16")), seed=seed, noise="seeded" if seeded_noise else "secure",
-        keep=word("epoch to keep", keep, ("best", "last")), warmup=warmup, schedule=course,
+        epochs, batch_size, learning_rate, patience=patience, optimizer=_of("optimizer", optimizer, ("adamw", "sgd")),
+        precision=_of("precision", precision, ("float32", "bf16")), keep=_of("epoch to keep", keep, ("best", "last")),
+        seed=seed, noise="seeded" if seeded_noise else "secure", schedule=course, warmup=warmup,
         physical_batch_size=physical_batch_size,
     )  # fmt: skip
     plan = TrainPlan(
         data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
         delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon, unit=unit,
+        gradient_canaries=gradient_canaries,
     )  # fmt: skip
     trained(prepared(plan if update is None else following(plan, update), folder, device_named(device)), as_json)
+
+
+def _of(kind: str, name: str, names: tuple[str, ...]) -> Any:
+    return known(kind, name, names)
 
 
 def following(plan: Any, update: str) -> Any:
@@ -233,7 +238,8 @@ def prepared(plan: Any, folder: Path, device: str = "cpu") -> Any:
 
 
 def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
-    """Run a training from ``prepared``, print a row for each defense and seed, and return the rows."""
+    """Run a training from ``prepared``, print a row for each defense and seed, and return the rows. The exit code is 3 if
+    canaries refute a guarantee."""
     with watched() as bar:
         line = bar.add_task("training", total=None)
 
@@ -244,7 +250,15 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
         results = list(training.run(told))
     if as_json:
         sys.stdout.write(json.dumps(results) + "\n")
-        return results
+    else:
+        tabled(results, training.folder)
+    if any(r["canaries"]["refuted"] for r in results if "canaries" in r):
+        raise typer.Exit(3)
+    return results
+
+
+def tabled(results: list[dict[str, Any]], folder: Path) -> None:
+    """Print a row for each defense and seed, what is guaranteed and measured, and where the report is."""
     from rasura.core.errors import MissingExtra
     from rasura.metrics.learned import accuracy_interval, unlearned
     from rasura.report.page import write_report
@@ -268,13 +282,14 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
             f"a person is all texts with one value of the column {unit['column']}: {unit['persons']} persons, "
             f"{unit['most_texts']} texts or less each"
         )
+    for r in (r for r in results if "canaries" in r):
+        say(f"{r['defense']}, seed {r['seed']}: {r['canaries']['statement']}")
     out.print(
-        f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {training.folder}",
+        f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}",
         markup=False,
         soft_wrap=True,
     )
     try:
-        say(f"report: {write_report(training.folder)}")
+        say(f"report: {write_report(folder)}")
     except MissingExtra as missing:  # the trainings are stored
         say(str(missing), to=err)
-    return results

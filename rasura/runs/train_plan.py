@@ -14,6 +14,7 @@ from rasura.core.options import known
 from rasura.core.values import Task
 from rasura.registry import parse_defense
 from rasura.registry.services import ServiceProtection, parse_service_protection
+from rasura.runs.gradient_canaries import LEAST
 from rasura.runs.noise_target import SOLVED, noiseless, solved_all, with_noise
 from rasura.victims.recipe import Recipe
 from rasura.victims.train import local
@@ -33,7 +34,8 @@ class TrainPlan:
     ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text are numbered;
     ``result.json`` and the model's folder list the names. ``unit``: the column of ``data`` that says whose each text is.
     Persons are then drawn, clipped and hidden under ``dp-sgd`` and ``normalised``, each with the mean gradient of all their
-    texts; guarantee and batch size are for persons, and persons are held out whole.
+    texts; guarantee and batch size are for persons, and persons are held out whole. ``gradient_canaries``: so many join
+    each training with a guarantee by ``dp-sgd`` or ``normalised``, and measure a lower bound of its epsilon; 0 for none.
     """
 
     data: str
@@ -58,6 +60,7 @@ class TrainPlan:
     adapter_dropout: float = 0.0
     target_epsilon: float | None = None
     unit: str | None = None
+    gradient_canaries: int = 0
 
     @cached_property
     def parts(self) -> Mapping[str, Defense]:
@@ -102,6 +105,8 @@ class TrainPlan:
             raise InputError(f"a target epsilon was given, but no defense is {' or '.join(SOLVED)}; pass --defense dp-sgd")
         if self.unit is not None:
             self._check_unit()
+        if self.gradient_canaries:
+            self._check_canaries()
         if self.lora < 0:
             raise InputError(f"lora is {self.lora}; expected a rank, or 0 to train all weights")
         known("targets", self.targets, TARGETS)
@@ -115,7 +120,7 @@ class TrainPlan:
 
     def _check_unit(self) -> None:
         """Raises ``InputError`` unless each defense protects persons, ``none`` aside, which is there to compare with."""
-        hidden = [n for n, parts in self.parts.items() if protects_persons(parts)]
+        hidden = [n for n, parts in self.parts.items() if by_chance(parts)]
         others = [n for n in self.defenses if n not in hidden and n != "none"]
         if self.service or others or not hidden:
             raise InputError(
@@ -123,8 +128,17 @@ class TrainPlan:
                 f"{', '.join(others or self.defenses)}"
             )
 
+    def _check_canaries(self) -> None:
+        """Raises ``InputError`` where no defense takes canaries, or for too few of them."""
+        if self.gradient_canaries < LEAST:
+            raise InputError(f"{self.gradient_canaries} gradient canaries; expected at least {LEAST}, or 0 for none")
+        if self.service or not any(map(by_chance, self.parts.values())):
+            raise InputError(
+                f"gradient canaries need dp-sgd or normalised with a guarantee; found {', '.join(self.defenses)}"
+            )
 
-def protects_persons(parts: Defense) -> bool:
+
+def by_chance(parts: Defense) -> bool:
     """Whether ``parts`` have a guarantee for batches drawn by Poisson sampling, of texts or of persons."""
     mechanisms = [part.mechanism for part in parts]
     return formal(mechanisms) is not None and assumes_poisson(mechanisms)

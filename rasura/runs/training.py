@@ -27,10 +27,12 @@ from rasura.core.rng import Randomness, generator
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
+from rasura.runs.canary_result import measured
 from rasura.runs.drawing import numbered
+from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
-from rasura.runs.train_plan import TrainPlan, protects_persons
+from rasura.runs.train_plan import TrainPlan, by_chance
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import renamed, split
@@ -87,7 +89,7 @@ class Training:
 
     def _owners(self, parts: Defense) -> list[int] | None:
         """The number of the person of each training text, where ``parts`` protect persons."""
-        return self.owners if protects_persons(parts) else None
+        return self.owners if by_chance(parts) else None
 
     def victim(self, seed: int) -> Victim:
         """The model before training, with a head drawn from ``seed``."""
@@ -173,11 +175,12 @@ class Training:
         with defended(model, parts):
             ledger = self._ledger(parts, [p.numel() for p in model.parameters() if p.requires_grad])
         mechanisms = [p.mechanism for p in parts] if service is None else [service.mechanism]
+        canaries = self._canaries(parts)
         run = FineTuning(
             model, rows, parts, replace(plan.recipe, seed=seed), place, task=victim.task, vocabulary=vocabulary,
             evaluate=lambda m: self._figures(m, held), watched=watched, higher=HIGHER_IS_BETTER[watched],
             poisson=assumes_poisson(mechanisms), secret=plan.recipe.noise == "secure" and carries(mechanisms), ledger=ledger,
-            owners=self._owners(parts),
+            owners=self._owners(parts), canaries=canaries,
         )  # fmt: skip
         history = run.run(
             None if progress is None else lambda done, total, told: progress(f"{defense}: epoch", done, total, told)
@@ -195,25 +198,30 @@ class Training:
             "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
             "mechanism": [{"name": m.name, "stage": m.stage.value, "parameters": dict(m.parameters)} for m in mechanisms],
             "lora": plan.lora,
-            "privacy": ledger.spent().to_dict(), "planned": ledger.planned.to_dict(), "ledger": ledger.state_dict(),
+            "planned": ledger.planned.to_dict(), "ledger": ledger.state_dict(),
             "noise": plan.recipe.noise,
             "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
             "encode_seconds": self.encoding, "protect_seconds": protecting,
             "device": self.device, "versions": versions(), "sitting": self.sitting, "weights": weights,
         }  # fmt: skip
-        result |= self._about(parts)
-        if plan.task == "classification":
-            result["majority"] = majority([int(row.labels[0]) for row in test])
+        result |= self._about(parts, test) | measured(canaries, ledger)
         run.finish(result)
         return result
 
-    def _about(self, parts: Defense) -> dict[str, Any]:
-        """Of a result: the names of the classes, and who the persons are that ``parts`` protect."""
-        named = {"label_names": list(self.label_names)} if self.label_names else {}
-        if (owners := self._owners(parts)) is None:
-            return named
-        persons = Counter(owners)
-        return {**named, "unit": {"column": self.plan.unit, "persons": len(persons), "most_texts": max(persons.values())}}
+    def _canaries(self, parts: Defense) -> GradientCanaries | None:
+        """New canaries for a training under ``parts``, where they are asked for and can join it."""
+        count = self.plan.gradient_canaries
+        return GradientCanaries(count) if count and by_chance(parts) else None
+
+    def _about(self, parts: Defense, test: Sequence[Batch]) -> dict[str, Any]:
+        """Of a result: the classes, and who the persons are that ``parts`` protect."""
+        told: dict[str, Any] = {"label_names": list(self.label_names)} if self.label_names else {}
+        if self.plan.task == "classification":
+            told["majority"] = majority([int(row.labels[0]) for row in test])
+        if (owners := self._owners(parts)) is not None:
+            persons = Counter(owners)
+            told["unit"] = {"column": self.plan.unit, "persons": len(persons), "most_texts": max(persons.values())}
+        return told
 
     def _name_classes(self, model: nn.Module) -> None:
         """Write the class names into the saved model's folder, so that they are read in the same way from then on."""

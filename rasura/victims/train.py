@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,22 @@ from rasura.core.rng import Randomness, SecretGenerator, generator, secret_gener
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, by_person, drawn, joined, none_of
 from rasura.victims.recipe import Recipe
-from rasura.victims.step import Kept, step
+from rasura.victims.step import Kept, defended, step
+
+
+class Canaries(Protocol):
+    """Gradients that join the aggregation of each step, and measure what it hides (``rasura.GradientCanaries``)."""
+
+    def joined(
+        self, defense: Defense, draw: Draw, trained: Mapping[str, Sequence[int]]
+    ) -> tuple[Defense, Callable[[], None]]:
+        """The defense of one step with the canaries, and what to call when its release was counted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is known of them, as plain values."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from such values."""
 
 
 @dataclass
@@ -43,7 +58,8 @@ class FineTuning:
     ``evaluate`` returns the figures on the held-out texts. Early stopping uses the figure ``watched``; with ``higher``,
     larger is better. ``poisson``: batches are drawn by Poisson sampling; ``secret``: the randomness of training comes from
     the operating system. ``ledger`` counts the releases; it is kept with the checkpoints. ``owners``: the number of the
-    person of each row; persons are then drawn, each with all of their rows, and aggregated in place of texts.
+    person of each row; persons are then drawn, each with all of their rows, and aggregated in place of texts. ``canaries``
+    join every step, and are kept with the checkpoints as the ledger is.
     """
 
     def __init__(
@@ -63,10 +79,11 @@ class FineTuning:
         secret: bool = False,
         ledger: Ledger | None = None,
         owners: Sequence[int] | None = None,
+        canaries: Canaries | None = None,
     ) -> None:
         if owners is not None and not poisson:
             raise InputError("persons are drawn by Poisson sampling alone; train with dp-sgd or normalised")
-        self.poisson, self.secret, self.ledger = poisson, secret, ledger
+        self.poisson, self.secret, self.ledger, self.canaries = poisson, secret, ledger, canaries
         self.persons = None if owners is None else by_person(owners)
         self.model, self.rows, self.recipe, self.folder = model, rows, recipe, folder
         self.defense = tuple(p for p in local(defense) if p.stage is not Stage.DATA)
@@ -125,12 +142,14 @@ class FineTuning:
             batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0) if part else none_of(self.rows[0])
             rng = self._rng("train", epoch, number)
             record = self._recorded(draw, rng)
+            defense, released = self._among(draw)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
                 taken = step(
-                    self.model, batch, self.defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
+                    self.model, batch, defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
                     expected=min(size, units) if self.poisson else None, record=record,
                     most=self.recipe.physical_batch_size, counts=counts, kept=self.kept,
                 )  # fmt: skip
+            released()
             for name, gradient in taken.message.gradients.items():
                 held.setdefault(name, []).append(gradient)
             if (number + 1) % self.recipe.accumulate == 0 or number + 1 == len(parts):
@@ -143,6 +162,14 @@ class FineTuning:
                 )
             losses += [taken.loss] if part else []
         return sum(losses) / max(1, len(losses))
+
+    def _among(self, draw: Draw) -> tuple[Defense, Callable[[], None]]:
+        """The protection of one step with the canaries, if there are any, and what to call when its release was counted."""
+        if self.canaries is None:
+            return self.defense, lambda: None
+        with defended(self.model, self.defense):
+            shapes = {n: tuple(p.shape) for n, p in self.model.named_parameters() if p.requires_grad}
+        return self.canaries.joined(self.defense, draw, shapes)
 
     def _with_all_rows(self, chosen: list[int]) -> tuple[list[int], list[int] | None]:
         """The rows of what was drawn and, where persons were, how many rows each of them has."""
@@ -195,6 +222,8 @@ class FineTuning:
         about = {"history": json.dumps(vars(h)), "kept": json.dumps(self.kept, default=_unstored)}
         if self.ledger is not None:
             about["ledger"] = json.dumps(self.ledger.state_dict())
+        if self.canaries is not None:
+            about["canaries"] = json.dumps(self.canaries.state_dict())
         self._save(lambda path: save_file(last, str(path), metadata=about), "last.safetensors")
 
     def _save(self, write: Callable[[Path], None], name: str) -> None:
@@ -215,6 +244,10 @@ class FineTuning:
             if "ledger" not in about:
                 raise InputError(f"{path} has no ledger, so earlier releases are unknown; remove it to start over")
             self.ledger.load_state_dict(json.loads(about["ledger"]))
+        if self.canaries is not None:
+            if "canaries" not in about:
+                raise InputError(f"{path} has no canaries, so they did not see its releases; remove it to start over")
+            self.canaries.load_state_dict(json.loads(about["canaries"]))
         self.history = History(**json.loads(about["history"]))
         self.kept = json.loads(about.get("kept", "{}"))
         self._put({name: found[f"weight/{name}"] for name in self.trained})

@@ -1,0 +1,22 @@
+"""What a training with gradient canaries writes down: its guarantee, and the bounds beside it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rasura.accounting import Ledger
+from rasura.runs.gradient_canaries import GradientCanaries
+
+
+def measured(canaries: GradientCanaries | None, ledger: Ledger) -> dict[str, Any]:
+    """Of a result: what the canaries show, and the guarantee. If they refute it, its warnings say so."""
+    promised = ledger.spent().to_dict()
+    if canaries is None:
+        return {"privacy": promised}
+    found = canaries.measure(ledger)
+    if found.refuted:
+        promised["warnings"] = [*promised.get("warnings", ()), f"canaries refute it: {found.statement}"]
+    bounds = {"bound": asdict(found.bound), "gaussian": asdict(found.gaussian)}
+    told = {**bounds, "stated": found.stated, "refuted": found.refuted, "statement": found.statement}
+    return {"privacy": promised, "canaries": told}
