@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,7 +18,7 @@ from browser_setting import Driven
 
 from rasura.core.errors import InputError
 from rasura.report.template import filled
-from rasura.runs.playground import ADVERSARIES, PROTECTIONS, Playground, Question
+from rasura.runs.playground import ADVERSARIES, FIRST, PROTECTIONS, Playground, Question
 from rasura.server.loopback import Loopback
 
 __all__ = ["model_folder"]
@@ -28,8 +29,8 @@ def known(model_folder: Path) -> Playground:
     return Playground((str(model_folder),))
 
 
-@pytest.fixture(scope="module")
-def server(known: Playground) -> Iterator[Loopback]:
+@contextmanager
+def served(known: Playground) -> Iterator[Loopback]:
     page = filled(
         "playground.html", models=known.names, protections=PROTECTIONS, adversaries=ADVERSARIES, first=TEXTS[0], texts=TEXTS
     )
@@ -39,6 +40,12 @@ def server(known: Playground) -> Iterator[Loopback]:
         yield made
         made.shutdown()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(known: Playground) -> Iterator[Loopback]:
+    with served(known) as made:
+        yield made
 
 
 def test_a_text_is_read_back_and_guessing_stands_beside_it(known: Playground) -> None:
@@ -95,18 +102,38 @@ def test_only_its_own_page_is_answered(server: Loopback) -> None:
     assert sent(server, "no json")[1][0]["kind"] == "error" and sent(server, "[]")[1][0]["kind"] == "error"
 
 
-def test_a_browser_shows_what_came_back(server: Loopback, tmp_path: Path) -> None:
-    page = Driven(f"{server.url}/?{urlencode({'text': TEXTS[0]})}", tmp_path)
+def in_browser(server: Loopback, text: str, folder: Path) -> tuple[str, str, list[Any]]:
+    """The state and the command in the end; of each attack its name, after how many seconds it was shown, what is shown, and
+    how many words of the text came back."""
+    page = Driven(f"{server.url}/?{urlencode({'text': text})}", folder)
     try:
         page.until("document.getElementById('text') && document.getElementById('text').value")
         page.value("document.getElementById('go').click()")
         page.until("/Done in|Not answered/.test(document.getElementById('state').textContent)")
         state, command = (page.value(f"document.getElementById('{name}').textContent") for name in ("state", "command"))
-        assert re.fullmatch(r"The update has [\d.]+ kB\. Done in [\d.]+ s\.", state), state
-        assert command.startswith("rasura audit --text ") and TEXTS[0] in command
-        leaves = page.value("[...document.querySelectorAll('.leaf')].map(l => [l.dataset.attack, l.innerText])")
-        hits = page.value("document.querySelectorAll('[data-attack=span] .hit').length")
+        shown = "[l.dataset.attack, l.dataset.after, l.innerText, l.querySelectorAll('.hit').length]"
+        return state, command, page.value(f"[...document.querySelectorAll('.leaf')].map(l => {shown})")
     finally:
         page.close()
-    assert [name for name, _ in leaves] == ["blind", "embedding-rows", "span"]
-    assert "100 % of the words" in leaves[2][1] and hits == len(TEXTS[0].split())
+
+
+def test_a_browser_shows_what_came_back(server: Loopback, tmp_path: Path) -> None:
+    state, command, leaves = in_browser(server, TEXTS[0], tmp_path)
+    assert re.fullmatch(r"The update has [\d.]+ kB\. Done in [\d.]+ s\.", state), state
+    assert command.startswith("rasura audit --text ") and TEXTS[0] in command
+    assert [name for name, *_ in leaves] == ["blind", "embedding-rows", "span"]
+    assert "100 % of the words" in leaves[2][2] and leaves[2][3] == len(TEXTS[0].split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "task"), [("minilm", "classification"), ("smollm2", "causal")])
+def test_a_pretrained_model_is_read_in_a_browser(model: str, task: str, pretrained: Path, tmp_path: Path) -> None:
+    """Prints after how many seconds each answer was shown: ``pytest -s`` shows them."""
+    known = Playground((model if model == "minilm" else str(pretrained / model),), task)
+    with served(known) as server:
+        for question in range(3):
+            (tmp_path / str(question)).mkdir()
+            state, _, leaves = in_browser(server, FIRST, tmp_path / str(question))
+            print(model, *(f"{name} {after} s" for name, after, *_ in leaves), state)
+            assert [name for name, *_ in leaves] == ["blind", "embedding-rows", "span"]
+            assert "100 % of the words" in leaves[2][2] and leaves[2][3] == len(FIRST.split())
