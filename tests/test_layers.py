@@ -229,6 +229,7 @@ def test_attacks_see_only_what_an_adversary_may(module: str) -> None:
         "rasura.attacks",
         "rasura.victims.models",
         "rasura.victims.positions",
+        "rasura.victims.first_attention",
         # How a model is obfuscated is public; the key and the client's tokenizer are not.
         "rasura.service_protections.obfuslm.model",
         "rasura.service_protections.obfuslm.residual",

@@ -12,7 +12,7 @@ from rasura.core.specs import AttackSpec
 # LAMP takes 2,000 steps (GRAB sec. 5.1); its public code tries 200 orders every 75 of them after a first tenth.
 LAMP_LEVELS: Mapping[str, Work] = {
     "quick": Work(8, 2, 80, 10, 25),
-    "default": Work(64, 2, 300, 100, 30),
+    "default": Work(64, 4, 120, 50, 30),
     "paper": Work(2000, 1, 2000, 200, 75),
 }
 
@@ -25,7 +25,7 @@ GRAB_LEVELS: Mapping[str, Work] = {
 }
 
 DLG_COST: Mapping[str, float] = {"quick": 0.05, "default": 1.0, "paper": 30.0}
-LAMP_COST: Mapping[str, float] = {"quick": 0.17, "default": 1.0, "paper": 15.0}
+LAMP_COST: Mapping[str, float] = {"quick": 0.35, "default": 1.0, "paper": 31.0}
 
 GUIDED_LEVELS: Mapping[str, Work] = {level: replace(work, guided=True) for level, work in GRAB_LEVELS.items()}
 
@@ -103,7 +103,7 @@ LAMP_COS = AttackSpec(
     about="gradient matching with cosine distance; reorders tokens by gradient and language model",
     source="Balunovic et al. 2022 (LAMP), sec. 4",
     make=lamp_cos,
-    seconds=52.0,
+    seconds=25.0,
     growth=0.4,
     work=LAMP_COST,
 )
@@ -113,7 +113,7 @@ LAMP_L1L2 = AttackSpec(
     about="gradient matching with L2 and L1 distance; reorders tokens as lamp-cos does",
     source="Balunovic et al. 2022 (LAMP), sec. 4",
     make=lamp_l1l2,
-    seconds=90.0,
+    seconds=45.0,
     growth=0.4,
     work=LAMP_COST,
 )

@@ -11,6 +11,7 @@ import torch
 from rasura.attacks.shared.mechanism import announced_dropout
 from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arranged, assembled, completed
+from rasura.attacks.updates.span.attended import Attended, attended
 from rasura.attacks.updates.span.completion import uncovered
 from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.inputs import Inputs
@@ -124,7 +125,7 @@ class Span:
         rows: list[Row] = []
         likely: list[list[int]] = []
         owed, active = 0, dropout > 0
-        if not active:
+        if not active or not positional:  # of most decoders without positions, dropout leaves the embeddings as they are
             rows = self._plain(scan, longest, known_length)
         named = any(row.token not in seen.vocabulary.special_ids for row in rows)
         if not named and self.adaptive:  # dropout was active: somebody said so, or no word lies in the span as it is
@@ -138,17 +139,7 @@ class Span:
         if not rows:
             raise AttackFailed("no token's input lies in the row space of block 0")
         if not positional:
-            # Only a proof tells whether an order is the one that fits, and there is none under dropout.
-            ordered = [] if active else arranged(seen, spaces, inputs, rows, size, rng, self.work[budget.level][2])
-            if ordered:
-                guess = self._judged(seen, ordered, max(row.residual for row in rows), spaces, lambda: False)
-                if guess.confidence == "verified":
-                    return guess
-            bag = tuple(row.token for row in rows)
-            return in_span(
-                (bag,) * max(1, size), seen.vocabulary, residual=max(r.residual for r in rows), ordered=False,
-                believed=tokens_believed(space, inputs, ids, [[(t, 0) for t in bag]], positional=False),
-            )  # fmt: skip
+            return self._unplaced(observed, seen, spaces, scan, rows, size, active, rng, budget)
         size = size or max(Counter(row.position for row in rows).values())
         texts = assembled(seen, spaces, inputs, rows, size, active, rng, self.work[budget.level][2])
         if active:
@@ -164,6 +155,49 @@ class Span:
             return fitted and rows_believed(space, rows, len(ids) * longest, owed)
 
         return self._judged(observed, texts, max(row.residual for row in rows), spaces, believed, active)
+
+    def _unplaced(
+        self,
+        observed: Observation,
+        seen: Observation,
+        spaces: Mapping[int, RowSpace],
+        scan: Scan,
+        rows: list[Row],
+        size: int,
+        active: bool,
+        rng: torch.Generator,
+        budget: Budget,
+    ) -> Reconstruction:
+        """The texts of ``rows`` whose places block 0 does not tell; the rows as a bag if nothing else gives their order."""
+        bag = tuple(row.token for row in rows)
+        order = attended(seen, bag, size=size) if self.adaptive else None
+        if order is not None:
+            return self._in_order(observed, order, scan, spaces)
+        # Only a proof tells whether any other order is the one that fits, and there is none under dropout.
+        ordered = [] if active else arranged(seen, spaces, scan.inputs, rows, size, rng, self.work[budget.level][2])
+        if ordered:
+            guess = self._judged(seen, ordered, max(row.residual for row in rows), spaces, lambda: False)
+            if guess.confidence == "verified":
+                return guess
+        return in_span(
+            (bag,) * max(1, size), seen.vocabulary, residual=max(r.residual for r in rows), ordered=False,
+            believed=tokens_believed(scan.space, scan.inputs, scan.ids, [[(t, 0) for t in bag]], positional=False),
+        )  # fmt: skip
+
+    def _in_order(
+        self, observed: Observation, order: Attended, scan: Scan, spaces: Mapping[int, RowSpace]
+    ) -> Reconstruction:
+        def believed() -> bool:
+            bag = [[(t, 0) for t in sorted({t for text in order.texts for t in text})]]
+            return order.whole and tokens_believed(scan.space, scan.inputs, scan.ids, bag, positional=False)
+
+        texts: Sequence[tuple[int, ...]] = order.texts
+        if order.active and observed.task == "causal":  # the last token has no gradient
+            texts = [(*text, UNKNOWN) for text in texts]
+        elif not order.active:
+            texts = finish(observed, observed, texts, scan.inputs, search=order.whole)
+        named: Sentences = [[(t, 0) for t in text] for text in texts]
+        return self._judged(observed, named, order.residual, spaces, believed, order.active)
 
     def _plain(self, scan: Scan, longest: int, known_length: bool) -> list[Row]:
         rows: list[Row] = []
