@@ -76,6 +76,8 @@ def attended(seen: Observation, tokens: Sequence[int], *, size: int) -> Attended
         return None
     known = tuple(dict.fromkeys(tokens))
     search = _Search(block, known, space, size)
+    if size and not search.fits(-(-space.rank // size)):
+        return None  # the longest text has at least so many tokens
     open_, done = search.roots(), []
     for _ in range(4 * space.rank):
         if not open_:
