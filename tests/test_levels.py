@@ -158,7 +158,7 @@ def test_an_attack_that_gave_a_figure_once_measures_no_strength() -> None:
     for attack, points in (("pursuit", at([0.9, 0.1])), ("span", at([0.9]))):
         assert yardstick(attack, points) == {
             "attack": attack, "settings": int(attack == "span"), "spearman": None, "well_behaved": False, "violations": 0,
-            "above_blind": False, "bottom": False, "why": "it gave a result at fewer than two",
+            "above_blind": False, "bottom": False, "why": "it gave a result at fewer than two settings",
         }  # fmt: skip
     two = yardstick("span", at([0.9, 0.3]))
     assert two == {
