@@ -124,6 +124,16 @@ def test_layers_behind_attention_out_of_sight_leave_a_bag() -> None:
     assert attended(replace(seen, message=replace(seen.message, gradients=kept)), text[:-1], size=1) is None
 
 
+@pytest.mark.parametrize("noise", [0.01, 0.1])
+def test_noise_gives_no_other_order(noise: float) -> None:
+    text = [40, 3, 41, 9, 3, 42, 50]
+    seen = client(tiny("llama", "causal", hidden=160), [text], "frozen-embeddings+dropout:0.1")
+    rng = torch.Generator().manual_seed(0)
+    noisy = {n: g + noise * g.std() * torch.randn(g.shape, generator=rng) for n, g in seen.message.gradients.items()}
+    found = attended(replace(seen, message=replace(seen.message, gradients=noisy)), text[:-1], size=1)
+    assert found is None or not found.whole or found.texts == (tuple(text[:-1]),)
+
+
 def planted(unknown: int, gone: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights of which dropout removed some, hidden among states of the same token: ``w``, ``null``, ``goal``, the truth."""
     rng = torch.Generator().manual_seed(unknown)

@@ -67,12 +67,12 @@ class Attended:
 def attended(seen: Observation, tokens: Sequence[int], *, size: int) -> Attended | None:
     """The texts that the ``tokens`` of the row space of block 0 form; ``size`` of them, 0 if their number is not known.
 
-    None where the model's block 0 has another form, its layers behind the attention are not visible, a token is left over,
-    or the texts are too long for the system.
+    None where the model's block 0 has another form, its layers behind the attention are not visible or too noisy, a token is
+    left over, or the texts are too long for the system.
     """
     block = first_attention(seen.model)
     space = row_space(visible_gradients(seen, block.linears)) if block else None
-    if block is None or space is None:
+    if block is None or space is None or space.floor > NEAR:
         return None
     known = tuple(dict.fromkeys(tokens))
     search = _Search(block, known, space, size)
@@ -90,7 +90,7 @@ def attended(seen: Observation, tokens: Sequence[int], *, size: int) -> Attended
         if not further:
             done.append(chain)
     done = sorted(done, key=lambda c: len(c.tokens), reverse=True)[: size or None]
-    if open_ or {i for chain in done for i in chain.tokens} != set(range(len(known))):
+    if open_ or not done or {i for chain in done for i in chain.tokens} != set(range(len(known))):
         return None
     texts = tuple(tuple(known[i] for i in chain.tokens) for chain in done)
     whole = sum(map(len, texts)) == space.rank and size in (0, len(done))
