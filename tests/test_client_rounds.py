@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from flower_setting import LocalGrid, flower
-from torch import Tensor, nn
+from private_setting import Linear
 from torch.utils.data import DataLoader
-from transformers.utils import ModelOutput
 
 import rasura
 from rasura.accounting import epsilon
@@ -27,23 +26,11 @@ __all__ = ["flower"]
 WIDTH, ROUNDS, SIGMA = 300, 4, 3.0
 
 
-class Linear(nn.Module):
-    """A linear classifier on given features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, features: Tensor, labels: Tensor) -> ModelOutput:
-        logits = self.head(features)
-        return ModelOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
-
-
 def protected(canaries: Any = None, defense: str = f"dp-sgd:{SIGMA}") -> tuple[Any, Any, Any]:
     """A new model, loader and ledger, planned for all rounds of two steps, as in each call of a Flower client."""
     rng = generator(0, "features")
     data: Any = [{"features": torch.randn(WIDTH, generator=rng), "labels": torch.tensor(k % 2)} for k in range(40)]
-    model: Any = Linear()
+    model: Any = Linear(WIDTH)
     model, _, loader, ledger = rasura.protect_training(
         model, None, DataLoader(data, batch_size=20), defense, epochs=ROUNDS, delta=1e-5, canaries=canaries
     )
@@ -137,7 +124,7 @@ def test_clients_of_a_flower_run_know_what_they_spent(tmp_path: Path) -> None:
     from rasura.integrations.flower import ClientSetup, agree, protection_mod, strategy
 
     torch.manual_seed(0)
-    start = Linear()
+    start = Linear(WIDTH)
     agreement = agree("none", start)
     app = ClientApp(mods=[protection_mod(lambda context: ClientSetup(agreement))])
     said: dict[int, list[str]] = {}

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from private_setting import DATA, collate
-from torch import Tensor, nn
+from private_setting import DATA, Linear, collate
 from torch.utils.data import DataLoader
-from transformers.utils import ModelOutput
 
 import rasura
 from rasura.accounting import Draw
@@ -29,22 +27,10 @@ pytest.importorskip("opacus")
 WIDTH = 600
 
 
-class Linear(nn.Module):
-    """A linear classifier on given features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(WIDTH, 2)
-
-    def forward(self, features: Tensor, labels: Tensor) -> ModelOutput:
-        logits = self.head(features)
-        return ModelOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
-
-
 def trained(defense: Any, canaries: rasura.GradientCanaries, *, steps: int = 20, **options: Any) -> rasura.Ledger:
     rng = generator(0, "features")
     data: Any = [{"features": torch.randn(WIDTH, generator=rng), "labels": torch.tensor(k % 2)} for k in range(60)]
-    model = Linear()
+    model = Linear(WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     loader = DataLoader(data, batch_size=30)
     model, _, drawn, ledger = rasura.protect_training(  # type: ignore[assignment]

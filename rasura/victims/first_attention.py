@@ -43,11 +43,14 @@ class FirstAttention:
     after: Tensor
     free: bool
 
-    @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
         """X of ``tokens`` ``(k,)``: ``(k, hidden)``, float64."""
         block = parts(self.model).blocks[0].module
-        return _block_input(self.model, block, tokens[:, None])[:, 0].double()
+        ids = tokens[:, None]
+        with evaluating(self.model):
+            return layer_inputs(self.model, [block], input_ids=ids, attention_mask=torch.ones_like(ids))[block][
+                :, 0
+            ].double()
 
     @torch.no_grad()
     def shares(self, tokens: Tensor) -> Tensor:
@@ -138,11 +141,6 @@ def _ran(model: nn.Module, block: str, ids: Tensor) -> dict[str, tuple[Tensor, T
     with _hooked(handles), evaluating(model), suppress(_Stop):
         model(input_ids=ids, attention_mask=torch.ones_like(ids))
     return found
-
-
-def _block_input(model: nn.Module, block: str, ids: Tensor) -> Tensor:
-    with evaluating(model):
-        return layer_inputs(model, [block], input_ids=ids, attention_mask=torch.ones_like(ids))[block]
 
 
 def _attention(model: nn.Module, output: str, ids: Tensor) -> Tensor | None:
