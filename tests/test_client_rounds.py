@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,62 @@ def test_releases_outside_of_the_block_are_found(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="already counted 1 releases"), next_round(path, ledger):
         pass
     assert json.loads(path.read_text())["rounds"] == 1
+
+
+OTHER = """
+import sys
+from rasura.accounting import Draw, Ledger, Run
+from rasura.core.mechanisms import DpSgd
+from rasura.integrations.flower.client_rounds import next_round
+ledger = Ledger([DpSgd(3.0)], Run(40, 20, 4, 1e-5))
+with next_round(sys.argv[1], ledger):
+    ledger.made(Draw("poisson", 0.5), [602], secret=True)
+    print("inside", flush=True)
+    sys.stdin.readline()
+"""
+"""A client's round in a process of its own, which ends once it is told a line."""
+
+
+def test_two_processes_are_never_in_a_round_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "rounds.json"
+    (tmp_path / "other-name.json").symlink_to(path)
+    begin_rounds(path)
+    for killed in (False, True):
+        command = [sys.executable, "-c", OTHER, str(path)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+            assert other.stdin is not None and other.stdout is not None
+            assert other.stdout.readline() == "inside\n"
+            for name in (path, tmp_path / "other-name.json"):
+                with pytest.raises(InputError, match="another process is in a round of this client"):
+                    one_round(name)
+            if killed:
+                other.kill()
+            else:
+                other.communicate("end\n")
+        if killed:  # what it released is in no file
+            with pytest.raises(InputError, match="or one was killed in a round"):
+                one_round(path)
+            (tmp_path / "rounds.json.running").unlink()
+        else:
+            assert other.returncode == 0
+            assert one_round(tmp_path / "other-name.json").releases == 3
+    assert one_round(path).releases == 5 and json.loads(path.read_text())["rounds"] == 3
+    assert not (tmp_path / "rounds.json.running").exists() and (tmp_path / "other-name.json").is_symlink()
+
+
+def test_a_state_that_cannot_be_written_ends_the_rounds(tmp_path: Path) -> None:
+    """Its releases are in no file, so no other round may follow."""
+    path = tmp_path / "rounds.json"
+    begin_rounds(path)
+    model, loader, ledger = protected()
+    with pytest.raises(InputError, match="cannot be written"), next_round(path, ledger):
+        model(**next(iter(loader))).loss.backward()
+        path.unlink()
+        path.mkdir()
+    path.rmdir()
+    begin_rounds(path)
+    with pytest.raises(InputError, match="one was killed in a round"):
+        one_round(path)
 
 
 @pytest.mark.usefixtures("flower")

@@ -7,6 +7,7 @@ rounds is spent, so a round whose past is unknown is refused.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,20 +41,23 @@ def next_round(path: str | Path, ledger: Ledger, canaries: GradientCanaries | No
     ``with next_round(path, ledger, canaries): ...  # all of the round's steps``
 
     ``path``: what ``begin_rounds`` made. Both objects are new ones, of this round's ``rasura.protect_training``, whose plan
-    is for all rounds. They are kept as well where the block raises: a release that may have left is never forgotten. Raises
-    ``InputError`` for a missing or damaged file, for a ledger without a guarantee, and where canaries would have missed
-    rounds, or would miss this one.
+    is for all rounds. They are kept as well where the block raises: a release that may have left is never forgotten. While
+    the block runs there is a file ``path`` + ``.running``; it stays after a kill, and where the state could not be written.
+    Raises ``InputError`` where it exists: two rounds at once would each forget the other's releases, and those of a round
+    that was killed are unknown. Also for a missing or damaged file, for a ledger without a guarantee, and where canaries
+    would have missed rounds, or would miss this one.
     """
     if ledger.formal is None:
         raise InputError(f"a client's rounds are counted by a guarantee, and there is none: {ledger.why}")
-    state = _read(path)
-    if state["rounds"]:
-        if (state["canaries"] is None) != (canaries is None):
-            raise InputError(f"{path}: canaries see all rounds of a client or none; {state['rounds']} rounds were "
-                f"{'without' if state['canaries'] is None else 'with'} them")  # fmt: skip
-        ledger.load_state_dict(state["ledger"])
-        if canaries is not None:
-            canaries.load_state_dict(state["canaries"])
+    place = Path(path).resolve()
+    running = _entered(place)
+    try:
+        state = _read(place)
+        if state["rounds"]:
+            _go_on(place, state, ledger, canaries)
+    except BaseException:
+        running.unlink()  # nothing was released yet
+        raise
     try:
         yield
     finally:
@@ -61,7 +65,31 @@ def next_round(path: str | Path, ledger: Ledger, canaries: GradientCanaries | No
             "version": VERSION, "rounds": state["rounds"] + 1, "ledger": ledger.state_dict(),
             "canaries": None if canaries is None else canaries.state_dict(),
         }  # fmt: skip
-        write_whole(path, json.dumps(after))
+        write_whole(place, json.dumps(after))
+        running.unlink()
+
+
+def _entered(place: Path) -> Path:
+    """The file that says that a round of ``place`` runs, made now. Raises ``InputError`` if it exists."""
+    running = place.with_name(f"{place.name}.running")
+    try:
+        write_whole(running, f"{os.getpid()}\n", replace=False)
+    except InputError:
+        if not running.exists():
+            raise
+        raise InputError(f"{running} exists: another process is in a round of this client, or one was killed in a round, "
+            "and what that one released is unknown. Wait for it; if no process is left, remove the file only where nothing "
+            "of that round left this machine, and otherwise train no further on these examples") from None  # fmt: skip
+    return running
+
+
+def _go_on(place: Path, state: Mapping[str, Any], ledger: Ledger, canaries: GradientCanaries | None) -> None:
+    if (state["canaries"] is None) != (canaries is None):
+        raise InputError(f"{place}: canaries see all rounds of a client or none; {state['rounds']} rounds were "
+            f"{'without' if state['canaries'] is None else 'with'} them")  # fmt: skip
+    ledger.load_state_dict(state["ledger"])
+    if canaries is not None:
+        canaries.load_state_dict(state["canaries"])
 
 
 def client_bound(ledger: Ledger, canaries: GradientCanaries) -> str:
