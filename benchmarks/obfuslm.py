@@ -2,6 +2,7 @@
 
 python benchmarks/obfuslm.py cost
 python benchmarks/obfuslm.py plan
+python benchmarks/obfuslm.py whole
 """
 
 from __future__ import annotations
@@ -84,14 +85,28 @@ def plan(tokens: int, hidden: int, k: int, share: int, pivots: float) -> None:
     print(f"memory: table, its unit rows and the new one {3 * table:.1f} GiB (float32), blocks {blocks:.2f} GiB")
 
 
+def whole(tokens: int, hidden: int, k: int, beta: float) -> None:
+    """Clusters, weights and new rows of a large table of random words, ten about each of ``tokens / 10`` directions."""
+    rng = generator(0)
+    table = torch.randn(tokens, hidden, generator=rng)
+    for part in table.split(tokens // 10):
+        part += torch.randn(tokens // 10, hidden, generator=generator(1))[: len(part)]
+    clusters, _ = timed(f"clusters of {tokens} x {hidden}", lambda: embed_cluster(table, k, beta))
+    weights, _ = timed("weights", lambda: weight_synth(table, clusters, 1.0, rng))
+    timed("new rows", lambda: weights.apply(table))
+    print(f"{len(clusters)} clusters after {clusters.merged} tokens were merged, the largest {int(clusters.sizes.max())}")
+
+
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("what", choices=["cost", "plan"])
+    parser.add_argument("what", choices=["cost", "plan", "whole"])
     parser.add_argument("--beta", type=float, default=0.99)
     options = parser.parse_args()
     if options.what == "cost":
         cost(10, options.beta)
+    elif options.what == "whole":
+        whole(128_256, 4096, 10, options.beta)
     else:
         plan(128_256, 4096, 10, 16, 0.12)
 

@@ -110,13 +110,16 @@ def attacked(texts: str, name: str, size: int, defense: str) -> None:
 
 
 class Tree:
-    """The attack of the package in a folder, in a process of its own."""
+    """The attack of the package in a folder, in a process of its own, by the folder's own copy of this file, if any."""
 
     def __init__(self, folder: str, texts: str, name: str, size: int, defense: str) -> None:
-        command = [sys.executable, __file__, "draws", texts, name, "--sizes", str(size), "--defense", defense]
+        own = Path(folder, "benchmarks", Path(__file__).name)
+        script = str(own if own.exists() else __file__)
+        self.folder = folder
+        command = [sys.executable, script, "draws", texts, name, "--sizes", str(size), "--defense", defense]
         self.process = subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": folder}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, text=True,
+            text=True,
         )  # fmt: skip
         self.found: list[tuple[float, int, str]] = []
 
@@ -124,7 +127,10 @@ class Tree:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(f"{draw}\n")
         self.process.stdin.flush()
-        self.found.append(json.loads(self.process.stdout.readline()))
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the attack of {self.folder} ended without a result")
+        self.found.append(json.loads(line))
 
     def ended(self) -> list[tuple[float, int, str]]:
         """What was found, when the process is done."""

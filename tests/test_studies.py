@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 from rasura.cli import app
 from rasura.core.interfaces import InputError
 from rasura.core.options import known
+from rasura.core.run_store import RunStore
 from rasura.registry import parse_defense
+from rasura.runs.audit import Audit
 from rasura.runs.plans import Plan
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.files import CELL, load_study, names, prepared
+from rasura.studies.filling import in_time, row_key, urgency
 from rasura.studies.plots import of_audit, write
 from rasura.studies.tables import section, write_section
 
@@ -152,6 +155,57 @@ def test_the_command_runs_a_study_and_writes_its_table(
     assert CliRunner().invoke(app, arguments, catch_exceptions=False).exit_code == 0
     again = (tmp_path / "studies" / "RESULTS.md").read_text()
     assert again.count("## one: One") == 1
+
+
+def test_rows_without_an_interval_come_first_then_the_widest() -> None:
+    few, wide = [record("span", [0.5])] * 4, [record("span", [0.0, 1.0])] * 3
+    narrow, never = [record("span", [0.5])] * 40, [record("span", [], "crashed")] * 5
+    rows = {"none": [], "few": few, "wide": wide, "narrow": narrow, "never": never}
+    assert sorted(rows, key=lambda name: urgency(rows[name], "rouge1")) == ["none", "few", "wide", "narrow", "never"]
+
+
+def test_a_study_in_parts_stops_in_time_and_is_the_whole_study(tmp_path: Path, model_folder: Path) -> None:
+    notes(tmp_path / "notes.jsonl", TEXTS[:8])
+    plan = Plan(
+        data=str(tmp_path / "notes.jsonl"), model=str(model_folder), attacks=("blind", "span"), defenses=("none", "sign"),
+        batch_sizes=(1,), budget="quick", metrics=("rouge1",),
+    )  # fmt: skip
+    audit = Audit(plan, baseline=False)
+    whole, parts = (RunStore(tmp_path / name, audit.plan.canonical()) for name in ("whole", "parts"))
+    expected = {r.key: (r.status, r.scores) for r in audit.run(whole)}
+    now = 0.0
+
+    def taken(_: object) -> None:
+        nonlocal now
+        now += 100.0
+
+    first = list(in_time(audit, parts, 750.0, "rouge1", taken, lambda: now))
+    assert len(first) == 8 and now == 800.0
+    rows = [row_key(r) for r in first]  # type: ignore[arg-type]  # a Record has the names of a Cell
+    assert all(rows.count(row) == 2 for row in rows)
+    now = 0.0
+    rest = list(in_time(audit, parts, 1e9, "rouge1", taken, lambda: now))
+    assert {r.key: (r.status, r.scores) for r in [*first, *rest]} == expected
+    assert list(in_time(audit, parts, 1e9, "rouge1", taken)) == []
+    assert list(in_time(audit, RunStore(tmp_path / "none", audit.plan.canonical()), 0.0, "rouge1", taken)) == []
+
+
+def test_hours_end_a_study_and_are_refused_where_nothing_can_be_left_out(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study_folder(tmp_path, BODY.replace("[plan]", f'[plan]\nmodel = "{model_folder}"\ndata = "missing.csv"'))
+    (tmp_path / "notes.csv").write_text("text,label\nw40 the w41,0\nthe w50 w51,1\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["study", "one", "--data", "notes.csv", "--limit", "2", "--budget", "quick", "--batch-size", "1", "--hours"]
+    for wrong in ("0", "-1", "nan", "inf"):
+        found = CliRunner().invoke(app, [*arguments, wrong])
+        assert isinstance(found.exception, InputError) and "--hours" in str(found.exception)
+    assert CliRunner().invoke(app, [*arguments, "1"], catch_exceptions=False).exit_code == 0
+    text = (tmp_path / "studies" / "RESULTS.md").read_text()
+    assert "| span | none, honest-server | 1 | 2 |" in text
+    (tmp_path / "studies" / "one.toml").write_text(TRAINING, encoding="utf-8")
+    found = CliRunner().invoke(app, ["study", "one", "--hours", "1"])
+    assert isinstance(found.exception, InputError) and "run to their end" in str(found.exception)
 
 
 TRAINING = """

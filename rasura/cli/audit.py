@@ -169,15 +169,16 @@ ENGINES = ("local", "ray")
 
 def run_audit(
     plan: Any, folder: Path, device: str, ending: Ending, engine: str = "local", address: str | None = None,
-    workers: int | None = None, *, baseline: bool = True,
+    workers: int | None = None, *, baseline: bool = True, seconds: float | None = None,
 ) -> None:  # fmt: skip
-    """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``."""
+    """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``. ``seconds``: stop when they are
+    over; cells of the widest intervals first (``studies.filling``)."""
     _check_run(engine, address, workers)
     from rasura.cli.progress import cells_watched
     from rasura.report.head import duration
 
     prepared, store, estimated, count, forked = _prepared(
-        plan, folder, device, workers if engine == "local" else 1, baseline
+        plan, folder, device, workers if engine == "local" and seconds is None else 1, baseline
     )
     what = "images" if prepared.data.images else "texts"
     err.print(
@@ -200,6 +201,10 @@ def run_audit(
             from rasura.integrations.ray_cluster import spread
 
             records = spread(prepared, store, address=address, workers=workers, progress=progress)
+        elif seconds is not None:
+            from rasura.studies.filling import in_time
+
+            records = in_time(prepared, store, seconds, prepared.plan.metrics[0], progress)
         else:
             records = prepared.run(store, progress, processes)
         for record in records:

@@ -16,7 +16,7 @@ from rasura.cli.outcome import Ending
 from rasura.cli.services import serve_and_read
 from rasura.cli.shared import Limit, app, err, numbers, say, split, watched
 from rasura.cli.train import prepared, trained
-from rasura.core.errors import MissingExtra
+from rasura.core.errors import InputError, MissingExtra
 
 
 @app.command()
@@ -30,6 +30,9 @@ def study(
     batch_size: Annotated[str | None, typer.Option(help="run only these batch sizes, separated by commas")] = None,
     defense: Annotated[str | None, typer.Option(help="run only these defenses, separated by commas")] = None,
     seeds: Annotated[int | None, typer.Option(help="number of repetitions, each with its own seed")] = None,
+    hours: Annotated[
+        float | None, typer.Option(help="stop after this time, widest intervals first; run again to go on")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--out", help="folder for the run")] = None,
     results: Annotated[Path, typer.Option(help="Markdown file for the table")] = Path("studies/RESULTS.md"),
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
@@ -47,6 +50,10 @@ def study(
         found, data=data, limit=limit, budget=budget, attacks=split(attack), defenses=split(defense), seeds=seeds,
         model=model, batch_sizes=numbers(batch_size, "batch-size"),
     )  # fmt: skip
+    if hours is not None and (isinstance(plan, ServicePlan | TrainPlan) or not 0 < hours < float("inf")):
+        raise InputError(
+            f"--hours is {hours:g}; expected a time above 0, and a study of attacks on updates: others run to their end"
+        )
     place = folder or Path("runs/studies") / name.replace("/", "-")
     if isinstance(plan, ServicePlan):
         training = files.prepared_training(found, plan) if found.train else None
@@ -56,7 +63,7 @@ def study(
     elif isinstance(plan, TrainPlan):
         text, plot = of_training(found, plan, place, as_json)
     else:
-        text, plot = of_audit(found, plan, place, data, as_json)
+        text, plot = of_audit(found, plan, place, data, as_json, hours)
     if plot is not None:
         try:
             drawn = plots.write(plot, results.parent / "plots" / f"{name.replace('/', '-')}.svg")
@@ -67,13 +74,16 @@ def study(
     say(f"table: {results}", to=err)
 
 
-def of_audit(found: Any, plan: Any, folder: Path, data: str | None, as_json: bool) -> tuple[str, Any]:
-    """Section and plot of an audit, alone or together with training."""
+def of_audit(
+    found: Any, plan: Any, folder: Path, data: str | None, as_json: bool, hours: float | None = None
+) -> tuple[str, Any]:
+    """Section and plot of an audit, alone or together with training. ``hours``: of what fits into them."""
     from rasura.core.run_store import RunStore
     from rasura.studies import files, plots, tables
 
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.
-    run_audit(plan, folder, "cpu", Ending(as_json=as_json), baseline=False)
+    seconds = None if hours is None else 3600 * hours
+    run_audit(plan, folder, "cpu", Ending(as_json=as_json), baseline=False, seconds=seconds)
     store = RunStore(folder)
     try:
         records = list(store)

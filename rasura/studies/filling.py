@@ -1,0 +1,75 @@
+"""The cells of a study that narrow its widest intervals, one after another, in the time that is given."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rasura.core.records import Record
+from rasura.core.run_store import RunStore
+from rasura.studies.metric_values import level_of, values_of
+
+if TYPE_CHECKING:
+    from rasura.runs.audit import Audit
+    from rasura.runs.cells import Cell
+
+ENOUGH = 5
+"""Texts from which on a row of a table has an interval that is worth showing."""
+
+Row = tuple[str, str, str, str, int]
+
+
+def row_key(cell: Cell) -> Row:
+    """The row of the table that ``cell`` belongs to."""
+    return cell.attack, cell.update, cell.defense, cell.threat, cell.batch_size
+
+
+def urgency(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, int]:
+    """How much a row with ``records`` wants another cell: the least first.
+
+    Rows with fewer than five values come before all others, those with fewer cells first. The others follow by the width
+    of their interval, the widest first. An attack that never gives a value has its cells counted in place of values.
+    """
+    values = values_of(records, metric, "scores")
+    if len(values) < ENOUGH and len(records) < ENOUGH:
+        return -float("inf"), len(records)
+    _, low, high = level_of(values, metric)
+    return (low - high if values and low == low else 0.0), len(records)
+
+
+def in_time(
+    audit: Audit, store: RunStore, seconds: float, metric: str, progress: Callable[[Cell], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Record]:  # fmt: skip
+    """Run cells that ``store`` lacks until ``seconds`` are over; store and yield each Record.
+
+    The next cell is of the row that wants one the most (``urgency``). A cell is left out if it does not fit into the time
+    that is left: by the median of its row's cells or, before there is one, by the estimate. So the end is met as closely
+    as these are true. Each Record is the one that a whole run has.
+    """
+    end = clock() + seconds
+    audit.describe(store)
+    left, estimated = [c for step in audit.left(store) for c in step], audit.estimate(store)
+    known: dict[Row, list[Mapping[str, Any]]] = {row_key(c): [] for c in audit.cells}
+    for cell in audit.cells:
+        if cell.key in store:
+            known[row_key(cell)].append(store[cell.key])
+
+    def takes(cell: Cell) -> float:
+        some = known[row_key(cell)]
+        return median(r["wall_seconds"] for r in some) if some else estimated[cell.key]
+
+    while left:
+        over = end - clock()
+        wanted = {row: urgency(some, metric) for row, some in known.items()}
+        fitting = [c for c in left if takes(c) <= over]
+        if over <= 0 or not fitting:
+            return
+        cell = min(fitting, key=lambda c: wanted[row_key(c)])
+        left.remove(cell)
+        for record in audit.records([cell], progress):
+            store.add(record)
+            known[row_key(cell)].append(store[record.key])
+            yield record
