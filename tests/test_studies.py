@@ -37,6 +37,8 @@ def test_a_study_file_is_a_valid_plan_and_names_its_paper(name: str) -> None:
     plan = prepared(study)
     assert study.source and study.differs and plan.data
     if isinstance(plan, ServicePlan):
+        # What is said of an attack is said of one that is run.
+        assert all(name.lower() in plan.attacks for name in ("InvBert", "MLC") if name in " ".join(study.differs))
         for figure in study.figures:
             assert figure["protection"] in plan.protections
             assert figure["attack"] in {*plan.attacks, *(["training", "client"] if study.train else [])}
