@@ -266,6 +266,25 @@ def test_copies_of_a_text_with_opposite_labels_come_back(minilm_path: Path) -> N
     assert sorted(zip(guess.tokens, guess.labels)) == sorted(zip(ids, [0, 1, 1]))
 
 
+@pytest.mark.slow
+def test_copies_with_opposite_labels_come_back_from_a_batch_of_eight(minilm_path: Path) -> None:
+    # The copies leave so little of their gradient that none of their tokens looks likely.
+    texts = [
+        "Sarah smiled a charming smile.",
+        "Drew believes I think Rosie loves magazine ads.",
+        "The only people being added to our group who were at Harvard were students.",
+        "That we invaded Iraq really bites.",
+        "The gardener grew that acorn into an oak tree.",
+        "Chocolate eggs were hidden from no child by any adult.",
+        "I forgot how good beer tastes.",
+        "I forgot how good beer tastes.",
+    ]
+    seen, ids = seen_of_minilm(minilm_path, texts, [0, 1] * 4, "fedsgd")
+    guess = Span()(seen, rng=generator(1, "attack"), budget=Budget())
+    assert guess.confidence == "verified"
+    assert sorted(guess.tokens) == sorted(ids)
+
+
 @pytest.mark.parametrize("family", ["bert", "distilbert", "mpnet", "deberta-v2", "gpt2"])
 def test_query_and_key_are_found_whatever_a_family_calls_them(family: str) -> None:
     model = tiny(family, "classification")

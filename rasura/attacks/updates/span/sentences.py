@@ -39,6 +39,10 @@ DOUBTED = 4
 """How many places, those of the largest residuals, are tried with every token that block 0 accepts there. Where two
 neighbours were wrong, both were among the first four."""
 
+AGAIN = 3
+"""Starts for each missing text among the tokens that no found text holds. A text whose label meets the opposite one of the
+same text elsewhere in the batch leaves little of its gradient, and none of its tokens is likely."""
+
 KICKS = 2
 """How often a text that was not found is changed where its residual is largest, and then improved again."""
 
@@ -175,15 +179,24 @@ class Finder:
         self.lengths = [n for n in sorted(possible) if n >= shortest and all(k in allowed for k in range(n))]
 
     def __call__(self, groups: Sequence[Sequence[Row]], size: int, restarts: int) -> tuple[list[Text], list[Text]]:
-        """Up to ``size`` different texts of the batch, from each group of rows, then from ``restarts`` random texts; and
-        the other texts in which a search ended, best first."""
+        """Up to ``size`` different texts of the batch, from each group of rows, then from ``restarts`` random texts, likely
+        ones and then others; and the other texts in which a search ended, best first."""
         found: list[Text] = []
         rest: dict[Text, float] = {}
         if not self.lengths:
             return found, []
-        for start in [*map(self._of, groups), *[None] * restarts]:
+        self._search([*map(self._of, groups), *[None] * restarts], size, found, rest)
+        if len(found) < size and self.likely != self.allowed:
+            used = {pair for text in found for pair in text}
+            self.likely = {n: [o for o in here if o not in used] or here for n, here in self.allowed.items()}
+            self._search([None] * (AGAIN * (size - len(found))), size, found, rest)
+        return found, sorted(rest, key=lambda text: rest[text])
+
+    def _search(self, starts: Iterable[Text | None], size: int, found: list[Text], rest: dict[Text, float]) -> None:
+        """Add to ``found`` and ``rest`` what descents from ``starts`` (None: random) end in, until ``size`` are found."""
+        for start in starts:
             if len(found) >= size:
-                break
+                return
             text, score = self._descended(start or self._random(found))
             for _ in range(KICKS):
                 if self.score.private(text):
@@ -195,7 +208,6 @@ class Finder:
                 rest[text] = score
             elif text not in found:
                 found.append(text)
-        return found, sorted(rest, key=lambda text: rest[text])
 
     def _scores(self, texts: Sequence[Text]) -> Tensor:
         return self.score.inner(texts, self.begin, self.closing)
