@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rasura.accounting.gaussian import gaussian_epsilon
 from rasura.core.errors import InputError
-from rasura.core.rng import Randomness, normal
+from rasura.core.rng import Randomness, normal, secret_generator
 
 MAX_STEPS = 10**7
 MAX_FLOATS = 2**31
@@ -74,13 +74,15 @@ class BandedNoise:
     """The noise of ``plan`` on sums of gradients, each clipped to the norm ``clip``; one call of ``draw`` per step.
 
     It keeps the noise of ``band - 1`` steps in float64. It cannot be copied or saved: two runs that go on from the same
-    noise would release it twice. The guarantee holds only for an ``rng`` of ``rasura.core.rng.secret_generator()``.
+    noise would release it twice. Without ``rng`` the noise is drawn from a secret generator of its own. A seeded ``rng`` is
+    for experiments: the guarantee does not hold, since anyone who knows the seed can subtract the noise.
     """
 
-    def __init__(self, plan: BandedPlan, clip: float, rng: Randomness) -> None:
+    def __init__(self, plan: BandedPlan, clip: float, rng: Randomness | None = None) -> None:
         if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip < math.inf:
             raise InputError(f"banded noise: clip is {clip!r}; expected a finite number above 0")
-        self.plan, self.clip, self.rng, self.drawn = plan, clip, rng, 0
+        self.plan, self.clip, self.drawn = plan, clip, 0
+        self.rng = secret_generator() if rng is None else rng
         self._shape: tuple[int, ...] | None = None
         self._last: deque[Tensor] = deque(maxlen=plan.band - 1)
 
