@@ -2,14 +2,12 @@
 random probes against differences.
 
 python benchmarks/sealing.py encryption
-python benchmarks/sealing.py processes --part 2097152
 python benchmarks/sealing.py sensitivity
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -117,27 +115,6 @@ def encryption(part: int, repeats: int) -> None:
     print(f"a whole message of one block: {len(to_bytes(message)) / (4 * clear):.3f} x float32")
 
 
-def several(part: int, repeats: int) -> None:
-    """The first values of a gradient sealed by BFV in one process and in one for each core, in turn: clock seconds."""
-    keys, cores = make_keys(4).public(), os.cpu_count() or 1
-    model, inputs = model_and_inputs()
-    found, _ = gradients(model, inputs)
-    everything = {n: torch.ones(g.shape, dtype=torch.bool) for n, g in found.items()}
-    values, scale = (flat[:part] for flat in flattened(found, everything, agreed_scales(found)))
-    seconds: dict[int, list[float]] = {1: [], cores: []}
-    for _ in range(repeats):
-        for count, taken in seconds.items():
-            start = time.perf_counter()
-            seal(values, scale, keys, processes=count)
-            taken.append(time.perf_counter() - start)
-    ratios = sorted(one / more for one, more in zip(seconds[1], seconds[cores]))
-    for count, taken in seconds.items():
-        print(
-            f"{len(values)} values, {count} processes: median {median(taken):.2f} s ({min(taken):.2f} to {max(taken):.2f})"
-        )
-    print(f"{cores} processes: median {median(ratios):.2f} x faster ({ratios[0]:.2f} to {ratios[-1]:.2f})")
-
-
 def sensing(coordinates: int) -> None:
     """64 probes against central differences, extrapolated from some coordinates; how far two runs' masks agree."""
     model, inputs = model_and_inputs()
@@ -159,15 +136,13 @@ def sensing(coordinates: int) -> None:
 def main() -> None:
     """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("encryption", "processes", "sensitivity"))
+    parser.add_argument("what", choices=("encryption", "sensitivity"))
     parser.add_argument("--part", type=int, default=262_144, help="values that are sealed")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--coordinates", type=int, default=4, help="coordinates that differences are timed on")
     options = parser.parse_args()
     if options.what == "encryption":
         encryption(options.part, options.repeats)
-    elif options.what == "processes":
-        several(options.part, options.repeats)
     else:
         sensing(options.coordinates)
 

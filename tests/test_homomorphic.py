@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -64,14 +65,36 @@ def test_ckks_adds_nearly(keys: Context) -> None:
     assert sum(map(len, seal(sent[0], scale, secret)[0].ciphertexts)) > 5 * bfv
 
 
-def test_processes_encrypt_what_one_does(keys: Context) -> None:
+def test_encryption_is_randomised_and_packed(keys: Context) -> None:
     scale = np.full(57_330, 2.0)
-    sealed, _ = seal(values(0, 57_330), scale, keys.public(), processes=2)
-    alone, _ = seal(values(0, 57_330), scale, keys.public())
-    assert len(sealed.ciphertexts) == len(alone.ciphertexts) and sealed != alone, "encryption is randomised"
-    assert np.array_equal(opened_sum(sealed, scale, keys), opened_sum(alone, scale, keys))
-    size = sum(map(len, alone.ciphertexts)) / 57_330
+    one, other = (seal(values(0, 57_330), scale, keys.public())[0] for _ in range(2))
+    assert not set(one.ciphertexts) & set(other.ciphertexts)
+    assert np.array_equal(opened_sum(one, scale, keys), opened_sum(other, scale, keys))
+    size = sum(map(len, one.ciphertexts)) / 57_330
     assert size < 7.7, f"{size} bytes a value"
+
+
+SCRIPT = """
+import torch
+from rasura.core.rng import generator
+from rasura.core.values import Message
+from rasura.defenses.sealing import Sealing, sealing
+
+torch.set_num_threads(2)
+model = torch.nn.Linear(300, 400)
+part = sealing(Sealing("all", scheme="bfv"))
+update = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+sent, _ = part.apply(Message(update), part.init((model, {})), generator(0))
+print(len(sent.sealed))
+"""
+
+
+def test_a_script_without_a_guard_seals(tmp_path: Path) -> None:
+    """Processes that start by importing the script anew would run its training again, and fail."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = subprocess.run([sys.executable, str(tmp_path / "train.py")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == -(-120_400 // make_keys(4).parameters.values)
 
 
 def test_keys_are_files_that_only_their_owner_reads(tmp_path: Path, keys: Context) -> None:

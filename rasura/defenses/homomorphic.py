@@ -9,16 +9,12 @@ Besides the values, every ciphertext holds a 1 in a separate slot. So a sum stat
 receiver accepts no other number.
 
 Keys are in ``homomorphic_keys``.
-
-This module does not import torch, so the processes that encrypt in parallel start fast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -71,26 +67,12 @@ def quantise(values: NDArray[np.float64], scale: NDArray[np.float64]) -> Quantis
     return Quantised(steps.clip(-HALF, HALF, out=steps).astype(np.int64), beyond)
 
 
-def seal(
-    values: NDArray[np.float64], scale: NDArray[np.float64], context: Context, processes: int = 1
-) -> tuple[Sealed, int]:
-    """One client's ``values`` ``(n,)``, sealed, and how many of them exceeded ``scale`` ``(n,)`` and were clipped to it.
-
-    ``processes``: how many encrypt in parallel; TenSEAL itself uses one core.
-    """
+def seal(values: NDArray[np.float64], scale: NDArray[np.float64], context: Context) -> tuple[Sealed, int]:
+    """One client's ``values`` ``(n,)``, sealed, and how many of them exceeded ``scale`` ``(n,)`` and were clipped to it."""
     found = quantise(values, scale)
     width = context.parameters.values
     parts = [found.steps[start : start + width] for start in range(0, len(found.steps), width)]
-    if processes < 2 or len(parts) < 2 * processes:
-        return Sealed(tuple(_encrypted(parts, context))), found.beyond
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        done = pool.map(_encrypted, _shares(parts, processes), [context] * processes)
-        return Sealed(tuple(c for share in done for c in share)), found.beyond
-
-
-def _shares(parts: Sequence[NDArray[np.int64]], count: int) -> list[list[NDArray[np.int64]]]:
-    size = -(-len(parts) // count)
-    return [list(parts[k : k + size]) for k in range(0, count * size, size)]
+    return Sealed(tuple(_encrypted(parts, context))), found.beyond
 
 
 def _encrypted(parts: Sequence[NDArray[np.int64]], context: Context) -> list[bytes]:

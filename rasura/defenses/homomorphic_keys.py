@@ -2,8 +2,6 @@
 
 Clients share the secret key; the server's context is public. A single client who colludes with the server can therefore
 decrypt everything. Where that matters, use secure aggregation or threshold keys.
-
-This module does not import torch, so the processes that encrypt in parallel start fast.
 """
 
 from __future__ import annotations

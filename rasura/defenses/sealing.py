@@ -162,15 +162,13 @@ def sealing(
     keys: Context | None = None,
     scales: Mapping[str, float] | None = None,
     agreed: Mapping[str, Tensor] | None = None,
-    processes: int | None = None,
 ) -> Transform[Message, Message, Sealer]:
     """Seal entries of a message.
 
     ``keys``: the clients' keys (a public context can also seal); if None and a scheme is named, new ones are made.
     ``scales``: agreed scales by name; without them, each tensor's own largest entry, which the receiver then learns. Values
     beyond are clipped and counted in the message's header (``beyond``). ``agreed``: the mask that all clients have, true
-    where an entry is sealed; without it, a mask by ``settings``. ``processes``: number of processes that encrypt in
-    parallel; None: as many as torch has threads.
+    where an entry is sealed; without it, a mask by ``settings``.
     """
 
     def init(known: tuple[nn.Module, Mapping[str, Tensor]]) -> Sealer:
@@ -196,7 +194,7 @@ def sealing(
             scheme: Scheme = settings.scheme
             state.keys = state.keys or make_keys(settings.clients, scheme)
             values, scale = flattened(message.gradients, sealed, state.scales or agreed_scales(message.gradients, 1.0))
-            found, beyond = seal(values, scale, state.keys, processes=processes or torch.get_num_threads())
+            found, beyond = seal(values, scale, state.keys)
             ciphertexts = {f"{scheme}/{k:06d}": data for k, data in enumerate(found.ciphertexts)}
             header |= {"key": state.keys.key, "clients": found.clients, "sealed": len(values), "beyond": beyond}
             state.beyond += beyond

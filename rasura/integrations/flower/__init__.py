@@ -61,11 +61,10 @@ KEPT = "rasura-secure-sum"
 
 @dataclass(frozen=True)
 class ClientSetup:
-    """What ``protection_mod`` needs: the agreement with the clients' secret keys, how many ``processes`` encrypt, and this
-    client's ``identity``, where the agreement has identities."""
+    """What ``protection_mod`` needs: the agreement with the clients' secret keys, and this client's
+    ``identity``, where the agreement has identities."""
 
     agreement: Agreement
-    processes: int = 1
     identity: SigningKey | None = field(default=None, repr=False)
 
 
@@ -116,7 +115,7 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
             if len(arrays) != 1 or not isinstance(metrics.get(EXAMPLES), int | float):
                 raise InputError(f"the app returned {len(arrays)} array records; expected one, and the metric {EXAMPLES}")
             trained = as_tensors({n: a.numpy() for n, a in arrays[0].items()})
-            given = (client.agreement, ticket, before, trained, metrics[EXAMPLES], client.processes, masking)
+            given = (client.agreement, ticket, before, trained, metrics[EXAMPLES], masking)
             data, figures = protected(*given)
             _keep(context, masking.state if masking is not None else None)
             for name, value in figures.items():

@@ -85,9 +85,9 @@ class Agreement:
         """Whether every entry of a tensor is sealed, so that the server has nothing to send for it."""
         return name in self.sealed and bool(self.sealed[name].all())
 
-    def wire(self, scales: Mapping[str, float], processes: int) -> Defense:
+    def wire(self, scales: Mapping[str, float]) -> Defense:
         """The transforms that the client's update goes through."""
-        given = {"keys": self.keys, "scales": scales, "agreed": self.sealed, "processes": processes} if self.sealed else {}
+        given = {"keys": self.keys, "scales": scales, "agreed": self.sealed} if self.sealed else {}
         return tuple(p for p in parse_defense(self.defense, given) if p.stage in (Stage.AGGREGATE, Stage.WIRE))
 
 

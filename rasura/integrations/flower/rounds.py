@@ -90,7 +90,6 @@ def protected(
     before: Opened,
     trained: Mapping[str, Tensor],
     examples: float,
-    processes: int = 1,
     masking: Masking | None = None,
 ) -> tuple[bytes, dict[str, float]]:
     """The message of a client whose training changed ``before`` into ``trained``, and figures about it.
@@ -117,7 +116,7 @@ def protected(
         scales = read_scales(header["scales"], agreement)
     rng = secret_generator()
     message = Message(update, kind="fedavg", header=header)
-    for part in agreement.wire(scales, processes):
+    for part in agreement.wire(scales):
         if masking is not None and part.mechanism.name == "sealing":
             message = masking.apply(message, share)
             continue
