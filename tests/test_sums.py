@@ -33,6 +33,7 @@ def test_the_least_number_is_that_from_which_on_nothing_is_read() -> None:
     assert least(found) == 12
     lines = curve_lines(found)
     assert lines[0].startswith("sum of 1 client: reads") and lines[-1].startswith("At least 12 clients")
+    assert "(12, 20)" in lines[-1] and "within 10 points" in lines[-1], "no number that was not tested"
     assert "not a guarantee" in lines[-1] and "subtract their own" in lines[-1]
 
 

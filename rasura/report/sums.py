@@ -14,7 +14,7 @@ from typing import Any
 from rasura.core.errors import InputError
 from rasura.report.findings import HEADLINE
 from rasura.report.language import tell
-from rasura.report.verdicts import NOT_MEASURED, Verdict, verdict
+from rasura.report.verdicts import HOLDS_WITHIN, NOT_MEASURED, Verdict, verdict
 
 Record = Mapping[str, Any]
 
@@ -69,10 +69,12 @@ def conclusion(verdicts: Mapping[int, Verdict]) -> str:
     best = least(verdicts)
     if best is None:
         return tell("No tested number of clients holds. Test more clients or more examples, or add noise to the sum.")
+    held = ", ".join(str(count) for count in sorted(verdicts) if count >= best)
     return tell(
-        "At least {best} clients with one example each: from there on, no attack of this run read more than guessing. This "
-        "result is empirical, not a guarantee. It does not hold for clients who work with the server and subtract their own "
-        "updates.", best=best,
+        "At least {best} clients with one example each: at the tested numbers from there on ({held}), no attack of this run "
+        "read more than guessing, within {within} points. Other texts may need more clients: shorter ones, and those that "
+        "share more words. This result is empirical, not a guarantee. It does not hold for clients who work with the server "
+        "and subtract their own updates.", best=best, held=held, within=round(100 * HOLDS_WITHIN),
     )  # fmt: skip
 
 
