@@ -25,7 +25,7 @@ from rasura.report.assessment import markdown
 from rasura.report.findings import findings
 from rasura.report.language import LANGUAGES, catalogue, number, tell, written_in
 from rasura.report.page import write_report
-from rasura.report.template import environment
+from rasura.report.template import environment, pieces
 
 OTHERS = [name for name in LANGUAGES if name != "en"]
 REPORT = Path(str(language.__file__)).parent
@@ -213,3 +213,9 @@ def test_axe_finds_no_violation_on_any_page(tmp_path: Path, dark: bool) -> None:
     told = in_browser(every_page(tmp_path / "pages"), tmp_path, axe(), widths=(1280, 390), dark=dark)
     assert {where: violations for where, (violations, _) in told.items() if violations} == {}
     assert all(passes > 15 for _, passes in told.values())
+
+
+def test_lines_break_in_lists_and_paths_but_in_no_number() -> None:
+    assert [part for part, _, _ in pieces("reached 90,0 of 22,713,986 by none,dp-sgd:1,0 in runs/a/b") if part.strip()] == [
+        "reached", "90,0", "of", "22,713,986", "by", "none,", "dp-sgd:1,0", "in", "runs/", "a/", "b",
+    ]  # fmt: skip

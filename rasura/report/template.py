@@ -26,10 +26,11 @@ def spaced(defense: str) -> str:
 
 def pieces(text: str) -> list[tuple[str, bool, bool]]:
     """``text`` in pieces for a page: each with whether no line may break in it (names and options: ``--attack``,
-    ``embedding-rows``), and whether a line may break after it (in lists after a comma, in paths after a slash)."""
+    ``embedding-rows``), and whether a line may break after it: in lists after a comma, in paths after a slash, in no number
+    (``90,0``)."""
     found = []
     for word in re.findall(r"\s+|\S+", text):
-        *first, last = re.split(r"(?<=[,/])(?=.)", word)
+        *first, last = re.split(r"(?<=[,/])(?!(?<=\d,)\d)(?=.)", word)
         found += [(part, True, True) for part in first] + [(last, "-" in last or bool(first), False)]
     return found
 
