@@ -125,6 +125,19 @@ def test_rows_and_columns_stand_as_the_plan_names_them_the_baseline_first_where_
     )  # fmt: skip
 
 
+def test_a_note_with_names_counts_once_and_where_an_attack_gave_no_figure() -> None:
+    def seen(note: int, size: int, share: float | None) -> dict[str, Any]:
+        blind = {**scores(METRIC, GUESS), **scores("sensitive", 0.0)}
+        if share is None:
+            return record("span", status="crashed", note=note, batch_size=size, blind=blind)
+        return record(
+            "span", note=note, batch_size=size, blind=blind, scores={**scores(METRIC, 1.0), **scores("sensitive", share)}
+        )
+
+    rows = [seen(0, 1, 1.0), seen(0, 4, 0.5), seen(1, 1, 0.5), seen(1, 4, 0.5), seen(2, 1, None), seen(2, 4, None)]
+    assert findings(rows).sentence[-1] == "Every name, number and date was recovered in 1 of the 3 notes that contain any."
+
+
 def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
     rows = [
         record("span", "none", v, note=k, batch_size=4, examples=[k] * size,

@@ -142,17 +142,28 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     if entry.coverage:
         out.append(covered(*entry.coverage, words.many))
     out.append(tell("Guessing without the update: {level}.", level=f.blind.text))
-    sensitive = [r for r in records if (r["attack"], r["column"]) == (entry.attack, name)]
-    values = [v for v in _values(sensitive, "sensitive") if v is not None]
-    if values:
-        whole = sum(v >= 1.0 for v in values)
+    sensitive = _sensitive(r for r in records if (r["attack"], r["column"]) == (entry.attack, name))
+    if sensitive:
+        whole = sum(v >= 1.0 for v in sensitive)
         out.append(
             tell(
                 "Every name, number and date was recovered in {whole} of the {n} notes that contain any.", whole=whole,
-                n=len(values),
+                n=len(sensitive),
             )
         )  # fmt: skip
     return out
+
+
+def _sensitive(records: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Of each note with names, numbers or dates, the largest share that came back from an update; 0 without a figure.
+    A note that stands in several updates (other batch sizes, seeds, adversaries) counts once."""
+    found: dict[int, float] = {}
+    for r in records:
+        for side in ("blind", "scores"):
+            for note, value in zip(notes_of(r), r[side].get("sensitive", {}).get("per_record", [])):
+                if value is not None:
+                    found[note] = max(found.get(note, 0.0), value if side == "scores" else 0.0)
+    return list(found.values())
 
 
 def where(column: str) -> str:
