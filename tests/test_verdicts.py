@@ -497,3 +497,18 @@ def test_no_family_of_models_gets_a_verdict_without_a_yardstick() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "'Holds': 0. Without a yardstick: 0" in done.stdout and "Refused at load: t5 (" in done.stdout
     assert done.stdout.count("| bert | R |") == done.stdout.count("| electra | R |") == 1
+
+
+def test_words_among_those_of_other_texts_are_not_a_text_nearly_whole() -> None:
+    def read(own: float | None) -> list[dict[str, Any]]:
+        precision = {} if own is None else {"token_precision": {"per_record": [own]}}
+        scores = {METRIC: {"per_record": [1.0]}, **precision}
+        return [record("embedding-rows", note=k, scores=scores) for k in range(MANY)]
+
+    mixed = of(read(0.02), "none")
+    assert mixed.word == READS and (mixed.whole, mixed.mixed) == (MANY, MANY)
+    assert mixed.says == f"reads (embedding-rows: nearly all words of {MANY} of {MANY} notes, among those of others)"
+    for own in (0.5, None):
+        assert of(read(own), "none").says == f"reads (embedding-rows: {MANY} of {MANY} notes nearly whole)"
+    some = of([*read(0.02)[1:], *read(1.0)[:1]], "none")
+    assert some.says == f"reads (embedding-rows: 1 of {MANY} notes nearly whole)"

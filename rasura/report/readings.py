@@ -30,6 +30,9 @@ WHOLE = 0.9
 CLEARLY = 0.3
 """... where guessing scored at least so much less on the same example."""
 
+OWN = 0.5
+"""Below this share of own tokens in its guess, the words of an example are not told from those of others."""
+
 
 @dataclass(frozen=True)
 class Level:
@@ -123,7 +126,8 @@ class Reading:
     """One attack in one column.
 
     ``read``, ``guessed``: example -> its score, and what guessing scored on it. ``whole``: examples that were read nearly
-    whole in any seed. ``ended``: updates of which every example was measured. ``ended_as``: status -> examples.
+    whole in any seed. ``mixed``: those of them that were read only among the words of others. ``ended``: updates of which
+    every example was measured. ``ended_as``: status -> examples.
     """
 
     attack: str
@@ -131,6 +135,7 @@ class Reading:
     read: Mapping[int, float]
     guessed: Mapping[int, float]
     whole: frozenset[int]
+    mixed: frozenset[int]
     ended: frozenset[Cell]
     complete: bool
     ended_as: Mapping[str, int]
@@ -180,6 +185,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
     """What ``attack`` read, by its ``records`` of a column that consists of ``cells``."""
     values: dict[int, list[tuple[float, float]]] = defaultdict(list)
     whole: set[int] = set()
+    apart: set[int] = set()
     ended: set[Cell] = set()
     statuses: dict[str, set[int]] = defaultdict(set)
     for r in records:
@@ -188,16 +194,21 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         if notes and len(found) == len(notes):
             ended.add((r["seed"], r["batch"]))
         verified = r["status"] == "ok" and r["confidence"] == "verified"
+        own = dict(zip(notes, _values(r["scores"], "token_precision", len(notes))))
         for note, value, guess in found:
             values[note].append((value, guess))
             if (value >= WHOLE and value - guess >= CLEARLY) or (verified and value > guess):
                 whole.add(note)
+                share_of_own = own[note]
+                if share_of_own is None or share_of_own >= OWN:
+                    apart.add(note)
     return Reading(
         attack,
         len({n for notes in cells.values() for n in notes}),
         {n: sum(v for v, _ in pairs) / len(pairs) for n, pairs in values.items()},
         {n: sum(g for _, g in pairs) / len(pairs) for n, pairs in values.items()},
         frozenset(whole),
+        frozenset(whole - apart),
         frozenset(ended),
         bool(cells) and ended == set(cells),
         Counter({status: len(notes) for status, notes in statuses.items()}),

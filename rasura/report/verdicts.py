@@ -67,7 +67,8 @@ class Verdict:
     mean share that the strongest attack read, ``upper``: where the interval of any attack and of guessing ends, ``excess``:
     the upper end of what is read above guessing; None where no attack gave a figure. ``n``: examples, each counted once.
     ``counted``: the yardsticks. ``columns``: of several threat models or batch sizes the verdict on each, the worst first;
-    figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst.
+    figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst. ``mixed``: how many of
+    ``whole`` were read only among the words of other examples.
     """
 
     word: str
@@ -82,6 +83,7 @@ class Verdict:
     counted: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     many: str = "notes"
+    mixed: int = 0
     columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -108,10 +110,15 @@ class Verdict:
         if self.word == NOT_MEASURED:
             return unmeasured(self.missing)
         word, many = recorded(self.word), recorded(self.many)
+        if self.word == READS and self.whole > self.mixed:
+            return tell(
+                "{word} ({attack}: {whole} of {n} {many} nearly whole)", word=word, attack=self.attack,
+                whole=self.whole - self.mixed, n=self.n, many=many,
+            )  # fmt: skip
         if self.word == READS and self.whole:
             return tell(
-                "{word} ({attack}: {whole} of {n} {many} nearly whole)", word=word, attack=self.attack, whole=self.whole,
-                n=self.n, many=many,
+                "{word} ({attack}: nearly all words of {whole} of {n} {many}, among those of others)", word=word,
+                attack=self.attack, whole=self.whole, n=self.n, many=many,
             )  # fmt: skip
         guess = "" if self.guess is None else tell(", guessing {guess:.0f} %", guess=100 * self.guess.mean)
         if self.word != NOT_TOLD:
@@ -197,6 +204,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         tuple(a for a in yardsticks if a in finished),
         tuple(missing),
         "images" if images else "notes",
+        len(strongest.mixed) if strongest is not None else 0,
     )
 
 
