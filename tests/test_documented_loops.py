@@ -35,8 +35,15 @@ def names(size: int = 2) -> dict[str, Any]:
 
 
 def test_the_page_has_a_loop_a_trainer_and_a_checkpoint() -> None:
-    first, second, third = blocks("docs/differential-privacy.md")
+    first, second, third, _ = blocks("docs/differential-privacy.md")
     assert "rasura.protect_training" in first and "PrivateTrainer" in second and "load_state_dict" in third
+
+
+def test_the_documented_plan_in_a_fixed_order_has_its_epsilon_and_its_noise() -> None:
+    here: dict[str, Any] = {}
+    exec(blocks("docs/differential-privacy.md")[3], here)
+    assert here["epsilon"] == pytest.approx(3.698, abs=1e-3) and here["released"].shape == (1000,)
+    assert 2.5 < float(here["released"].std()) < 3.5, "the first step has the noise multiplier times the clip"
 
 
 def test_the_documented_loop_protects_and_counts(
@@ -96,7 +103,7 @@ def test_a_bypass_in_the_documented_loop_raises(line: str) -> None:
 
 
 def test_the_documented_checkpoint_goes_on_counting() -> None:
-    loop, _, checkpoint = blocks("docs/differential-privacy.md")
+    loop, _, checkpoint, _ = blocks("docs/differential-privacy.md")
     here = names()
     exec(loop, here)
     again = {**names(), "ledger": here["ledger"]}

@@ -81,7 +81,7 @@ def levels(text: str) -> Iterator[tuple[tuple[object, ...], str, float, float]]:
     """Of every attack on what was uploaded or sent, in every section: its setting, its section and its interval."""
     for part in re.split(r"(?m)^(?=## )", text)[1:]:
         about = next(line for line in part.split("\n") if line.startswith("After "))
-        told = re.search(r"\. Model (.*?), .*?(\S+\.parquet).*? budget ([^,.]+)", about)
+        told = re.search(r"\. Model (.*?), .*?(\S+\.parquet|data \S+),.*? budget ([^,.]+)", about)
         assert told or not (".parquet" in about and " budget " in about), f"the head of this section is not read: {about}"
         heads: list[str] = []
         for line in part.split("\n"):

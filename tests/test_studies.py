@@ -159,6 +159,19 @@ def test_the_command_runs_a_study_and_writes_its_table(
     assert again.count("## one: One") == 1
 
 
+def test_a_study_whose_model_a_script_makes_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study_folder(tmp_path, BODY.replace("[plan]", 'command = "python make.py FOLDER"\n\n[plan]'))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"made by a script; run: python make\.py FOLDER"):
+        CliRunner().invoke(app, ["study", "one"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_script_of_a_study_is_there(name: str) -> None:
+    command = load_study(name, FOLDER).command.split()
+    assert not command or (command[0] == "python" and (FOLDER.parent / command[1]).is_file())
+
+
 def test_rows_without_an_interval_come_first_then_the_widest() -> None:
     few, wide = [record("span", [0.5])] * 4, [record("span", [0.0, 1.0])] * 3
     narrow, never = [record("span", [0.5])] * 40, [record("span", [], "crashed")] * 5

@@ -46,6 +46,8 @@ def study(
     from rasura.studies import files, plots, tables
 
     found = files.load_study(name)
+    if found.command and model is None:
+        raise InputError(f"the model of {name} is made by a script; run: {found.command}")
     plan = files.prepared(
         found, data=data, limit=limit, budget=budget, attacks=split(attack), defenses=split(defense), seeds=seeds,
         model=model, batch_sizes=numbers(batch_size, "batch-size"),

@@ -42,8 +42,8 @@ class Study:
     and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
     the audit's, each for the same protection; a service is trained on its ``reference``, judged on its ``data``.
     ``membership``: the attacks on every model of a training. ``keys``: with how many keys a service without training is
-    attacked, on the same texts. ``deviations``: how many texts of a training are compared with their substitutes, before
-    every model.
+    attacked, on the same texts. ``command``: what makes the model and runs the study, where a script does. ``deviations``:
+    how many texts of a training are compared with their substitutes, before every model.
     """
 
     name: str
@@ -59,6 +59,7 @@ class Study:
     paper: Paper | None = None
     covers: tuple[str, ...] = ()
     keys: int = 1
+    command: str = ""
 
     def figure(self, row: Mapping[str, Any], metrics: Sequence[str]) -> str:
         """What the paper has for a row, in the order of ``metrics``, or a dash."""
@@ -87,7 +88,9 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     path = folder / f"{name}.toml"
     found = toml(path, "a study")
     for key in found:
-        known(f"key in {path}", key, ("title", "source", "covers", "differs", "metrics", "keys", *PLANS, "figures"))
+        known(
+            f"key in {path}", key, ("title", "source", "covers", "differs", "metrics", "keys", "command", *PLANS, "figures")
+        )
     for name_of_table in PLANS:
         if not isinstance(found.get(name_of_table, {}), dict):
             raise InputError(f"{path}: {name_of_table} is not a table; write [{name_of_table}]")
@@ -131,6 +134,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         paper,
         covers,
         _keys(found, str(path)),
+        text(found.get("command", ""), f"{path}: command"),
     )
 
 

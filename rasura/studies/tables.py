@@ -212,7 +212,7 @@ def _chance(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
 
 def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns: Sequence[str]) -> list[str]:
     """The lines of a section down to the head of its table."""
-    model, command = _name(plan.model), f"rasura study {study.name}{_given(study, plan)}"
+    model, command = _name(plan.model), f"{study.command or f'rasura study {study.name}'}{_given(study, plan)}"
     return [
         f"## {study.name}: {study.title}",
         "",
@@ -257,7 +257,7 @@ def _given(study: Study, plan: Plan | TrainPlan | ServicePlan) -> str:
         "attacks": "attack", "batch_sizes": "batch-size",
     }  # fmt: skip
     model = _name(plan.model)
-    out = [] if model == _name(study.plan.model) else [f" --model {model}"]
+    out = [] if study.command or model == _name(study.plan.model) else [f" --model {model}"]
     for field, option in names.items():
         value = getattr(plan, field, None)
         if value != getattr(study.plan, field, None):
