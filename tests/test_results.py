@@ -81,7 +81,7 @@ def levels(text: str) -> Iterator[tuple[tuple[object, ...], str, float, float]]:
     """Of every attack on what was uploaded or sent, in every section: its setting, its section and its interval."""
     for part in re.split(r"(?m)^(?=## )", text)[1:]:
         about = next(line for line in part.split("\n") if line.startswith("After "))
-        told = re.search(r"\. Model (.*?), .*?(\S+\.parquet|data \S+),.*? budget ([^,.]+)", about)
+        told = re.search(r"\. Model (.*?), .*?(\S+\.parquet|(?<=data )\w+),.*? budget ([^,.]+)", about)
         assert told or not (".parquet" in about and " budget " in about), f"the head of this section is not read: {about}"
         heads: list[str] = []
         for line in part.split("\n"):
@@ -102,6 +102,14 @@ def levels(text: str) -> Iterator[tuple[tuple[object, ...], str, float, float]]:
                     yield setting, part[3:].partition(":")[0], float(ends[1]), float(ends[2])
 
 
+def attacked(text: str) -> Iterator[str]:
+    """Every section with a row of an attack on what was uploaded or sent: neither trained weights nor whole models."""
+    for part in re.split(r"(?m)^(?=## )", text)[1:]:
+        rows = re.findall(r"(?m)^\| (?!attack|protection|trained behind).*\d \[.*", part) if "| attack | " in part else []
+        if "| trained behind |" not in part and any("| trained |" not in row for row in rows):
+            yield part[3:].partition(":")[0]
+
+
 def test_one_setting_has_one_level_in_all_sections() -> None:
     # A section that was read with another key says so: behind a protection with a key, its intervals are over texts alone,
     # and keys differ by more. So does one whose rows of an attack are of an earlier version.
@@ -109,7 +117,9 @@ def test_one_setting_has_one_level_in_all_sections() -> None:
     own = {n for n, differs in told.items() if OWN_KEY in differs}
     older = {(n, a) for n, differs in told.items() for a in re.findall(r"rows of (\S+) are of a version", differs)}
     found: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
-    for setting, where, low, high in levels(RESULTS):
+    read = list(levels(RESULTS))
+    assert {where for _, where, *_ in read} == set(attacked(RESULTS))
+    for setting, where, low, high in read:
         keyed = bool(setting[4]) and setting[4] != ("none", ())
         if not (keyed and where in own) and (where, setting[3]) not in older:
             found.setdefault(setting, []).append((where, low, high))
