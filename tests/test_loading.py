@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rasura.core.interfaces import InputError
 from rasura.testing.tiny import tiny, tokenizer_folder
+from rasura.victims import models
 from rasura.victims.loading import load
 from rasura.victims.models import parts
 
@@ -168,6 +170,15 @@ def test_a_config_that_is_far_larger_than_the_weights_is_refused_before_memory_i
 def test_quantised_weights_are_refused(folder: Path) -> None:
     change_config(folder, quantization_config={"quant_method": "gptq", "bits": 4})
     refused(folder, "quantised; expected a model in float32")
+
+
+def test_a_network_without_blocks_is_loaded_where_its_updates_are_not_attacked(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = parts(tiny("bert", "classification"))
+    monkeypatch.setitem(models._ADAPTERS, "bert", lambda _: replace(whole, blocks=()))
+    assert load(folder, "classification", attacked=False).fresh == ()
+    assert "no transformer blocks" in refused(folder, "attacks on updates")
 
 
 def test_one_layer_less_in_the_config_is_no_smaller_model(folder: Path) -> None:

@@ -39,6 +39,8 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Part
     """
     known = parts(model)
     kind = type(model).__name__
+    if not known.blocks:
+        raise InputError(f"{kind} has no transformer blocks, whose gradients the attacks on updates read")
     ids = _text(model, known, vocabulary)
     watched = _Watched(model, known)
     try:

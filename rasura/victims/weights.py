@@ -148,9 +148,12 @@ def fresh_weights(model: nn.Module, info: Mapping[str, Any], name: str, *, head:
 def _of_unknown_blocks(model: nn.Module, unexpected: Iterable[str]) -> list[str]:
     """Unexpected keys that belong to blocks: the saved model had different or more blocks."""
     try:
-        module = parts(model).blocks[0].module
+        known = parts(model).blocks
     except InputError:
+        known = ()
+    if not known:
         return []
+    module = known[0].module
     body = f"{getattr(model, 'base_model_prefix', '')}."
     blocks = module.removeprefix(body).rsplit(".", 1)[0] + "."
     return sorted(k for k in unexpected if k.removeprefix(body).startswith(blocks) and k.endswith(".weight"))
