@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from itertools import permutations
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,8 +15,10 @@ from torch import nn
 
 from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError, Metric, Unavailable
+from rasura.core.rng import generator
 from rasura.core.values import UNKNOWN, Message, Reconstruction, Transcript
 from rasura.metrics.chrf import score as chrf_score
+from rasura.metrics.embeddings import wasserstein
 from rasura.metrics.sensitive import Sensitive, marked_words, sensitive_spans
 from rasura.metrics.text import (
     Meteor,
@@ -29,7 +33,8 @@ from rasura.metrics.text import (
 )  # fmt: skip
 from rasura.registry import METRICS
 from rasura.registry import metric as make_metric
-from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
+from rasura.victims.step import step
 
 WORDS = st.lists(st.integers(11, 290), min_size=1, max_size=8)
 EVERY: list[Metric[Reconstruction]] = [
@@ -204,3 +209,30 @@ def test_rouge_reads_every_script(language: str) -> None:
 @given(st.text(st.characters(codec="ascii")))
 def test_the_words_of_english_are_those_of_the_package(text: str) -> None:
     assert RougeWords().tokenize(text) == tokenizers.DefaultTokenizer(use_stemmer=False).tokenize(text)
+
+
+def test_the_distance_of_embeddings_is_that_of_the_cheapest_move() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(4, 3)), rng.normal(size=(4, 3))
+    # Of as many rows on both sides, the cheapest plan is the best order, of all that there are.
+    slow = min(np.mean([np.linalg.norm(x - b[k]) for x, k in zip(a, order)]) for order in permutations(range(4)))
+    assert wasserstein(a, b) == pytest.approx(slow)
+    # Each row twice is the same distribution: the linear program and the assignment agree.
+    assert wasserstein(np.concatenate([a, a]), b) == pytest.approx(slow)
+    assert wasserstein(a, a[::-1]) == 0.0
+    assert np.isnan(wasserstein(a, a[:0]))
+
+
+def test_texts_that_came_back_are_at_no_distance_and_one_without_a_guess_has_none() -> None:
+    judge = make_metric("embedding_distance")
+    assert list(judge(Reconstruction(tokens=((10, 11, 12), (20, 21))), two_texts())) == [0.0, 0.0]
+    assert list(judge(Reconstruction(tokens=((20, 21), (12, 10, 11))), two_texts())) == [0.0, 0.0]
+    far, none = judge(Reconstruction(tokens=((40, 41, 42),)), two_texts())
+    assert (far > 0) != (none > 0) and np.isnan([far, none]).sum() == 1
+    assert np.isnan(judge(Reconstruction(tokens=((UNKNOWN,), ())), two_texts())).all()
+
+
+def two_texts() -> Transcript:
+    """A step of a tiny model on the texts (10, 11, 12) and (20, 21)."""
+    batch = batch_of([[CLS, 10, 11, 12, SEP], [CLS, 20, 21, SEP]], "classification", [0, 1])
+    return step(tiny("bert", "classification"), batch, task="classification", vocabulary=VOCABULARY, rng=generator(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from rasura.runs.train_plan import TrainPlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.files import CELL, load_study, names, prepared
 from rasura.studies.filling import in_time, row_key, urgency
+from rasura.studies.metric_values import values_of
 from rasura.studies.plots import of_audit, write
 from rasura.studies.tables import section, write_section
 
@@ -61,11 +63,16 @@ def test_the_study_of_the_documentation_is_one(tmp_path: Path) -> None:
     assert isinstance(prepared(study), Plan) and study.figures[0]["defense"] in study.plan.defenses
 
 
-def record(attack: str, values: list[float], status: str = "ok") -> dict[str, object]:
-    scores = {"rouge1": {"per_record": values}}
+def record(attack: str, values: list[float], status: str = "ok", first: int | None = None) -> dict[str, object]:
+    """A record of texts from number ``first`` on, by default of texts that no other record has."""
+    scores, size = {"rouge1": {"per_record": values}}, max(1, len(values))
+    begin = next(FRESH) if first is None else first
     where = dict(zip(CELL, (attack, "fedsgd", "none", "honest-server", 1)))
     return {**where, "status": status, "reason": "", "scores": scores if status == "ok" else {}, "cpu_seconds": 2.0,
-            "blind": {"rouge1": {"per_record": [0.1]}}}  # fmt: skip
+            "examples": list(range(begin, begin + size)), "blind": {"rouge1": {"per_record": [0.1] * size}}}  # fmt: skip
+
+
+FRESH = count(1_000, 100)
 
 
 BODY = """
@@ -95,6 +102,13 @@ def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_pa
     assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 [")
     assert "| 53.3 [" in rows[2] and "| 1 / 1 / 2 of 5 |" in rows[2] and rows[2].endswith("| 12.3 |")
     assert rows[1].endswith("| – |") and "A paper, Table 1" in text and "- everything" in text
+
+
+def test_a_text_counts_once_whatever_the_number_of_seeds() -> None:
+    seeds = [record("span", [1.0, 0.5], first=1), record("span", [0.0, 0.5], first=1), record("span", [], "failed", first=2)]
+    assert values_of(seeds, "rouge1", "scores") == [0.5, (0.5 + 0.5 + 0.1) / 3]
+    assert values_of(seeds, "rouge1", "blind") == pytest.approx([0.1, 0.1])
+    assert values_of([record("span", [], "crashed")], "rouge1", "scores") == []
 
 
 def test_a_plot_shows_each_attack_over_the_strength_beside_guessing(tmp_path: Path) -> None:
@@ -173,8 +187,8 @@ def test_the_script_of_a_study_is_there(name: str) -> None:
 
 
 def test_rows_without_an_interval_come_first_then_the_widest() -> None:
-    few, wide = [record("span", [0.5])] * 4, [record("span", [0.0, 1.0])] * 3
-    narrow, never = [record("span", [0.5])] * 40, [record("span", [], "crashed")] * 5
+    few, wide = [record("span", [0.5]) for _ in range(4)], [record("span", [0.0, 1.0]) for _ in range(3)]
+    narrow, never = [record("span", [0.5]) for _ in range(40)], [record("span", [], "crashed")] * 5
     rows = {"none": [], "few": few, "wide": wide, "narrow": narrow, "never": never}
     assert sorted(rows, key=lambda name: urgency(rows[name], "rouge1")) == ["none", "few", "wide", "narrow", "never"]
 

@@ -65,7 +65,7 @@ def study(
     elif isinstance(plan, TrainPlan):
         text, plot = of_training(found, plan, place, as_json)
     else:
-        text, plot = of_audit(found, plan, place, data, as_json, hours)
+        text, plot = of_audit(found, plan, place, data, as_json, results, hours)
     if plot is not None:
         try:
             drawn = plots.write(plot, results.parent / "plots" / f"{name.replace('/', '-')}.svg")
@@ -77,20 +77,25 @@ def study(
 
 
 def of_audit(
-    found: Any, plan: Any, folder: Path, data: str | None, as_json: bool, hours: float | None = None
+    found: Any, plan: Any, folder: Path, data: str | None, as_json: bool, results: Path, hours: float | None = None
 ) -> tuple[str, Any]:
-    """Section and plot of an audit, alone or together with training. ``hours``: of what fits into them."""
+    """Section and plot of an audit, alone or together with training. ``hours``: of what fits into them. Its cells go on
+    from the records beside ``results``, and are put there."""
+    from functools import partial
+
     from rasura.core.run_store import RunStore
-    from rasura.studies import files, plots, tables
+    from rasura.studies import files, kept, plots, tables
 
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.
     seconds = None if hours is None else 3600 * hours
-    run_audit(plan, folder, "cpu", Ending(as_json=as_json), baseline=False, seconds=seconds)
+    path = kept.path_of(found.name, results)
+    run_audit(plan, folder, "cpu", Ending(as_json=as_json), baseline=False, seconds=seconds, known=partial(kept.kept, path))
     store = RunStore(folder)
     try:
-        records = list(store)
+        records, model = list(store), store.about["model"]
     finally:
         store.close()
+    kept.keep(path, model, records, plan.metrics)
     if found.train is None:
         return tables.section(found, plan, records), plots.of_audit(found, plan, records)
     training = files.prepared_training(found, plan, data)

@@ -16,12 +16,19 @@ from rasura.runs.cells import Cell
 from rasura.runs.plans import Plan
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import Victim, load
+from rasura.victims.structure import check_blocks
 
 
 def load_victim(plan: Plan, num_labels: int, device: str) -> Victim:
-    """The model of ``plan``. A new head has ``num_labels`` classes unless the plan sets a number."""
+    """The model of ``plan``. A new head has ``num_labels`` classes unless the plan sets a number.
+
+    Raises ``InputError`` as ``load`` and ``check_blocks`` do.
+    """
     task: Any = plan.task
-    return load(plan.model, task, num_labels=plan.num_labels or num_labels, seed=plan.seed, device=device)
+    victim = load(plan.model, task, num_labels=plan.num_labels or num_labels, seed=plan.seed, device=device)
+    if task != "vision":
+        check_blocks(victim.model)
+    return victim
 
 
 def load_language_model(plan: Plan) -> tuple[nn.Module, Vocabulary] | None:

@@ -23,6 +23,7 @@ from rasura.registry import parse_update
 from rasura.runs.attempt import Outcome, Status, attempt
 from rasura.runs.update_files import Update, holding, load_hidden, load_update, of_round, open_update
 from rasura.victims.loading import Victim, load
+from rasura.victims.structure import check_blocks
 
 __all__ = ["ReadRequest", "ReadResult", "adapter_among", "load_hidden", "load_update", "read_update"]
 
@@ -196,6 +197,7 @@ def observed(path: str | Path, victim: Victim, request: ReadRequest) -> Iterator
     """The update in the file ``path``, and the view of someone who captured it. Inside the block, the victim's model holds
     the weights that the client had; everything that an attack computes must use these."""
     before = request.before if request.before_round is None else of_round(Path(path), request.before_round)
+    check_blocks(victim.model)
     update = open_update(path, victim, before=before, names_from=request.names_from)
     with holding(victim.model, update.before):
         yield update, _observed(update, victim, request)

@@ -25,10 +25,11 @@ from rasura.registry import SERVICE_METRICS
 def score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
     """The values of ``metric`` for every example, their mean with its interval, and the worst of them."""
     values = [float(v) for v in metric(guess, truth)]
-    return _score(values, metric.unit, metric.higher_is, metric.bounds)
+    return score_of(values, metric.unit, metric.higher_is, metric.bounds)
 
 
-def _score(values: list[float], unit: str, higher_is: str, bounds: tuple[float, float] | None) -> dict[str, Any]:
+def score_of(values: list[float], unit: str, higher_is: str, bounds: tuple[float, float] | None) -> dict[str, Any]:
+    """The same of the ``values`` of a metric."""
     mean, low, high = mean_or_interval(values, bounds)
     there = [v for v in values if v == v]
     worst = (max if higher_is == "worse" else min)(there, default=float("nan"))
@@ -51,7 +52,7 @@ def fractions_of(name: str, values: Sequence[float], texts: int, higher_is: str 
     """As ``score``, for the recovered fraction of each text. Raises ``InputError`` unless there is a number for each."""
     if len(values) != texts or not all(map(math.isfinite, values)):
         raise InputError(f"{name} is not a number for every text")
-    return _score(list(values), "share", higher_is, (0.0, 1.0))
+    return score_of(list(values), "share", higher_is, (0.0, 1.0))
 
 
 def likeness(

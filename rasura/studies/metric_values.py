@@ -7,7 +7,7 @@ from math import isnan, nan
 from typing import Any
 
 from rasura.metrics.intervals import crossed_interval
-from rasura.report.readings import pooled
+from rasura.report.readings import notes_of, pooled
 
 
 def spread_text(values: Sequence[float], metric: str) -> str:
@@ -39,29 +39,34 @@ NAMES = {
     "mse": "MSE",
     "psnr": "PSNR",
     "auc": "AUC",
+    "embedding_distance": "embedding distance",
 }
 
 
 SHARE = (100, 1)
 
 
-SCALES = {"loss": (1, 2), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
+SCALES = {"loss": (1, 2), "embedding_distance": (1, 3), "perplexity": (1, 2), "mse": (1, 3), "psnr": (1, 1), "ssim": (1, 2)}
 """Factor and digits of metrics that are not fractions. Fractions are given in percent."""
 
 BOUNDS: Mapping[str, tuple[float, float] | None] = {
-    "loss": None, "perplexity": None, "mse": None, "psnr": None, "lpips": None, "ssim": (-1.0, 1.0),
-    "sentence_cosine": (-1.0, 1.0), "mcc": (-1.0, 1.0),
+    "loss": None, "perplexity": None, "mse": None, "psnr": None, "lpips": None, "embedding_distance": None,
+    "ssim": (-1.0, 1.0), "sentence_cosine": (-1.0, 1.0), "mcc": (-1.0, 1.0),
 }  # fmt: skip
 """Ranges of metrics that are not in [0, 1]; None for those without one."""
 
 
 def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> list[float]:
-    """Values of a metric, a text each; an attempt that failed has the score of guessing, as in the report."""
-    out = []
+    """Values of a metric, one for each different text, as in the report: the mean of its attempts with all seeds. An
+    attempt that failed has the score of guessing."""
+    found: dict[int, list[float]] = {}
     for r in records:
         scores = r[side] if r["status"] == "ok" or side == "blind" else r["blind"] if r["status"] == "failed" else {}
-        out += [v for v in scores.get(metric, {}).get("per_record", []) if v is not None]
-    return out
+        values = scores.get(metric, {}).get("per_record", [])
+        for note, value in zip(notes_of(r), values, strict=bool(values)):
+            if value is not None:
+                found.setdefault(note, []).append(value)
+    return [sum(some) / len(some) for some in found.values()]
 
 
 def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:

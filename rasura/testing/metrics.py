@@ -13,7 +13,7 @@ from rasura.core.rng import generator
 from rasura.core.specs import MetricSpec
 from rasura.core.values import NO_TEXT, Message, Reconstruction, Transcript
 from rasura.data.images import demo_images, encode_images
-from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 
 ROUNDING = 1e-6
 """How far a value may lie outside its bounds."""
@@ -48,7 +48,7 @@ def _texts() -> tuple[Transcript, Reconstruction, Reconstruction]:
     words = {11: PRIVATE, 250: "lorem ipsum", 3: "", 40: "", 251: "", 252: ""}
     batch = replace(batch_of([list(text)], "classification"), texts=(PRIVATE,), seen=(PRIVATE,))
     vocabulary = replace(VOCABULARY, decode=lambda ids: " ".join(words[i] for i in ids if words.get(i)))
-    truth = Transcript(batch, nn.Identity(), Message({}), (), 0.0, "classification", vocabulary)
+    truth = Transcript(batch, tiny("bert", "classification"), Message({}), (), 0.0, "classification", vocabulary)
     return truth, Reconstruction((text,)), Reconstruction((other,))
 
 

@@ -34,13 +34,14 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Part
     - the input of block 0 at a position depends only on the token there and on the position;
     - the logits are the output of the head.
 
+    A network without blocks is checked as far as it has parts: model services protect and attack its embedding alone.
+    ``check_blocks`` refuses it where updates are attacked.
+
     The text has the frame that ``vocabulary`` puts around every text. Raises ``InputError`` with what was expected and what
     was found instead.
     """
     known = parts(model)
     kind = type(model).__name__
-    if not known.blocks:
-        raise InputError(f"{kind} has no transformer blocks, whose gradients the attacks on updates read")
     ids = _text(model, known, vocabulary)
     watched = _Watched(model, known)
     try:
@@ -52,7 +53,7 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Part
     wrong = (
         _embeddings(watched, known, ids)
         or _attention(watched, known, ids.shape[1])
-        or _first_block(model, watched, known, ids)
+        or (known.blocks and _first_block(model, watched, known, ids))
         or _head(watched, known, out.logits)
     )
     if wrong:
@@ -61,6 +62,12 @@ def verify_parts(model: nn.Module, vocabulary: Vocabulary | None = None) -> Part
             "would look good; register an adapter with rasura.victims.models.register"
         )
     return known
+
+
+def check_blocks(model: nn.Module) -> None:
+    """Raises ``InputError`` for a model without transformer blocks: the attacks on updates read the gradients of these."""
+    if not parts(model).blocks:
+        raise InputError(f"{type(model).__name__} has no transformer blocks, whose gradients the attacks on updates read")
 
 
 def _text(model: nn.Module, known: Parts, vocabulary: Vocabulary | None) -> Tensor:
