@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,16 @@ def test_a_bad_plan_is_refused_before_anything_runs(model_folder: Path, change: 
     with pytest.raises(InputError, match=message) as caught:
         Audit(plan_for(model_folder, **change))
     assert "\n" not in str(caught.value)
+
+
+def test_a_maximum_length_refuses_or_cuts_and_makes_other_cells(model_folder: Path) -> None:
+    whole, short = (plan_for(model_folder, texts=TEXTS[:2], max_length=n) for n in (None, 4))
+    with pytest.raises(InputError, match="at most 4 are allowed"):
+        Audit(short)
+    cut = Audit(replace(short, truncate=True))
+    assert {b.input_ids.shape[1] for some in cut.batches.values() for b in some} == {4}
+    assert not {c.key for c in cut.cells} & {c.key for c in Audit(replace(whole, truncate=True)).cells}
+    assert "max_length" not in whole.canonical() and short.canonical()["max_length"] == 4
 
 
 def test_plan_from_toml(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_pairs_keep_their_segments(tokenizer: transformers.PreTrainedTokenizerBa
 
 def test_encode_refuses_what_the_model_cannot_take(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     long = [Example("one " * 30, None, 0)]
-    with pytest.raises(InputError, match="has 32 tokens, but the model takes at most 16; pass --truncate"):
+    with pytest.raises(InputError, match="has 32 tokens, but at most 16 are allowed; pass --truncate"):
         encode(long, tokenizer, "classification", max_length=16, num_labels=2)
     assert encode(long, tokenizer, "classification", max_length=16, num_labels=2, truncate=True).lengths == (16,)
     with pytest.raises(InputError, match=r"label 1 is outside the head's 0 .. 0"):

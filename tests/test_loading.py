@@ -178,7 +178,7 @@ def test_a_network_without_blocks_is_loaded_where_its_updates_are_not_attacked(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = parts(tiny("bert", "classification"))
-    monkeypatch.setitem(models._ADAPTERS, "bert", lambda _: replace(whole, blocks=()))
+    monkeypatch.setitem(models._ADAPTERS, "bert", lambda _: replace(whole, blocks=(), head=None))
     assert load(folder, "classification").fresh == ()
     with pytest.raises(InputError, match="no transformer blocks"):
         load_victim(Plan(model=str(folder)), 2, "cpu")

@@ -18,6 +18,7 @@ from rasura.cli.shared import (
     LabelColumn,
     LanguageModel,
     Limit,
+    MaxLength,
     Out,
     PairColumn,
     Reference,
@@ -76,6 +77,7 @@ def audit(
     config: Annotated[Path | None, typer.Option(help="a TOML file with the same settings")] = None,
     num_labels: FreshLabels = None,
     truncate: TruncateAll = False,
+    max_length: MaxLength = None,
     show_text: ShowText = False,
     fail_above: FailAbove = None,
     junit: Junit = None,
@@ -106,7 +108,7 @@ def audit(
         entries=entries, model=model, task=task, attacks=split(attack), defenses=split(defense), updates=split(update),
         threats=split(threat), batch_sizes=numbers(batch_size, "batch-size"), limit=limit, seeds=seeds, seed=seed,
         budget=budget, num_labels=num_labels, max_memory=max_memory, truncate=truncate or None, show_text=show_text or None,
-        text_column=text_column, pair_column=pair_column, label_column=label_column,
+        max_length=max_length, text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
     _summed(ending, given, service)
     if service:

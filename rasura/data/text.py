@@ -206,8 +206,8 @@ def encode(
     if longest > max_length:
         worst = max(range(len(rows)), key=lambda k: len(rows[k]))
         raise InputError(
-            f"{place_of(examples[worst], worst + 1)}: the text has {longest} tokens, but the model takes at "
-            f"most {max_length}; pass --truncate to cut it"
+            f"{place_of(examples[worst], worst + 1)}: the text has {longest} tokens, but at most "
+            f"{max_length} are allowed; pass --truncate to cut it"
         )
     if not all(rows):
         empty = next(k for k, row in enumerate(rows) if not row)

@@ -17,13 +17,14 @@ OPTIONS = {
     "reference": "reference", "language_model": "language-model", "entries": "entries", "model": "model", "task": "task",
     "attacks": "attack", "defenses": "defense", "updates": "update", "threats": "threat", "batch_sizes": "batch-size",
     "limit": "limit", "seeds": "seeds", "seed": "seed", "budget": "budget", "num_labels": "num-labels",
-    "truncate": "truncate", "text_column": "text-column", "pair_column": "pair-column", "label_column": "label-column",
+    "truncate": "truncate", "max_length": "max-length", "text_column": "text-column", "pair_column": "pair-column",
+    "label_column": "label-column",
 }  # fmt: skip
 """Fields of a plan, and the options of ``rasura audit`` that set them."""
 
 USUAL: Mapping[str, Any] = {
     "model": "minilm", "task": "classification", "updates": ["fedsgd"], "threats": ["honest-server"], "batch_sizes": [1],
-    "seeds": 1, "seed": 0, "budget": "default", "num_labels": None, "truncate": False,
+    "seeds": 1, "seed": 0, "budget": "default", "num_labels": None, "truncate": False, "max_length": None,
 }  # fmt: skip
 """Defaults of an audit of updates, which a command leaves out."""
 

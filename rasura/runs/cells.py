@@ -45,7 +45,11 @@ def enumerated(
 ) -> Iterator[Cell]:
     """Every cell of ``plan``, those that share a step one after another. ``batches``: by protection and batch size."""
     known = {} if data.reference_name is None else {"reference": data.reference_name}
-    known |= {name: str(value) for name in ("language_model", "entries") if (value := getattr(plan, name)) is not None}
+    known |= {
+        name: str(value)
+        for name in ("language_model", "entries", "max_length")
+        if (value := getattr(plan, name)) is not None
+    }
     private = data.name
     for size in plan.batch_sizes:
         for seed in range(plan.seed, plan.seed + plan.seeds):

@@ -36,8 +36,9 @@ class Plan:
 
     ``data``: None for the demo notes. ``reference``: a file of public texts of the same kind, ``language_model``: folder or
     hub id of a causal model; both are granted to the adversary. ``references``: how many of the reference texts are used,
-    from the first on; None for all. ``limit``: texts used, after the first ``skip``. ``num_labels``: number of classes of a
-    new head; None for the number that the labels need. ``max_memory``: memory limit of an attack in MiB. ``entries``:
+    from the first on; None for all. ``limit``: texts used, after the first ``skip``. ``max_length``: tokens of a text at
+    most, those of the model's frame included; with ``truncate``, longer texts are cut. ``num_labels``: number of classes of
+    a new head; None for the number that the labels need. ``max_memory``: memory limit of an attack in MiB. ``entries``:
     fraction of the entries on which matching attacks evaluate L1 and masks. ``text_column``, ``pair_column``,
     ``label_column``: unusual column names of ``data`` and ``reference``. ``label_names``: the names of labels that are text
     in ``data``; the audit fills it in.
@@ -66,6 +67,7 @@ class Plan:
     seed: int = 0
     budget: str = "default"
     truncate: bool = False
+    max_length: int | None = None
     num_labels: int | None = None
     show_text: bool = False
     max_memory: int = Budget.memory_mb
@@ -105,6 +107,14 @@ class Plan:
             for name, _ in parts(defense):
                 self._usable("defense", named(name, methods.defenses, "defense"), methods.defenses)
         known("budget", self.budget, ("quick", "default", "paper"))
+        self._check_numbers()
+        for name in self.attacks:
+            self._usable("attack", methods.attacks[name], methods.attacks)
+        if self.task == "vision" and (self.texts or self.reference):
+            raise InputError("the task vision takes images, not --text or --reference; pass a folder of images as FILE")
+        return self
+
+    def _check_numbers(self) -> None:
         sizes = [("limit", self.limit), ("seeds", self.seeds), ("max_memory", self.max_memory)]
         for name, value in (*sizes, *(("batch size", b) for b in self.batch_sizes)):
             if value < 1:
@@ -113,13 +123,10 @@ class Plan:
             raise InputError(f"references is {self.references}; expected at least 1, or none for all")
         if self.skip < 0:
             raise InputError(f"skip is {self.skip}; expected a number of texts, 0 for none")
+        if self.max_length is not None and (self.task == "vision" or self.max_length < 1):
+            raise InputError(f"max_length is {self.max_length}; expected at least 1, and texts")
         if self.entries is not None and not 0 < self.entries <= 1:
             raise InputError(f"entries is {self.entries}; expected a fraction above 0 and at most 1")
-        for name in self.attacks:
-            self._usable("attack", methods.attacks[name], methods.attacks)
-        if self.task == "vision" and (self.texts or self.reference):
-            raise InputError("the task vision takes images, not --text or --reference; pass a folder of images as FILE")
-        return self
 
     def _usable(self, kind: str, spec: AttackSpec | DefenseSpec, methods: Mapping[str, Any]) -> None:
         if self.task in spec.tasks:
@@ -151,7 +158,7 @@ class Plan:
         """Everything that the results depend on, as plain JSON values: the identity of a run's folder."""
         found = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
         del found["max_memory"]
-        for name in ("updates", "language_model", "entries", "skip", *COLUMNS, "label_names", "references"):
+        for name in ("updates", "language_model", "entries", "skip", "max_length", *COLUMNS, "label_names", "references"):
             if getattr(self, name) == getattr(Plan, name):
                 del found[name]
         return found

@@ -182,7 +182,7 @@ def _head(watched: _Watched, known: Parts, logits: Tensor) -> str:
     if not bool(torch.isfinite(logits).all()):
         return "its logits for a text are NaN or infinity"
     if known.head is None:
-        return "no output layer was found (looked for a linear layer after the blocks)"
+        return "no output layer was found (looked for a linear layer after the blocks)" if known.blocks else ""
     name = known.head.module
     out = watched.last.get(name)
     if out is None or out.shape[-1] != logits.shape[-1]:
