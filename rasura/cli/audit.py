@@ -103,30 +103,29 @@ def audit(
     Example: rasura audit notes.jsonl --attack span,best --defense none,dropout:0.1 --limit 8
     """
     ending = Ending(fail_above, as_json, junit, sarif, mlflow, wandb, report_language, numbers(clients, "clients")).checked()
-    given = _given(
+    given = _summed(ending, service, _given(
         data=file, texts=tuple(text) if text else None, reference=reference, language_model=language_model,
         entries=entries, model=model, task=task, attacks=split(attack), defenses=split(defense), updates=split(update),
         threats=split(threat), batch_sizes=numbers(batch_size, "batch-size"), limit=limit, seeds=seeds, seed=seed,
         budget=budget, num_labels=num_labels, max_memory=max_memory, truncate=truncate or None, show_text=show_text or None,
         max_length=max_length, text_column=text_column, pair_column=pair_column, label_column=label_column,
-    )  # fmt: skip
-    _summed(ending, given, service)
+    ))  # fmt: skip
     if service:
         return run_service_audit(service_planned(config, given | _beside(suite, engine, device, workers)), folder, ending)
     return run_audit(_planned(config, suite, given), folder, device_named(device), ending, engine, address, workers)
 
 
-def _summed(ending: Ending, given: dict[str, Any], service: bool) -> None:
-    """Make the numbers of clients whose sums are audited the batch sizes of unprotected updates in ``given``."""
+def _summed(ending: Ending, service: bool, given: dict[str, Any]) -> dict[str, Any]:
+    """``given``, where the numbers of clients whose sums are audited are the batch sizes of unprotected updates."""
     if ending.clients is None:
-        return
+        return given
     named = given.get("defenses", ("none",))
     if service or {"batch_sizes", "updates"} & given.keys() or not {*named} <= {"none", "sealing:all/by=secagg"}:
         raise InputError(
             "--clients audits the sum of clients' gradients, one example each and without another protection; leave out "
             "--service, --batch-size, --update and any --defense but sealing:all/by=secagg"
         )
-    given |= {"batch_sizes": ending.clients, "defenses": ("none",), "updates": ("fedsgd",)}
+    return given | {"batch_sizes": ending.clients, "defenses": ("none",), "updates": ("fedsgd",)}
 
 
 def _beside(suite: str | None, engine: str, device: str, workers: int | None) -> dict[str, Any]:
