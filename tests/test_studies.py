@@ -79,6 +79,7 @@ BODY = """
 title = "One"
 source = "A paper, Table 1"
 differs = ["everything"]
+public_code = ["takes an hour"]
 metrics = ["rouge1"]
 
 [plan]
@@ -101,7 +102,12 @@ def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_pa
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 [")
     assert "| 53.3 [" in rows[2] and "| 1 / 1 / 2 of 5 |" in rows[2] and rows[2].endswith("| 12.3 |")
-    assert rows[1].endswith("| – |") and "A paper, Table 1" in text and "- everything" in text
+    assert (
+        rows[1].endswith("| – |")
+        and "A paper, Table 1" in text
+        and "- everything" in text
+        and "- public code: takes an hour" in text
+    )
 
 
 def test_a_text_counts_once_whatever_the_number_of_seeds() -> None:

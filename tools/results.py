@@ -76,7 +76,7 @@ def _section(text: str, study: Study) -> Section:
     assert told is not None, f"{study.name}: the head names no model"
     first = next(k for k, line in enumerate(lines) if line.startswith("| "))
     head = [f"## {study.name}: {study.title}", "", f"After {study.source}{about[told.start() :]}", ""]
-    head += [*(f"- {line}" for line in study.differs), ""]
+    head += [*(f"- {line}" for line in study.notes), ""]
     cells: list[Cell] = []
     body: list[str] = []
     heads: list[str] = []

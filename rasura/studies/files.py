@@ -42,7 +42,8 @@ class Study:
     and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
     the audit's, each for the same protection; a service is trained on its ``reference``, judged on its ``data``.
     ``membership``: the attacks on every model of a training. ``keys``: with how many keys a service without training is
-    attacked, on the same texts. ``command``: what makes the model and runs the study, where a script does. ``deviations``:
+    attacked, on the same texts. ``command``: what makes the model and runs the study, where a script does. ``public_code``:
+    what the code that the authors published gives, where it was measured. ``deviations``:
     how many texts of a training are compared with their substitutes, before every model.
     """
 
@@ -60,6 +61,12 @@ class Study:
     covers: tuple[str, ...] = ()
     keys: int = 1
     command: str = ""
+    public_code: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What stands above the table of its results."""
+        return (*self.differs, *(f"public code: {line}" for line in self.public_code))
 
     def figure(self, row: Mapping[str, Any], metrics: Sequence[str]) -> str:
         """What the paper has for a row, in the order of ``metrics``, or a dash."""
@@ -89,7 +96,9 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     found = toml(path, "a study")
     for key in found:
         known(
-            f"key in {path}", key, ("title", "source", "covers", "differs", "metrics", "keys", "command", *PLANS, "figures")
+            f"key in {path}",
+            key,
+            ("title", "source", "covers", "differs", "metrics", "keys", "command", "public_code", *PLANS, "figures"),
         )
     for name_of_table in PLANS:
         if not isinstance(found.get(name_of_table, {}), dict):
@@ -135,6 +144,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         covers,
         _keys(found, str(path)),
         text(found.get("command", ""), f"{path}: command"),
+        texts(found.get("public_code", ()), f"{path}: public_code"),
     )
 
 

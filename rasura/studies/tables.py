@@ -218,7 +218,7 @@ def head(study: Study, plan: Plan | TrainPlan | ServicePlan, about: str, columns
         "",
         f"After {study.source}. Model {model}, {about}. Command: `{command}`.",
         "",
-        *(f"- {line}" for line in study.differs),
+        *(f"- {line}" for line in study.notes),
         "",
         row_of(columns),
         "|" + "---|" * len(columns),
