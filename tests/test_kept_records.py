@@ -71,6 +71,16 @@ def test_a_study_goes_on_from_the_records_beside_its_results(place: Path) -> Non
     assert len(place.read_text().splitlines()) == 1 + 8
 
 
+def test_records_without_a_metric_that_is_asked_for_are_made_anew(place: Path) -> None:
+    run()
+    marked(place)
+    study = Path("studies/one.toml")
+    study.write_text(study.read_text().replace('"rouge1", ', '"rouge1", "rouge2", '))
+    assert "4321" not in run()
+    marked(place)
+    assert "4321" in run()
+
+
 def test_nothing_that_was_read_is_kept(place: Path) -> None:
     run()
     text = place.read_text()

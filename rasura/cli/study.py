@@ -89,7 +89,15 @@ def of_audit(
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.
     seconds = None if hours is None else 3600 * hours
     path = kept.path_of(found.name, results)
-    run_audit(plan, folder, "cpu", Ending(as_json=as_json), baseline=False, seconds=seconds, known=partial(kept.kept, path))
+    run_audit(
+        plan,
+        folder,
+        "cpu",
+        Ending(as_json=as_json),
+        baseline=False,
+        seconds=seconds,
+        known=partial(kept.kept, path, metrics=plan.metrics),
+    )
     store = RunStore(folder)
     try:
         records, model = list(store), store.about["model"]

@@ -1,7 +1,7 @@
 """Records of a study beside its results, so that any machine goes on where another one stopped.
 
-``studies/records/grab/table7.jsonl`` holds one object a line: first the fingerprint of the model and the range of every
-metric, then the finished cells. A cell has what the tables need and nothing that was read back.
+``studies/records/grab/table7.jsonl`` holds one object a line: first the fingerprint of the model, the range of every metric
+and what all cells have in common, then the finished cells. A cell has what the tables need and nothing that was read back.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from rasura.runs.scoring import score_of
 FOLDER = "records"
 """The folder, beside the results, with a file for each study."""
 
-LEFT_OUT = ("recovered", "details", "known_by", "threat_plain", "versions")
+LEFT_OUT = ("recovered", "details", "known_by", "threat_plain", "versions", "wall_seconds", "peak_mb")
 """Fields that no table needs."""
 
 SIDES = ("scores", "blind")
 
-DIGITS = 6
-"""Decimal places of a kept value."""
+DIGITS = 4
+"""Decimal places of a kept number."""
 
 USUAL = {f.name: f.default for f in fields(Record) if f.default is not MISSING}
 """Values that need not be written."""
@@ -42,26 +42,29 @@ def keep(path: Path, model: str, records: Iterable[Mapping[str, Any]], metrics: 
     """Write ``records`` to ``path``, with the values of ``metrics``, beside those of other cells that it has of the same
     weights. ``model``: their fingerprint."""
     ranges: dict[str, Any] = {}
-    lines = []
+    lines: list[dict[str, Any]] = []
     every = {r.key: r.to_dict() for r in kept(path, model)} | {r["key"]: r for r in records}
     for _, record in sorted(every.items()):
-        row = {k: v for k, v in record.items() if k not in (*LEFT_OUT, *SIDES) and USUAL.get(k) != v}
+        row = {k: _rounded(v) for k, v in record.items() if k not in (*LEFT_OUT, *SIDES) and USUAL.get(k) != v}
         for side in SIDES:
             told = {m: record[side][m] for m in metrics if m in record[side]}
             ranges |= {m: {k: score[k] for k in ("unit", "higher_is", "bounds")} for m, score in told.items()}
-            row |= {side: {m: _rounded(score["per_record"]) for m, score in told.items()}} if told else {}
+            row |= {side: {m: [_rounded(v) for v in score["per_record"]] for m, score in told.items()}} if told else {}
         lines.append(row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in [{"model": model, "metrics": ranges}, *lines])
-    write_whole(path, text, private=False)
+    common = {k: v for k, v in lines[0].items() if all(row.get(k, row) == v for row in lines)} if lines else {}
+    head = {"model": model, "metrics": ranges, "common": common}
+    rows = [head, *({k: v for k, v in row.items() if k not in common} for row in lines)]
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), private=False)
 
 
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
-    return [None if v is None else round(v, DIGITS) for v in values]
+def _rounded(value: Any) -> Any:
+    return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def kept(path: Path, model: str) -> Iterator[Record]:
-    """The Records in ``path``; none if there is no such file, or if it is of other weights than ``model``.
+def kept(path: Path, model: str, metrics: Sequence[str] = ()) -> Iterator[Record]:
+    """The Records in ``path`` with values of all ``metrics``, or without a guess; none if there is no such file, or if it is
+    of other weights than ``model``.
 
     Raises ``InputError`` for a damaged file.
     """
@@ -72,12 +75,13 @@ def kept(path: Path, model: str) -> Iterator[Record]:
         if head["model"] != model:
             return  # of other weights
         for row in rows:
-            ranges = head["metrics"]
-            made = {side: {m: _score(v, **ranges[m]) for m, v in row.get(side, {}).items()} for side in SIDES}
-            record = Record(**{**row, **made})
+            whole, ranges = {**head["common"], **row}, head["metrics"]
+            made = {side: {m: _score(v, **ranges[m]) for m, v in whole.get(side, {}).items()} for side in SIDES}
+            record = Record(**{**whole, **made})
             if wrong := wrong_in(record.to_dict()):
                 raise ValueError(wrong)
-            yield record
+            if {*metrics} <= (record.scores if record.status == "ok" else record.blind).keys():
+                yield record
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise InputError(f"{path} is damaged ({error}); restore it from a copy, or delete it") from None
 
