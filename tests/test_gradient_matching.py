@@ -320,6 +320,13 @@ def through_dropout(texts: list[list[int]]) -> Observation:
     return observe(sent, THREATS["honest-server"])
 
 
+def test_the_ablations_of_grab_leave_out_one_part() -> None:
+    whole, fixed, smooth = grab(), grab(masks=False), grab(discrete=False)
+    assert fixed.settings == replace(whole.settings, learn_masks=False) and fixed.levels == whole.levels
+    assert smooth.settings == whole.settings and all(w.rounds == 1 and not w.beam for w in smooth.levels.values())
+    assert [a.name for a in (whole, fixed, smooth)] == ["grab", "grab-without-masks", "grab-without-discrete"]
+
+
 @pytest.mark.slow
 def test_grab_reads_words_through_dropout() -> None:
     text = [CLS, 40, 3, 41, 9, 50, SEP]

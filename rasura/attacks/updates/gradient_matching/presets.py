@@ -59,14 +59,19 @@ def lamp_l1l2() -> GradientMatching:
     return GradientMatching("lamp-l1l2", settings, levels=LAMP_LEVELS)
 
 
-def grab() -> GradientMatching:
+def grab(*, masks: bool = True, discrete: bool = True) -> GradientMatching:
     """GRAB (Feng et al. 2024): L2 plus 0.01 times L1, learned dropout masks, rounds with a beam search, norm matching.
+
+    Its ablations: without ``masks``, dropout masks stay at their mean (Tables 3 and 7, "without dropout masks"); without the
+    ``discrete`` steps, there are no rounds, and the nearest tokens of one continuous optimisation are read.
 
     The L1 term forms every entry of every gradient, which doubles a step's cost; it is left to the budget ``paper``. Masks
     start at their mean, 1 - p, where the paper draws them: a random mask is wrong at 2p(1-p) of its places, and on MiniLM
     half as many words came back after 200 steps.
     """
-    return GradientMatching("grab", Settings("norm", alpha=0.01, learn_masks=True, match_norm=True), levels=GRAB_LEVELS)
+    name = "grab" + "-without-masks" * (not masks) + "-without-discrete" * (not discrete)
+    levels = GRAB_LEVELS if discrete else {k: replace(w, rounds=1, beam=0, orders=0) for k, w in GRAB_LEVELS.items()}
+    return GradientMatching(name, Settings("norm", alpha=0.01, learn_masks=masks, match_norm=True), levels=levels)
 
 
 def guided_grab() -> GradientMatching:
@@ -126,6 +131,23 @@ GRAB = AttackSpec(
     seconds=240.0,
     growth=0.4,
     work={"quick": 0.08, "default": 1.0, "paper": 30.0},
+)
+
+GRAB_WITHOUT_MASKS = replace(
+    GRAB,
+    name="grab-without-masks",
+    about="grab with dropout masks at their mean: what learning them adds",
+    source="GRAB, Table 3, without dropout masks",
+    make=lambda: grab(masks=False),
+)
+
+GRAB_WITHOUT_DISCRETE = replace(
+    GRAB,
+    name="grab-without-discrete",
+    about="grab without rounds and beam search: what the discrete steps add",
+    source="GRAB, sec. 4.3, left out",
+    make=lambda: grab(discrete=False),
+    seconds=40.0,
 )
 
 GUIDED_GRAB = AttackSpec(
