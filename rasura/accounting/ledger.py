@@ -78,8 +78,8 @@ class Ledger:
         if any(m.name == BANDED for m in self.defense):
             raise InputError(
                 f"{first}a training under dp-ftrl cannot be resumed: the noise of its next step depends on that of earlier "
-                "steps, which is never stored, since two runs that go on from it would release the same noise. Start over "
-                "from the first weights; what was released before counts beside the new training"
+                "steps, which is stored nowhere. Two runs that go on from it would release the same noise. Start over from "
+                "the first weights; what was released before counts beside the new training"
             )
 
     def append(self, release: Release) -> None:
