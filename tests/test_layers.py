@@ -399,7 +399,8 @@ DOORS = {
     "rasura.runs.train_plan": 1,
     "rasura.runs.membership_plan": 1,
     "rasura.runs.calibration": 1,  # the settings that it makes of a protection whose figure is open
-    "rasura.runs.private": 1,
+    "rasura.runs.loop_checks": 1,
+    "rasura.runs.noise_target": 1,  # the band of a protection whose noise is open
     "rasura.integrations.flower.agreement": 3,  # the app's part, the clients' with what was agreed, and the check
     "rasura.testing.settings": 2,
     "rasura.testing.defenses": 1,

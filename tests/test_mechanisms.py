@@ -101,6 +101,8 @@ def test_kinds_of_updates_come_back_too() -> None:
         ("dp-sgd", {"sigma": 1.0, "clip": math.inf}, "clip is inf"),
         ("dp-sgd", {"sigma": 1.0, "noise": "cauchy"}, "noise is 'cauchy'; expected gaussian or laplace"),
         ("normalised", {"sigma": 0.0}, "sigma is 0.0"),
+        ("dp-ftrl", {"sigma": 1.0, "band": 0}, "band is 0; expected a whole number at least 1"),
+        ("dp-ftrl", {"sigma": 1.0, "band": 2, "noise": "laplace"}, "noise is 'laplace'; expected gaussian"),
         ("normalised", {"sigma": 1.0, "clip": 2.0}, "clip is 2.0; expected a finite number at least 1 and at most 1"),
         ("directional", {"kappa": 0.0}, "kappa is 0.0"),
         ("directional", {"kappa": 1.0, "blocks": "half"}, "expected whole or parameters"),
@@ -166,6 +168,7 @@ NOISY = {
     "laplace:0.02": 0.02 * math.sqrt(2),
     "dp-sgd:1.5/clip=0.5": 1.5 * 0.5 / 3,
     "dp-sgd:1.5/clip=0.5/noise=laplace": 1.5 * 0.5 * math.sqrt(2) / 3,
+    "dp-ftrl:1.5/band=4/clip=0.5": 1.5 * 0.5 / 3,
     "normalised:1.5": 0.5,
 }
 
@@ -232,7 +235,7 @@ def test_only_noise_counts_as_noise() -> None:
         for one in told(written):
             assert isinstance(one, Protection)
             if one.noise_per_entry(3) > 0:
-                assert name in ("gaussian", "laplace", "dp-sgd", "normalised", "directional")
+                assert name in ("gaussian", "laplace", "dp-sgd", "dp-ftrl", "normalised", "directional")
                 continue
             if one.dropout_rate or one.changes_texts:
                 assert name in ("dropout", "ghost")
@@ -254,7 +257,7 @@ def test_what_each_protection_answers() -> None:
     def those(says: str, nothing: object) -> set[str]:
         return {n for n, w in EXAMPLES.items() for m in told(w) if getattr(m, says) != nothing}
 
-    assert those("largest_norm", math.inf) == {"gaussian", "laplace", "dp-sgd", "normalised", "directional"}
+    assert those("largest_norm", math.inf) == {"gaussian", "laplace", "dp-sgd", "dp-ftrl", "normalised", "directional"}
     assert those("dropout_rate", 0.0) == {"dropout"}
     assert those("hides_entries", False) == {"pruning", "random-pruning", "sealing", "frozen-embeddings", "frozen-blocks"}
     assert those("changes_texts", False) == {"ghost"} and those("accumulates", False) == {"accumulate"}

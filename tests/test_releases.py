@@ -43,7 +43,7 @@ def test_a_release_as_plain_values() -> None:
         assert Release.read(json.loads(json.dumps(one.to_dict()))) == one
     assert vars(Release(UNPROVEN)) == {
         "mechanism": UNPROVEN, "noise": "", "multiplier": 0.0, "clip": 0.0, "sampling": "unknown", "rate": None,
-        "number": None, "blocks": (), "secret": True,
+        "number": None, "blocks": (), "secret": True, "band": None, "separation": None,
     }  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def test_the_ends_of_what_a_release_may_be(changed: dict[str, Any]) -> None:
 
 
 def test_what_is_no_release_is_said() -> None:
-    known = "dp-sgd, normalised, directional"
+    known = "dp-sgd, normalised, directional, dp-ftrl"
     assert said(lambda: Release("x" * 3)) == f"accounting: unknown mechanism 'xxx'; known: {known}"
     wanted = f"is not a release; expected an object with {FIELDS}"
     long = {"a": "x" * 200}
@@ -98,7 +98,7 @@ def test_what_is_no_release_is_said() -> None:
     figures = "accounting: a release without a formal guarantee must not have the figures of a guarantee"
     for changed in (
         {"noise": "gaussian"}, {"multiplier": 1.0}, {"clip": 1.0}, {"sampling": "poisson"}, {"rate": 0.1}, {"number": 1},
-        {"blocks": (1,)},
+        {"blocks": (1,)}, {"band": 1}, {"separation": 1},
     ):  # fmt: skip
         assert said(lambda one=changed: Release(UNPROVEN, **one)) == figures  # type: ignore[misc]
 

@@ -21,6 +21,7 @@ from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, normal, secret_generator
 
 MAX_STEPS = 10**7
+MAX_SIGMA = 1e5
 MAX_FLOATS = 2**31
 """Entries of noise that are kept at most, 16 GiB."""
 
@@ -68,6 +69,26 @@ class BandedPlan:
     def epsilon(self, delta: float) -> float:
         """Epsilon of all planned steps for one text, whose gradient is replaced by zero in each of its steps."""
         return gaussian_epsilon(self.sensitivity / self.sigma, delta)
+
+
+def banded_sigma(target: float, steps: int, separation: int, band: int, delta: float) -> float:
+    """The smallest noise multiplier, to a ten-thousandth, with which such a plan spends at most ``target`` epsilon.
+
+    Raises ``InputError`` for a target that is not a finite number above 0, and as ``BandedPlan`` does.
+    """
+    if isinstance(target, bool) or not isinstance(target, (int, float)) or not 0 < target < math.inf:
+        raise InputError(f"accounting: the target epsilon is {target!r}; expected a finite number above 0")
+    reach = BandedPlan(1.0, steps, separation, band).sensitivity
+    low, high = 0.0, reach
+    while gaussian_epsilon(reach / high, delta) > target:
+        low, high = high, 2 * high
+        if high > MAX_SIGMA:
+            raise InputError(f"no noise up to {MAX_SIGMA:.0f} gives epsilon {target}; choose a larger epsilon")
+    while high - low > 1e-5 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if gaussian_epsilon(reach / middle, delta) <= target else (middle, high)
+    # Rounded up, so that the figure in a name is the one that was checked.
+    return math.ceil(1e4 * high) / 1e4
 
 
 class BandedNoise:

@@ -17,7 +17,10 @@ POISSON = ("dp-sgd", "normalised")
 
 DIRECTIONAL = "directional"
 
-FORMAL = (*POISSON, DIRECTIONAL)
+BANDED = "dp-ftrl"
+"""The mechanism whose guarantee assumes one fixed order of batches, the same in every pass."""
+
+FORMAL = (*POISSON, DIRECTIONAL, BANDED)
 """Mechanisms with a formal guarantee."""
 
 Verdict = Literal["proven", "refused", "no formal guarantee"]

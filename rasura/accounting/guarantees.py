@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rasura.accounting.compositions import DIRECTIONAL, FORMAL, POISSON, composition
+from rasura.accounting.compositions import BANDED, DIRECTIONAL, FORMAL, POISSON, composition
 from rasura.accounting.epsilon import MIN_SIGMA, checked_delta
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release, Spent, spent
 from rasura.core.errors import InputError
@@ -21,12 +21,19 @@ NONE = "no formal guarantee"
 SHUFFLES = "the loader shuffles, but the accountant assumes Poisson sampling: epsilon is not proven for this run"
 
 
+Batching = Literal["poisson", "shuffled", "fixed"]
+"""How batches are drawn, as in ``Run``."""
+
+UNORDERED = f"{NONE}: dp-ftrl needs batches of texts in one order that is the same in every pass, and these were not"
+
+
 @dataclass(frozen=True)
 class Run:
     """How a model is trained: ``examples`` texts, ``batch_size`` of them per step, each on average once per epoch.
 
     ``delta``: probability with which the guarantee may fail, a tenth of 1 / examples if None. ``sampling``: how batches are
-    drawn; most loaders are ``shuffled``. ``max_steps``: the training ends after so many batches, if the epochs have more.
+    drawn; most loaders are ``shuffled``; ``fixed``: the same batches in the same order in every pass. ``max_steps``: the
+    training ends after so many batches, if the epochs have more.
     ``unit``: what is drawn, clipped and counted as one; ``examples`` are then persons, each with all their texts.
     """
 
@@ -34,7 +41,7 @@ class Run:
     batch_size: int
     epochs: int
     delta: float | None = None
-    sampling: Literal["poisson", "shuffled"] = "poisson"
+    sampling: Batching = "poisson"
     max_steps: int | None = None
     unit: Literal["text", "person"] = "text"
 
@@ -101,6 +108,12 @@ def assumes_poisson(defense: Sequence[Mechanism]) -> bool:
     return any(m.name in POISSON for m in defense)
 
 
+def sampling_for(defense: Sequence[Mechanism]) -> Batching:
+    """How batches must be drawn for the guarantee of ``defense``."""
+    names = {m.name for m in defense}
+    return "poisson" if names & set(POISSON) else "fixed" if BANDED in names else "shuffled"
+
+
 def carries(defense: Sequence[Mechanism]) -> bool:
     """Whether a part of ``defense`` is a mechanism that could carry a guarantee, whether or not it is proven for the
     whole."""
@@ -123,7 +136,9 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
     part = standing.formal
     if part is None:
         return _unproven(standing.why)
-    if run.sampling == "poisson":
+    if part.name == BANDED:
+        draws = _in_turn(run, int(part.parameters["band"] or 0))
+    elif run.sampling == "poisson":
         draws = [(Draw("poisson", run.rate), run.steps)]
     elif part.name == DIRECTIONAL:
         # Batches that a loader shuffles are disjoint within a pass; otherwise every step counts.
@@ -153,9 +168,11 @@ def stated(
             f"delta {run.fails:.3g} is not below 1 / {run.examples} {run.unit}s: publishing one random {run.unit} in full "
             "would satisfy this guarantee"
         )
-    if any(release.mechanism in POISSON and release.multiplier < MIN_SIGMA for release, _ in runs):
+    if any(release.mechanism in (*POISSON, BANDED) and release.multiplier < MIN_SIGMA for release, _ in runs):
         min_multiplier = min(release.multiplier for release, _ in runs)
         return Guarantee(f"{NONE}: sigma {min_multiplier:.3g} is too small for a guarantee", warnings=(*voids, *notes))
+    if carrier == BANDED:
+        return _ordered(runs, run, planned, notes, voids)
     if any(release.sampling == "unknown" for release, _ in runs):
         if carrier == DIRECTIONAL:
             return Guarantee(f"{NONE}: it is not known how its batches were drawn", warnings=(*voids, *notes))
@@ -173,6 +190,41 @@ def stated(
             rates.pop() if len(rates) == 1 else None, "shuffled" if SHUFFLES in voids else "poisson",
         ), planned, run, notes, voids,
     )  # fmt: skip
+
+
+def _in_turn(run: Run, band: int) -> list[tuple[Draw, int]]:
+    """The draws of ``run`` in a fixed order, pass by pass. Raises ``InputError`` for a ``band`` above the batches of one."""
+    if run.sampling != "fixed":
+        return [(Draw(), run.steps)]
+    every = run.steps_an_epoch
+    if band > every:
+        raise InputError(
+            f"dp-ftrl: the band {band} is above the {every} batches of a pass, and nothing is proven for it; use a band of "
+            f"{every} or less, or smaller batches"
+        )
+    counts = [min(every, run.steps - start) for start in range(0, run.steps, every)]
+    return [(Draw("fixed", number=k, separation=every), count) for k, count in enumerate(counts, 1)]
+
+
+def _ordered(runs: Sequence[Counted], run: Run, planned: bool, notes: list[str], voids: list[str]) -> Guarantee:
+    """The guarantee of DP-FTRL: none unless all ``runs`` are of the fixed order that ``run`` describes."""
+    in_order = all(r.sampling == "fixed" and r.separation == run.steps_an_epoch for r, _ in runs)
+    if run.unit != "text":
+        return Guarantee(f"{NONE}: that of dp-ftrl is for texts, not for persons", warnings=(*voids, *notes))
+    if not in_order:
+        return Guarantee(UNORDERED, warnings=(*voids, *notes))
+    found = spent(runs, run.fails)
+    kind = f"({found.epsilon:.4g}, {run.fails:.3g})-differential privacy for each text, without sampling"
+    made = sum(count for _, count in runs)
+    zero = "the gradient of one text is zero in each of its steps"
+    return _worded(
+        kind,
+        Guarantee("", found.epsilon, run.fails, neighbours=zero, steps=made, sampling="fixed"),
+        planned,
+        run,
+        notes,
+        voids,
+    )
 
 
 def _unproven(why: str) -> Guarantee:

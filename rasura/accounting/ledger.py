@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rasura.accounting.compositions import composition
+from rasura.accounting.compositions import BANDED, composition
 from rasura.accounting.guarantees import Guarantee, Run, guarantee, stated
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release
 from rasura.core.errors import InputError
@@ -59,9 +59,27 @@ class Ledger:
             numbers = {release.number for release, _ in self.runs}
             if draw.number not in numbers and self.passes >= self.run.epochs:
                 raise InputError(f"all {self.run.epochs} planned passes over the texts were made ({self.passes}); {told}")
-        elif self.releases >= self.run.steps:
+            return
+        if self.releases >= self.run.steps:
             raise InputError(
                 f"all {self.run.steps} planned releases ({self.run.epochs} epochs) were made ({self.releases}); {told}"
+            )
+        if draw.sampling == "fixed" and draw != self.turn():
+            raise InputError(f"a batch of pass {draw.number} out of turn; expected one of pass {self.turn().number}")
+
+    def turn(self) -> Draw:
+        """The draw of the next batch in a fixed order: the one after all that were released."""
+        every = self.run.steps_an_epoch
+        return Draw("fixed", number=self.releases // every + 1, separation=every)
+
+    def check_resumable(self, first: str = "") -> None:
+        """Raises ``InputError`` for a training that cannot go on from earlier releases: DP-FTRL, whose noise depends on
+        the noise of the steps before, which is kept nowhere. The message begins with ``first``."""
+        if any(m.name == BANDED for m in self.defense):
+            raise InputError(
+                f"{first}a training under dp-ftrl cannot be resumed: the noise of its next step depends on that of earlier "
+                "steps, which is stored nowhere. Two runs that go on from it would release the same noise. Start over from "
+                "the first weights; what was released before counts beside the new training"
             )
 
     def append(self, release: Release) -> None:
@@ -70,7 +88,9 @@ class Ledger:
         expected = UNPROVEN if self.formal is None else self.formal.name
         if release.mechanism != expected:
             raise InputError(f"this ledger counts releases of {expected}, but this is a release of {release.mechanism}")
-        self.room(Draw(release.sampling, release.rate, release.number))
+        self.room(Draw(release.sampling, release.rate, release.number, release.separation))
+        if release.sampling == "fixed" and release.number is not None:
+            self._passes = release.number  # a pass begins with its first release: a look at a batch is none
         self._add(release, 1)
 
     def made(self, draw: Draw, sizes: Iterable[int], *, secret: bool) -> None:
@@ -107,6 +127,7 @@ class Ledger:
     def load_state_dict(self, state: Any) -> None:
         """Resume from ``state``, as returned by ``state_dict``. Raises ``InputError`` for anything else, for another data
         set or other protections, and if this ledger has already counted releases."""
+        self.check_resumable()
         if self.runs:
             raise InputError(
                 f"this ledger has already counted {self.releases} releases; load a state before training begins"

@@ -13,14 +13,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rasura.accounting.compositions import DIRECTIONAL, FORMAL, POISSON
+from rasura.accounting.banded import BandedPlan
+from rasura.accounting.compositions import BANDED, DIRECTIONAL, FORMAL, POISSON
 from rasura.accounting.directional import directional_epsilon
 from rasura.accounting.epsilon import NOISES, Sampled, composed_epsilon, finite
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
 
-Sampling = Literal["poisson", "disjoint", "unknown"]
-"""How a batch was drawn: each text at random; from a partition of all texts that does not depend on them; or unknown."""
+Sampling = Literal["poisson", "disjoint", "fixed", "unknown"]
+"""How a batch was drawn: each text at random; from a partition of all texts that does not depend on them; the next one of a
+partition that is the same in every pass; or unknown."""
+
+ORDERED = frozenset({"band", "separation"})
+"""The figures of a release that only a fixed order has."""
 
 UNPROVEN = "unproven"
 """The mechanism of a release without a formal guarantee."""
@@ -29,11 +34,12 @@ UNPROVEN = "unproven"
 @dataclass(frozen=True)
 class Draw:
     """How one batch was drawn: ``rate``, the probability of each text to be in it (poisson), or ``number``, the pass over
-    the texts that it belongs to (disjoint), counted from 1."""
+    the texts that it belongs to (disjoint, fixed), counted from 1; ``separation``, the batches of a pass (fixed)."""
 
     sampling: Sampling = "unknown"
     rate: float | None = None
     number: int | None = None
+    separation: int | None = None
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class Release:
 
     ``noise``: gaussian, laplace or von-mises-fisher. ``multiplier``: deviation (Laplace: scale) of the noise relative to
     ``clip``, the largest contribution of one text to the sum; kappa for a directional draw. ``blocks``: entries of each
-    draw. ``secret``: the randomness came from the operating system. Raises ``InputError`` for invalid values.
+    draw. ``secret``: the randomness came from the operating system. ``band``, ``separation``: over how many steps noise is
+    correlated, and how many batches a pass has, for batches in a fixed order. Raises ``InputError`` for invalid values.
     """
 
     mechanism: str
@@ -54,26 +61,30 @@ class Release:
     number: int | None = None
     blocks: tuple[int, ...] = ()
     secret: bool = True
+    band: int | None = None
+    separation: int | None = None
 
     def __post_init__(self) -> None:
         if self.mechanism == UNPROVEN:
-            if (*vars(self).values(),)[1:-1] != ("", 0.0, 0.0, "unknown", None, None, ()):
+            if any(getattr(self, f.name) != f.default for f in fields(self) if f.name not in ("mechanism", "secret")):
                 raise InputError("accounting: a release without a formal guarantee must not have the figures of a guarantee")
             return
         if self.mechanism not in FORMAL:
             raise InputError(f"accounting: unknown mechanism {self.mechanism!r}; known: {', '.join(FORMAL)}")
-        noises = ("von-mises-fisher",) if self.mechanism == DIRECTIONAL else NOISES
+        noises = {DIRECTIONAL: ("von-mises-fisher",), BANDED: ("gaussian",)}.get(self.mechanism, NOISES)
         wrong = [
             text
             for text, right in {
                 f"noise {self.noise!r}, expected {' or '.join(noises)}": self.noise in noises,
                 f"multiplier {self.multiplier}, expected a finite number above 0": _positive(self.multiplier),
                 f"clip {self.clip}, expected a finite number above 0": _positive(self.clip),
-                f"sampling {self.sampling!r}": self.sampling in ("poisson", "disjoint", "unknown"),
+                f"sampling {self.sampling!r}": self.sampling
+                in (("fixed", "unknown") if self.mechanism == BANDED else ("poisson", "disjoint", "unknown")),
+                f"band {self.band}, separation {self.separation}": self._in_order(),
                 f"rate {self.rate}, expected above 0 and at most 1": self.rate is None
                 or (_positive(self.rate) and self.rate <= 1),
                 "no rate for a batch drawn by Poisson sampling": self.sampling != "poisson" or self.rate is not None,
-                f"pass {self.number}, expected a whole number from 1 on": self.sampling != "disjoint"
+                f"pass {self.number}, expected a whole number from 1 on": self.sampling not in ("disjoint", "fixed")
                 or (_whole(self.number)),
                 f"blocks {list(self.blocks)[:4]}, expected whole numbers from 1 on": bool(self.blocks)
                 and all(_whole(size) for size in self.blocks),
@@ -83,6 +94,14 @@ class Release:
         ]
         if wrong:
             raise InputError(f"accounting: a release with {'; '.join(wrong)}")
+
+    def _in_order(self) -> bool:
+        """Whether band and separation are there exactly where noise is correlated, and batches in a fixed order."""
+        if self.mechanism != BANDED:
+            return self.band is None and self.separation is None
+        if self.sampling != "fixed":
+            return _whole(self.band) and self.separation is None
+        return _whole(self.band) and _whole(self.separation) and (self.band or 0) <= (self.separation or 0)
 
     @classmethod
     def of(cls, mechanism: Mechanism | None, draw: Draw, sizes: Iterable[int], *, secret: bool) -> Release:
@@ -97,16 +116,17 @@ class Release:
             return cls(DIRECTIONAL, "von-mises-fisher", float(known["kappa"] or 0), 1.0, blocks=blocks, secret=secret, **how)
         return cls(
             mechanism.name, str(known["noise"]), float(known["sigma"] or 0), float(known["clip"] or 0),
-            blocks=(sum(every),), secret=secret, **how,
+            blocks=(sum(every),), secret=secret, band=int(known["band"] or 0) if mechanism.name == BANDED else None, **how,
         )  # fmt: skip
 
     @classmethod
     def read(cls, found: Any) -> Release:
         """A release as written by ``to_dict``. Raises ``InputError`` for anything else."""
         names = {f.name for f in fields(cls)}
-        if not isinstance(found, Mapping) or set(found) != names:
+        always = names - ORDERED
+        if not isinstance(found, Mapping) or set(found) not in (names, always):
             raise InputError(
-                f"accounting: {str(found)[:80]} is not a release; expected an object with {', '.join(sorted(names))}"
+                f"accounting: {str(found)[:80]} is not a release; expected an object with {', '.join(sorted(always))}"
             )
         sizes = found["blocks"]
         if not isinstance(sizes, list):
@@ -114,8 +134,9 @@ class Release:
         return cls(**{**found, "blocks": tuple(sizes)})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return {**asdict(self), "blocks": list(self.blocks)}
+        """Plain values. Figures of a fixed order are there where they are known."""
+        told = {k: v for k, v in asdict(self).items() if k not in ORDERED or self.mechanism == BANDED}
+        return {**told, "blocks": list(self.blocks)}
 
 
 def _positive(value: Any) -> bool:
@@ -154,6 +175,8 @@ def spent(runs: Sequence[Counted], delta: float) -> Spent:
         return _by_chance(runs, delta)
     if kinds == {DIRECTIONAL}:
         return _directional(runs, delta)
+    if kinds == {BANDED}:
+        return Spent(_in_turn(runs).epsilon(delta))
     raise InputError(f"accounting: no composition is proven for {', '.join(sorted(kinds))} with these batches")
 
 
@@ -174,6 +197,19 @@ def _pure_of_laplace(part: Sampled) -> float:
     """Epsilon at delta 0 of one sampled release with Laplace noise."""
     unseen = math.log1p(-part.rate) if part.rate < 1 else -math.inf
     return float(np.logaddexp(unseen, math.log(part.rate) + 1 / part.sigma))
+
+
+def _in_turn(runs: Sequence[Counted]) -> BandedPlan:
+    """The plan whose first steps are ``runs``: releases of all batches in turn, in every pass. Raises ``InputError`` for any
+    other releases, such as those of a pass that was left before its end."""
+    first, made = runs[0][0], 0
+    band, separation = first.band or 0, first.separation or 0
+    for release, count in runs:
+        one = Release(**{**vars(first), "number": release.number, "secret": release.secret})
+        if release != one or release.number != made // separation + 1 or count > separation - made % separation:
+            raise InputError("accounting: these releases are not those of a fixed order, so nothing is proven for them")
+        made += count
+    return BandedPlan(first.multiplier, made, separation, band)
 
 
 def _directional(runs: Sequence[Counted], delta: float) -> Spent:

@@ -169,7 +169,7 @@ def train(
     service: ForService = False,
     precision: Annotated[str, typer.Option(help="precision: float32 or bf16")] = "float32",
     delta: Annotated[float | None, typer.Option(help="delta of a formal guarantee")] = None,
-    target_epsilon: Annotated[float | None, typer.Option(help="epsilon that dp-sgd without a number must keep to")] = None,
+    target_epsilon: Annotated[float | None, typer.Option(help="epsilon that dp-sgd or dp-ftrl:band=B must keep to")] = None,
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="noise from the seed, without a guarantee")] = False,
     physical_batch_size: Annotated[int | None, typer.Option(help="texts in memory at once, under dp-sgd")] = None,
     gradient_canaries: Annotated[int, typer.Option(help="gradients that measure a lower bound of epsilon; 0: none")] = 0,

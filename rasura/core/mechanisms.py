@@ -15,6 +15,7 @@ from typing import Any
 from rasura.core.checked import flag, number, rules, whole, word
 from rasura.core.errors import InputError
 from rasura.core.noise_mechanisms import Directional as Directional
+from rasura.core.noise_mechanisms import DpFtrl as DpFtrl
 from rasura.core.noise_mechanisms import DpSgd as DpSgd
 from rasura.core.noise_mechanisms import Gaussian as Gaussian
 from rasura.core.noise_mechanisms import Laplace as Laplace

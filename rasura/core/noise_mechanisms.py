@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rasura.core.checked import number, word
+from rasura.core.checked import number, whole, word
 from rasura.core.errors import InputError
 from rasura.core.following import of_sum
 from rasura.core.protection import Protection
@@ -77,6 +77,25 @@ class DpSgd(_Clipped, named="dp-sgd", at=Stage.AGGREGATE):
         wide = math.sqrt(2) if self.noise == "laplace" else 1.0
         sigma = self.sigma if self.quantile is None else of_sum(self.sigma, batch_size)
         return wide * sigma * self.clip / _texts(batch_size)
+
+
+@dataclass(frozen=True)
+class DpFtrl(_Clipped, named="dp-ftrl", at=Stage.AGGREGATE):
+    """Each text's gradient clipped to ``clip``, noise on their sum that is correlated over ``band`` steps of a training,
+    divided by the number of texts.
+
+    The noise of the first step is that of ``DpSgd`` with the same ``sigma``. Later steps add a multiple of new noise and
+    subtract some of the earlier steps' noise, which differs little in size.
+    """
+
+    sigma: float = number(minimum=0, open="low")
+    band: int = whole(minimum=1, maximum=10**7)
+    clip: float = number(1.0, minimum=0, open="low")
+    noise: str = word("gaussian", words=("gaussian",))
+
+    def noise_per_entry(self, batch_size: int = 1, entries: int | None = None) -> float:
+        """That of a first step; later steps have more, never less."""
+        return self.sigma * self.clip / _texts(batch_size)
 
 
 @dataclass(frozen=True)

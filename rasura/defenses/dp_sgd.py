@@ -36,15 +36,20 @@ def positive(name: str, knob: str, value: Any) -> float:
     return float(value)
 
 
-def _released(total: Gradients, examples: PerExample, width: float, noise: str, rng: Randomness) -> Gradients:
-    """``total`` with noise, over the size that the batch has or was expected to have. Raises ``InputError`` where ``total``
-    is not finite: no clip bounds such a gradient."""
+def finite(total: Gradients) -> Gradients:
+    """``total``. Raises ``InputError`` where it is not finite: no clip bounds such a gradient."""
     if not all(bool(torch.isfinite(gradient).all()) for gradient in total.values()):
         raise InputError("the gradient of a text is not a finite number, so no clip bounds it, and nothing was released; "
             "lower the learning rate, or train in float32")  # fmt: skip
+    return total
+
+
+def _released(total: Gradients, examples: PerExample, width: float, noise: str, rng: Randomness) -> Gradients:
+    """``total`` with noise, over the size that the batch has or was expected to have. Raises ``InputError`` as ``finite``
+    does."""
     divisor = examples.expected or examples.size
     out = {}
-    for name, gradient in total.items():
+    for name, gradient in finite(total).items():
         # Added in float64: the noise keeps its tail, whatever the weights are stored in.
         drawn = normal(gradient.shape, rng) if noise == "gaussian" else laplace(gradient.shape, rng)
         out[name] = ((gradient.double() + width * drawn) / divisor).to(gradient.dtype)

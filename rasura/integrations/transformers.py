@@ -17,7 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from rasura.accounting import Guarantee, Ledger
 from rasura.core.interfaces import Defense, InputError
-from rasura.runs.drawing import DrawnLoader
+from rasura.runs.drawing import DrawnLoader, OrderedLoader
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.private import protect_training
 
@@ -76,7 +76,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         self.defense, self.delta, self.poisson, self.noise_seed = defense, delta, poisson, seed
         self.unit, self.canaries = unit, canaries
         self.ledger: Ledger | None = None
-        self._protected_loader: DrawnLoader | DataLoader[Any] | None = None
+        self._protected_loader: DrawnLoader | OrderedLoader | DataLoader[Any] | None = None
         wrong = {
             "label_smoothing_factor": (self.args.label_smoothing_factor, 0),
             "fp16": (self.args.fp16, False),
@@ -93,7 +93,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         """What the releases made so far guarantee; None before training. ``ledger.planned`` is the plan's."""
         return None if self.ledger is None else self.ledger.spent()
 
-    def get_train_dataloader(self) -> DrawnLoader | DataLoader[Any]:
+    def get_train_dataloader(self) -> DrawnLoader | OrderedLoader | DataLoader[Any]:
         """The loader of the protection. The first call protects the model."""
         if self._protected_loader is None:
             data, collate = self.train_dataset, self.data_collator

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rasura.accounting import Run, assumes_poisson, guarantee
+from rasura.accounting import Run, guarantee, sampling_for
 from rasura.core.errors import MissingExtra
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.run_store import RunStore
@@ -187,8 +187,7 @@ class Calibration:
             examples = self.n_texts
         else:
             examples = len(load_examples(source, columns=columns_of(self.plan)))
-        sampling: Any = "poisson" if assumes_poisson(mechanisms) else "shuffled"
-        run = Run(examples, recipe.batch_size, recipe.epochs, sampling=sampling)
+        run = Run(examples, recipe.batch_size, recipe.epochs, sampling=sampling_for(mechanisms))
         with defended(self.model, parts):
             sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
         about = {"examples": examples, "batch_size": recipe.batch_size, "epochs": recipe.epochs}

@@ -16,8 +16,8 @@ from rasura.core.errors import InputError
 from rasura.core.interfaces import Defense
 from rasura.core.rng import drawing, secret_generator
 from rasura.core.values import Mechanism
-from rasura.runs.noise_target import SOLVED, solved
-from rasura.runs.private import loop_defense
+from rasura.runs.loop_checks import loop_defense
+from rasura.runs.noise_target import SAMPLED, solved
 from rasura.victims.per_example import fault, per_example
 from rasura.victims.step import defended, gradients
 
@@ -82,9 +82,9 @@ def diagnose_training(
         defense = solved(defense, target_epsilon, run)
     parts = loop_defense(defense)
     carrier = formal([p.mechanism for p in parts])
-    if carrier is None or carrier.name not in SOLVED:
+    if carrier is None or carrier.name not in SAMPLED:
         names = " + ".join(p.mechanism.name for p in parts)
-        raise InputError(f"a diagnosis needs {' or '.join(SOLVED)} with a guarantee; found {names}")
+        raise InputError(f"a diagnosis needs {' or '.join(SAMPLED)} with a guarantee; found {names}")
     if carrier.parameters.get("per") is not None:
         raise InputError("a diagnosis looks at clips of whole gradients; leave per=layer out of what is diagnosed")
     size = len(next(iter(batch.values())))

@@ -19,9 +19,13 @@ from rasura.accounting import Draw, Ledger
 from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
 from rasura.victims.batching import by_person, drawn
+from rasura.victims.fixed_order import FixedOrder
 
 OWNER = "rasura_owner"
 """The entry of a batch that says whose each row is, ``(rows,)`` int64."""
+
+ROW = "rasura_row"
+"""The entry of a batch in a fixed order that says which rows of the data set it holds, ``(rows,)`` int64."""
 
 
 class Batches:
@@ -64,17 +68,7 @@ class DrawnLoader(DataLoader[Any]):
     def __init__(
         self, loader: Any, ledger: Ledger, rng: Randomness, *, poisson: bool, owners: Sequence[int] | None = None
     ) -> None:
-        data, size = loader.dataset, loader.batch_size
-        if size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not len(data):
-            raise InputError("the loader has no batch size, or its data set has no length; both are needed to "
-                "draw texts. Pass a DataLoader over a list or a map-style data set")  # fmt: skip
-        if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
-            raise InputError(
-                f"the loader chooses texts by a {type(loader.sampler).__name__}, for which no guarantee holds; "
-                "pass a DataLoader over only the texts to train on (torch.utils.data.Subset)"
-            )
-        if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
-            raise InputError("the loader draws texts with replacement, which no guarantee covers; pass replacement=False")
+        data, size = checked_loader(loader)
         collate: Callable[[list[Any]], Any] = loader.collate_fn
 
         def collated(rows: list[Any]) -> Any:
@@ -85,9 +79,9 @@ class DrawnLoader(DataLoader[Any]):
         self.ledger = ledger
         self.waiting: deque[tuple[int, Draw]] = deque()
         super().__init__(
-            data if owners is None else _Owned(data, owners), batch_sampler=self.drawn,
-            collate_fn=collated if owners is None else partial(_with_owners, collated), num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
+            data if owners is None else _Numbered(data, owners), batch_sampler=self.drawn,
+            collate_fn=collated if owners is None else partial(_with_numbers, collated, OWNER),
+            num_workers=loader.num_workers, pin_memory=loader.pin_memory,
         )  # fmt: skip
 
     def __iter__(self) -> Any:
@@ -120,25 +114,67 @@ class DrawnLoader(DataLoader[Any]):
         return draw
 
 
-class _Owned(Dataset[Any]):
-    """Rows, each with the number of the person whose it is."""
+class OrderedLoader(DataLoader[Any]):
+    """A ``DataLoader`` whose passes are alike: the batches of ``order``, each of which says at ``ROW`` which rows it holds.
 
-    def __init__(self, data: Any, owners: Sequence[int]) -> None:
-        self.data, self.owners = data, owners
+    A pass that is begun again after an interruption is refused. Only the next batch of the order can be released.
+    """
+
+    def __init__(self, loader: Any, order: FixedOrder) -> None:
+        data, _ = checked_loader(loader)
+        self.order = order
+        super().__init__(
+            _Numbered(data, range(len(data))), batch_sampler=order.parts,
+            collate_fn=partial(_with_numbers, loader.collate_fn, ROW), num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+        )  # fmt: skip
+
+    def __iter__(self) -> Any:
+        made = self.order.ledger.releases % len(self.order.parts)
+        if made:
+            raise InputError(
+                f"dp-ftrl: the pass before ended after {made} of its {len(self.order.parts)} batches, and a pass cannot be "
+                "begun again. Use every batch of a pass; to end a training early, stop for good"
+            )
+        return super().__iter__()
+
+
+class _Numbered(Dataset[Any]):
+    """Rows, each with a number: its own, or that of the person whose it is."""
+
+    def __init__(self, data: Any, numbers: Sequence[int]) -> None:
+        self.data, self.numbers = data, numbers
 
     def __len__(self) -> int:
-        return len(self.owners)
+        return len(self.numbers)
 
     def __getitem__(self, row: int) -> tuple[Any, int]:
-        return self.data[row], self.owners[row]
+        return self.data[row], self.numbers[row]
 
 
-def _with_owners(collated: Callable[[list[Any]], Any], rows: list[tuple[Any, int]]) -> dict[str, Any]:
+def _with_numbers(collated: Callable[[list[Any]], Any], entry: str, rows: list[tuple[Any, int]]) -> dict[str, Any]:
     batch = collated([row for row, _ in rows])
     if not isinstance(batch, Mapping):
-        raise InputError(f"a batch of {type(batch).__name__} cannot say whose its rows are; let the collate function "
+        what = "whose its rows are" if entry == OWNER else "which rows it holds"
+        raise InputError(f"a batch of {type(batch).__name__} cannot say {what}; let the collate function "
             "return a dictionary")  # fmt: skip
-    return {**batch, OWNER: torch.tensor([owner for _, owner in rows], dtype=torch.long)}
+    return {**batch, entry: torch.tensor([number for _, number in rows], dtype=torch.long)}
+
+
+def checked_loader(loader: Any) -> tuple[Any, int]:
+    """The data set and the batch size of ``loader``. Raises ``InputError`` where it chooses texts in a way of its own."""
+    data, size = loader.dataset, loader.batch_size
+    if size is None or isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not len(data):
+        raise InputError("the loader has no batch size, or its data set has no length; both are needed to "
+            "draw texts. Pass a DataLoader over a list or a map-style data set")  # fmt: skip
+    if not isinstance(loader.sampler, (RandomSampler, SequentialSampler)):
+        raise InputError(
+            f"the loader chooses texts by a {type(loader.sampler).__name__}, for which no guarantee holds; "
+            "pass a DataLoader over only the texts to train on (torch.utils.data.Subset)"
+        )
+    if isinstance(loader.sampler, RandomSampler) and loader.sampler.replacement:
+        raise InputError("the loader draws texts with replacement, which no guarantee covers; pass replacement=False")
+    return data, size
 
 
 def numbered(unit: Sequence[str | int], count: int) -> list[int]:

@@ -6,11 +6,15 @@ import math
 from collections.abc import Sequence
 
 from rasura.accounting import Guarantee, Run, sigma_for
+from rasura.accounting.banded import banded_sigma
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Defense
-from rasura.registry import parts
+from rasura.registry import parse_defense, parts
 
-SOLVED = ("dp-sgd", "normalised")
+SAMPLED = ("dp-sgd", "normalised")
+"""Those of ``SOLVED`` for batches drawn by Poisson sampling."""
+
+SOLVED = (*SAMPLED, "dp-ftrl")
 """The protections whose noise multiplier is found for a target epsilon."""
 
 
@@ -36,7 +40,7 @@ def with_noise(defense: str, sigma: float) -> str:
     noiseless(defense)
     out = []
     for name, value in parts(defense):
-        value = "/".join((f"{sigma:g}", *filter(None, [value]))) if name in SOLVED else value
+        value = "/".join((f"{sigma:.10g}", *filter(None, [value]))) if name in SOLVED else value
         out.append(f"{name}:{value}" if value else name)
     return "+".join(out)
 
@@ -44,13 +48,16 @@ def with_noise(defense: str, sigma: float) -> str:
 def solved(defense: str | Defense, target: float, run: Run) -> str:
     """``defense`` with the least noise, to a thousandth, under which all of ``run`` spends at most ``target`` epsilon.
 
-    Raises ``InputError`` for a target that no noise reaches, for batches not drawn by Poisson sampling, for a protection
-    with noise of its own, and for one that is not text. The guarantee of the whole is checked by ``check_target``.
+    ``dp-ftrl`` takes the batches of ``run`` in a fixed order; the others draw them by Poisson sampling. Raises
+    ``InputError`` for a target that no noise reaches, for batches drawn in another way, for a protection with noise of its
+    own, and for one that is not text. The guarantee of the whole is checked by ``check_target``.
     """
     if not isinstance(defense, str):
         raise InputError("a target epsilon needs the protection as text, such as dp-sgd; it then finds the noise")
     if not noiseless(defense):
         raise InputError(f"{defense} has no part whose noise a target epsilon sets; expected one of {', '.join(SOLVED)}")
+    if (band := _band(defense)) is not None:
+        return with_noise(defense, banded_sigma(target, run.steps, run.steps_an_epoch, band, run.fails))
     if run.sampling != "poisson":
         raise InputError(
             "a target epsilon needs batches drawn by Poisson sampling; nothing is proven for a loader that shuffles"
@@ -59,6 +66,12 @@ def solved(defense: str | Defense, target: float, run: Run) -> str:
     # Rounded up, so that the figure in the name is the one that was checked.
     sigma = math.ceil(1e4 * sigma_for(target, run.rate, run.steps, run.fails, noise=noise)) / 1e4
     return with_noise(defense, sigma)
+
+
+def _band(defense: str) -> int | None:
+    """The band of correlated noise in ``defense``; None where it has none."""
+    known = [p.mechanism for p in parse_defense(with_noise(defense, 1.0))]
+    return next((int(m.parameters["band"] or 0) for m in known if m.name == "dp-ftrl"), None)
 
 
 def check_target(promised: Guarantee, target: float) -> None:

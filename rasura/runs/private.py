@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from rasura.accounting import Draw, Ledger, Run, assumes_poisson, formal
+from rasura.accounting import Draw, Ledger, Run, formal
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
-from rasura.core.values import Stage
-from rasura.registry import parse_defense
-from rasura.runs.drawing import OWNER, DrawnLoader, numbered
+from rasura.runs.drawing import OWNER, ROW, DrawnLoader, OrderedLoader
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
+from rasura.runs.loop_checks import batching, check_trainable, drawing_loader, loop_defense, owners_of, planned_run
 from rasura.runs.noise_target import check_target, solved
 from rasura.victims.step import Kept, defended, message_for
-from rasura.victims.train import local
 
 
 class ProtectedTraining(NamedTuple):
@@ -34,7 +32,7 @@ class ProtectedTraining(NamedTuple):
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None
-    loader: DrawnLoader | DataLoader[Any]
+    loader: DrawnLoader | OrderedLoader | DataLoader[Any]
     ledger: Ledger
 
 
@@ -80,23 +78,27 @@ class _Protected:
     """The forward of a protected model: a loss with private gradients or, without autograd, the model's own forward."""
 
     def __init__(
-        self, model: nn.Module, defense: Defense, ledger: Ledger, rng: Randomness, loader: DrawnLoader | None,
-        expected: int | None, most: int | None, canaries: GradientCanaries | None,
+        self, model: nn.Module, defense: Defense, ledger: Ledger, rng: Randomness,
+        loader: DrawnLoader | OrderedLoader | None, most: int | None, canaries: GradientCanaries | None,
     ) -> None:  # fmt: skip
         self.defense, self.ledger, self.rng, self.loader, self.canaries = defense, ledger, rng, loader, canaries
-        if canaries is not None and (loader is None or not loader.drawn.poisson):
+        by_chance = isinstance(loader, DrawnLoader) and loader.drawn.poisson
+        if canaries is not None and not by_chance:
             raise InputError(
                 "gradient canaries need dp-sgd or normalised, with a guarantee, and batches drawn by Poisson sampling"
             )
-        self.expected, self.most = expected, most
+        self.order = loader.order if isinstance(loader, OrderedLoader) else None
+        self.owned = isinstance(loader, DrawnLoader) and loader.drawn.rows is not None
+        fixed = by_chance or self.order is not None
+        self.expected, self.most = min(ledger.run.batch_size, ledger.run.examples) if fixed else None, most
         self.last: _Step | None = None
-        self.kept: Kept = {}
+        self.kept: Kept = {} if self.order is None else {"state": self.order.noise}
         self.guard = put(model, self)
 
     def __call__(self, own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
         model = self.guard.model()
         assert model is not None  # it is being called
-        owners = inputs.pop(OWNER, None)
+        owners, numbers = inputs.pop(OWNER, None), inputs.pop(ROW, None)
         if self.guard.inside or not torch.is_grad_enabled():
             return own(*positional, **inputs)
         if not model.training and inputs.get("labels") is None:
@@ -111,11 +113,14 @@ class _Protected:
         other = [k for k, v in inputs.items() if not isinstance(v, Tensor) or v.shape[:1] != labels.shape[:1]]
         if other:
             raise InputError(f"{', '.join(other)}: expected tensors with a row for each of the {len(labels)} texts")
-        if (self.loader is not None and self.loader.drawn.rows is not None) != (owners is not None):
+        if (self.order is not None) != (numbers is not None) or (numbers is not None and numbers.shape != labels.shape[:1]):
+            raise InputError(f"a training under dp-ftrl needs {ROW} in each batch, one number a text, and no other has it; "
+                "use the loader that protect_training returned, and pass on all that its batches hold")  # fmt: skip
+        if self.owned != (owners is not None):
             raise InputError(f"a training that protects persons needs {OWNER} in each batch, and no other has it; use the "
                 "loader that protect_training returned, and pass on all that its batches hold")  # fmt: skip
         if owners is None:
-            return self._step(model, inputs, len(labels))
+            return self._step(model, inputs, len(labels), numbers=numbers)
         if owners.shape != labels.shape[:1]:
             raise InputError(
                 f"{OWNER} has the shape {tuple(owners.shape)}; expected a number for each of {len(labels)} texts"
@@ -124,10 +129,19 @@ class _Protected:
         counts = owners[order].unique_consecutive(return_counts=True)[1].tolist()
         return self._step(model, {k: v[order.to(v.device)] for k, v in inputs.items()}, len(labels), counts)
 
-    def _step(self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int, counts: Sequence[int] | None = None) -> Any:
+    def _drawn(self, rows: int, numbers: Tensor | None) -> Draw:
+        """How the batch was drawn that is trained on now."""
+        if self.order is not None and numbers is not None:
+            return self.order.take(numbers.tolist())
+        return self.loader.take(rows) if isinstance(self.loader, DrawnLoader) else Draw()
+
+    def _step(
+        self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int, counts: Sequence[int] | None = None,
+        numbers: Tensor | None = None,
+    ) -> Any:  # fmt: skip
         if self.last is not None and not self.last.done and not self.last.rows:
             raise InputError("an empty batch had no backward pass; run it as well: its noise hides that the batch was empty")
-        draw = Draw() if self.loader is None else self.loader.take(rows)
+        draw = self._drawn(rows, numbers)
         self.ledger.room(draw)
         self.guard.watch()
         self.guard.forget()
@@ -188,8 +202,8 @@ def protect_training(
     training mode and in eval mode. Every optimizer and schedule works with them. Any other backward pass to the model's
     weights raises ``InputError``, and so does ``optimizer.step()`` on gradients that were set by hand. Under
     ``torch.no_grad()`` the model is unchanged. The returned loader draws texts as the guarantee assumes (Poisson sampling
-    for DP-SGD, disjoint batches for DirDP-SGD); each of its batches can be released once. The ledger counts each release,
-    computes epsilon, and refuses a step beyond ``epochs`` passes, or beyond ``max_steps``.
+    for DP-SGD, disjoint batches for DirDP-SGD, one fixed order for DP-FTRL); each of its batches can be released once. The
+    ledger counts each release, computes epsilon, and refuses a step beyond ``epochs`` passes, or beyond ``max_steps``.
 
     ``target_epsilon``: ``defense`` names no noise (``"dp-sgd"``, ``"frozen-blocks:6+dp-sgd:clip=0.5"``) and gets the least
     noise with which the plan spends at most this epsilon at ``delta``. ``physical_batch_size``: texts in memory at once. It
@@ -198,98 +212,35 @@ def protect_training(
     all their rows; guarantee and batch size are for persons. ``canaries``: gradients that measure a lower bound of epsilon
     (``rasura.GradientCanaries``).
 
+    ``"dp-ftrl:S/band=B"`` needs no sampling: every pass takes the same batches in the same order, each of them once. A batch
+    out of turn and a resumed training are refused. The last batch of a pass may be smaller; it is divided like the others.
+
     ``poisson=False`` keeps the given loader; then nothing is proven for the run, and the ledger says so. Noise comes from
     the operating system unless an experiment's ``seed`` is given. Not covered: the loss, and what else is published.
 
     Raises ``InputError`` for what cannot be protected in a loop, such as ``sealing``, and a target that cannot be reached.
     """
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-    owners = _owners(loader, unit)
-    planned = partial(_planned, loader, owners, size, epochs, max_steps, delta)
+    owners = owners_of(loader, unit)
+    planned = partial(planned_run, loader, owners, size, epochs, max_steps, delta)
     if target_epsilon is not None:
-        defense = solved(defense, target_epsilon, planned(poisson))
+        defense = solved(defense, target_epsilon, planned("poisson" if poisson else "shuffled"))
     parts = loop_defense(defense, physical_batch_size)
-    _trainable(model, optimizer)
+    check_trainable(model, optimizer)
     mechanisms = [p.mechanism for p in parts]
-    carrier = formal(mechanisms)
-    run = Run(1, 1, epochs) if carrier is None else planned(assumes_poisson(mechanisms) and poisson)
+    run = Run(1, 1, epochs) if formal(mechanisms) is None else planned(batching(mechanisms, poisson))
     ledger = Ledger(mechanisms, run, sizes=[math.prod(s) for s in _shapes(model, parts).values()], secure=seed is None)
     if target_epsilon is not None:
         check_target(ledger.planned, target_epsilon)
     rng = secret_generator() if seed is None else generator(seed, "protect")
-    drawing = _drawing(loader, owners, ledger, rng, poisson)
+    drawing = drawing_loader(loader, owners, ledger, rng, poisson)
     if (earlier := guarded(model)) is not None and earlier.copied:
         taken_off(model)
-    expected = min(size, run.examples) if drawing is not None and drawing.drawn.poisson else None
-    _Protected(model, parts, ledger, rng, drawing, expected, physical_batch_size, canaries)
+    _Protected(model, parts, ledger, rng, drawing, physical_batch_size, canaries)
     return ProtectedTraining(model, optimizer, loader if drawing is None else drawing, ledger)
-
-
-def loop_defense(defense: str | Defense, physical: int | None = None) -> Defense:
-    """The parts of ``defense``. Raises ``InputError`` for one that acts on data, or that holds updates back, and for a
-    ``physical`` batch size without a part that aggregates texts."""
-    parts = local(parse_defense(defense) if isinstance(defense, str) else defense)
-    if any(p.stage is Stage.DATA for p in parts):
-        raise InputError(
-            "a protection of the data is applied before training; obfuscate the texts with rasura protect ghost first"
-        )
-    if any(p.mechanism.name == "accumulate" for p in parts):
-        raise InputError("accumulate holds an update back until it contains enough tokens, which a backward "
-            "pass cannot do; collect batches first (rasura.core.accumulation), or use rasura train")  # fmt: skip
-    if physical is not None and (physical < 1 or all(p.stage is not Stage.AGGREGATE for p in parts)):
-        raise InputError(f"physical_batch_size is {physical}; expected at least 1, and a protection that aggregates texts "
-            "one by one, such as dp-sgd")  # fmt: skip
-    return parts
 
 
 def _shapes(model: nn.Module, defense: Defense) -> dict[str, tuple[int, ...]]:
     """The shape of each parameter that is trained under ``defense``."""
     with defended(model, defense):
         return {n: tuple(p.shape) for n, p in model.named_parameters() if p.requires_grad}
-
-
-def _owners(loader: DataLoader[Any], unit: Sequence[str | int] | None) -> list[int] | None:
-    """The number of the person of each row, where ``unit`` says whose it is."""
-    if not hasattr(loader.dataset, "__len__"):
-        raise InputError(
-            "the loader's data set has no length, but the guarantee depends on it; pass a data set with a length"
-        )
-    return None if unit is None else numbered(unit, len(loader.dataset))
-
-
-def _drawing(
-    loader: DataLoader[Any], owners: Sequence[int] | None, ledger: Ledger, rng: Randomness, poisson: bool
-) -> DrawnLoader | None:
-    """A loader that draws as the guarantee assumes; None where the given one is kept, or nothing is proven."""
-    by_chance = assumes_poisson(ledger.defense)
-    if owners is not None and not (ledger.formal is not None and by_chance and poisson):
-        raise InputError("a guarantee for persons needs dp-sgd or normalised, and batches drawn by Poisson sampling")
-    if ledger.formal is None or (by_chance and not poisson):
-        return None
-    return DrawnLoader(loader, ledger, rng, poisson=by_chance, owners=owners)
-
-
-def _planned(
-    loader: DataLoader[Any], owners: Sequence[int] | None, size: int, epochs: int, max_steps: int | None,
-    delta: float | None, poisson: bool,
-) -> Run:  # fmt: skip
-    data: Any = loader.dataset
-    count = len(data) if owners is None else len(set(owners))
-    drawn: Any = "poisson" if poisson else "shuffled"
-    return Run(count, size, epochs, delta, drawn, max_steps, "text" if owners is None else "person")
-
-
-def _trainable(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raises ``InputError`` for a model that cannot be protected, and for an optimizer with other parameters."""
-    earlier = guarded(model)
-    if earlier is not None and not earlier.copied:
-        raise InputError("the model is already protected; load it again to protect it differently")
-    if hasattr(model, "_orig_mod"):
-        raise InputError("protect the model before torch.compile; a compiled model cannot return gradients of single texts")
-    if "forward" in vars(model):
-        raise InputError("the model's forward was replaced (by accelerate?); protect the model before it is wrapped")
-    own = {id(p) for p in model.parameters()}
-    if optimizer is not None and any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-        raise InputError(
-            "the optimizer trains parameters that the model does not have; their gradients would be unprotected"
-        )

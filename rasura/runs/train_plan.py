@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from rasura.accounting import Run, assumes_poisson, checked_delta, formal
+from rasura.accounting.guarantees import Batching
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import TARGETS
 from rasura.core.options import known
@@ -16,6 +17,7 @@ from rasura.registry import parse_defense
 from rasura.registry.services import ServiceProtection, parse_service_protection
 from rasura.runs.gradient_canaries import LEAST
 from rasura.runs.noise_target import SOLVED, noiseless, solved_all, with_noise
+from rasura.victims.fixed_order import check_ordered
 from rasura.victims.recipe import Recipe
 from rasura.victims.train import local
 
@@ -28,9 +30,10 @@ class TrainPlan:
     also evaluated on them. ``limit``: number of training texts, drawn by the first seed; None for all. ``max_length``:
     maximum length of a text in tokens; with ``truncate``, longer texts are cut. ``lora``: rank of adapters, 0 for all
     weights; ``targets`` and ``adapter_dropout`` as in ``core.local.Adapter``. ``delta``: probability with which a formal
-    guarantee may fail; None for 0.1 / number of training texts. ``target_epsilon``: ``dp-sgd`` and ``normalised`` name no
-    noise, and get the least with which all epochs spend at most this epsilon. ``service``: ``defenses`` are protections of a
-    model service (``rasura list service-protections``), which receives all texts, including those for evaluation.
+    guarantee may fail; None for 0.1 / number of training texts. ``target_epsilon``: ``dp-sgd``, ``normalised`` and
+    ``dp-ftrl`` name no noise, and get the least with which all epochs spend at most this epsilon. ``service``: ``defenses``
+    are protections of a model service (``rasura list service-protections``), which receives all texts, including those for
+    evaluation.
     ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text are numbered;
     ``result.json`` and the model's folder list the names. ``unit``: the column of ``data`` that says whose each text is.
     Persons are then drawn, clipped and hidden under ``dp-sgd`` and ``normalised``, each with the mean gradient of all their
@@ -71,10 +74,10 @@ class TrainPlan:
         """``text`` with some noise where only the number of training texts will say how much a target epsilon needs."""
         return with_noise(text, 1.0) if self.target_epsilon is not None and noiseless(text) else text
 
-    def run(self, examples: int, sampling: Literal["poisson", "shuffled"] = "poisson") -> Run:
+    def run(self, examples: int, sampling: Batching = "poisson") -> Run:
         """All epochs over ``examples`` training texts, or persons."""
         recipe = self.recipe
-        unit: Literal["text", "person"] = "text" if self.unit is None or sampling == "shuffled" else "person"
+        unit: Literal["text", "person"] = "text" if self.unit is None or sampling != "poisson" else "person"
         return Run(examples, recipe.batch_size, recipe.epochs, self.delta, sampling, unit=unit)
 
     def with_noise_for(self, examples: int) -> TrainPlan:
@@ -92,7 +95,9 @@ class TrainPlan:
     def checked(self) -> TrainPlan:
         """This plan. Raises ``InputError`` if it is wrong."""
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
-        _ = self.parts, self.protections
+        _ = self.protections
+        for parts in self.parts.values():
+            check_ordered([p.mechanism for p in parts])
         if not 0 < self.holdout < 1:
             raise InputError(f"holdout is {self.holdout}; expected a fraction of the training texts between 0 and 1")
         for name in ("limit", "seeds", "max_length"):

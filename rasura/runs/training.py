@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from rasura.accounting import Ledger, assumes_poisson, carries
+from rasura.accounting import Ledger, assumes_poisson, carries, sampling_for
 from rasura.core.batches import Batch
 from rasura.core.files import write_whole
 from rasura.core.interfaces import Defense, InputError
@@ -84,7 +84,7 @@ class Training:
         """A ledger for a training under ``parts``, planned for the maximum number of epochs."""
         known, owners = [p.mechanism for p in parts], self._owners(parts)
         count = len(self.rows) if owners is None else len(set(owners))
-        run = self.plan.run(count, "poisson" if assumes_poisson(known) else "shuffled")
+        run = self.plan.run(count, sampling_for(known))
         return Ledger(known, run, sizes=sizes, secure=self.plan.recipe.noise == "secure")
 
     def _owners(self, parts: Defense) -> list[int] | None:

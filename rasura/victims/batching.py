@@ -83,6 +83,12 @@ def drawn(count: int, size: int, rng: Randomness) -> list[list[int]]:
     return [(uniform((count,), rng) < size / count).nonzero().flatten().tolist() for _ in range(steps)]
 
 
+def in_order(count: int, size: int, rng: Randomness) -> list[list[int]]:
+    """All rows in one random order, ``size`` at a time: the batches of every pass. The last one may be smaller."""
+    order = permutation(count, rng).tolist()
+    return [order[start : start + size] for start in range(0, count, size)]
+
+
 def by_person(owners: Sequence[int]) -> list[list[int]]:
     """The rows of each person, from the number of the person of each row: all of ``0 .. persons - 1``."""
     rows: list[list[int]] = [[] for _ in range(1 + max(owners, default=-1))]

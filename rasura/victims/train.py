@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,37 +18,10 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, by_person, drawn, joined, none_of
+from rasura.victims.fixed_order import FixedOrder, ordered
+from rasura.victims.history import Canaries, History
 from rasura.victims.recipe import Recipe
 from rasura.victims.step import Kept, defended, step
-
-
-class Canaries(Protocol):
-    """Gradients that join the aggregation of each step, and measure what it hides (``rasura.GradientCanaries``)."""
-
-    def joined(
-        self, defense: Defense, draw: Draw, trained: Mapping[str, Sequence[int]]
-    ) -> tuple[Defense, Callable[[], None]]:
-        """The defense of one step with the canaries, and what to call when its release was counted."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that is known of them, as plain values."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Go on from such values."""
-
-
-@dataclass
-class History:
-    """The state of a training run: training losses and the figures on the held-out texts, by epoch."""
-
-    epoch: int = 0
-    best: float | None = None
-    best_epoch: int = 0
-    epochs: list[dict[str, float]] | None = None
-
-    def finished(self, recipe: Recipe) -> bool:
-        """Whether all epochs are done or the patience is used up."""
-        return self.epoch >= recipe.epochs or self.epoch - self.best_epoch >= recipe.patience
 
 
 class FineTuning:
@@ -93,8 +65,22 @@ class FineTuning:
         self.optimizer = recipe.course.optimizing(self.trained.values(), fused=True)
         self.history = History(epochs=[])
         self.kept: Kept = {}
+        self.order = self._fixed_order() if ordered([p.mechanism for p in defense]) else None
         self.min_tokens = enough(defense, model, rows)
         folder.mkdir(parents=True, exist_ok=True)
+
+    def _fixed_order(self) -> FixedOrder:
+        """The order and the noise of a training under ``dp-ftrl``. Raises ``InputError`` for another training's ledger."""
+        if self.ledger is None or self.poisson:
+            raise InputError("dp-ftrl trains in a fixed order, counted by a ledger; found none, or Poisson sampling")
+        found = FixedOrder(self.ledger, self._rng("order"))
+        if (found.size, self.ledger.run.examples) != (self.recipe.batch_size, len(self.rows)):
+            raise InputError(
+                f"the ledger plans batches of {found.size} of {self.ledger.run.examples} texts, but this training has "
+                f"batches of {self.recipe.batch_size} of {len(self.rows)}"
+            )
+        self.kept = {"state": found.noise}
+        return found
 
     def run(self, progress: Callable[[int, int, Mapping[str, float]], None] | None = None) -> History:
         """Train to the end, from the last complete epoch of an earlier run. The figures are the same as without an
@@ -124,7 +110,9 @@ class FineTuning:
         order = self._rng("order", epoch)
         units = len(self.rows if self.persons is None else self.persons)
         draw = Draw("poisson", min(1.0, size / units))
-        if self.poisson:
+        if self.order is not None:
+            parts = self.order.parts
+        elif self.poisson:
             parts = drawn(units, size, order)
         elif self.ledger is not None and self.ledger.formal is not None:
             # Batches of like lengths would depend on the texts: one that is replaced would move others between them.
@@ -141,12 +129,14 @@ class FineTuning:
             part, counts = self._with_all_rows(chosen)
             batch = joined([self.rows[k] for k in part], self.vocabulary.pad_id or 0) if part else none_of(self.rows[0])
             rng = self._rng("train", epoch, number)
+            if self.order is not None:
+                draw = self.order.take(part)
             record = self._recorded(draw, rng)
             defense, released = self._among(draw)
             with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.recipe.precision == "bf16"):
                 taken = step(
                     self.model, batch, defense, task=self.task, vocabulary=self.vocabulary, rng=rng,
-                    expected=min(size, units) if self.poisson else None, record=record,
+                    expected=min(size, units) if self.poisson or self.order else None, record=record,
                     most=self.recipe.physical_batch_size, counts=counts, kept=self.kept,
                 )  # fmt: skip
             released()
@@ -219,7 +209,9 @@ class FineTuning:
             for key, value in self.optimizer.state.get(parameter, {}).items()
         }
         last = {**{f"weight/{n}": w for n, w in weights.items()}, **{f"moment/{n}": m for n, m in moments.items()}}
-        about = {"history": json.dumps(vars(h)), "kept": json.dumps(self.kept, default=_unstored)}
+        about = {"history": json.dumps(vars(h)), "kept": "{}"}
+        if self.order is None:
+            about["kept"] = json.dumps(self.kept, default=_unstored)
         if self.ledger is not None:
             about["ledger"] = json.dumps(self.ledger.state_dict())
         if self.canaries is not None:
@@ -241,6 +233,7 @@ class FineTuning:
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
             about: dict[str, str] = file.metadata() or {}
         if self.ledger is not None:
+            self.ledger.check_resumable(f"{path}: remove the folder to start over. ")
             if "ledger" not in about:
                 raise InputError(f"{path} has no ledger, so earlier releases are unknown; remove it to start over")
             self.ledger.load_state_dict(json.loads(about["ledger"]))

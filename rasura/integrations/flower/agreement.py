@@ -125,6 +125,9 @@ def agree(
         raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
     if any(p.mechanism.name == "sign" for p in parse_defense(defense)):
         raise InputError("sign drops the size of an update, so every weight would move by 1; leave it out of the defense")
+    if any(name == "dp-ftrl" for name, _ in parts(defense)):
+        raise InputError("dp-ftrl correlates the noise of all steps of a training, and a message is one of them by itself; "
+            "protect the client's own training by rasura.protect_training, or use dp-sgd here")  # fmt: skip
     wanted = [value for name, value in parts(defense) if name == "sealing"]
     if len(wanted) > 1:
         raise InputError(f"defense {defense!r} seals twice; remove one of the parts")

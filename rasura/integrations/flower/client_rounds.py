@@ -49,6 +49,7 @@ def next_round(path: str | Path, ledger: Ledger, canaries: GradientCanaries | No
     """
     if ledger.formal is None:
         raise InputError(f"a client's rounds are counted by a guarantee, and there is none: {ledger.why}")
+    ledger.check_resumable()  # a later round would be such a training
     place = Path(path).resolve()
     running = _entered(place)
     try:

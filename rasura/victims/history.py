@@ -1,0 +1,40 @@
+"""The state of a training that is kept from epoch to epoch, and what may join its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rasura.accounting import Draw
+from rasura.core.interfaces import Defense
+from rasura.victims.recipe import Recipe
+
+
+class Canaries(Protocol):
+    """Gradients that join the aggregation of each step, and measure what it hides (``rasura.GradientCanaries``)."""
+
+    def joined(
+        self, defense: Defense, draw: Draw, trained: Mapping[str, Sequence[int]]
+    ) -> tuple[Defense, Callable[[], None]]:
+        """The defense of one step with the canaries, and what to call when its release was counted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is known of them, as plain values."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on from such values."""
+
+
+@dataclass
+class History:
+    """The state of a training run: training losses and the figures on the held-out texts, by epoch."""
+
+    epoch: int = 0
+    best: float | None = None
+    best_epoch: int = 0
+    epochs: list[dict[str, float]] | None = None
+
+    def finished(self, recipe: Recipe) -> bool:
+        """Whether all epochs are done or the patience is used up."""
+        return self.epoch >= recipe.epochs or self.epoch - self.best_epoch >= recipe.patience
