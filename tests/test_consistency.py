@@ -128,6 +128,14 @@ def test_two_lists_of_survivors_open_no_update(count: int, colluding: set[int], 
     assert found is not None and np.array_equal(found, update(0))
 
 
+def test_with_more_colluding_clients_than_are_assumed_two_lists_open_an_update() -> None:
+    """Half of eight clients sign both lists. With three, which is more than a third already, they are one too few."""
+    found = two_lists(side_of(8), 0, {4, 5, 6, 7}, {1, 2})
+    assert found is not None and np.array_equal(found, update(0))
+    for told_gone in ({1}, {1, 2}, {1, 2, 3}, {1, 2, 3, 4}):
+        assert two_lists(side_of(8), 0, {5, 6, 7}, told_gone) is None
+
+
 @pytest.mark.parametrize("count", range(3, 10))
 def test_whatever_two_lists_are_told_at_most_one_is_answered(count: int) -> None:
     colluding = set(range(count - counts(count, THIRDS)[0], count))
