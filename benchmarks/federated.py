@@ -90,8 +90,8 @@ def federation(
     """A SuperLink with ``clients`` nodes, simulated or as SuperNodes, known to ``flwr run`` as ``bench``.
 
     ``kill_at``: for the last SuperNode, the one before it and so on, at which message of the run it is killed with all that
-    it started: under secure aggregation 1 (keys), 2 (shares), 3 (update) or 4 (opening). ``absent``: SuperNodes never
-    started.
+    it started: under secure aggregation 1 (keys), 2 (shares), 3 (update), 4 (signatures) or 5 (opening). ``absent``:
+    SuperNodes never started.
     """
     home.mkdir(parents=True, exist_ok=True)
     port = free_port()

@@ -3,11 +3,13 @@
 python benchmarks/secure_aggregation.py costs
 python benchmarks/secure_aggregation.py growth --clients 10,30,100,300,1000
 python benchmarks/secure_aggregation.py growth --clients 100,300,1000 --bear 1/10
+python benchmarks/secure_aggregation.py lists --clients 8,1000
 python benchmarks/secure_aggregation.py noise
 
 ``costs``: the gradient of MiniLM, 22.7 million values, as the update of each of eight clients. Equal updates are the
 worst case for the error, since all clients round alike. ``growth``: vectors of ``--values`` numbers, a twentieth of the
 clients gone before they send their update; ``--bear`` is the fraction of clients that may collude, and that may be gone.
+``lists``: what it costs beside the rest of a round with identities that all clients check the list of survivors.
 ``noise``: the sum of four clients' noise beside the central law; and what telling an update of the largest norm from zeros
 shows of epsilon, beside what the ledger states.
 """
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 from scipy.stats import beta, kstest
 
 from rasura.accounting.distributed import SumLedger
+from rasura.core.ciphers import SIGNATURE, SigningKey
 from rasura.data.text import Example, encode
 from rasura.defenses.homomorphic import Sealed, added, opened_sum, seal
 from rasura.defenses.homomorphic_keys import Context, make_keys
@@ -37,7 +40,7 @@ from rasura.defenses.sealing import agreed_scales, flattened
 from rasura.defenses.secure_aggregation.client import Client
 from rasura.defenses.secure_aggregation.encoding import Blocks, Encoding, decoded, encoded
 from rasura.defenses.secure_aggregation.graph import Bounds, plan
-from rasura.defenses.secure_aggregation.messages import Setting
+from rasura.defenses.secure_aggregation.messages import HEAD, Setting
 from rasura.defenses.secure_aggregation.noise import NORM, clipped, discrete_gaussian, sigma_of
 from rasura.defenses.secure_aggregation.server import Opened, Server
 from rasura.victims.loading import load
@@ -206,6 +209,56 @@ def growth(counts: list[int], values: int, bear: Fraction) -> None:
         print(f"| {seconds['client'] / count:.3f} | {server:.1f} | {server / count:.3f} |", flush=True)
 
 
+def lists(counts: list[int], values: int) -> None:
+    """What clients and the server send and take more where all check the list of survivors, for one client.
+
+    Bytes: the signature with the masked update, the whole stage of signatures, and what opens the sum less the plain list.
+    Seconds of a client: that stage and the checks of the last one, by clients that are restored from their state as in
+    Flower, so that they read the list of keys once more. Ten clients are timed in this way, and none is gone. Seconds of the
+    server: without its check of the one signature that comes with each masked update.
+    """
+    print("| clients | signatures needed | bytes up | bytes down | client CPU s | wall s | server CPU s a client |")
+    print("|---" * 7 + "|", flush=True)
+    for count in counts:
+        identities = [SigningKey(os.urandom(32)) for _ in range(count)]
+        setting = Setting(os.urandom(16), 1, bytes(32), values, 16, identities=tuple(sorted(k.public for k in identities)))
+        people = {k: Client(setting, identity) for k, identity in enumerate(identities)}
+        server: Server[int] = Server(setting)
+        for k, client in people.items():
+            server.keys(k, client.keys())
+        for k, told in server.roster().items():
+            server.shares(k, people[k].shares(told))
+        for k, told in server.inboxes().items():
+            server.masked(k, people[k].masked(told, np.full(values, 7, np.int32)))
+        print(f"| {count} | {server.round.quorum} | " + " | ".join(checked(server, people, identities)) + " |", flush=True)
+        assert set(server.opened().sums) == {7 * count}
+
+
+def checked(server: Server[int], people: dict[int, Client], identities: list[SigningKey]) -> list[str]:
+    """The columns of one round, from its masked updates on."""
+    count, setting, clock = len(people), server.setting, Clock()
+    plain = HEAD + -(-count // 8)
+    survivors = clock("server", server.survivors)
+    up, down, wall = SIGNATURE * count, sum(len(told) - plain for told in survivors.values()), 0.0
+    for k, told in survivors.items():
+        begun = time.perf_counter()
+        if k < 10:
+            people[k] = clock("client", partial(Client.restored, setting, people[k].state(), identities[k]))
+        data = clock("client" if k < 10 else "others", partial(people[k].signed, told))
+        wall += time.perf_counter() - begun if k < 10 else 0.0
+        up, down = up + len(data), down + plain
+        clock("server", partial(server.signed, k, data))
+    for k, told in clock("server", server.confirmed).items():
+        begun = time.perf_counter()
+        clock("client" if k < 10 else "others", partial(people[k]._agreed, told))
+        wall += time.perf_counter() - begun if k < 10 else 0.0
+        down += len(told) - plain
+        server.revealed(k, people[k].revealed(told))
+    seconds, timed = clock.seconds, min(10, count)
+    columns = [f"{up / count:,.0f}", f"{down / count:,.0f}", f"{seconds['client'] / timed:.4f}", f"{wall / timed:.4f}"]
+    return [*columns, f"{seconds['server'] / count:.4f}"]
+
+
 def noise(draws: int, delta: float = 1e-5) -> None:
     """The distance of two distribution functions, and a lower bound of epsilon with 95 % confidence, for one round."""
     clients, half = 4, (1 << 23) - 1
@@ -237,7 +290,7 @@ def noise(draws: int, delta: float = 1e-5) -> None:
 def main() -> None:
     """Run one of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("costs", "growth", "noise"))
+    parser.add_argument("what", choices=("costs", "growth", "lists", "noise"))
     parser.add_argument("--clients", default="8")
     parser.add_argument("--values", type=int, default=1000)
     parser.add_argument("--bear", type=Fraction, default=Fraction(1, 3))
@@ -245,6 +298,8 @@ def main() -> None:
     counts = [int(k) for k in told.clients.split(",")]
     if told.what == "noise":
         noise(200_000)
+    elif told.what == "lists":
+        lists(counts, told.values)
     elif told.what == "costs":
         costs(counts[0])
     else:

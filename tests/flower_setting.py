@@ -43,6 +43,35 @@ def message_round(messages: Iterable[Any]) -> int:
     return max((m.content["config"]["server-round"] for m in messages), default=0)
 
 
+def of_stage(message: Any) -> str:
+    told = message.content.get("rasura", {})
+    return str(told["stage"]) if "stage" in told else ""
+
+
+class StagedGrid(LocalGrid):
+    """A grid whose clients vanish for good at a stage: ``lost`` maps a round and a stage to clients. ``change`` tampers with
+    what the server sends."""
+
+    lost: dict[tuple[int, str], set[int]]
+    change: Callable[[int, Any], None] = staticmethod(lambda node, message: None)
+
+    def send_and_receive(self, messages: Any, *, timeout: float | None = None) -> Any:
+        kept = []
+        for message in messages:
+            node, number = message.metadata.dst_node_id, message.content["config"]["server-round"]
+            self.nodes = [n for n in self.nodes if n not in self.lost.get((number, of_stage(message)), set())]
+            if node in self.nodes:
+                self.change(node, message)
+                kept.append(message)
+        return super().send_and_receive(kept, timeout=timeout)
+
+
+def grid_of(count: int, app: Any, lost: dict[tuple[int, str], set[int]] | None = None) -> StagedGrid:
+    grid = StagedGrid(range(count), app)
+    grid.lost = lost or {}
+    return grid
+
+
 def app_of(
     agreement: Agreement | None,
     change: Callable[[int, int, Any], Any] | None = None,

@@ -64,7 +64,7 @@ class Side:
                 self.refused.append((name, k, str(error)))
 
     def run(self) -> Opened:
-        """All four stages; the sum."""
+        """All stages; the sum."""
         clients = self.clients
         self._stage("keys", {k: c.keys for k, c in clients.items()})
         roster = self.server.roster()
@@ -73,6 +73,10 @@ class Side:
         of = {k: self.updates.get(k, update(k, self.setting.values)) for k in inbox}
         self._stage("masked", {k: lambda k=k: clients[k].masked(inbox[k], of[k]) for k in inbox})  # type: ignore[misc]
         survivors = self.server.survivors()
+        if self.setting.identities:
+            told = survivors
+            self._stage("signed", {k: lambda k=k: clients[k].signed(told[k]) for k in told})  # type: ignore[misc]
+            survivors = self.server.confirmed()
         self._stage("revealed", {k: lambda k=k: clients[k].revealed(survivors[k]) for k in survivors})  # type: ignore[misc]
         return self.server.opened()
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_setting import LocalGrid, app_of, flower
-from rounds_setting import FIRST, model
+from flower_setting import LocalGrid, app_of, flower, grid_of, of_stage
+from rounds_setting import FIRST, averaged, largest, model
 from secure_sum_setting import Side, setting_of
 
 from rasura.core.ciphers import SIGNATURE, SigningKey, verified
@@ -150,6 +150,58 @@ def test_files_of_identities_are_private_and_read_strictly(tmp_path: Path) -> No
         (tmp_path / "wrong").write_text(wrong)
         with pytest.raises(InputError):
             read_identities(tmp_path / "wrong")
+
+
+def started(count: int, lost: dict[tuple[int, str], set[int]], change: Any = None, rounds: int = 1) -> tuple[Any, Any]:
+    """A run of ``count`` clients with identities; the strategy, and how to start it."""
+    from rasura.integrations.flower import agree, strategy
+
+    keys = [SigningKey(bytes([k + 1]) * 32) for k in range(count)]
+    agreed = agree("sealing:all/by=secagg", model(), identities=tuple(sorted(k.public for k in keys)))
+    apps = {k: app_of(agreed, identity=key) for k, key in enumerate(keys)}
+    made = strategy(agreed, first_scale=FIRST)
+    grid = grid_of(count, lambda node, message: apps[node](node, message), lost)
+    grid.change = change or grid.change
+    return made, lambda: made.start(grid=grid, num_rounds=rounds)
+
+
+@pytest.mark.usefixtures("flower")
+@pytest.mark.parametrize("stage", ["keys", "shares", "train", "signed", "revealed"])
+def test_rounds_with_identities_finish_with_two_of_eight_lost_at_any_stage(stage: str) -> None:
+    made, start = started(8, {(1, stage): {2, 5}}, rounds=2)
+    start()
+    left = [k for k in range(8) if k not in (2, 5)]
+    first = range(8) if stage in ("signed", "revealed") else left
+    expected = {n: w.float() for n, w in averaged(dict(made.agreement.start), first).items()}
+    step = FIRST / ((1 << 15) - 1) / 2
+    assert largest(dict(made.collector.clear), averaged(expected, left)) <= 2 * step + 1e-6
+    assert [f["counted"] for f in made.figures.values()] == [len(first), 6]
+
+
+@pytest.mark.usefixtures("flower")
+def test_a_flower_server_that_tells_two_lists_opens_nothing() -> None:
+    """Half of the clients are told that one more disappeared. None of them finds enough signatures under its own list."""
+    from flwr.app import ConfigRecord
+
+    from rasura.integrations.flower.collector import RoundFailed
+
+    answered: list[int] = []
+
+    def other_list(node: int, message: Any) -> None:
+        if of_stage(message) == "signed" and node >= 4:
+            told = dict(message.content["rasura"])
+            server = made.collector.secure.server
+            places = set(server._index.values()) - {server._index[0]}
+            near = [k for k in server._near[server._index[node]] if k in places]
+            signed = b"".join(server._masked_for[k] for k in near)
+            message.content["rasura"] = ConfigRecord({**told, "data": told["data"][:17] + wire.bitmap(places, 8) + signed})
+        if of_stage(message) == "revealed":
+            answered.append(node)
+
+    made, start = started(8, {}, other_list)
+    with pytest.raises(RoundFailed, match="4 clients signed the list of survivors; at least 6 of 8"):
+        start()
+    assert answered == [] and largest(dict(made.collector.clear), dict(made.agreement.start)) == 0
 
 
 @pytest.mark.usefixtures("flower")

@@ -51,7 +51,8 @@ class Way:
 UPDATE, NOTHING, SUM = "every update", "nothing", "the sum of all clients"
 ALONE, SHARED = "the server alone", "the server and any one client"
 THIRD = "the server and more than a third of the clients (6 of 8)"
-ALL_BUT, A_THIRD = "all but the least number that was set", "a third of the clients"
+ALL_BUT = "all but the least number that was set"
+A_THIRD = "a third of the clients; with identities, one fewer of 3, 6, 9 and so on"
 
 WAYS = (
     Way("plain", "none", Measured(4.000, 0.0, 2.1), UPDATE, ALONE, ALL_BUT),

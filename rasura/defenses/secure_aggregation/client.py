@@ -1,4 +1,4 @@
-"""The client's side of a round: four stages, each once and in this order. A refusal ends the round for this client."""
+"""The client's side of a round: its stages, each once and in this order. A refusal ends the round for this client."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from rasura.core.ciphers import KEY, PrivateKey, SigningKey, WrongKey, decrypted, derived, encrypted
+from rasura.core.ciphers import KEY, SIGNATURE, PrivateKey, SigningKey, WrongKey, decrypted, derived, encrypted
 from rasura.core.errors import InputError
 from rasura.defenses.secure_aggregation import messages as wire
+from rasura.defenses.secure_aggregation.consistency import all_signed, masked_text, survivors_text
 from rasura.defenses.secure_aggregation.encoding import CHECKS, packed
 from rasura.defenses.secure_aggregation.graph import neighbours
 from rasura.defenses.secure_aggregation.masks import add_masks
@@ -23,7 +24,7 @@ from rasura.defenses.secure_aggregation.shamir import SHARE, split
 NONCE = bytes(12)
 """Every key that encrypts shares encrypts one message only."""
 
-STAGES = ("invited", "keyed", "shared", "masked", "done", "ended")
+STAGES = ("invited", "keyed", "shared", "masked", "signed", "done", "ended")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,7 +42,7 @@ class _Known:
 
 class Client:
     """One client in one round. ``setting`` is its own view of what all agree on, never the server's word. ``identity`` signs
-    its keys, where the setting has identities; no later stage needs it.
+    its keys and the lists that it answers, where the setting has identities; every stage needs it then.
 
     Its secret lies in memory only, and is forgotten with the last stage and with every refusal. ``state`` and ``restored``
     move a client between processes: with that state and its message, one can read this client's update of this round.
@@ -52,23 +53,23 @@ class Client:
     def __init__(self, setting: Setting, identity: SigningKey | None = None) -> None:
         self.setting, self.stage, self._identity = setting, STAGES[0], identity
         self._secret = os.urandom(KEY)
-        self._roster = self._own_share = self._inbox = b""
+        self._roster = self._own_share = self._inbox = self._list = b""
 
     def state(self) -> dict[str, bytes]:
         """Everything but the setting, as bytes."""
         return {
             "stage": self.stage.encode(), "setting": self.setting.digest(), "secret": self._secret, "roster": self._roster,
-            "own_share": self._own_share, "inbox": self._inbox,
+            "own_share": self._own_share, "inbox": self._inbox, "list": self._list,
         }  # fmt: skip
 
     @classmethod
-    def restored(cls, setting: Setting, state: Mapping[str, bytes]) -> Client:
-        """The client of a ``state``. Raises ``Refused`` for a state of another setting."""
+    def restored(cls, setting: Setting, state: Mapping[str, bytes], identity: SigningKey | None = None) -> Client:
+        """The client of a ``state``, which holds no ``identity``. Raises ``Refused`` for a state of another setting."""
         if state.get("setting") != setting.digest():
             raise Refused("the kept state belongs to another round, model or setting")
-        made = cls(setting)
+        made = cls(setting, identity)
         made.stage, made._secret, made._roster = state["stage"].decode(), state["secret"], state["roster"]
-        made._own_share, made._inbox = state["own_share"], state["inbox"]
+        made._own_share, made._inbox, made._list = state["own_share"], state["inbox"], state["list"]
         return made
 
     def keys(self) -> bytes:
@@ -87,20 +88,30 @@ class Client:
         return self._step("keyed", "shared", self._shares, roster)
 
     def masked(self, inbox: bytes, steps: NDArray[np.int32]) -> bytes:
-        """Stage 3: the encoded update ``steps`` ``(values,)``, masked.
+        """Stage 3: the encoded update ``steps`` ``(values,)``, masked; with identities, signed for whom it was masked.
 
         Refused: an inbox with fewer readable shares than the threshold: the neighbours have another model or another list of
         clients, so that this client would stand alone.
         """
         return self._step("shared", "masked", self._masked, inbox, steps)
 
-    def revealed(self, survivors: bytes) -> bytes:
-        """Stage 4: the shares that open the sum of the ``survivors``: for each neighbour among them that of its own mask,
-        and for each that disappeared that of its key. One list says which, so a request cannot ask for both.
+    def signed(self, survivors: bytes) -> bytes:
+        """Stage 4, with identities alone: a signature under the list of the ``survivors``. The client never answers another.
 
-        Refused: a sum of fewer clients than the setting demands, of clients who did not send shares, or without this client.
+        Refused: what ``revealed`` refuses, and a neighbour on the list whose update was masked for other clients than those
+        that this client knows of.
         """
-        return self._step("masked", "done", self._revealed, survivors)
+        return self._step("masked", "signed", self._signed, survivors)
+
+    def revealed(self, survivors: bytes) -> bytes:
+        """The last stage: the shares that open the sum of the ``survivors``: for each neighbour among them that of its own
+        mask, and for each that disappeared that of its key. One list says which, so a request cannot ask for both. With
+        identities, the message holds the signatures under the list that this client signed (``consistency``).
+
+        Refused: a sum of fewer clients than the setting demands, of clients who did not send shares, or without this client;
+        with identities, a list that too few have signed.
+        """
+        return self._step("signed" if self.setting.identities else "masked", "done", self._revealed, survivors)
 
     @property
     def round(self) -> Round:
@@ -122,7 +133,7 @@ class Client:
         return found
 
     def _forget(self) -> None:
-        self._secret = self._roster = self._own_share = self._inbox = b""
+        self._secret = self._roster = self._own_share = self._inbox = self._list = b""
         for kept in ("_known", "_mask_key", "_box", "_agreements", "_opened"):
             self.__dict__.pop(kept, None)
 
@@ -151,6 +162,8 @@ class Client:
         if own not in found.keys:
             raise Refused("the list of keys does not hold this client's own")
         index = found.keys.index(own)
+        if found.signers and (self._identity is None or found.signers[index] != self._identity.public):
+            raise Refused("the list of keys names somebody else for this client's own keys")
         return _Known(found, found.context(), index, neighbours(index, found.context(), found.plan))
 
     def _keys(self) -> bytes:
@@ -188,10 +201,7 @@ class Client:
     def _present(self) -> tuple[set[int], list[int], bytes]:
         """Who sent shares, which of them are neighbours, and their encrypted shares."""
         known, count = self._known, len(self._known.round.keys)
-        size = wire.bitmap_bytes(count)
-        if not isinstance(self._inbox, bytes) or len(self._inbox) < wire.HEAD + size:
-            raise Refused("its message is not an inbox of secure aggregation")
-        present = wire.members_of(self._inbox[wire.HEAD : wire.HEAD + size], count)
+        size, present = wire.bitmap_bytes(count), wire.leading(self._inbox, count)
         near = [k for k in known.neighbours if k in present]
         body = wire.body_of(self._inbox, wire.INBOX, self.setting.session, size + wire.SEALED * len(near))
         return present, near, body[size:]
@@ -232,17 +242,58 @@ class Client:
             shared = self._mask_key.agreed(known.round.keys[other][0])
             masks.append((wire.pair_key(shared, known.context), 1 if known.index < other else -1))
         add_masks(vector, masks)
-        return wire.headed(wire.MASKED, self.setting.session, packed(vector, encoding.modulus_bits))
+        signature = self._signature(masked_text(known.context, self._lists()[0]))
+        return wire.headed(wire.MASKED, self.setting.session, packed(vector, encoding.modulus_bits) + signature)
 
-    def _revealed(self, survivors: bytes) -> bytes:
-        known, count = self._known, len(self._known.round.keys)
-        body = wire.body_of(survivors, wire.SURVIVORS, self.setting.session, wire.bitmap_bytes(count))
-        stayed, (present, _, _) = wire.members_of(body, count), self._present()
-        if known.index not in stayed or not stayed <= present or len(stayed) < known.round.least:
+    def _signature(self, text: bytes) -> bytes:
+        return self._identity.signed(text) if self.setting.identities and self._identity is not None else b""
+
+    def _lists(self) -> tuple[bytes, bytes]:
+        """The bitmaps of who sent shares, and of the survivors that this client was told."""
+        return wire.bitmap(self._present()[0], len(self._known.round.keys)), self._list
+
+    def _check(self, stayed: set[int]) -> None:
+        least = self._known.round.least
+        if self._known.index not in stayed or not stayed <= self._present()[0] or len(stayed) < least:
             raise Refused(
-                f"the sum of {len(stayed)} clients should be opened; expected at least {known.round.least} of those who "
+                f"the sum of {len(stayed)} clients should be opened; expected at least {least} of those who "
                 "sent shares, and this client among them"
             )
+
+    def _signed(self, survivors: bytes) -> bytes:
+        if not self.setting.identities:
+            raise Refused("a list of survivors is signed with an identity, and this setting has none")
+        known, count = self._known, len(self._known.round.keys)
+        stayed, size = wire.leading(survivors, count), wire.bitmap_bytes(count)
+        self._check(stayed)
+        near = set(known.neighbours) & stayed
+        body = wire.body_of(survivors, wire.SURVIVORS, self.setting.session, size + SIGNATURE * len(near))
+        self._list = body[:size]
+        present, told = self._lists()
+        if not all_signed(masked_text(known.context, present), known.round.signers, near, body[size:]):
+            raise Refused("a neighbour masked its update for other clients than those that sent shares to this one")
+        text = survivors_text(known.context, present, told)
+        return wire.headed(wire.SIGNED, self.setting.session, self._signature(text))
+
+    def _agreed(self, confirmed: bytes) -> set[int]:
+        """The survivors on the list that this client signed, if enough others signed the same."""
+        shared, size = self._known.round, len(self._list)
+        signers, stayed = wire.leading(confirmed, len(shared.keys)), wire.members_of(self._list, len(shared.keys))
+        body = wire.body_of(confirmed, wire.CONFIRMED, self.setting.session, size + SIGNATURE * shared.quorum)
+        text = survivors_text(self._known.context, *self._lists())
+        enough = len(signers) == shared.quorum and signers <= stayed
+        if not enough or not all_signed(text, shared.signers, signers, body[size:]):
+            raise Refused(f"the list of survivors that this client signed is not signed by {shared.quorum} of those on it")
+        return stayed
+
+    def _revealed(self, told: bytes) -> bytes:
+        known, count = self._known, len(self._known.round.keys)
+        if self.setting.identities:
+            stayed = self._agreed(told)
+        else:
+            body = wire.body_of(told, wire.SURVIVORS, self.setting.session, wire.bitmap_bytes(count))
+            stayed = wire.members_of(body, count)
+            self._check(stayed)
         found = {k: b[:SHARE] if k in stayed else b[SHARE:] for k, b in self._opened.items()}
         entries = [k.to_bytes(4, "big") + share for k, share in sorted({**found, known.index: self._own_share}.items())]
         return wire.headed(wire.REVEALED, self.setting.session, b"".join(entries))

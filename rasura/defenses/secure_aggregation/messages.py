@@ -1,4 +1,4 @@
-"""What clients and the server agree on for a round, and the messages of its four stages as bytes of known length.
+"""What clients and the server agree on for a round, and the messages of its stages as bytes of known length.
 
 Every message begins with its stage and the session. How long it may be follows from what the receiver already knows, so a
 receiver compares lengths before it reads anything.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from rasura.core.ciphers import KEY, SIGNATURE, TAG, derived, verified
 from rasura.core.errors import InputError
+from rasura.defenses.secure_aggregation.consistency import quorum
 from rasura.defenses.secure_aggregation.encoding import Encoding
 from rasura.defenses.secure_aggregation.graph import MOST_CLIENTS, THIRDS, Bounds, Plan, counts, plan
 from rasura.defenses.secure_aggregation.shamir import SHARE
@@ -26,7 +28,7 @@ CHECK = 16
 SEALED = 2 * SHARE + TAG
 """Bytes of two shares, encrypted for one neighbour."""
 
-KEYS, ROSTER, SHARES, INBOX, MASKED, SURVIVORS, REVEALED = range(1, 8)
+KEYS, ROSTER, SHARES, INBOX, MASKED, SURVIVORS, REVEALED, SIGNED, CONFIRMED = range(1, 10)
 """What the first byte of a message says."""
 
 ENTRY = 4 + SHARE
@@ -45,7 +47,7 @@ class Setting:
     and of all else that they should agree on. ``values``, ``bits``: the encoding. ``bounds``: what the round must bear.
     ``least``: a sum of fewer clients is never opened. ``noise``: a description of the noise that each client adds.
     ``identities``: the public keys (Ed25519) of all who may take part, in ascending order; empty: any client may, and the
-    keys of a round could be the server's own.
+    keys of a round could be the server's own, and it is not checked that all are told the same lists.
     """
 
     session: bytes
@@ -73,6 +75,11 @@ class Setting:
         signature."""
         return 2 * KEY + (KEY + SIGNATURE if self.identities else 0)
 
+    @property
+    def signature(self) -> int:
+        """Bytes of a signature under a message: none without ``identities``."""
+        return SIGNATURE if self.identities else 0
+
     def digest(self) -> bytes:
         """32 bytes that differ where anything differs."""
         told = [
@@ -84,10 +91,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Round:
-    """What follows from a setting and the list of all clients' keys: the same for all, or nothing fits."""
+    """What follows from a setting and the list of all clients' keys: the same for all, or nothing fits. ``signers``: whose
+    identity signed each pair of keys, where there are any."""
 
     setting: Setting
     keys: tuple[tuple[bytes, bytes], ...]
+    signers: tuple[bytes, ...] = ()
 
     @property
     def plan(self) -> Plan:
@@ -97,7 +106,12 @@ class Round:
     @property
     def least(self) -> int:
         """How many clients must stay until the end."""
-        return max(self.plan.stay, self.setting.least)
+        return max(self.plan.stay, self.setting.least, self.quorum)
+
+    @property
+    def quorum(self) -> int:
+        """How many clients must sign the list of survivors; 0 without identities, where no list is signed."""
+        return quorum(len(self.keys), self.setting.bounds) if self.setting.identities else 0
 
     @property
     def noisy(self) -> int:
@@ -111,8 +125,10 @@ class Round:
 
     def context(self) -> bytes:
         """32 bytes that all keys of the round depend on: clients with another setting or another list cannot read each
-        other's shares, and their masks do not cancel out."""
-        return hashlib.sha256(self.setting.digest() + b"".join(a + b for a, b in self.keys)).digest()
+        other's shares, and their masks do not cancel out. It says whose keys they are, too: all who know it count the same
+        identities."""
+        pairs = b"".join(a + b for a, b in self.keys)
+        return hashlib.sha256(self.setting.digest() + pairs + b"".join(self.signers)).digest()
 
 
 def headed(stage: int, session: bytes, body: bytes) -> bytes:
@@ -163,9 +179,15 @@ def read_roster(data: object, setting: Setting) -> Round:
     keys = tuple(read_entry(entry, setting) for entry in entries)
     if list(keys) != sorted(keys) or len({k for pair in keys for k in pair}) != 2 * count:
         raise Refused("the list of keys is not in order, or it names a key twice")
-    if setting.identities and len({entry[2 * KEY : 3 * KEY] for entry in entries}) != count:
+    return Round(setting, keys, signers_of(entries, setting))
+
+
+def signers_of(entries: Sequence[bytes], setting: Setting) -> tuple[bytes, ...]:
+    """Whose identity signed each entry of the list of keys. Raises ``Refused`` for one that is named twice."""
+    signers = tuple(entry[2 * KEY : 3 * KEY] for entry in entries if setting.identities)
+    if len(set(signers)) != len(signers):
         raise Refused("the list of keys names an identity twice")
-    return Round(setting, keys)
+    return signers
 
 
 def bitmap(members: set[int], count: int) -> bytes:
@@ -181,6 +203,14 @@ def members_of(bits: bytes, count: int) -> set[int]:
     if len(flags) != 8 * -(-count // 8) or flags[count:].any():
         raise Refused("its list of clients is malformed")
     return {int(k) for k in np.flatnonzero(flags[:count])}
+
+
+def leading(data: object, count: int) -> set[int]:
+    """The members of the bitmap with which a message begins, whose length depends on them."""
+    size = bitmap_bytes(count)
+    if not isinstance(data, bytes) or len(data) < HEAD + size:
+        raise Refused("its message is too short, or none of secure aggregation")
+    return members_of(data[HEAD : HEAD + size], count)
 
 
 def bitmap_bytes(count: int) -> int:

@@ -1,4 +1,4 @@
-"""The server's side of a round: it takes what clients send in four stages, and opens the sum, or nothing.
+"""The server's side of a round: it takes what clients send by stages, and opens the sum, or nothing.
 
 What one client sends never ends a round: a message that is malformed, too long, late or sent twice raises ``Refused``, and
 changes nothing. A stage ends with ``RoundEnded`` where too few clients are left.
@@ -6,7 +6,7 @@ changes nothing. A stage ends with ``RoundEnded`` where too few clients are left
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rasura.core.ciphers import KEY, PrivateKey
 from rasura.core.errors import InputError
 from rasura.defenses.secure_aggregation import messages as wire
+from rasura.defenses.secure_aggregation.consistency import all_signed, masked_text, survivors_text
 from rasura.defenses.secure_aggregation.encoding import CHECKS, unpacked
 from rasura.defenses.secure_aggregation.graph import MOST_CLIENTS, neighbours
 from rasura.defenses.secure_aggregation.masks import add_masks
@@ -57,7 +58,8 @@ class Server(Generic[Who]):
     """The server of one round. ``Who``: how the caller names clients, such as Flower's node ids.
 
     ``keys``, ``shares``, ``masked`` and ``revealed`` take one client's message; ``roster``, ``inboxes``, ``survivors`` and
-    ``opened`` end a stage, and give what is sent to the clients next.
+    ``opened`` end a stage, and give what is sent to the clients next. With identities there is a stage more before the last:
+    ``signed`` takes a client's signature under the list of survivors, and ``confirmed`` ends it.
     """
 
     setting: Setting
@@ -68,6 +70,8 @@ class Server(Generic[Who]):
     _sent: dict[int, _Sent] = field(default_factory=dict)
     _near: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _stayed: set[int] = field(default_factory=set)
+    _masked_for: dict[int, bytes] = field(default_factory=dict)
+    _signatures: dict[int, bytes] = field(default_factory=dict)
     _shares: dict[int, dict[int, bytes]] = field(default_factory=dict)
     _answered: set[int] = field(default_factory=set)
 
@@ -95,7 +99,7 @@ class Server(Generic[Who]):
         keys = tuple(sorted(self._public.values()))
         if len(keys) < self.setting.least:
             raise RoundEnded(f"{len(keys)} clients sent keys; at least {self.setting.least} are needed")
-        self._round = Round(self.setting, keys)
+        self._round = Round(self.setting, keys, wire.signers_of(sorted(self._entries.values()), self.setting))
         try:
             _ = self._round.plan, self._round.encoding
         except InputError as error:
@@ -129,9 +133,7 @@ class Server(Generic[Who]):
         """End stage 2: for each client, who takes part, and its neighbours' shares."""
         self._at(wire.SHARES)
         self._enough(len(self._sent), "sent shares")
-        count = len(self._round.keys)
-        present = wire.bitmap(set(self._sent), count)
-        found = {}
+        present, found = self._bits(self._sent), {}
         for who, index in self._index.items():
             if index in self._sent:
                 boxes = [self._sent[k].boxes[index] for k in self._near[index] if k in self._sent]
@@ -143,19 +145,56 @@ class Server(Generic[Who]):
     def masked(self, who: Who, data: object) -> None:
         """Take a client's masked update, and add it to the sum."""
         index, encoding = self._index.get(who, -1), self._round.encoding
-        body = self._body(who, data, wire.MASKED, encoding.packed_bytes)
+        body = self._body(who, data, wire.MASKED, encoding.packed_bytes + self.setting.signature)
         if index not in self._sent or index in self._stayed:
             raise Refused("it did not send shares, or it has already sent its update")
+        body, signature = body[: encoding.packed_bytes], body[encoding.packed_bytes :]
+        if signature and not all_signed(
+            masked_text(self._context, self._bits(self._sent)), self._signers, [index], signature
+        ):
+            raise Refused("it did not sign for which clients it masked its update")
         self._total += unpacked(body, len(self._total), encoding.modulus_bits)
         self._stayed.add(index)
+        self._masked_for[index] = signature
 
     def survivors(self) -> dict[Who, bytes]:
-        """End stage 3: whose updates are in the sum."""
+        """End stage 3: whose updates are in the sum; with identities, what their neighbours signed with them."""
         self._at(wire.MASKED)
         self._enough(len(self._stayed), "sent an update")
+        self.stage = wire.SIGNED if self.setting.identities else wire.REVEALED
+        bits, found = self._bits(self._stayed), {}
+        for who, index in self._index.items():
+            if index in self._stayed:
+                near = b"".join(self._masked_for[k] for k in self._near[index] if k in self._stayed)
+                found[who] = wire.headed(wire.SURVIVORS, self.setting.session, bits + near)
+        return found
+
+    def signed(self, who: Who, data: object) -> None:
+        """Take a client's signature under the list of survivors."""
+        index, body = self._index.get(who, -1), self._body(who, data, wire.SIGNED, self.setting.signature)
+        if index not in self._stayed or index in self._signatures:
+            raise Refused("its update is not in the sum, or it has already signed the list of survivors")
+        text = survivors_text(self._context, self._bits(self._sent), self._bits(self._stayed))
+        if not all_signed(text, self._signers, [index], body):
+            raise Refused("its signature is not valid for the list of survivors")
+        self._signatures[index] = body
+
+    def confirmed(self) -> dict[Who, bytes]:
+        """End the stage of signatures: as many of them as each client demands, for those who signed."""
+        self._at(wire.SIGNED)
+        self._enough(len(self._signatures), "signed the list of survivors")
         self.stage = wire.REVEALED
-        message = wire.headed(wire.SURVIVORS, self.setting.session, wire.bitmap(self._stayed, len(self._round.keys)))
-        return {who: message for who, index in self._index.items() if index in self._stayed}
+        chosen = sorted(self._signatures)[: self._round.quorum]
+        body = self._bits(chosen) + b"".join(self._signatures[k] for k in chosen)
+        message = wire.headed(wire.CONFIRMED, self.setting.session, body)
+        return {who: message for who, index in self._index.items() if index in self._signatures}
+
+    def _bits(self, members: Iterable[int]) -> bytes:
+        return wire.bitmap(set(members), len(self._round.keys))
+
+    @property
+    def _signers(self) -> tuple[bytes, ...]:
+        return self._round.signers
 
     def revealed(self, who: Who, data: object) -> None:
         """Take the shares that a client reveals; one that differs from the share that was dealt is left out."""

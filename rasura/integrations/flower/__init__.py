@@ -99,7 +99,7 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
         ticket = Ticket(int(told["round"]), str(told["nonce"]), int(told["max-examples"]), first, told["aggregate"])
         received = as_tensors({n: a.numpy() for n, a in message.content[ARRAYS].items()})
         before = opened(client.agreement, received, ticket.aggregate)
-        masking = None if call is None else _masking(client.agreement, call, kept, ticket, before.weights)
+        masking = None if call is None else _masking(client, call, kept, ticket, before.weights)
         # Flower may give the same records to several clients.
         plain = app.RecordDict({k: v for k, v in message.content.items() if k not in (RECORD, ARRAYS)})
         plain[ARRAYS] = record(before.weights)
@@ -143,9 +143,9 @@ def _keep(context: Any, state: State | None) -> None:
         context.state[KEPT] = app.ConfigRecord(dict(state))
 
 
-def _masking(agreement: Agreement, call: Call, kept: State, ticket: Ticket, weights: Mapping[str, Tensor]) -> Masking:
+def _masking(client: ClientSetup, call: Call, kept: State, ticket: Ticket, weights: Mapping[str, Tensor]) -> Masking:
     """This client's part in the sum. Raises ``InputError`` for weights other than those that the clients agreed on."""
-    made = Masking(agreement, call, kept, ticket.first_scale, ticket.max_examples)
+    made = Masking(client.agreement, call, kept, ticket.first_scale, ticket.max_examples, client.identity)
     made.check(weights)
     return made
 
@@ -174,9 +174,8 @@ def strategy(
     fewer than three are refused without ``allow_few_clients``, since each of two clients can subtract itself from the sum. A
     client with ``max_examples`` texts or more has the weight 1; with 0 all clients weigh the same. ``first_scale`` is the
     largest change of an entry in one round, of all tensors or by name, from which the scales of sealed entries start: see
-    ``block_scales``. ``capture`` keeps what the server
-    sees. ``options`` are FedAvg's. Under secure aggregation a round has three more exchanges with the clients, each of which
-    ends at the latest with the ``timeout`` of ``start``.
+    ``block_scales``. ``capture`` keeps what the server sees. ``options`` are FedAvg's. Under secure aggregation a round has
+    three more exchanges with the clients, with identities four. Each ends at the latest with the ``timeout`` of ``start``.
 
     The strategy's ``figures`` hold, by round, the number of clients asked and counted, the bytes to each client and from all
     clients, the wall-clock seconds of waiting and the CPU seconds of adding. With noise in the sum, ``rho`` is that of all

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rasura.core.ciphers import SIGNATURE
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.values import Message, Stage
 from rasura.core.wire import Limits, mask_digest
@@ -76,7 +77,7 @@ class Agreement:
     def limits(self) -> Limits:
         """What a receiver takes of one message, by what such a message holds."""
         entries = sum(t.numel() for t in self.start.values())
-        most = HEAD + 4 * (self.count + CHECKS) if self.masked else LIMIT
+        most = HEAD + 4 * (self.count + CHECKS) + SIGNATURE if self.masked else LIMIT
         header = 4096 + 256 * (len(self.start) + self.ciphertexts)
         total = header + 9 * entries + (1 << 16) * (1 + len(self.start)) + self.ciphertexts * (4 + most)
         return Limits(total, header, entries, len(self.start), self.ciphertexts, most)

@@ -16,9 +16,9 @@ from rasura.core.interfaces import InputError
 LIMIT = 1 << 22
 
 UNKNOWN = (
-    "the keys of the clients are not authenticated: a server that breaks the protocol could put its own in their place; "
-    "name "
-    "a list of identities to rule that out (docs/secure-aggregation.md)"
+    "the keys of the clients are not authenticated, and it is not checked that all are told the same list of survivors. "
+    "A server that breaks the protocol could put its own keys in their place, or open an update by two lists. "
+    "Name a list of identities to rule that out (docs/secure-aggregation.md)"
 )
 """What is said in every run without a list of identities."""
 

@@ -25,9 +25,11 @@ PLACES = {
 BY = ("secagg", "bfv")
 
 IDENTITIES = """Secure aggregation makes new keys in every round, in memory. The server learns the sum of the updates
-(`docs/secure-aggregation.md` of Rasura says who can read what). A round bears a third of its clients gone.
+(`docs/secure-aggregation.md` of Rasura says who can read what). A round bears a third of its clients gone, and one fewer
+if there are three, six, nine and so on: of three clients, none may be gone before the sum is opened.
 
-Each client signs its keys with its identity, and refuses keys that no identity on the list has signed. `keys/` holds
+Each client signs its keys with its identity, and refuses keys that no identity on the list has signed. Clients sign which
+updates are in the sum, too, so that the server cannot tell them two lists. `keys/` holds
 identities for $clients clients, for a try on this machine: client K has `identity-K.secret`. On real machines each makes
 its own (`rasura keys FOLDER --scheme identity --clients 1`), and keeps the secret file. Collect the public lines in one
 file, and give it to all on a way that the server does not control. Each SuperNode then names both:

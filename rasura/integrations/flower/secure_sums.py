@@ -1,7 +1,8 @@
 """Secure aggregation in a federated round: what both sides do beside training. Plain values and bytes, without Flower.
 
-A round has four stages, of which the third is the training; each is one message to every client and one answer. What a
-client must keep between them lies in a mapping of bytes, for the caller to hold in memory.
+A round has four stages, of which the third is the training, and with identities one more before the last, in which clients
+sign the list of survivors. Each is one message to every client and one answer. What a client must keep between them lies
+in a mapping of bytes, for the caller to hold in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from rasura.defenses.secure_aggregation.server import RoundEnded, Server
 from rasura.integrations.flower.agreement import Agreement, weights_digest
 from rasura.integrations.flower.scales import Scale, each, exponents
 
-KEYS, SHARES, TRAIN, REVEALED = "keys", "shares", "train", "revealed"
+KEYS, SHARES, TRAIN, SIGNED, REVEALED = "keys", "shares", "train", "signed", "revealed"
 """The stages, as the server calls them."""
 
 State = Mapping[str, bytes]
@@ -89,29 +90,32 @@ def answered(
     if call.stage == KEYS:
         client = Client(setting, identity)
         return client.keys(), client.state()
-    client = _resumed(setting, state)
+    client = _resumed(setting, state, identity)
     if call.stage == SHARES:
         return client.shares(call.data), client.state()
+    if call.stage == SIGNED:
+        return client.signed(call.data), client.state()
     if call.stage == REVEALED:
         return client.revealed(call.data), client.state()
     raise InputError(f"unknown stage {call.stage!r} of secure aggregation")
 
 
-def _resumed(setting: Setting, state: State | None) -> Client:
+def _resumed(setting: Setting, state: State | None, identity: SigningKey | None) -> Client:
     if not state:
         raise InputError("this client took no part in the earlier stages of this round")
-    return Client.restored(setting, state)
+    return Client.restored(setting, state, identity)
 
 
 @dataclass
 class Masking:
-    """The training stage of one client. ``state`` is what to keep afterwards."""
+    """The training stage of one client. ``state`` is what to keep afterwards; ``identity`` signs, where there are any."""
 
     agreement: Agreement
     call: Call
     state: State | None
     first_scale: Scale
     max_examples: int
+    identity: SigningKey | None = field(default=None, repr=False)
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Refuse a model other than the one that this client and its neighbours agreed on, before it is trained."""
@@ -122,7 +126,7 @@ class Masking:
         """``message`` without the entries that are summed securely, which it carries masked. Values beyond the scale are
         cut, and counted in the header; then all are multiplied by the client's weight ``share``."""
         setting = setting_of(self.agreement, self.call.number, self.call.session, self.call.model)
-        client, masked = _resumed(setting, self.state), self.agreement.masked
+        client, masked = _resumed(setting, self.state, self.identity), self.agreement.masked
         values, _ = flattened(message.gradients, masked, dict.fromkeys(masked, 1.0))
         steps, beyond = self._steps(values, share, client.round)
         vector = client.masked(self.call.data, steps)
@@ -176,13 +180,17 @@ class SecureSums:
         self.server.masked(node, data)
 
     def opened(self, first_scale: Scale, shares: float) -> NDArray[np.float64]:
-        """Stage 4: the sum ``(entries,)`` of the updates that were taken, whose weights add up to ``shares``.
+        """The last stages: the sum ``(entries,)`` of the updates that were taken, whose weights add up to ``shares``.
 
         Raises ``RoundEnded`` if it cannot be opened, and where an entry is larger than honest clients can make it: the mean
         that is given out stays within the scale of its tensor, whatever some of the clients sent. Below that bound, the
         server cannot tell whose part is which.
         """
-        self._stage(REVEALED, self.server.survivors(), self.server.revealed)
+        survivors = self.server.survivors()
+        if self.agreement.identities:
+            self._stage(SIGNED, survivors, self.server.signed)
+            survivors = self.server.confirmed()
+        self._stage(REVEALED, survivors, self.server.revealed)
         shared, clients = self.server.round, len(self.server.counted)
         if self.agreement.noise:
             # Counted before it is opened: a sum that does not check was seen nevertheless.
