@@ -19,7 +19,7 @@ from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.cells import Cell
-from rasura.runs.estimate import FIRST, StepTime, cell_seconds, measured_step
+from rasura.runs.estimate import FIRST, Load, StepTime, cell_seconds, load_of, measured_step
 
 __all__ = ["model_folder"]
 
@@ -36,9 +36,11 @@ def seconds(
     *,
     texts: int = 1,
     causal: bool = False,
+    inputs: int = 0,
+    width: int | None = None,
 ) -> float:
     cell = Cell(attack, "fedsgd", "none", "honest-server", texts, 0, 0, "key")
-    return cell_seconds(cell, tokens, level, step, ATTACKS, known, causal=causal)
+    return cell_seconds(cell, Load(tokens, tokens, inputs, width), level, step, ATTACKS, known, causal=causal)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -69,6 +71,40 @@ def test_several_texts_of_a_classifier_cost_more_than_one_of_their_length() -> N
     assert seconds("span", 256, texts=16) > 10 * seconds("span", 256)
     assert seconds("span", 256, texts=16, causal=True) == seconds("span", 256)
     assert seconds("tag", 256, texts=16) == seconds("tag", 256)
+
+
+def test_texts_that_no_layer_can_tell_apart_are_not_searched_for() -> None:
+    """A sum of 64 clients' texts holds more tokens than MiniLM is wide: ``span`` ends early."""
+    apart, together = (seconds("span", tokens, texts=32, width=384) for tokens in (383, 385))
+    assert together < apart / 20
+    assert together == pytest.approx(seconds("span", 385), rel=0.01)
+    wider = seconds("span", 385, texts=32, width=768)
+    assert wider > apart and wider == seconds("span", 385, texts=32)
+
+
+def test_an_attack_that_block_0_tells_no_word_costs_as_much_as_on_a_short_text() -> None:
+    told, not_told = (seconds("span", 1200, texts=64, width=384, inputs=inputs) for inputs in (383, 400))
+    assert told > 5 * not_told and not_told < STEP(1200) + 1
+
+
+def test_what_reads_only_the_word_embedding_costs_the_same_for_any_batch() -> None:
+    beyond = [seconds("embedding-rows", tokens) - STEP(tokens) for tokens in (11, 1200)]
+    assert beyond[0] == pytest.approx(beyond[1])
+
+
+def test_a_portfolio_runs_to_its_end_where_texts_cannot_be_told_apart() -> None:
+    more = seconds("best", 385, texts=32, width=384) - seconds("best", 385)
+    assert more == pytest.approx(seconds("dlg", 385) - seconds("blind", 385), rel=0.1)
+
+
+def test_the_load_of_a_batch_leaves_padding_out(model_folder: Path) -> None:
+    plan = plan_for(model_folder, texts=TEXTS[:2], limit=2, defenses=("none",), batch_sizes=(2,))
+    audit = Audit(plan)
+    (batch,) = audit.batches["none", 2]
+    load = load_of(batch, audit.victim.model)
+    assert load.padded == batch.input_ids.numel() > load.tokens == sum(batch.lengths)
+    ids = {t for row in range(2) for t in batch.ids(row)}
+    assert load.inputs == len(ids) + max(batch.lengths) and load.width == audit.victim.model.config.hidden_size
 
 
 def test_a_calibration_counts_what_is_read_once_only_once(tmp_path: Path, model_folder: Path) -> None:
