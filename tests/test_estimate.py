@@ -82,9 +82,9 @@ def test_texts_that_no_layer_can_tell_apart_are_not_searched_for() -> None:
     assert wider > apart and wider == seconds("span", 385, texts=32)
 
 
-def test_an_attack_that_block_0_tells_no_word_costs_as_much_as_on_a_short_text() -> None:
-    told, not_told = (seconds("span", 1200, texts=64, width=384, inputs=inputs) for inputs in (383, 400))
-    assert told > 5 * not_told and not_told < STEP(1200) + 1
+def test_an_attack_that_block_0_tells_no_word_costs_what_the_width_allows_however_long_the_texts_are() -> None:
+    short, long = (seconds("span", n, texts=64, width=384, inputs=400) - STEP(n) for n in (600, 6000))
+    assert short == pytest.approx(long) and 60 < long < 600
 
 
 def test_what_reads_only_the_word_embedding_costs_the_same_for_any_batch() -> None:
@@ -124,6 +124,18 @@ def test_the_step_is_measured_on_the_shortest_and_the_longest_batch(model_folder
     found = measured_step(lambda batch: taken.append(int(batch.input_ids.numel())), batches)
     assert taken == [min(taken), min(taken), max(taken)] and max(taken) > 40
     assert found.start >= 0 and found.per_token >= 0
+
+
+def test_a_single_batch_is_measured_beside_the_beginning_of_one_of_its_texts(model_folder: Path) -> None:
+    """Else a short step would seem to take as long as that of the whole sum."""
+    plan = plan_for(
+        model_folder, texts=("the echo paid in Delta . " * 8,) * 4, limit=4, defenses=("none",), batch_sizes=(4,)
+    )
+    audit = Audit(plan)
+    taken: list[tuple[int, ...]] = []
+    measured_step(lambda batch: taken.append(tuple(batch.input_ids.shape)), audit.batches["none", 4])
+    assert taken[:2] == [(1, 11)] * 2 and taken[2][0] == 4 and taken[2][1] > 40
+    assert set(audit.estimate()) == {c.key for c in audit.cells}
 
 
 def test_only_cells_that_are_left_are_estimated(tmp_path: Path, model_folder: Path) -> None:

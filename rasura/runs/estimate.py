@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -78,14 +78,31 @@ class StepTime:
 
 
 def measured_step(take: Callable[[Batch], object], batches: Sequence[Batch]) -> StepTime:
-    """From two steps, on the batches with the fewest and the most tokens, after one to warm up. ``take`` takes a step."""
+    """From two steps, on the batches with the fewest and the most tokens, after one to warm up. ``take`` takes a step.
+
+    Where all batches have as many tokens, the first is the beginning of one text: a line needs two points.
+    """
     ordered = sorted(batches, key=_tokens)
     few, many = ordered[0], ordered[-1]
+    if _tokens(few) == _tokens(many):
+        few = _beginning(few)
     _seconds(take, few)
     fast, slow = _seconds(take, few), _seconds(take, many)
     more = _tokens(many) - _tokens(few)
     per_token = max(0.0, slow - fast) / more if more else 0.0
     return StepTime(max(0.0, fast - per_token * _tokens(few)), per_token)
+
+
+def _beginning(batch: Batch) -> Batch:
+    """At most ``REFERENCE_TOKENS`` of one text of ``batch``: that with the most."""
+    row = int(batch.attention_mask.sum(1).argmax())
+    one = slice(row, row + 1)
+    types, places = batch.token_type_ids, slice(REFERENCE_TOKENS)
+    return replace(
+        batch, input_ids=batch.input_ids[one, places], attention_mask=batch.attention_mask[one, places],
+        labels=batch.labels[one] if batch.labels.dim() == 1 else batch.labels[one, places],
+        token_type_ids=None if types is None else types[one, places], texts=batch.texts[one], seen=batch.seen[one],
+    )  # fmt: skip
 
 
 def _tokens(batch: Batch) -> int:
@@ -119,8 +136,11 @@ def cell_seconds(
 
     def cost(spec: AttackSpec) -> float:
         usual = spec.seconds * spec.work[level] / REFERENCE_SECONDS
-        if spec.embedding or (spec.pairs and several and not load.told):
+        if spec.embedding:
             return float(usual * short)
+        if spec.pairs and several and load.width is not None and not load.told:
+            # It gives up within seconds, or searches for minutes as if dropout were on. Both were seen.
+            return float(usual * short * max(1.0, cell.batch_size * load.width / spec.pairs))
         more = max(1.0, pairs / spec.pairs) if spec.pairs else 1.0
         return float(usual * own * (load.tokens / REFERENCE_TOKENS) ** spec.growth * more)
 
