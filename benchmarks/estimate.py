@@ -1,9 +1,11 @@
 """How close the estimate of an audit comes to its truth: twelve runs that differ in model, length of texts and attacks.
 
     python benchmarks/estimate.py DATA/ag_news.validation.parquet --models MODELS
+    python benchmarks/estimate.py DATA/ag_news.validation.parquet --sums
 
 Both are CPU seconds of one process on one thread; each run has a process of its own. ``MODELS`` holds the folders
 distilbert, mpnet and smollm2; runs of a folder that is missing are left out. A last line does the same for a calibration.
+``--sums``: of sums of clients' gradients instead.
 """
 
 from __future__ import annotations
@@ -59,6 +61,11 @@ RUNS = (
     Run("smollm2", 20, ("span",), ("none",), task="causal"),
 )
 
+SUMS = tuple(
+    Run("minilm", 12, ("embedding-rows", "span"), ("none",), limit=k, batch_size=k) for k in (1, 2, 4, 8, 16, 32, 64)
+)
+"""Sums of the gradients of so many clients, as ``rasura audit --clients`` runs them, one text each."""
+
 
 def measured(run: Run, texts: list[str], models: Path) -> tuple[float, float]:
     """CPU seconds: estimated and true."""
@@ -93,15 +100,16 @@ def calibrated(texts: list[str]) -> tuple[float, float]:
     return told, true
 
 
-def row(number: int, data: str, models: Path) -> tuple[dict[str, Any], float]:
-    """The row of run ``number``, from 1 on (13: the calibration), and estimate over truth."""
+def row(number: int, data: str, models: Path, runs: tuple[Run, ...]) -> tuple[dict[str, Any], float]:
+    """The row of the one of ``runs`` with this ``number``, from 1 on (the one after the last: the calibration), and estimate
+    over truth."""
     torch.set_num_threads(1)
     texts = [e.text for e in load_examples(data) if len(e.text.split()) >= 40]
-    if number > len(RUNS):
+    if number > len(runs):
         told, true = calibrated(texts)
         about: dict[str, Any] = {"run": "calibrate"}
     else:
-        run = RUNS[number - 1]
+        run = runs[number - 1]
         some = (
             [" ".join(texts[:8])] if run.words > 40 and run.limit == 1 else [f"{a} {b}" for a, b in zip(texts, texts[20:])]
         )
@@ -117,17 +125,19 @@ def main() -> None:
     parser.add_argument("data")
     parser.add_argument("--models", type=Path, default=Path("models"))
     parser.add_argument("--only", type=int, default=0, help="run this number alone, from 1 on; 13: the calibration")
+    parser.add_argument("--sums", action="store_true", help="of sums of clients' gradients instead, without a calibration")
     given = parser.parse_args()
     near = []
-    for number in range(1, len(RUNS) + 2):
-        model = RUNS[number - 1].model if number <= len(RUNS) else "minilm"
+    runs = SUMS if given.sums else RUNS
+    for number in range(1, len(runs) + 2 - given.sums):
+        model = runs[number - 1].model if number <= len(runs) else "minilm"
         missing = model != "minilm" and not (given.models / model).is_dir()
         if missing or given.only not in (0, number):
             continue
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            told, ratio = process.submit(row, number, given.data, given.models).result()
+            told, ratio = process.submit(row, number, given.data, given.models, runs).result()
         print(json.dumps(told), flush=True)
-        if number <= len(RUNS):
+        if number <= len(runs):
             near.append(0.5 <= ratio <= 2)
     print(f"within a factor of 2: {sum(near)} of {len(near)}")
 

@@ -19,7 +19,7 @@ from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.cells import Cell
-from rasura.runs.estimate import FIRST, StepTime, cell_seconds, measured_step
+from rasura.runs.estimate import FIRST, Load, StepTime, cell_seconds, load_of, measured_step
 
 __all__ = ["model_folder"]
 
@@ -36,9 +36,11 @@ def seconds(
     *,
     texts: int = 1,
     causal: bool = False,
+    inputs: int = 0,
+    width: int | None = None,
 ) -> float:
     cell = Cell(attack, "fedsgd", "none", "honest-server", texts, 0, 0, "key")
-    return cell_seconds(cell, tokens, level, step, ATTACKS, known, causal=causal)
+    return cell_seconds(cell, Load(tokens, tokens, inputs, width), level, step, ATTACKS, known, causal=causal)
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -71,6 +73,40 @@ def test_several_texts_of_a_classifier_cost_more_than_one_of_their_length() -> N
     assert seconds("tag", 256, texts=16) == seconds("tag", 256)
 
 
+def test_texts_that_no_layer_can_tell_apart_are_not_searched_for() -> None:
+    """A sum of 64 clients' texts holds more tokens than MiniLM is wide: ``span`` ends early."""
+    apart, together = (seconds("span", tokens, texts=32, width=384) for tokens in (383, 385))
+    assert together < apart / 20
+    assert together == pytest.approx(seconds("span", 385), rel=0.01)
+    wider = seconds("span", 385, texts=32, width=768)
+    assert wider > apart and wider == seconds("span", 385, texts=32)
+
+
+def test_an_attack_that_block_0_tells_no_word_costs_what_the_width_allows_however_long_the_texts_are() -> None:
+    short, long = (seconds("span", n, texts=64, width=384, inputs=400) - STEP(n) for n in (600, 6000))
+    assert short == pytest.approx(long) and 60 < long < 600
+
+
+def test_what_reads_only_the_word_embedding_costs_the_same_for_any_batch() -> None:
+    beyond = [seconds("embedding-rows", tokens) - STEP(tokens) for tokens in (11, 1200)]
+    assert beyond[0] == pytest.approx(beyond[1])
+
+
+def test_a_portfolio_runs_to_its_end_where_texts_cannot_be_told_apart() -> None:
+    more = seconds("best", 385, texts=32, width=384) - seconds("best", 385)
+    assert more == pytest.approx(seconds("dlg", 385) - seconds("blind", 385), rel=0.1)
+
+
+def test_the_load_of_a_batch_leaves_padding_out(model_folder: Path) -> None:
+    plan = plan_for(model_folder, texts=TEXTS[:2], limit=2, defenses=("none",), batch_sizes=(2,))
+    audit = Audit(plan)
+    (batch,) = audit.batches["none", 2]
+    load = load_of(batch, audit.victim.model)
+    assert load.padded == batch.input_ids.numel() > load.tokens == sum(batch.lengths)
+    ids = {t for row in range(2) for t in batch.ids(row)}
+    assert load.inputs == len(ids) + max(batch.lengths) and load.width == audit.victim.model.config.hidden_size
+
+
 def test_a_calibration_counts_what_is_read_once_only_once(tmp_path: Path, model_folder: Path) -> None:
     plan = plan_for(model_folder, attacks=("blind", "span"), defenses=("dropout", "gaussian"))
     prepared = Calibration(CalibrationPlan(plan, at_most=0.5, steps=1), tmp_path)
@@ -88,6 +124,18 @@ def test_the_step_is_measured_on_the_shortest_and_the_longest_batch(model_folder
     found = measured_step(lambda batch: taken.append(int(batch.input_ids.numel())), batches)
     assert taken == [min(taken), min(taken), max(taken)] and max(taken) > 40
     assert found.start >= 0 and found.per_token >= 0
+
+
+def test_a_single_batch_is_measured_beside_the_beginning_of_one_of_its_texts(model_folder: Path) -> None:
+    """Else a short step would seem to take as long as that of the whole sum."""
+    plan = plan_for(
+        model_folder, texts=("the echo paid in Delta . " * 8,) * 4, limit=4, defenses=("none",), batch_sizes=(4,)
+    )
+    audit = Audit(plan)
+    taken: list[tuple[int, ...]] = []
+    measured_step(lambda batch: taken.append(tuple(batch.input_ids.shape)), audit.batches["none", 4])
+    assert taken[:2] == [(1, 11)] * 2 and taken[2][0] == 4 and taken[2][1] > 40
+    assert set(audit.estimate()) == {c.key for c in audit.cells}
 
 
 def test_only_cells_that_are_left_are_estimated(tmp_path: Path, model_folder: Path) -> None:

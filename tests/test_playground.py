@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,10 +16,12 @@ import pytest
 from audit_setting import TEXTS, model_folder
 from browser_setting import Driven
 
+from rasura.attacks.shared.verify import prove
+from rasura.attacks.updates.span import attack
 from rasura.core.errors import InputError
 from rasura.report.template import filled
 from rasura.runs.playground import ADVERSARIES, FIRST, PROTECTIONS, Playground, Question
-from rasura.server.loopback import Loopback
+from rasura.server.loopback import Answers, Loopback
 
 __all__ = ["model_folder"]
 
@@ -30,11 +32,11 @@ def known(model_folder: Path) -> Playground:
 
 
 @contextmanager
-def served(known: Playground) -> Iterator[Loopback]:
+def served(known: Playground, answers: Answers | None = None) -> Iterator[Loopback]:
     page = filled(
         "playground.html", models=known.names, protections=PROTECTIONS, adversaries=ADVERSARIES, first=TEXTS[0], texts=TEXTS
     )
-    with Loopback(page, known.answers) as made:
+    with Loopback(page, answers or known.answers) as made:
         thread = Thread(target=made.serve_forever, daemon=True)
         thread.start()
         yield made
@@ -50,11 +52,25 @@ def server(known: Playground) -> Iterator[Loopback]:
 
 def test_a_text_is_read_back_and_guessing_stands_beside_it(known: Playground) -> None:
     (model,) = known.victims
-    command, update, blind, rows, span = known.answers({"model": model, "text": TEXTS[0], "attack": "span"})
+    command, *told = known.answers({"model": model, "text": TEXTS[0], "attack": "span"})
+    (update,) = [one for one in told if one["kind"] == "update"]
+    blind, rows, span = [one for one in told if one["kind"] == "attack"]
     assert command["command"].startswith("rasura audit --text ") and TEXTS[0] in command["command"]
     assert update["bytes"] > 0 and (blind["attack"], rows["attack"]) == ("blind", "embedding-rows")
     assert span["status"] == "ok" and span["recall"] == 1.0 and blind["recall"] < span["recall"]
     assert all(hit for _, hit, _ in span["words"])
+
+
+def test_words_are_told_one_by_one_and_more_of_them_each_time(known: Playground) -> None:
+    (model,) = known.victims
+    told = list(known.answers({"model": model, "text": TEXTS[0], "attack": "span"}))
+    kinds = [(one["kind"], one["attack"]) for one in told if one["kind"] != "command" and one["kind"] != "update"]
+    parts = [attack for kind, attack in kinds if kind == "began"]
+    assert parts == ["blind", "embedding-rows", "span"] and ("reading", "blind") not in kinds
+    begins = kinds.index(("began", "span"))
+    assert kinds[begins + 1 : -1] == [("reading", "span")] * (len(kinds) - begins - 2) and kinds[-1] == ("attack", "span")
+    hits = [sum(hit for _, hit, _ in one["words"]) for one in told if one["kind"] == "reading" and one["attack"] == "span"]
+    assert hits == sorted(hits) and len(set(hits)) > 4 and hits[-1] == len(TEXTS[0].split())
 
 
 def test_the_command_is_one_that_the_command_line_takes() -> None:
@@ -70,8 +86,14 @@ def test_the_command_is_one_that_the_command_line_takes() -> None:
     commands: Any = typer.main.get_command(app)
     took = commands.commands[words[1]].make_context(words[1], words[2:]).params
     assert took["text"][0] == "it's Lena's" and len(took["text"]) == 2 and took["defense"] == "gaussian:0.01"
-    assert (took["update"], took["batch_size"]) == ("lora:8", "2")
+    assert (took["update"], took["batch_size"], took["truncate"]) == ("lora:8", "2", True)
     asked.plan("classification").checked()
+
+
+def test_a_batch_that_adapters_do_not_tell_apart_is_not_blamed_on_the_width(known: Playground) -> None:
+    (model,) = known.victims
+    *_, span = known.answers({"model": model, "text": TEXTS[0], "attack": "span", "rank": 4, "batch": 4})
+    assert span["status"] == "failed" and "more tokens than adapters of rank 4 show" in span["reason"], span
 
 
 @pytest.mark.parametrize(
@@ -103,15 +125,16 @@ def test_only_its_own_page_is_answered(server: Loopback) -> None:
 
 
 def in_browser(server: Loopback, text: str, folder: Path) -> tuple[str, str, list[Any]]:
-    """The state and the command in the end; of each attack its name, after how many seconds it was shown, what is shown, and
-    how many words of the text came back."""
+    """The state and the command in the end; of each attack its name, after how many seconds its first and last words were
+    shown, what is shown, and how many words of the text came back."""
     page = Driven(f"{server.url}/?{urlencode({'text': text})}", folder)
     try:
         page.until("document.getElementById('text') && document.getElementById('text').value")
         page.value("document.getElementById('go').click()")
         page.until("/Done in|Not answered/.test(document.getElementById('state').textContent)")
         state, command = (page.value(f"document.getElementById('{name}').textContent") for name in ("state", "command"))
-        shown = "[l.dataset.attack, l.dataset.after, l.innerText, l.querySelectorAll('.hit').length]"
+        seconds = "`${l.dataset.first || l.dataset.after} to ${l.dataset.after}`"
+        shown = f"[l.dataset.attack, {seconds}, l.innerText, l.querySelectorAll('.hit').length]"
         return state, command, page.value(f"[...document.querySelectorAll('.leaf')].map(l => {shown})")
     finally:
         page.close()
@@ -122,7 +145,48 @@ def test_a_browser_shows_what_came_back(server: Loopback, tmp_path: Path) -> Non
     assert re.fullmatch(r"The update has [\d.]+ kB\. Done in [\d.]+ s\.", state), state
     assert command.startswith("rasura audit --text ") and TEXTS[0] in command
     assert [name for name, *_ in leaves] == ["blind", "embedding-rows", "span"]
-    assert "100 % of the words" in leaves[2][2] and leaves[2][3] == len(TEXTS[0].split())
+    assert "100 % of the tokens" in leaves[2][2] and leaves[2][3] == len(TEXTS[0].split())
+
+
+def test_a_browser_shows_tokens_before_the_attack_ends(
+    server: Loopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attack is held before its last part, the proof."""
+    go_on = Event()
+
+    def held(*arguments: Any) -> Any:
+        assert go_on.wait(120)
+        return prove(*arguments)
+
+    monkeypatch.setattr(attack, "prove", held)
+    page = Driven(f"{server.url}/?{urlencode({'text': TEXTS[0], 'ask': 1})}", tmp_path)
+    span = "document.querySelector('.leaf[data-attack=span]')"
+    try:
+        page.until(f"{span} && {span}.querySelectorAll('.hit').length === {len(TEXTS[0].split())}")
+        leaf = "({state: l.dataset.state, told: Number(l.dataset.told), first: l.dataset.first, text: l.innerText})"
+        running = page.value(f"(l => {leaf})({span})")
+        assert running["state"] == "running" and running["told"] > 4 and running["first"]
+        assert "nothing is certain yet" in running["text"] and "alpha met bravo" in running["text"]
+        assert page.value(f"{span}.querySelectorAll('.lost').length") == 0
+        assert "verified" not in running["text"] and "%" not in running["text"]
+        go_on.set()
+        page.until(f"{span}.dataset.state === 'ended'")
+        assert "100 % of the tokens · verified" in page.value(f"{span}.innerText")
+    finally:
+        go_on.set()
+        page.close()
+
+
+def test_what_an_attack_that_did_not_end_had_read_is_taken_back(known: Playground, tmp_path: Path) -> None:
+    def answers(asked: Any) -> Iterator[dict[str, Any]]:
+        yield {"kind": "began", "attack": "span"}
+        yield {"kind": "reading", "attack": "span", "ordered": True, "words": [["Alpha", True, True]], "read": "alpha"}
+        raise RuntimeError
+
+    with served(known, answers) as server:
+        state, _, ((name, _, shown, hits),) = in_browser(server, TEXTS[0], tmp_path)
+    assert "Not answered" in state and name == "span" and hits == 0
+    assert "did not end, which shows nothing" in shown and "alpha" not in shown
 
 
 @pytest.mark.slow
@@ -136,4 +200,4 @@ def test_a_pretrained_model_is_read_in_a_browser(model: str, task: str, pretrain
             state, _, leaves = in_browser(server, FIRST, tmp_path / str(question))
             print(model, *(f"{name} {after} s" for name, after, *_ in leaves), state)
             assert [name for name, *_ in leaves] == ["blind", "embedding-rows", "span"]
-            assert "100 % of the words" in leaves[2][2] and leaves[2][3] == len(FIRST.split())
+            assert "100 % of the tokens" in leaves[2][2] and leaves[2][3] == len(FIRST.split())

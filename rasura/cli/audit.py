@@ -185,12 +185,14 @@ def run_audit(
         plan, folder, device, workers if engine == "local" and seconds is None else 1, baseline, known
     )
     what = "images" if prepared.data.images else "texts"
+    cells = len(prepared.cells)
     err.print(
-        f"{len(prepared.cells)} cells ({len(prepared.cells) - len(estimated)} done before), {len(prepared.data.private)} "
+        f"{cells} cell{'s' * (cells != 1)} ({cells - len(estimated)} done before), {len(prepared.data.private)} "
         f"{what}; roughly {duration(sum(estimated.values()))} of CPU time on {count} process{'es' * (count > 1)}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
-    for line in left_over(prepared.plan.batch_sizes, len(prepared.data.private)):
+    limit = None if prepared.plan.texts else prepared.plan.limit
+    for line in left_over(prepared.plan.batch_sizes, len(prepared.data.private), limit):
         say(line, to=err)
     if ending.fail_above is not None:
         store.describe({"fail_above": ending.fail_above})

@@ -96,13 +96,16 @@ def numbers(text: str | None, name: str) -> tuple[int, ...] | None:
         raise InputError(f"--{name} is {text!r}; expected whole numbers separated by commas") from None
 
 
-def left_over(sizes: Iterable[int], count: int) -> list[str]:
-    """A line for each batch size that ``count`` examples do not fill.
+def left_over(sizes: Iterable[int], count: int, limit: int | None = None) -> list[str]:
+    """A line for each batch size that ``count`` examples do not fill; ``limit``: how many of a file were taken at most.
 
     >>> left_over((4, 5, 40), 12)
     ['--batch-size 5: 2 of 12 examples are left over and not used', '--batch-size 40: only 12 examples, all in one update']
+    >>> left_over((40,), 4, limit=4)
+    ['--batch-size 40: only 4 examples were taken (--limit 4), all in one update']
     """
-    few = {s: f"only {count} examples, all in one update" for s in sizes if s > count}
+    only = f"only {count} examples" + (f" were taken (--limit {limit})" if count == limit else "")
+    few = {s: f"{only}, all in one update" for s in sizes if s > count}
     left = {s: f"{count % s} of {count} examples are left over and not used" for s in sizes if s <= count and count % s}
     return [f"--batch-size {size}: {says}" for size, says in sorted({**few, **left}.items())]
 

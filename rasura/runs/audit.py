@@ -42,7 +42,7 @@ from rasura.runs.audit_models import AuditModels, load_language_model, load_vict
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
 from rasura.runs.described import describe_run
-from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, measured_step
+from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, load_of, measured_step
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
 from rasura.runs.scoring import recovered, score, versions
@@ -94,9 +94,9 @@ class Audit:
         v, rng = self.victim, generator(self.plan.seed, "estimate")
         taken = measured_step(partial(step, v.model, task=v.task, vocabulary=v.vocabulary, rng=rng), list(batch.values()))
         known = {d: self._adversaries(d) for d in {c.defense for c in left}}
-        tokens = {key: int(b.input_ids.numel()) for key, b in batch.items()}
+        loads = {key: load_of(b, v.model) for key, b in batch.items()}
         causal, about = v.task == "causal", (level, taken, attacks)
-        found = {c.key: cell_seconds(c, tokens[c.key], *about, known[c.defense], causal=causal) for c in left}
+        found = {c.key: cell_seconds(c, loads[c.key], *about, known[c.defense], causal=causal) for c in left}
         return {**found, left[0].key: found[left[0].key] + first}
 
     def run(

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from rasura.core.batches import Batch
+from rasura.core.errors import InputError
 from rasura.core.specs import AttackSpec
 from rasura.registry import Adversaries
 from rasura.runs.cells import Cell
+from rasura.victims.models import parts
 
 REFERENCE_SECONDS = 0.07
 """CPU seconds of one step of MiniLM (a 6-layer BERT) on a text of ``REFERENCE_TOKENS``, where the attacks' ``seconds`` were
@@ -26,6 +31,41 @@ FIRST = 5.0
 
 
 @dataclass(frozen=True)
+class Load:
+    """Of a batch: ``padded``, the entries of its ids; ``tokens``, those that belong to texts; ``inputs``, the different
+    words and places among these. ``width``: how many inputs a layer of the model has; None if that is not known.
+
+    The inputs of block 0 span at most as many dimensions as there are words and places. Those of the layers behind it are
+    one for each token of each text. Only while these are fewer than ``width`` can an attack tell the texts apart.
+    """
+
+    padded: int
+    tokens: int
+    inputs: int
+    width: int | None = None
+
+    @property
+    def apart(self) -> bool:
+        """Whether the texts can be told apart by a layer's inputs."""
+        return self.width is None or self.tokens < self.width
+
+    @property
+    def told(self) -> bool:
+        """Whether words can be told by block 0's inputs."""
+        return self.width is None or self.inputs < self.width
+
+
+def load_of(batch: Batch, model: nn.Module) -> Load:
+    """The load of ``batch`` on ``model``."""
+    width = None
+    with suppress(InputError):  # a model without blocks
+        width = parts(model).hidden
+    there = batch.attention_mask.bool()
+    inputs = len(set(batch.input_ids[there].tolist())) + batch.input_ids.shape[1]
+    return Load(int(batch.input_ids.numel()), int(there.sum()), inputs, width)
+
+
+@dataclass(frozen=True)
 class StepTime:
     """CPU seconds of a forward and backward pass, as a straight line over the number of tokens."""
 
@@ -38,14 +78,31 @@ class StepTime:
 
 
 def measured_step(take: Callable[[Batch], object], batches: Sequence[Batch]) -> StepTime:
-    """From two steps, on the batches with the fewest and the most tokens, after one to warm up. ``take`` takes a step."""
+    """From two steps, on the batches with the fewest and the most tokens, after one to warm up. ``take`` takes a step.
+
+    Where all batches have as many tokens, the first is the beginning of one text: a line needs two points.
+    """
     ordered = sorted(batches, key=_tokens)
     few, many = ordered[0], ordered[-1]
+    if _tokens(few) == _tokens(many):
+        few = _beginning(few)
     _seconds(take, few)
     fast, slow = _seconds(take, few), _seconds(take, many)
     more = _tokens(many) - _tokens(few)
     per_token = max(0.0, slow - fast) / more if more else 0.0
     return StepTime(max(0.0, fast - per_token * _tokens(few)), per_token)
+
+
+def _beginning(batch: Batch) -> Batch:
+    """At most ``REFERENCE_TOKENS`` of one text of ``batch``: that with the most."""
+    row = int(batch.attention_mask.sum(1).argmax())
+    one = slice(row, row + 1)
+    types, places = batch.token_type_ids, slice(REFERENCE_TOKENS)
+    return replace(
+        batch, input_ids=batch.input_ids[one, places], attention_mask=batch.attention_mask[one, places],
+        labels=batch.labels[one] if batch.labels.dim() == 1 else batch.labels[one, places],
+        token_type_ids=None if types is None else types[one, places], texts=batch.texts[one], seen=batch.seen[one],
+    )  # fmt: skip
 
 
 def _tokens(batch: Batch) -> int:
@@ -60,7 +117,7 @@ def _seconds(take: Callable[[Batch], object], batch: Batch) -> float:
 
 def cell_seconds(
     cell: Cell,
-    tokens: int,
+    load: Load,
     level: str,
     step: StepTime,
     attacks: Mapping[str, AttackSpec],
@@ -68,20 +125,31 @@ def cell_seconds(
     *,
     causal: bool = False,
 ) -> float:
-    """Rough CPU seconds of ``cell``, whose batch has so many ``tokens`` in all; ``known_by``: who knows its protection.
-    ``causal``: the model predicts the next token, whose texts are told apart one by one."""
-    own, scale = step(tokens), tokens / REFERENCE_TOKENS
-    pairs = 0 if causal or cell.batch_size == 1 else cell.batch_size * tokens
+    """Rough CPU seconds of ``cell``, whose batch is the ``load``; ``known_by``: who knows its protection. ``causal``: the
+    model predicts the next token, whose texts are told apart one by one.
+
+    What searches for the texts of a batch (``pairs``) ends early where the batch holds more than a layer can tell.
+    """
+    own, short = step(load.padded), step(REFERENCE_TOKENS)
+    several = not causal and cell.batch_size > 1
+    pairs = cell.batch_size * load.tokens if several and load.apart else 0
 
     def cost(spec: AttackSpec) -> float:
-        several = max(1.0, pairs / spec.pairs) if spec.pairs else 1.0
-        return float(spec.seconds * spec.work[level] * (own / REFERENCE_SECONDS) * scale**spec.growth * several)
+        usual = spec.seconds * spec.work[level] / REFERENCE_SECONDS
+        if spec.embedding:
+            return float(usual * short)
+        if spec.pairs and several and load.width is not None and not load.told:
+            # It gives up within seconds, or searches for minutes as if dropout were on. Both were seen.
+            return float(usual * short * max(1.0, cell.batch_size * load.width / spec.pairs))
+        more = max(1.0, pairs / spec.pairs) if spec.pairs else 1.0
+        return float(usual * own * (load.tokens / REFERENCE_TOKENS) ** spec.growth * more)
 
     spec = attacks[cell.attack]
     seconds = cost(spec)
     if (portfolio := spec.portfolio) is not None:
         beyond = {*portfolio.always, *portfolio.left_out.get(level, ())}
-        if hard := {a for a in known_by.attacks if a in attacks} - portfolio.always:
+        hard = {a for a in known_by.attacks if a in attacks} - portfolio.always
+        if hard or (several and not load.apart):
             # Nothing is certain there, so that the portfolio runs to its end.
             ends = portfolio.instead if portfolio.instead in hard - beyond else portfolio.last
             seconds += sum(cost(attacks[a]) for a in {*(hard - beyond), ends})

@@ -12,16 +12,20 @@ from typing import Any
 from rasura.core.errors import InputError
 from rasura.core.options import known
 from rasura.core.records import Record
+from rasura.core.so_far import SoFar
 from rasura.data.fictional import fictional_notes
 from rasura.runs.audit import Audit
+from rasura.runs.cells import Cell
+from rasura.runs.listened import listened
 from rasura.runs.plans import Plan
+from rasura.runs.scoring import recovered_so_far
 from rasura.victims.loading import Victim, load
 
 TASKS = {"minilm": "classification", "smollm2": "causal"}
 """Models that are known by name, each with its task here."""
 
 PROTECTIONS = ("none", "noise", "dropout", "frozen-embeddings", "pruning", "half precision", "signs")
-ADVERSARIES = ("span", "embedding-rows", "pursuit", "tag", "best")
+ADVERSARIES = ("span", "embedding-rows", "pursuit", "tag", "lamp-cos", "best")
 SCORED = ("token_recall",)
 LONGEST, MOST = 2000, 8
 """Limits of a question: characters, and texts in an update."""
@@ -84,7 +88,7 @@ class Question:
         words += ["--model", self.model, "--task", task, "--attack", ",".join(plan.attacks), "--defense", self.defense]
         words += ["--update", plan.updates[0]] if self.rank else []
         words += ["--batch-size", str(self.batch)] if self.batch > 1 else []
-        return shlex.join([*words, "--budget", "quick", "--show-text", "--out", "runs/playground"])
+        return shlex.join([*words, "--budget", "quick", "--truncate", "--show-text", "--out", "runs/playground"])
 
 
 class Playground:
@@ -109,7 +113,8 @@ class Playground:
         return {name: name if name in TASKS else Path(name).name for name in self.tasks}
 
     def answers(self, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """The answers to a question as plain values: first the command, then the size of the update, then each attack.
+        """The answers to a question as plain values: first the command; then of each attack that it began, what it has read
+        so far, and how it ended. The size of the update comes before the end of the first.
 
         Raises ``InputError`` for a wrong question.
         """
@@ -120,10 +125,29 @@ class Playground:
         yield {"kind": "command", "command": asked.command(task)}
         with self._one:
             audit = Audit(asked.plan(task), victim=self.victims[asked.model], baseline=False)
-            for number, record in enumerate(audit.records(audit.cells)):
-                if not number:
-                    yield {"kind": "update", "bytes": record.sent_bytes, "seconds": record.defense_seconds}
-                yield _answer(record)
+            yield from _told(audit)
+
+
+def _told(audit: Audit) -> Iterator[dict[str, Any]]:
+    """What the attacks of ``audit``, which has one batch, tell and find."""
+    (batch,) = (b for some in audit.batches.values() for b in some)
+    attack, sized = "", False
+    last: dict[str, Any] = {}
+    for heard in listened(audit):
+        if isinstance(heard, Cell):
+            attack, last = heard.attack, {}
+            yield {"kind": "began", "attack": attack}
+        elif isinstance(heard, SoFar):
+            row = recovered_so_far(heard, batch, audit.victim.vocabulary, audit.plan.show_text)
+            now = {"kind": "reading", "attack": attack, "ordered": heard.ordered, **row}
+            if row["read"] and now != last:
+                last = now
+                yield now
+        else:
+            if not sized:
+                sized = True
+                yield {"kind": "update", "bytes": heard.sent_bytes, "seconds": heard.defense_seconds}
+            yield _answer(heard)
 
 
 def _answer(record: Record) -> dict[str, Any]:

@@ -6,13 +6,16 @@ import math
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from typing import Any
 
 from rasura.core.answers import ServiceTranscript, TokenReading
+from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Metric
 from rasura.core.records import MASK
-from rasura.core.values import Reconstruction, Transcript, Vocabulary
+from rasura.core.so_far import SoFar
+from rasura.core.values import UNKNOWN, Reconstruction, Transcript, Vocabulary
 from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
@@ -20,6 +23,9 @@ from rasura.metrics.matching import paired, read_texts
 from rasura.metrics.sensitive import marked_words
 from rasura.metrics.text import rouge
 from rasura.registry import SERVICE_METRICS
+
+OPEN = "·"
+"""Stands for a place of a text where no token was found yet."""
 
 
 def score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
@@ -81,6 +87,23 @@ def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict
         read = texts[place] if place >= 0 else ""
         out.append(_recovered_text(text, read, score, show))
     return out
+
+
+def recovered_so_far(so_far: SoFar, batch: Batch, vocabulary: Vocabulary, show: bool) -> dict[str, Any]:
+    """What an attack has read so far of the first text of ``batch``, as ``recovered`` says it, with ``OPEN`` for each place
+    that is still open in what was read.
+
+    Of as many texts as there are in the batch, it takes the one that ``recovered`` would.
+    """
+    tokens = so_far.tokens[: len(batch.texts)]
+    _, place = paired(batch.seen, [vocabulary.text(t) for t in tokens], rouge("rouge1").score)[0]
+    ids = tokens[place] if place >= 0 else ()
+    runs = [(there, list(some)) for there, some in groupby(ids, key=lambda t: t != UNKNOWN)]
+    found = [vocabulary.text(some) if there else [OPEN] * len(some) for there, some in runs]
+    read = " ".join(text for text in found if isinstance(text, str))
+    shown = [[text if show else " ".join(MASK for _ in text.split())] if isinstance(text, str) else text for text in found]
+    row = _recovered_text(batch.texts[0], read, 0.0, show)
+    return {"words": row["words"], "read": " ".join(s for some in shown for s in some if s)}
 
 
 def recovered_texts(guess: TokenReading, truth: ServiceTranscript, show: bool) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from rasura.attacks.shared.verify import ROWS_VERIFIED, in_span, prove, prove_ro
 from rasura.attacks.updates.tied_rows import without_output_part
 from rasura.attacks.updates.trained_rows import opposed, weights_of, without_decay
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
+from rasura.core.so_far import tell
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.updates import announced_update
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
@@ -218,6 +219,7 @@ class EmbeddingRows:
         if not len(words):
             why = "noise covers every row" if words.noisy else "it is zero"
             raise AttackFailed(f"no word stands out in the word embedding's gradient: {why}")
+        tell(lambda: [words.index.tolist()] * (size or 1), ordered=False)
         details = {"distinct_tokens": len(words), "noisy": words.noisy, "tied": tied}
         if places is not None and len(places):
             first = min(first_position(seen.model) or 0, int(places.index[0]))
@@ -227,6 +229,7 @@ class EmbeddingRows:
                 taken, exact = order(words, places)
                 if (exact or size == 1) and set(range(len(words))) <= set(taken):
                     tokens = self._tokens(seen, words, places, taken, first)
+                    tell(lambda: [tokens])
                     return self._judged(seen, tokens, words, places, taken, exact, details)
         bag = tuple(sorted(int(i) for i in words.index))
         bags = (bag,) * (size or 1)

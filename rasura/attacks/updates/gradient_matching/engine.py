@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,14 @@ from rasura.attacks.updates.gradient_matching.reorder import orders, reordered, 
 from rasura.attacks.updates.gradient_matching.settings import LEVELS, Settings, Work
 from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
 from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable, Prior
+from rasura.core.so_far import tell
 from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors import language
 from rasura.victims.models import is_eager, parts
+
+TOLD = 5
+"""A listener is told the nearest tokens after so many steps."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,10 @@ class _Run:
             if score >= best:
                 break
             best, tokens = score, found[0]
+            tell(partial(_read, found[0]))
             y = texts.y[loss.argmin()].expand(len(found), -1, -1)
             texts = Texts(self.judge.embedded(found), (found != OVER).sum(-1), y)
-        read = tuple(tuple(int(t) for t in row if t != OVER) for row in tokens)
+        read = _read(tokens)
         details: dict[str, Parameter] = {"restarts": len(texts), "steps": self.work.steps if rounds else 0, "rounds": rounds}
         details |= {
             "objective": self.settings.objective,
@@ -180,6 +186,8 @@ class _Run:
             better = now < best
             best[better] = now[better]
             kept.e[better], kept.y[better] = texts.e.detach()[better], texts.y.detach()[better]
+            if step % TOLD == 0:
+                tell(lambda: _read(self.judge.nearest(kept.at(best.argmin(dim=0, keepdim=True)))[0]))
             assert texts.e.grad is not None
             if not all(bool(torch.isfinite(v.grad).all()) for v in variables if v.grad is not None):
                 raise AttackFailed(f"the optimisation diverged at step {step} (gradient not finite)")
@@ -207,6 +215,11 @@ class _Run:
                 state = optimizer.state[texts.e]
                 for x in (texts.e, state["exp_avg"], state["exp_avg_sq"]):
                     x[k] = reordered(x[k], best)
+
+
+def _read(ids: Tensor) -> tuple[tuple[int, ...], ...]:
+    """The texts of ``ids`` ``(batch, width)``."""
+    return tuple(tuple(int(t) for t in row if t != OVER) for row in ids)
 
 
 def _same(free: Tensor) -> Tensor:

@@ -11,7 +11,8 @@ from torch import Tensor
 from rasura.attacks.updates.pursuit.fits import Fit
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.tokens import candidates
-from rasura.core.values import Grant, Observation
+from rasura.core.so_far import tell
+from rasura.core.values import UNKNOWN, Grant, Observation
 from rasura.victims.positions import positions
 
 MAX_LENGTH = 40
@@ -75,12 +76,19 @@ class Search:
             picked += 1
             found.setdefault(place, []).append(token)
             bounds[place] = (float("inf"), -1)
+            self._tell(found)
             if not self.known and self.suffix and token == self.suffix[-1]:
                 self.ends.append(place + 1)
                 if len(self.ends) == self.batch:
                     self.max_length = max(self.ends)
                     found = {p: t for p, t in found.items() if p < self.max_length}
         return found if picked else {}
+
+    def _tell(self, found: Mapping[int, Sequence[int]]) -> None:
+        if self.batch == 1:
+            tell(lambda: [[found.get(n, [UNKNOWN])[0] for n in range(max(found) + 1)]])
+        else:
+            tell(lambda: [list(dict.fromkeys(t for here in found.values() for t in here))], ordered=False)
 
     def _chance(self, left: Left) -> float:
         return max((float(self.gains(left, place).max()) for place in self.control), default=0.0)

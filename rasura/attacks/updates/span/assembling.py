@@ -14,7 +14,7 @@ from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.placing import likely
 from rasura.attacks.updates.span.rows import RowSpace, visible_gradients
 from rasura.attacks.updates.span.sentences import Finder, Text, checker, choices
-from rasura.attacks.updates.span.tokens import Row
+from rasura.attacks.updates.span.tokens import Row, nearest
 from rasura.core.values import UNKNOWN, Grant, Observation, Vocabulary
 from rasura.victims.models import attention_heads
 
@@ -49,11 +49,7 @@ def assembled(
     """
     score = None if active else checker(seen, spaces, inputs)
     if size == 1 and (score is None or len({r.position for r in rows}) == len(rows)):
-        best: dict[int, Row] = {}
-        for row in rows:
-            if row.position not in best or row.residual < best[row.position].residual:
-                best[row.position] = row
-        return [_with_holes({n: (row.token, row.segment) for n, row in best.items()})]
+        return [_with_holes({row.position: (row.token, row.segment) for row in nearest(rows)})]
     ambiguous = not active and len(rows) > spaces[0].rank  # more rows than dimensions have no coefficients of their own
     first = likely(visible_gradients(seen, inputs.parts.blocks[0].qkv), spaces[0], rows) if ambiguous else rows
     rows = first if score is None else rows

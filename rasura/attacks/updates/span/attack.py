@@ -19,9 +19,10 @@ from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_
 from rasura.attacks.updates.span.prefixes import Prefix, grow
 from rasura.attacks.updates.span.rows import RowSpace, block_spaces, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
-from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain
+from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain, tell_rows
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.specs import AttackSpec, Home
+from rasura.core.updates import announced_update
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 from rasura.victims.models import parts
 
@@ -59,9 +60,9 @@ class Span:
             raise NotApplicable("no whole query, key or value gradient is visible")
         spaces = block_spaces(seen, blocks[:wanted])
         if not spaces:
-            raise AttackFailed(
-                f"the gradients show no row space: either the batch holds {known.hidden} tokens or more, or noise hides it"
-            )
+            rank = announced_update(seen).lora
+            most = f"more tokens than adapters of rank {rank} show" if rank else f"{known.hidden} tokens or more"
+            raise AttackFailed(f"the gradients show no row space: either the batch holds {most}, or noise hides it")
         inputs = Inputs(seen.model)
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(space.rank for space in spaces.values()) + 1
         scan = Scan(spaces[0], inputs, candidates(seen.vocabulary), longest) if 0 in spaces else None
@@ -126,7 +127,7 @@ class Span:
         likely: list[list[int]] = []
         owed, active = 0, dropout > 0
         if not active or not positional:  # of most decoders without positions, dropout leaves the embeddings as they are
-            rows = self._plain(scan, longest, known_length)
+            rows = self._plain(scan, longest, known_length, placed=positional and size == 1)
         named = any(row.token not in seen.vocabulary.special_ids for row in rows)
         if not named and self.adaptive:  # dropout was active: somebody said so, or no word lies in the span as it is
             active = True
@@ -199,7 +200,7 @@ class Span:
         named: Sentences = [[(t, 0) for t in text] for text in texts]
         return self._judged(observed, named, order.residual, spaces, believed, order.active)
 
-    def _plain(self, scan: Scan, longest: int, known_length: bool) -> list[Row]:
+    def _plain(self, scan: Scan, longest: int, known_length: bool, *, placed: bool) -> list[Row]:
         rows: list[Row] = []
         rank = scan.space.rank
         for position in range(longest):
@@ -207,6 +208,7 @@ class Span:
             if self.adaptive and not here and rows and len(rows) < rank:
                 here = clearest(scan, position)
             rows += here
+            tell_rows(rows, placed=placed)
             if len(here) > 2 * rank:
                 raise AttackFailed(
                     f"the row space (rank {rank} of {scan.inputs.parts.hidden}) accepts more tokens than it can hold: "

@@ -17,6 +17,7 @@ from torch import Tensor
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import RowSpace
 from rasura.attacks.updates.span.scan import Scan
+from rasura.core.so_far import tell
 from rasura.core.values import Observation
 
 TOLERANCE = 1e-3
@@ -161,7 +162,7 @@ def grow(
     done: list[Prefix] = []
     chosen: list[Prefix] = []
     while alive:
-        ended, runs = _grown(grower, alive, longest)
+        ended, runs = _grown(grower, alive, longest, batch_size)
         done += ended
         chosen, explained = choose(done, grower.space, batch_size)
         if explained >= grower.space.rank:
@@ -170,7 +171,7 @@ def grow(
     return chosen if lengths is None else _with_beginnings(chosen, lengths)
 
 
-def _grown(grower: Grower, alive: list[Prefix], longest: int) -> tuple[list[Prefix], list[Prefix]]:
+def _grown(grower: Grower, alive: list[Prefix], longest: int, batch_size: int | None) -> tuple[list[Prefix], list[Prefix]]:
     """What grows from ``alive`` by tokens that explain something new: the prefixes that end, and those that can only be
     continued by a token that explains nothing new."""
     done: list[Prefix] = []
@@ -186,7 +187,12 @@ def _grown(grower: Grower, alive: list[Prefix], longest: int) -> tuple[list[Pref
                 done.append(prefix)
         # A true batch has no more live prefixes than tokens; beyond that the test does not tell tokens apart.
         alive = sorted(following, key=lambda p: p.residual)[: max(grower.space.rank, 1)]
+        _tell([*alive, *done], batch_size)
     return done, sorted(runs, key=lambda p: p.residual)[: max(grower.space.rank, 1)]
+
+
+def _tell(prefixes: Sequence[Prefix], batch_size: int | None) -> None:
+    tell(lambda: [p.tokens for p in sorted(prefixes, key=lambda p: -len(p.tokens))[:batch_size]])
 
 
 def choose(prefixes: Sequence[Prefix], space: RowSpace, batch_size: int | None) -> tuple[list[Prefix], int]:

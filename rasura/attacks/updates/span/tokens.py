@@ -12,7 +12,8 @@ from torch import Tensor
 from rasura.attacks.updates.span.passing import TOLERANT, Passing, largest_residual
 from rasura.attacks.updates.span.rows import TOLERANCE
 from rasura.attacks.updates.span.scan import Scan
-from rasura.core.values import Vocabulary
+from rasura.core.so_far import tell
+from rasura.core.values import UNKNOWN, Vocabulary
 
 EDGE = 0.5
 """A token's residual must be below this fraction of the smallest residual of another token at its position."""
@@ -98,6 +99,28 @@ def clearest(scan: Scan, position: int) -> list[Row]:
     return [Row(position, int(scan.ids[near[first]]), 0, states[first], float(residual[first]))]
 
 
+def nearest(rows: Iterable[Row]) -> list[Row]:
+    """At each position, the row that is nearest to the row space."""
+    best: dict[int, Row] = {}
+    for row in rows:
+        if row.position not in best or row.residual < best[row.position].residual:
+            best[row.position] = row
+    return list(best.values())
+
+
+def tell_rows(rows: Sequence[Row], *, placed: bool) -> None:
+    """Tell a listener of the ``rows`` found so far: in their places if they are ``placed``, as those of one text are;
+    otherwise as a bag."""
+
+    def read() -> list[list[int]]:
+        if not placed:
+            return [list(dict.fromkeys(row.token for row in rows))]
+        here = {row.position: row.token for row in nearest(rows)}
+        return [[here.get(n, UNKNOWN) for n in range(max(here, default=-1) + 1)]]
+
+    tell(read, ordered=placed)
+
+
 Key = tuple[int, int, int]
 """Position, token and segment."""
 
@@ -145,6 +168,7 @@ class Search:
             near = missing.topk(min(prefilter, len(self.ids)), largest=False)
             best.append(self._plausible(position, self.ids[near.indices], near.values))
             empty = 0 if self._fit(position, best[-1][:some]) else empty + 1
+            self._tell()
             if empty > EMPTY and not known_length:
                 break
         if prefilter > some and not self.complete:
@@ -164,6 +188,9 @@ class Search:
         """Copies of the opening that need not be found."""
         counts = Counter((r.position, r.token) for r in self.rows)
         return sum(self.copies - counts[key] for key in self.opening if counts[key])
+
+    def _tell(self) -> None:
+        tell_rows(self.rows, placed=self.copies == 1 and self.inputs.parts.position_embedding is not None)
 
     def _plausible(self, position: int, tokens: Tensor, missing: Tensor) -> Tensor:
         """Those ``tokens`` of whose square dropout may have put as much as is ``missing`` outside the row space.
@@ -231,6 +258,7 @@ class Search:
                 for i in fit.accepted.nonzero().flatten().tolist():
                     if self._add(part[i], fit.inputs[i], fit.residual[i]):
                         waited[part[i]] = -1
+                self._tell()
                 if self.complete:
                     return
             waited.update(keys)
