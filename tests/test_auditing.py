@@ -58,6 +58,19 @@ def test_matrix_is_whole_and_says_what_happened(tmp_path: Path, model_folder: Pa
     assert not any(re.search(r"[A-Za-z]{3}", t["sent"]) for r in records for t in r.recovered), "masked"
 
 
+def test_the_report_of_an_interrupted_run_says_that_it_is_unfinished(tmp_path: Path, model_folder: Path) -> None:
+    prepared = Audit(plan_for(model_folder))
+    store = RunStore(tmp_path, prepared.plan.canonical())
+    for _ in zip(range(2), prepared.run(store)):
+        pass
+    done = len(store)
+    page = write_report(tmp_path).read_text()
+    assert f"{done} of {len(prepared.cells)} cells were run" in page and done < len(prepared.cells)
+    list(prepared.run(store))
+    assert "cells were run" not in write_report(tmp_path).read_text()
+    store.close()
+
+
 def test_resuming_gives_the_same_records(tmp_path: Path, model_folder: Path) -> None:
     plan = plan_for(model_folder)
     list(audit(plan, out=tmp_path / "whole"))

@@ -97,7 +97,10 @@ def origin(
     weights = tell("{model}, fingerprint {unknown}", model=model, unknown=unknown)
     if "model" in made.about:
         weights = tell("{model}, fingerprint of the weights {weights}", model=model, weights=made.about["model"])
+    asked = int(made.about.get("cells", len(records)))
+    partly = tell("{done} of {asked} cells were run; all that stands here is about these", done=len(records), asked=asked)
     return [
+        *([(tell("unfinished"), partly)] if len(records) < asked else []),
         (tell("made"), made.date),
         (tell("who could do this"), who or unknown),
         (tell("with what means"), means),

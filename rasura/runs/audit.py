@@ -113,10 +113,11 @@ class Audit:
                 yield record
 
     def describe(self, store: RunStore) -> None:
-        """Store the fingerprint of the model, and what the methods are. Raises ``InputError`` if ``store`` holds results of
-        other weights."""
+        """Store the fingerprint of the model, what the methods are, and how many cells the plan has. Raises ``InputError``
+        if ``store`` holds results of other weights."""
         known = self.methods
         describe_run(store, self.victim.model, self.defenses, known.defenses, self.attacks, known.attacks)
+        store.describe({"cells": len(self.cells)})
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""
