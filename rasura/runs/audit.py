@@ -113,8 +113,7 @@ class Audit:
                 yield record
 
     def describe(self, store: RunStore) -> None:
-        """Store the fingerprint of the model, what the methods are, and how many cells the plan has. Raises ``InputError``
-        if ``store`` holds results of other weights."""
+        """Store model, methods and number of cells. Raises ``InputError`` if ``store`` holds results of other weights."""
         known = self.methods
         describe_run(store, self.victim.model, self.defenses, known.defenses, self.attacks, known.attacks)
         store.describe({"cells": len(self.cells)})
