@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from audit_setting import TEXTS, comparable, model_folder, plan_for
+from torch import nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.run_store import RunStore
@@ -27,6 +28,7 @@ from rasura.report.gate import gate
 from rasura.report.page import write_report
 from rasura.runs.audit import Audit, audit
 from rasura.runs.plans import Plan, from_toml
+from rasura.victims.fingerprint import fingerprint
 
 __all__ = ["model_folder"]
 
@@ -68,6 +70,24 @@ def test_the_report_of_an_interrupted_run_says_that_it_is_unfinished(tmp_path: P
     assert f"{done} of {len(prepared.cells)} cells were run" in page and done < len(prepared.cells)
     list(prepared.run(store))
     assert "cells were run" not in write_report(tmp_path).read_text()
+    store.close()
+
+
+def test_the_weights_are_hashed_once_however_often_a_run_is_described(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[str] = []
+
+    def counted(model: nn.Module) -> str:
+        hashed.append(fingerprint(model))
+        return hashed[-1]
+
+    monkeypatch.setattr("rasura.runs.audit.fingerprint", counted)
+    prepared = Audit(plan_for(model_folder))
+    store = RunStore(tmp_path, prepared.plan.canonical())
+    prepared.describe(store)
+    assert len(list(prepared.run(store))) == len(prepared.cells)
+    assert hashed == [store.about["model"]]
     store.close()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +46,7 @@ from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, load_of, me
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
 from rasura.runs.scoring import recovered, score, versions
+from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import Victim, in_memory
 from rasura.victims.step import step
 
@@ -59,14 +60,9 @@ class Audit:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        *,
-        device: str = "cpu",
-        victim: Victim | None = None,
-        baseline: bool = True,
+        self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None, baseline: bool = True,
         methods: Methods = REGISTERED,
-    ) -> None:
+    ) -> None:  # fmt: skip
         plan = plan.checked(methods)
         chosen = chosen_methods(plan, methods, baseline)
         data = load_data(plan)
@@ -112,10 +108,14 @@ class Audit:
                 store.add(record)
                 yield record
 
+    @cached_property
+    def weights(self) -> str:
+        """The fingerprint of the attacked weights."""
+        return fingerprint(self.victim.model)
+
     def describe(self, store: RunStore) -> None:
         """Store model, methods and number of cells. Raises ``InputError`` if ``store`` holds results of other weights."""
-        known = self.methods
-        describe_run(store, self.victim.model, self.defenses, known.defenses, self.attacks, known.attacks)
+        describe_run(store, self.weights, self.defenses, self.methods.defenses, self.attacks, self.methods.attacks)
         store.describe({"cells": len(self.cells)})
 
     def left(self, store: RunStore) -> list[list[Cell]]:

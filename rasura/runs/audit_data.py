@@ -124,7 +124,7 @@ def _encoded(group: Sequence[Any], plan: Plan, victim: Victim) -> Any:
     v = victim
     if v.task == "vision":
         return encode_images(group, size=v.max_length, num_labels=v.num_labels, truncate=plan.truncate)
-    longest = min(v.max_length, plan.max_length or v.max_length)
+    longest = v.longest(plan.max_length)
     return encode(group, v.tokenizer, v.task, max_length=longest, num_labels=v.num_labels, truncate=plan.truncate)
 
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from torch import nn
-
 from rasura.core.run_store import RunStore
 from rasura.core.specs import AttackSpec, DefenseSpec, ServiceAttackSpec, ServiceProtectionSpec
 from rasura.registry import parts
-from rasura.victims.fingerprint import fingerprint
 
 
 def describe_run(
     store: RunStore,
-    model: nn.Module,
+    weights: str,
     protections: Iterable[str],
     defenses: Mapping[str, DefenseSpec] | Mapping[str, ServiceProtectionSpec],
     attacks: Iterable[str],
     known: Mapping[str, AttackSpec] | Mapping[str, ServiceAttackSpec],
 ) -> None:
-    """Store the fingerprint of ``model``, and from the specs what each of ``protections`` and ``attacks`` is.
+    """Store ``weights``, the fingerprint of the model, and from the specs what each of ``protections`` and ``attacks`` is.
 
     Raises ``InputError`` if the folder holds results of other weights: a run must not mix two models.
     """
@@ -32,4 +29,4 @@ def describe_run(
         if (spec := defenses.get(name)) is not None
     }
     reads = {name: {"about": known[name].about, "source": known[name].source} for name in attacks if name in known}
-    store.describe({"model": fingerprint(model), "protections": told, "attacks": reads}, fixed=("model",))
+    store.describe({"model": weights, "protections": told, "attacks": reads}, fixed=("model",))

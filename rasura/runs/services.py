@@ -31,6 +31,7 @@ from rasura.runs.scoring import likeness, recovered_texts, service_scores, versi
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.training import Training
 from rasura.service_protections.service import Service
+from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import load
 
 
@@ -119,7 +120,8 @@ class ServiceAudit:
 
     def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
         """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
-        describe_run(store, self.victim.model, self.columns, SERVICE_PROTECTIONS, self.plan.attacks, SERVICE_ATTACKS)
+        weights = fingerprint(self.victim.model)
+        describe_run(store, weights, self.columns, SERVICE_PROTECTIONS, self.plan.attacks, SERVICE_ATTACKS)
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}

@@ -262,7 +262,7 @@ def sent(service: Service, rows: Sequence[Batch], rng: Randomness) -> list[Batch
 
 def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | None, truncate: bool) -> list[Batch]:
     """``examples`` in the form that the model takes, one text each. Raises ``InputError`` as ``data.text.encode`` does."""
-    longest = min(victim.max_length, max_length or victim.max_length)
+    longest = victim.longest(max_length)
     return [
         row
         for start in range(0, len(examples), 256)

@@ -52,6 +52,10 @@ class Victim:
     num_labels: int
     fresh: tuple[str, ...] = ()
 
+    def longest(self, limit: int | None) -> int:
+        """Tokens that a text may have: ``limit``, if that is given and not more than the model takes."""
+        return min(self.max_length, limit or self.max_length)
+
 
 def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
     """The facts of the public tokenizer, for a model whose word embedding has ``size`` rows."""
