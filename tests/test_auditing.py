@@ -20,6 +20,8 @@ import pytest
 from audit_setting import TEXTS, comparable, model_folder, plan_for
 from torch import nn
 
+from rasura.cli.audit import run_audit
+from rasura.cli.outcome import Ending
 from rasura.core.interfaces import InputError
 from rasura.core.run_store import RunStore
 from rasura.core.values import Grant
@@ -73,9 +75,7 @@ def test_the_report_of_an_interrupted_run_says_that_it_is_unfinished(tmp_path: P
     store.close()
 
 
-def test_the_weights_are_hashed_once_however_often_a_run_is_described(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_audit_hashes_the_weights_once(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hashed: list[str] = []
 
     def counted(model: nn.Module) -> str:
@@ -83,11 +83,9 @@ def test_the_weights_are_hashed_once_however_often_a_run_is_described(
         return hashed[-1]
 
     monkeypatch.setattr("rasura.runs.audit.fingerprint", counted)
-    prepared = Audit(plan_for(model_folder))
-    store = RunStore(tmp_path, prepared.plan.canonical())
-    prepared.describe(store)
-    assert len(list(prepared.run(store))) == len(prepared.cells)
-    assert hashed == [store.about["model"]]
+    run_audit(plan_for(model_folder), tmp_path, "cpu", Ending(as_json=True), workers=1)
+    store = RunStore(tmp_path)
+    assert len(store) and hashed == [store.about["model"]]
     store.close()
 
 

@@ -71,6 +71,17 @@ def test_a_study_goes_on_from_the_records_beside_its_results(place: Path) -> Non
     assert len(place.read_text().splitlines()) == 1 + 8
 
 
+def test_a_study_takes_the_cells_that_another_study_has_run(place: Path) -> None:
+    run()
+    marked(place)
+    two = place.parent.parent / "two.toml"
+    two.write_text((place.parent.parent / "one.toml").read_text().replace('["blind", "span"]', '["blind", "dager"]'))
+    assert CliRunner().invoke(app, ["study", "two"], catch_exceptions=False).exit_code == 0
+    head, *rows = map(json.loads, (place.parent / "two.jsonl").read_text().splitlines())
+    seconds = {({**head["common"], **row}["attack"]): {**head["common"], **row}["cpu_seconds"] for row in rows}
+    assert seconds["blind"] == 4321.0 and seconds["dager"] != 4321.0
+
+
 def test_records_without_a_metric_that_is_asked_for_are_made_anew(place: Path) -> None:
     run()
     marked(place)

@@ -172,7 +172,7 @@ ENGINES = ("local", "ray")
 def run_audit(
     plan: Any, folder: Path, device: str, ending: Ending, engine: str = "local", address: str | None = None,
     workers: int | None = None, *, baseline: bool = True, seconds: float | None = None,
-    known: Callable[[str], Iterable[Any]] = lambda model: (),
+    known: Callable[[str], Iterable[Any]] | None = None,
 ) -> None:  # fmt: skip
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``. ``seconds``: stop when they are
     over; cells of the widest intervals first (``studies.filling``). ``known``: the Records that other runs left for a model
@@ -222,7 +222,12 @@ def run_audit(
 
 
 def _prepared(
-    plan: Any, folder: Path, device: str, workers: int | None, baseline: bool, known: Callable[[str], Iterable[Any]]
+    plan: Any,
+    folder: Path,
+    device: str,
+    workers: int | None,
+    baseline: bool,
+    known: Callable[[str], Iterable[Any]] | None,
 ) -> tuple[Any, Any, dict[str, float], int, Any]:
     """The audit, its store, the CPU seconds estimated for each cell that is left, the number of processes, and a context
     with them, None if one does it all. They are forked here, before a progress bar starts a thread."""
@@ -239,11 +244,12 @@ def _prepared(
         torch.set_num_threads(1)  # a process that used several cannot be forked
         prepared = Audit(plan, device=device, baseline=baseline)
         store = RunStore(folder, prepared.plan.canonical())
-        prepared.describe(store)
-        asked = {cell.key for cell in prepared.cells}
-        for record in known(store.about["model"]):
-            if record.key in asked and record.key not in store:
-                store.add(record)
+        if known is not None:
+            prepared.describe(store)
+            asked = {cell.key for cell in prepared.cells}
+            for record in known(store.about["model"]):
+                if record.key in asked and record.key not in store:
+                    store.add(record)
         count = fitting(len(prepared.left(store)), plan.max_memory, workers, threads, device)
         estimated = prepared.estimate(store)
         torch.set_num_threads(threads)

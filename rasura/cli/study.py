@@ -80,7 +80,7 @@ def of_audit(
     found: Any, plan: Any, folder: Path, data: str | None, as_json: bool, results: Path, hours: float | None = None
 ) -> tuple[str, Any]:
     """Section and plot of an audit, alone or together with training. ``hours``: of what fits into them. Its cells go on
-    from the records beside ``results``, and are put there."""
+    from the records beside ``results``, of all studies, and are put there."""
     from functools import partial
 
     from rasura.core.run_store import RunStore
@@ -96,7 +96,7 @@ def of_audit(
         Ending(as_json=as_json),
         baseline=False,
         seconds=seconds,
-        known=partial(kept.kept, path, metrics=plan.metrics),
+        known=partial(kept.beside, path, results, metrics=plan.metrics),
     )
     store = RunStore(folder)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -108,14 +108,10 @@ class Audit:
                 store.add(record)
                 yield record
 
-    @cached_property
-    def weights(self) -> str:
-        """The fingerprint of the attacked weights."""
-        return fingerprint(self.victim.model)
-
     def describe(self, store: RunStore) -> None:
         """Store model, methods and number of cells. Raises ``InputError`` if ``store`` holds results of other weights."""
-        describe_run(store, self.weights, self.defenses, self.methods.defenses, self.attacks, self.methods.attacks)
+        weights = fingerprint(self.victim.model)  # as they are now: they may have changed since the last call
+        describe_run(store, weights, self.defenses, self.methods.defenses, self.attacks, self.methods.attacks)
         store.describe({"cells": len(self.cells)})
 
     def left(self, store: RunStore) -> list[list[Cell]]:

@@ -17,6 +17,7 @@ from rasura.core.run_store import RunStore
 from rasura.runs.audit import Audit
 from rasura.runs.cells import Cell
 from rasura.runs.plans import plan_of
+from rasura.victims.fingerprint import fingerprint
 
 FORMAT = "rasura bundle 1"
 MAX_BYTES = 1 << 30
@@ -99,7 +100,7 @@ class Reproduction:
             raise InputError(
                 f"the data here is not that of the run (fingerprint {self.prepared.data_name}, expected {name})"
             )
-        expected, found = content["about"].get("model"), self.prepared.weights
+        expected, found = content["about"].get("model"), fingerprint(self.prepared.victim.model)
         if expected not in (None, found):
             raise InputError(f"the weights here are not those of the run (fingerprint {found}, expected {expected})")
         self.unchecked: tuple[str, ...] = () if expected else ("the run did not store a fingerprint of its model",)

@@ -46,8 +46,8 @@ def in_time(
     """Run cells that ``store`` lacks until ``seconds`` are over; store and yield each Record.
 
     The next cell is of the row that wants one the most (``urgency``). A cell is left out if it does not fit into the time
-    that is left: by the median of its row's cells or, before there is one, by the estimate. So the end is met as closely
-    as these are true. Each Record is the one that a whole run has.
+    that is left: by the median of its row's cells that ran here or, before there is one, by the estimate. So the end is met
+    as closely as these are true. Each Record is the one that a whole run has.
     """
     end = clock() + seconds
     audit.describe(store)
@@ -58,8 +58,8 @@ def in_time(
             known[row_key(cell)].append(store[cell.key])
 
     def takes(cell: Cell) -> float:
-        some = known[row_key(cell)]
-        return median(r["wall_seconds"] for r in some) if some else estimated[cell.key]
+        some = [seconds for r in known[row_key(cell)] if (seconds := r["wall_seconds"])]  # 0: run elsewhere
+        return median(some) if some else estimated[cell.key]
 
     while left:
         over = end - clock()

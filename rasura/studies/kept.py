@@ -62,6 +62,13 @@ def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
+def beside(path: Path, results: Path, model: str, metrics: Sequence[str] = ()) -> Iterator[Record]:
+    """As ``kept``, of every study beside ``results``: two tables of a paper share cells. Those in ``path`` come first."""
+    others = sorted({*(results.parent / FOLDER).rglob("*.jsonl")} - {path})
+    for one in (path, *others):
+        yield from kept(one, model, metrics)
+
+
 def kept(path: Path, model: str, metrics: Sequence[str] = ()) -> Iterator[Record]:
     """The Records in ``path`` with values of all ``metrics``, or without a guess; none if there is no such file, or if it is
     of other weights than ``model``.
