@@ -123,6 +123,7 @@ def test_candidates_stand_in_an_order_that_says_nothing(tmp_path: Path, model_fo
         ({"non_members": "members.jsonl"}, "are also members"),
         ({"reference": "others.jsonl"}, r"texts that are also candidates \(24\)"),
         ({"base": "minilm"}, "as --base"),
+        ({"num_labels": 5}, "holds no head of 5 classes"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_trained(

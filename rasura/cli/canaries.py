@@ -25,7 +25,7 @@ def draw(
     data: Annotated[str | None, typer.Option(help="training texts that the canaries are mixed into")] = None,
     number: Annotated[int, typer.Option(help="number of canaries; half of them are trained on")] = 500,
     task: TextTask = "classification",
-    num_labels: Annotated[int, typer.Option(help="number of classes")] = 2,
+    num_labels: Annotated[int | None, typer.Option(help="number of classes, if the model folder does not state it")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the texts to train on (train.jsonl), and the canaries with their coins, which must stay secret (canaries.json).

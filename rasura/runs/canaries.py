@@ -20,8 +20,9 @@ from rasura.core.files import read_limited, write_whole
 from rasura.core.values import Task
 from rasura.data.text import Example, load_examples
 from rasura.runs.training import encoded
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import Victim, load, with_own_head
 from rasura.victims.outputs import answers
+from rasura.victims.weights import classes_of
 
 COINS, MIXED = "canaries.json", "train.jsonl"
 """The canaries with their coins, which must stay secret; and the texts to train on."""
@@ -38,16 +39,20 @@ class Canary:
     included: bool
 
 
-def draw(model: str, data: str | None, number: int, folder: Path, *, task: Task, num_labels: int = 2) -> tuple[Canary, ...]:
+def draw(
+    model: str, data: str | None, number: int, folder: Path, *, task: Task, num_labels: int | None = None
+) -> tuple[Canary, ...]:
     """Draw ``number`` canaries for ``model`` and write two files into ``folder``: the canaries with their coins, and the
     texts of ``data`` together with the canaries that are in, in random order.
 
     A canary is ``LENGTH`` random words of the model's vocabulary, each one token. Coins, words, labels and order come from
-    the operating system. Raises ``InputError`` for fewer than 20 canaries, for existing files, and for a vocabulary with too
+    the operating system. ``num_labels``: None for the classes that the folder states, or two. Raises ``InputError`` for
+    fewer than 20 canaries, for existing files, and for a vocabulary with too
     few words.
     """
     if number < 20:
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
+    num_labels = num_labels or classes_of(model) or 2
     victim = load(model, task, num_labels=num_labels, attacked=False)
     words = _words(victim, 400)
     texts: set[str] = set()
@@ -155,14 +160,14 @@ def measure(
 
     The score of a canary is how much lower its loss is than under ``base``, the model that training started from; without
     one, how low its loss is. ``guesses``: a fifth of the canaries if None, which does not depend on the coins. Raises
-    ``InputError`` for invalid files and values, and for losses that are not finite.
+    ``InputError`` for invalid files and values, for a classifier without its head, and for losses that are not finite.
     """
     task, labels, canaries = read_canaries(folder)
     examples = [Example(one.text, label=one.label) for one in canaries]
-    said = _answers(model, task, labels, examples)
+    said = _answers(with_own_head(load(model, task, num_labels=labels, attacked=False)), task, examples)
     scores = -said.losses.numpy()
     if base is not None:
-        scores = scores + _answers(base, task, labels, examples).losses.numpy()
+        scores = scores + _answers(load(base, task, num_labels=labels, attacked=False), task, examples).losses.numpy()
     included = np.array([one.included for one in canaries])
     asked = max(2, len(canaries) // 10 * 2) if guesses is None else guesses
     right = right_guesses(scores, included, asked)
@@ -174,8 +179,7 @@ def measure(
     return Measured(one_run_bound(*figures), gaussian_run_bound(*figures), told, chance, _extracted(said, included))
 
 
-def _answers(model: str, task: Task, labels: int, examples: Sequence[Example]) -> Answers:
-    victim = load(model, task, num_labels=labels, attacked=False)
+def _answers(victim: Victim, task: Task, examples: Sequence[Example]) -> Answers:
     rows = encoded(victim, examples, max_length=None, truncate=False)
     return answers(victim.model, rows, victim.vocabulary.pad_id or 0, tokens=task == "causal")
 

@@ -26,13 +26,14 @@ from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc
 from rasura.registry import membership_adversaries, membership_attack
 from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
 from rasura.runs.membership_models import QueriedModels
-from rasura.runs.membership_plan import MembershipPlan, classes_of
+from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.scoring import versions
 from rasura.runs.training import encoded
 from rasura.victims.fingerprint import fingerprint
 from rasura.victims.outputs import answers
 from rasura.victims.protected_rows import protected
 from rasura.victims.train import FineTuning
+from rasura.victims.weights import classes_of
 
 FPRS = (0.01, 0.001)
 """The default false positive rates, as far as there are enough texts."""

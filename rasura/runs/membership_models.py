@@ -13,7 +13,7 @@ from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.runs.membership_plan import MembershipPlan, is_adapter
 from rasura.victims.adapters import base_of, turns_off
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import Victim, load, with_own_head
 from rasura.victims.outputs import answers
 
 
@@ -21,7 +21,7 @@ class QueriedModels:
     """The audited model of ``plan`` and its public base. Each is asked once about each of the ``kept`` sets of texts.
 
     The base of a LoRA adapter is the audited model with the adapter disabled; it is loaded on its own only where an attack
-    needs its weights. Raises ``InputError`` for a base with other tokens.
+    needs its weights. Raises ``InputError`` for a base with other tokens, and for an audited classifier without its head.
     """
 
     def __init__(self, plan: MembershipPlan, num_labels: int, device: str) -> None:
@@ -29,10 +29,11 @@ class QueriedModels:
         task: Any = plan.task
         here = is_adapter(plan.model)
         moved = here and plan.base != base_of_or_none(plan.model)
-        self.victim = load(
+        audited = load(
             str(plan.base) if moved else plan.model, task, num_labels=num_labels, seed=plan.recipe.seed, device=device,
             attacked=False, adapter=plan.model if moved else None,
         )  # fmt: skip
+        self.victim = with_own_head(audited)
         off = here and turns_off(Path(plan.model))
         self.switch: Any = self.victim.model.disable_adapter if off else None  # type: ignore[union-attr]  # of PEFT
         self.pad = self.victim.vocabulary.pad_id or 0

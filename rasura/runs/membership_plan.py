@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -106,15 +105,3 @@ def task_of(model: str) -> str:
     stated = read_config(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
     names = [str(name) for name in stated] if isinstance(stated, list) else []
     return "causal" if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names) else "classification"
-
-
-def classes_of(model: str) -> int | None:
-    """The number of classes of the classifier in a folder; None if the folder does not say."""
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        return None
-    try:
-        labels = json.loads(path.read_text(encoding="utf-8")).get("id2label")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        raise InputError(f"{path} is not a JSON object; expected the config.json of a model") from None
-    return len(labels) if isinstance(labels, dict) and labels else None

@@ -20,7 +20,7 @@ from rasura.studies.files import Study
 from rasura.studies.metric_values import row_of
 from rasura.studies.plots import Curve, Plot
 from rasura.studies.tables import head
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import Victim, load, with_own_head
 from rasura.victims.step import step
 
 COMPARED = ("drift", "loss", "gradient")
@@ -68,7 +68,7 @@ def measured(
     texts_of = (training.rows[:texts], training.protected_rows(plan.defenses[1], fresh)[:texts])
     task: Any = plan.task
     models = [folder / folder_of(d, seed) / "model" for d in plan.defenses]
-    victims = [fresh, *(load(path, task, num_labels=training.labels, attacked=False) for path in models)]
+    victims = [fresh, *(with_own_head(load(path, task, num_labels=training.labels, attacked=False)) for path in models)]
     start = {n: p.detach().clone() for n, p in fresh.model.named_parameters()}
     drift, pairs = {}, {}
     for name, victim in zip(MODELS, victims):

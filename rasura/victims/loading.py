@@ -190,6 +190,17 @@ def _victim(
     return Victim(model, tokenizer, words, task, name, longest, labels, fresh)
 
 
+def with_own_head(victim: Victim) -> Victim:
+    """``victim``, for what a trained model shows of its texts. Raises ``InputError`` if its head was drawn at random: its
+    answers would say nothing of any training, and so that nothing leaks."""
+    if victim.fresh:
+        raise InputError(
+            f"{victim.name} holds no head of {victim.num_labels} classes ({some(victim.fresh)}), so its answers say nothing "
+            "of its training; expected the trained classifier, and the number of its classes"
+        )
+    return victim
+
+
 @cache
 def _tell(name: str, weights: str, seed: int) -> None:
     """Log, once in a process, that a head is new."""

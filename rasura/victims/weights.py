@@ -57,6 +57,14 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
+def classes_of(model: str) -> int | None:
+    """The number of classes of the classifier in a folder; None if the folder does not say. Raises ``InputError`` as
+    ``read_config`` does."""
+    path = Path(model) / "config.json"
+    labels = read_config(path).get("id2label") if path.is_file() else None
+    return len(labels) if isinstance(labels, dict) and labels else None
+
+
 def check_config(config: Mapping[str, Any], name: str) -> None:
     """Refuse sizes that no real model has, and quantised weights. Raises ``InputError``."""
     if config.get("quantization_config") is not None:
