@@ -69,9 +69,9 @@ def test_the_report_of_an_interrupted_run_says_that_it_is_unfinished(tmp_path: P
         pass
     done = len(store)
     page = write_report(tmp_path).read_text()
-    assert f"{done} of {len(prepared.cells)} cells were run" in page and done < len(prepared.cells)
+    assert f"{done} of {len(prepared.cells)} results are here" in page and done < len(prepared.cells)
     list(prepared.run(store))
-    assert "cells were run" not in write_report(tmp_path).read_text()
+    assert "results are here" not in write_report(tmp_path).read_text()
     store.close()
 
 

@@ -68,11 +68,14 @@ def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path)
     prepared = MembershipAudit(plan, tmp_path / "parts")
     store = RunStore(tmp_path / "parts", prepared.identity)
     next(prepared.run(store))
+    page = write_report(tmp_path / "parts").read_text(encoding="utf-8")
+    assert "unfinished" in page and f"1 of {len(whole)} results are here" in page
     prepared._answers_of(0, prepared.rows[:2], prepared.rows)
     (tmp_path / "parts" / "shadow_models" / "000" / "answers.safetensors").unlink()
     store.close()
     again = infer_membership(plan, out=tmp_path / "parts")
     assert plain(again) == plain(whole)
+    assert "results are here" not in write_report(tmp_path / "parts").read_text(encoding="utf-8")
     stamp = (tmp_path / "parts" / "shadow_models" / "001" / "answers.safetensors").stat().st_mtime_ns
     assert plain(infer_membership(plan, out=tmp_path / "parts")) == plain(whole)
     assert (tmp_path / "parts" / "shadow_models" / "001" / "answers.safetensors").stat().st_mtime_ns == stamp

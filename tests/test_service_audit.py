@@ -19,6 +19,7 @@ from rasura.cli import app
 from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.interfaces import Budget, InputError
 from rasura.core.run_store import RunStore
+from rasura.report.page import write_report
 from rasura.runs.scoring import fractions_of
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.services import ServiceAudit, audit_service
@@ -187,7 +188,9 @@ def test_a_service_that_generates_is_read_in_prompts_and_answers(tmp_path: Path)
     audit, store = ServiceAudit(plan, training), RunStore(tmp_path / "run", ServiceAudit(plan, training).identity)
     first = next(audit.run(store))
     assert first.attack == "client"  # interrupted here, the others still find what it answered
+    assert f"1 of {len(audit.cells)} results are here" in write_report(tmp_path / "run").read_text(encoding="utf-8")
     rows = {(r.defense, r.attack, r.update): r for r in [first, *audit.run(store)]}
+    assert "results are here" not in write_report(tmp_path / "run").read_text(encoding="utf-8")
     assert len(rows) == len(audit.cells) == len(store)
     plain, permuted = (rows[p, "client", "trained"] for p in ("none", "obfuslm:k=1"))
     # The client decodes what the plain model would have written, whatever ids the server saw.

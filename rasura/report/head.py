@@ -98,7 +98,9 @@ def origin(
     if "model" in made.about:
         weights = tell("{model}, fingerprint of the weights {weights}", model=model, weights=made.about["model"])
     asked = int(made.about.get("cells", len(records)))
-    partly = tell("{done} of {asked} cells were run; all that stands here is about these", done=len(records), asked=asked)
+    partly = tell(
+        "{done} of {asked} results are here, and all that this page says is about these", done=len(records), asked=asked
+    )
     return [
         *([(tell("unfinished"), partly)] if len(records) < asked else []),
         (tell("made"), made.date),

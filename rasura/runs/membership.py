@@ -181,6 +181,7 @@ class MembershipAudit:
         """Run the attacks that ``store`` lacks; store and yield each Record. Raises ``InputError`` if ``store`` holds
         results of other weights."""
         store.describe({"model": fingerprint(self.victim.model)}, fixed=("model",))
+        store.describe({"cells": len(self.plan.attacks or ())})
         beside: dict[str, Any] = {}
         for number, name in enumerate(self.plan.attacks or ()):
             key = cell_key(kind="membership", attack=name, plan=self.identity)

@@ -122,6 +122,7 @@ class ServiceAudit:
         """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
         weights = fingerprint(self.victim.model)
         describe_run(store, weights, self.columns, SERVICE_PROTECTIONS, self.plan.attacks, SERVICE_ATTACKS)
+        store.describe({"cells": len(self.cells)})
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
