@@ -10,7 +10,10 @@ BENCHMARKS = "benchmarks/README.md"
 
 @dataclass(frozen=True)
 class Bar:
-    """A cell of the row that holds the cells ``row``; ``column``: if it is not the picture's. ``guess``: a baseline."""
+    """A cell of the row that holds the cells ``row``, or ``column=cell``; ``column``: if it is not the picture's.
+
+    ``guess``: a baseline.
+    """
 
     label: str
     row: tuple[str, ...]
@@ -20,7 +23,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Picture:
-    """Bars from the tables of one section of a file."""
+    """Bars from the tables of one section of a file. ``axis``: ``{n}`` stands for the rows' numbers of texts."""
 
     name: str
     title: str
@@ -49,7 +52,7 @@ PICTURES = (
     Picture(
         "selective-encryption", "What is read while the largest entries are sealed", RESULTS,
         "selective-encryption/table4: Sealing ratio against LAMP, DAGER and the adaptive span attack, an encoder", "R-1",
-        "ROUGE-1 in percent, MiniLM, five CoLA sentences, 95 % intervals",
+        "ROUGE-1 in percent, MiniLM, {n} CoLA sentences, 95 % intervals",
         (
             Bar("guessing", ("lamp-cos", "frozen-embeddings+sealing:grad=0.1"), "blind R-1", guess=True),
             *_sealed("grad=0.1", *THREE), *_sealed("grad=0.3", *THREE), *_sealed("grad=0.6", *THREE),
@@ -58,11 +61,13 @@ PICTURES = (
     Picture(
         "grab", "What is read under dropout of 0.1", RESULTS,
         "grab/figure3: Practical settings: dropout 0.1, frozen embeddings", "R-1",
-        "ROUGE-1 in percent, MiniLM, four CoLA sentences, 95 % intervals",
+        "ROUGE-1 in percent, MiniLM, {n} CoLA sentences, 95 % intervals",
         (
-            Bar("guessing", ("lamp-cos", "1"), "blind R-1", guess=True), Bar("LAMP", ("lamp-cos", "1")),
-            Bar("GRAB", ("grab", "1")), Bar("span", ("span", "1")), Bar("LAMP, batch of 2", ("lamp-cos", "2", "0 of 2")),
-            Bar("GRAB, batch of 2", ("grab", "2", "0 of 2")), Bar("span, batch of 2", ("span", "2", "0 of 2")),
+            Bar("guessing", ("lamp-cos", "batch=1"), "blind R-1", guess=True),
+            *(Bar(said, (attack, "batch=1")) for attack, said in (("lamp-cos", "LAMP"), ("grab", "GRAB"), ("span", "span"))),
+            *(Bar(f"{said}, batch of 2", (attack, "batch=2")) for attack, said in (
+                ("lamp-cos", "LAMP"), ("grab", "GRAB"), ("span", "span"),
+            )),
         ), 100,
     ),
     Picture(
@@ -118,7 +123,7 @@ PICTURES = (
     Picture(
         "hidden-entries", "Six tenths of all entries sealed, by four significances", RESULTS,
         "selective-encryption/table4: Sealing ratio against LAMP, DAGER and the adaptive span attack, an encoder", "R-1",
-        "ROUGE-1 in percent, MiniLM, five CoLA sentences, 95 % intervals",
+        "ROUGE-1 in percent, MiniLM, {n} CoLA sentences, 95 % intervals",
         (
             Bar("guessing", ("dager", "frozen-embeddings+sealing:grad=0.6"), "blind R-1", guess=True),
             *(
@@ -131,7 +136,7 @@ PICTURES = (
     Picture(
         "any-block", "A fifth of the layers sealed: what the others tell", RESULTS,
         "selective-encryption/table3: Attn and OneFifth: whole layers sealed", "R-1",
-        "ROUGE-1 in percent, MiniLM, three CoLA sentences, 95 % intervals",
+        "ROUGE-1 in percent, MiniLM, {n} CoLA sentences, 95 % intervals",
         (
             Bar("guessing", ("lamp-cos", "frozen-embeddings+sealing:onefifth-1"), "blind R-1", guess=True),
             *(

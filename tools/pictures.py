@@ -69,19 +69,26 @@ def rows_of(text: str, section: str) -> Iterator[Mapping[str, str]]:
             yield dict(zip(reversed(head), reversed(cells)))
 
 
-def value_of(picture: Picture, bar: Bar) -> Value:
-    """The cell that ``bar`` shows. Raises ``ValueError`` unless exactly one row fits."""
+def row_of(picture: Picture, bar: Bar) -> Mapping[str, str]:
+    """The row that ``bar`` shows a cell of. Raises ``ValueError`` unless exactly one row fits."""
     text = (ROOT / picture.file).read_text(encoding="utf-8")
     column = bar.column or picture.column
-    fit = [r[column] for r in rows_of(text, picture.section) if column in r and set(bar.row) <= set(r.values())]
+    fit = [
+        r
+        for r in rows_of(text, picture.section)
+        if column in r and {*bar.row} <= {*r.values(), *(f"{name}={cell}" for name, cell in r.items())}
+    ]
     if len(fit) != 1:
         raise ValueError(f"{picture.name}: {len(fit)} rows fit {bar.row} in {picture.section!r}; expected one")
-    return parsed(fit[0])
+    return fit[0]
 
 
 def drawn(picture: Picture) -> str:
     """The picture as SVG."""
-    values = [value_of(picture, bar) for bar in picture.bars]
+    rows = [row_of(picture, bar) for bar in picture.bars]
+    values = [parsed(row[bar.column or picture.column]) for row, bar in zip(rows, picture.bars)]
+    counts = sorted({int(row["n"]) for row in rows if row.get("n", "").isdigit()})
+    axis = picture.axis.replace("{n}", " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) if counts else "")
     most = picture.most or max(v.high or v.mean for v in values) * 1.05
     height = TOP + ROW * len(values) + BOTTOM
 
@@ -107,7 +114,7 @@ def drawn(picture: Picture) -> str:
         parts.append(f'<text x="{end + 6}" y="{y + 14}">{value.mean:g}</text>')
     y = height - BOTTOM + 2
     parts.append(f'<line x1="{LEFT}" y1="{TOP}" x2="{LEFT}" y2="{y}"/>')
-    parts.append(f'<text class="a" x="0" y="{y + 18}">{escape(picture.axis)}</text>')
+    parts.append(f'<text class="a" x="0" y="{y + 18}">{escape(axis)}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
