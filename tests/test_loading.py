@@ -21,6 +21,7 @@ from rasura.testing.tiny import tiny, tokenizer_folder
 from rasura.victims import models
 from rasura.victims.loading import load
 from rasura.victims.models import parts
+from rasura.victims.weights import classes_for
 
 QUERY = "bert.encoder.layer.0.attention.self.query.weight"
 Weights = dict[str, Tensor]
@@ -94,8 +95,19 @@ def test_a_head_of_another_kind_is_left_and_the_new_one_is_said(folder: Path, ca
         load(folder, "classification", seed=3)
     assert victim.fresh == ("classifier.bias", "classifier.weight")
     assert [r.getMessage() for r in caplog.records if "drawn at random (seed 3)" in r.getMessage()] == [
-        f"{folder} has no classification head: classifier.bias, classifier.weight were drawn at random (seed 3)"
+        f"{folder} holds no head of 2 classes: classifier.bias, classifier.weight were drawn at random (seed 3)"
     ]
+
+
+def test_the_head_of_a_folder_is_kept_whatever_its_size(tmp_path: Path) -> None:
+    """A trained head of eight classes was redrawn with two, since two were the usual number."""
+    path = tokenizer_folder(tiny("bert", "classification", num_labels=8), tmp_path)
+    held = tiny("bert", "classification", num_labels=8).get_parameter("classifier.weight")
+    audited = load_victim(Plan(model=str(path), texts=("one",)), 2, "cpu")  # the texts at hand have labels 0 and 1
+    for victim in (load(path, "classification"), audited):
+        assert victim.num_labels == 8 and victim.fresh == ()
+        assert torch.equal(victim.model.get_parameter("classifier.weight"), held)
+    assert (classes_for(str(path), 3), classes_for(str(path), 9), classes_for("minilm", 3)) == (8, 9, 3)
 
 
 def test_a_head_of_another_size_and_a_missing_pooler_are_drawn(folder: Path) -> None:

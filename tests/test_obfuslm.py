@@ -120,6 +120,15 @@ def public(tmp_path: Path) -> Path:
 TEXT = "the w20 of w21 and w22 to w23 ."
 
 
+def test_a_served_classifier_keeps_its_head(tmp_path: Path) -> None:
+    """Without --num-labels a trained head of five classes was replaced by a random one of two."""
+    model = tiny("bert", "classification", num_labels=5)
+    path = tokenizer_folder(model, tmp_path / "public")
+    made = obfuscate_model(path, tmp_path / "served", tmp_path / "my.key", PERMUTED)
+    served = transformers.AutoModelForSequenceClassification.from_pretrained(made.folder)
+    assert torch.equal(served.classifier.weight, model.get_parameter("classifier.weight"))
+
+
 def test_a_served_folder_generates_what_the_plain_model_does(public: Path, tmp_path: Path) -> None:
     made = obfuscate_model(public, tmp_path / "served", tmp_path / "my.key", PERMUTED)
     assert made.tokens == WORDS - len(SPECIAL)

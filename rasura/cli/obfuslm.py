@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import err, out, protect, say
+from rasura.cli.shared import FreshLabels, err, out, protect, say
 
 
 @protect.command()
@@ -36,7 +36,7 @@ def obfuslm(
     hidden_k: Annotated[int, typer.Option(help="dimensions per cluster, with --plus")] = 10,
     hidden_epsilon: Annotated[float, typer.Option(help="mixing parameter of the dimensions, with --plus")] = 3.0,
     task: Annotated[str, typer.Option(help="classification, causal, or auto to detect it from the model")] = "auto",
-    num_labels: Annotated[int, typer.Option(help="number of classes, if the model has no head")] = 2,
+    num_labels: FreshLabels = None,
     passphrase: Annotated[
         bool, typer.Option("--passphrase", help="ask for a passphrase for the key, unless RASURA_PASSPHRASE is set")
     ] = False,

@@ -62,7 +62,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
 UNSET: Mapping[str, str] = {
     "file": "fictional notes", "text": "the texts of FILE", "watch": "read once", "reference": "none",
     "language_model": "none", "model": "minilm", "entries": "set by --budget", "suite": "none", "config": "none",
-    "num_labels": "as many as the labels need", "fail_above": "no limit", "address": "a cluster on this machine",
+    "num_labels": "as many as the head has, or as the labels need", "fail_above": "no limit",
+    "address": "a cluster on this machine",
     "workers": "as many as there are cores", "max_length": "the model's", "limit": "all", "delta": "0.1 / examples",
     "labels": "estimated", "lengths": "estimated", "before": "UPDATE holds gradients or differences",
     "before_round": "none", "names_from": "none", "hidden": "none", "candidates": "none",

@@ -15,6 +15,7 @@ from rasura.cli.shared import (
     AsJson,
     Budget,
     Entries,
+    FreshLabels,
     StepDevice,
     TextTask,
     app,
@@ -50,7 +51,6 @@ Hidden = Annotated[
     Path | None, typer.Option(help="safetensors file of bool tensors, true where an entry of the update is hidden")
 ]
 MaxMemory = Annotated[int, typer.Option(help="memory limit of an attack in MiB")]
-HeadLabels = Annotated[int, typer.Option(help="number of classes of a new head, if the folder has no head")]
 Seed = Annotated[int, typer.Option(help="seed of the attack (and of a new head)")]
 AllowPickle = Annotated[bool, typer.Option("--allow-pickle", help="load pickled weights, which can execute code")]
 
@@ -79,7 +79,7 @@ def read(
     budget: Budget = "default",
     max_memory: MaxMemory = 4096,
     entries: Entries = None,
-    num_labels: HeadLabels = 2,
+    num_labels: FreshLabels = None,
     seed: Seed = 0,
     device: StepDevice = "auto",
     as_json: AsJson = False,

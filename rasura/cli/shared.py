@@ -41,7 +41,7 @@ Entries = Annotated[
 Limit = Annotated[int | None, typer.Option(help="number of examples to use")]
 Seeds = Annotated[int, typer.Option(help="number of repetitions, each with its own seed")]
 FirstSeed = Annotated[int, typer.Option(help="first seed")]
-FreshLabels = Annotated[int | None, typer.Option(help="number of classes of a new head")]
+FreshLabels = Annotated[int | None, typer.Option(help="number of classes; another than the head has draws a new head")]
 TruncateAll = Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long; crop and scale images")]
 Truncate = Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")]
 MaxLength = Annotated[int | None, typer.Option(help="maximum text length in tokens")]

@@ -17,15 +17,18 @@ from rasura.runs.plans import Plan
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import Victim, load
 from rasura.victims.structure import check_blocks
+from rasura.victims.weights import classes_for
 
 
 def load_victim(plan: Plan, num_labels: int, device: str) -> Victim:
-    """The model of ``plan``. A new head has ``num_labels`` classes unless the plan sets a number.
+    """The model of ``plan``. Its head stays if it has the ``num_labels`` classes that the texts need, unless the plan sets a
+    number.
 
     Raises ``InputError`` as ``load`` and ``check_blocks`` do.
     """
     task: Any = plan.task
-    victim = load(plan.model, task, num_labels=plan.num_labels or num_labels, seed=plan.seed, device=device)
+    labels = plan.num_labels or (num_labels if task == "vision" else classes_for(plan.model, num_labels))
+    victim = load(plan.model, task, num_labels=labels, seed=plan.seed, device=device)
     if task != "vision":
         check_blocks(victim.model)
     return victim

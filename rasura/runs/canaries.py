@@ -22,7 +22,7 @@ from rasura.data.text import Example, load_examples
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim, load, with_own_head
 from rasura.victims.outputs import answers
-from rasura.victims.weights import classes_of
+from rasura.victims.weights import classes_for
 
 COINS, MIXED = "canaries.json", "train.jsonl"
 """The canaries with their coins, which must stay secret; and the texts to train on."""
@@ -52,7 +52,7 @@ def draw(
     """
     if number < 20:
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
-    num_labels = num_labels or classes_of(model) or 2
+    num_labels = num_labels or classes_for(model, 2)
     victim = load(model, task, num_labels=num_labels, attacked=False)
     words = _words(victim, 400)
     texts: set[str] = set()

@@ -15,6 +15,7 @@ from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import joined
 from rasura.victims.loading import load
 from rasura.victims.recipe import Recipe
+from rasura.victims.weights import classes_for
 
 
 def diagnose_file(
@@ -43,7 +44,7 @@ def diagnose_file(
             f"{texts} texts of {data}, which has {len(found)}; expected at least two, and no more than there are"
         )
     some = [found[k] for k in permutation(len(found), secret_generator())[:texts].tolist()]
-    labels = num_labels or max(2, 1 + max(e.label or 0 for e in found))
+    labels = num_labels or classes_for(model, 1 + max(e.label or 0 for e in found))
     victim = load(model, task, num_labels=labels, attacked=lora > 0)
     made: Any = with_fresh_adapter(victim.model, task, lora, recipe.seed)
     batch = joined(encoded(victim, some, max_length=max_length, truncate=truncate), victim.vocabulary.pad_id or 0)

@@ -33,7 +33,7 @@ from rasura.victims.fingerprint import fingerprint
 from rasura.victims.outputs import answers
 from rasura.victims.protected_rows import protected
 from rasura.victims.train import FineTuning
-from rasura.victims.weights import classes_of
+from rasura.victims.weights import classes_for
 
 FPRS = (0.01, 0.001)
 """The default false positive rates, as far as there are enough texts."""
@@ -74,7 +74,7 @@ class MembershipAudit:
         self.examples = [everything[k] for k in order]
         self.members = torch.tensor([k < len(sides[0]) for k in order])
         labels = [e.label or 0 for e in [*everything, *other]]
-        count = plan.num_labels or classes_of(plan.model) or max(2, 1 + max(labels))
+        count = plan.num_labels or classes_for(plan.model, 1 + max(labels))
         self.models = QueriedModels(plan, count, device)
         self.victim = self.models.victim
         limits: Any = {"max_length": plan.max_length, "truncate": plan.truncate}

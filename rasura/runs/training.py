@@ -42,6 +42,7 @@ from rasura.victims.outputs import nats, predictions
 from rasura.victims.protected_rows import protected
 from rasura.victims.step import defended
 from rasura.victims.train import FineTuning, enough
+from rasura.victims.weights import classes_for
 
 
 class Training:
@@ -57,7 +58,7 @@ class Training:
         if plan.test is not None:
             tested = load_examples(plan.test, columns=columns, label_names=self.label_names, model=plan.model)
         labels = [e.label or 0 for e in [*everything, *(tested or [])]]
-        self.labels = plan.num_labels or max(2, 1 + max(labels))
+        self.labels = plan.num_labels or classes_for(plan.model, 1 + max(labels))
         victim = self.victim(plan.recipe.seed)
         self.pad = victim.vocabulary.pad_id or 0
         kept, held = self._parted(everything)

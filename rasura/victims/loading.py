@@ -93,7 +93,7 @@ def load(
     path_or_id: str | Path,
     task: Task,
     *,
-    num_labels: int = 2,
+    num_labels: int | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
     seed: int = 0,
@@ -104,9 +104,10 @@ def load(
 ) -> Victim:
     """Load a classifier or causal model with its tokenizer, in eval mode, with eager attention, in float32.
 
-    ``path_or_id`` is a folder, a hub id, ``"minilm"`` or ``"smollm2"``. A head that the folder lacks is drawn at random from
-    ``seed``, with a log line; any other missing weight is refused. A PEFT adapter folder is loaded on its base model (extra
-    ``rasura[lora]``), or on ``path_or_id`` where it is given as ``adapter``. For the task ``vision`` it is ``lenet``,
+    ``path_or_id`` is a folder, a hub id, ``"minilm"`` or ``"smollm2"``. A head that the folder lacks, or has with another
+    number of classes than ``num_labels``, is drawn at random from ``seed``, with a log line; any other missing weight is
+    refused. ``num_labels``: None for as many as the folder says, or two. A PEFT adapter folder is loaded on its base model
+    (extra ``rasura[lora]``), or on ``path_or_id`` where it is given as ``adapter``. For the task ``vision`` it is ``lenet``,
     ``cnn`` or a safetensors file with the weights of one of them. ``attacked``: check that the parts which attacks on
     updates need exist and work as expected; False for models that are only trained or queried. ``on_disk``: leave the
     weights on disk (``rasura.victims.on_disk``); None: only for an attacked model whose weights need more than half of the
@@ -116,7 +117,7 @@ def load(
     if task == "vision":
         from rasura.victims.vision import build
 
-        images = build(name, num_labels, seed=seed).to(device)
+        images = build(name, num_labels or 2, seed=seed).to(device)
         check_finite(images, name)
         return Victim(images, None, NO_TEXT, task, name, images.config.image_size, images.config.num_labels)
     path = embedded_path(name) or Path(name)
@@ -186,7 +187,7 @@ def _victim(
         verify_parts(model, words)
     longest = min(n for n in (_positions(model), int(tokenizer.model_max_length)) if n > 0)
     if fresh:
-        _tell(name, some(fresh), seed)
+        _tell(name, labels, some(fresh), seed)
     return Victim(model, tokenizer, words, task, name, longest, labels, fresh)
 
 
@@ -202,9 +203,9 @@ def with_own_head(victim: Victim) -> Victim:
 
 
 @cache
-def _tell(name: str, weights: str, seed: int) -> None:
+def _tell(name: str, labels: int, weights: str, seed: int) -> None:
     """Log, once in a process, that a head is new."""
-    log.warning("%s has no classification head: %s were drawn at random (seed %d)", name, weights, seed)
+    log.warning("%s holds no head of %d classes: %s were drawn at random (seed %d)", name, labels, weights, seed)
 
 
 def _positions(model: nn.Module) -> int:
@@ -236,7 +237,7 @@ def _tokenizer(source: str, trust_remote_code: bool) -> Any:
 
 
 def _model(
-    source: str, name: str, task: Task, num_labels: int, pickle: bool, remote: bool, seed: int, on_disk: bool | None
+    source: str, name: str, task: Task, num_labels: int | None, pickle: bool, remote: bool, seed: int, on_disk: bool | None
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """The model in ``source``, and the weights of its head that were drawn from ``seed``."""
     import transformers
@@ -260,7 +261,7 @@ def _model(
         "ignore_mismatched_sizes": True,
         "output_loading_info": True,
     }
-    if task == "classification":
+    if task == "classification" and num_labels is not None:
         options["num_labels"] = num_labels
     try:
         known = AutoConfig.from_pretrained(source, trust_remote_code=remote)
@@ -270,7 +271,7 @@ def _model(
                 entries = sum(p.numel() for p in kind.from_config(known).parameters())
             check_size(folder, entries)
             if on_disk or (on_disk is None and needs_disk(entries)):
-                known.num_labels = num_labels if task == "classification" else known.num_labels
+                known.num_labels = num_labels if task == "classification" and num_labels else known.num_labels
                 return stored_model(lambda: kind.from_config(known, attn_implementation="eager"), folder), ()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

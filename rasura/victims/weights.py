@@ -65,6 +65,12 @@ def classes_of(model: str) -> int | None:
     return len(labels) if isinstance(labels, dict) and labels else None
 
 
+def classes_for(model: str, needed: int) -> int:
+    """The number of classes with which to load ``model`` for texts whose labels need ``needed``: as many as its head has, so
+    that it stays, unless the labels need more. At least two."""
+    return max(2, needed, classes_of(model) or 0)
+
+
 def check_config(config: Mapping[str, Any], name: str) -> None:
     """Refuse sizes that no real model has, and quantised weights. Raises ``InputError``."""
     if config.get("quantization_config") is not None:

@@ -44,14 +44,14 @@ def obfuscate_model(
     *,
     passphrase: str | None = None,
     task: Task | None = None,
-    num_labels: int = 2,
+    num_labels: int | None = None,
     rng: Randomness | None = None,
 ) -> Served:
     """Obfuscate a whole model with ObfusLM: ``folder`` for a server, and its ``key``, a file that stays with the owner.
 
     ``folder`` is an ordinary Hugging Face folder (safetensors, config) without a tokenizer. ``task``: by the model's
-    architecture if None; a classifier's head that the model lacks is drawn fresh with ``num_labels`` classes. Randomness
-    from the operating system unless ``rng`` is given, which is for experiments. ``obfuscate_embedding`` does the same to one
+    architecture if None; a classifier's head that the model lacks is drawn fresh with ``num_labels`` classes, or two.
+    Randomness from the operating system unless ``rng`` is given, which is for experiments. ``obfuscate_embedding`` does the same to one
     table in memory; GHOST, which changes texts and no model, is ``obfuscate_file``. Raises ``InputError`` for a folder or
     key that exists, a key inside the folder, and all that ``load`` and ``obfuscate`` refuse.
     """
