@@ -51,9 +51,10 @@ def obfuscate_model(
 
     ``folder`` is an ordinary Hugging Face folder (safetensors, config) without a tokenizer. ``task``: by the model's
     architecture if None; a classifier's head that the model lacks is drawn fresh with ``num_labels`` classes, or two.
-    Randomness from the operating system unless ``rng`` is given, which is for experiments. ``obfuscate_embedding`` does the same to one
-    table in memory; GHOST, which changes texts and no model, is ``obfuscate_file``. Raises ``InputError`` for a folder or
-    key that exists, a key inside the folder, and all that ``load`` and ``obfuscate`` refuse.
+    Randomness from the operating system unless ``rng`` is given, which is for experiments. ``obfuscate_embedding`` does
+    the same to one table in memory; GHOST, which changes texts and no model, is ``obfuscate_file``. Raises
+    ``InputError`` for a folder or key that exists, a key inside the folder, and all that ``load`` and ``obfuscate``
+    refuse.
     """
     target, secret = Path(folder), Path(key)
     for path in (target, secret):
