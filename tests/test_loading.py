@@ -110,6 +110,16 @@ def test_the_head_of_a_folder_is_kept_whatever_its_size(tmp_path: Path) -> None:
     assert (classes_for(str(path), 3), classes_for(str(path), 9), classes_for("minilm", 3)) == (8, 9, 3)
 
 
+@pytest.mark.parametrize("kind", ["multi_label_classification", "regression"])
+def test_a_model_of_another_loss_is_not_audited_as_a_classifier(folder: Path, kind: str) -> None:
+    """An audit with several labels a text ended in a traceback, and one of a regression broadcast one label to two."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "problem_type": kind}))
+    with pytest.raises(InputError, match=f"not a classifier with one label a text: .* problem_type = {kind}"):
+        load_victim(Plan(model=str(folder), texts=("one",)), 2, "cpu")
+    assert load(folder, "classification").num_labels == 2  # to obfuscate it needs no labels
+
+
 def test_a_head_of_another_size_and_a_missing_pooler_are_drawn(folder: Path) -> None:
     assert load(folder, "classification").fresh == ()
     assert set(load(folder, "classification", num_labels=5).fresh) == {"classifier.bias", "classifier.weight"}

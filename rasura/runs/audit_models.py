@@ -15,7 +15,7 @@ from rasura.core.values import Reconstruction, Vocabulary
 from rasura.runs.cells import Cell
 from rasura.runs.plans import Plan
 from rasura.victims.adapters import with_fresh_adapter
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import Victim, load, with_one_label
 from rasura.victims.structure import check_blocks
 from rasura.victims.weights import classes_for
 
@@ -28,7 +28,7 @@ def load_victim(plan: Plan, num_labels: int, device: str) -> Victim:
     """
     task: Any = plan.task
     labels = plan.num_labels or (num_labels if task == "vision" else classes_for(plan.model, num_labels))
-    victim = load(plan.model, task, num_labels=labels, seed=plan.seed, device=device)
+    victim = with_one_label(load(plan.model, task, num_labels=labels, seed=plan.seed, device=device))
     if task != "vision":
         check_blocks(victim.model)
     return victim

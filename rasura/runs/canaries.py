@@ -20,7 +20,7 @@ from rasura.core.files import read_limited, write_whole
 from rasura.core.values import Task
 from rasura.data.text import Example, load_examples
 from rasura.runs.training import encoded
-from rasura.victims.loading import Victim, load, with_own_head
+from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
 from rasura.victims.weights import classes_for
 
@@ -53,7 +53,7 @@ def draw(
     if number < 20:
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
     num_labels = num_labels or classes_for(model, 2)
-    victim = load(model, task, num_labels=num_labels, attacked=False)
+    victim = with_one_label(load(model, task, num_labels=num_labels, attacked=False))
     words = _words(victim, 400)
     texts: set[str] = set()
     while len(texts) < number:
@@ -164,7 +164,8 @@ def measure(
     """
     task, labels, canaries = read_canaries(folder)
     examples = [Example(one.text, label=one.label) for one in canaries]
-    said = _answers(with_own_head(load(model, task, num_labels=labels, attacked=False)), task, examples)
+    trained = with_one_label(with_own_head(load(model, task, num_labels=labels, attacked=False)))
+    said = _answers(trained, task, examples)
     scores = -said.losses.numpy()
     if base is not None:
         scores = scores + _answers(load(base, task, num_labels=labels, attacked=False), task, examples).losses.numpy()

@@ -13,7 +13,7 @@ from rasura.runs.diagnosis import Diagnosis, diagnose_training
 from rasura.runs.training import encoded
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import joined
-from rasura.victims.loading import load
+from rasura.victims.loading import load, with_one_label
 from rasura.victims.recipe import Recipe
 from rasura.victims.weights import classes_for
 
@@ -45,7 +45,7 @@ def diagnose_file(
         )
     some = [found[k] for k in permutation(len(found), secret_generator())[:texts].tolist()]
     labels = num_labels or classes_for(model, 1 + max(e.label or 0 for e in found))
-    victim = load(model, task, num_labels=labels, attacked=lora > 0)
+    victim = with_one_label(load(model, task, num_labels=labels, attacked=lora > 0))
     made: Any = with_fresh_adapter(victim.model, task, lora, recipe.seed)
     batch = joined(encoded(victim, some, max_length=max_length, truncate=truncate), victim.vocabulary.pad_id or 0)
     optimizer = recipe.course.optimizing([p for p in made.parameters() if p.requires_grad], fused=False)

@@ -13,7 +13,7 @@ from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.runs.membership_plan import MembershipPlan, is_adapter
 from rasura.victims.adapters import base_of, turns_off
-from rasura.victims.loading import Victim, load, with_own_head
+from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
 
 
@@ -33,7 +33,7 @@ class QueriedModels:
             str(plan.base) if moved else plan.model, task, num_labels=num_labels, seed=plan.recipe.seed, device=device,
             attacked=False, adapter=plan.model if moved else None,
         )  # fmt: skip
-        self.victim = with_own_head(audited)
+        self.victim = with_one_label(with_own_head(audited))
         off = here and turns_off(Path(plan.model))
         self.switch: Any = self.victim.model.disable_adapter if off else None  # type: ignore[union-attr]  # of PEFT
         self.pad = self.victim.vocabulary.pad_id or 0

@@ -19,7 +19,7 @@ from rasura.runs.cells import Cell
 from rasura.runs.listened import listened
 from rasura.runs.plans import Plan
 from rasura.runs.scoring import recovered_so_far
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import Victim, load, with_one_label
 
 TASKS = {"minilm": "classification", "smollm2": "causal"}
 """Models that are known by name, each with its task here."""
@@ -102,7 +102,7 @@ class Playground:
         self.victims: dict[str, Victim] = {}
         for name, made in self.tasks.items():
             kind: Any = made
-            self.victims[name] = load(name, kind)
+            self.victims[name] = with_one_label(load(name, kind))
         self._one = Lock()
         for _ in self.answers({"model": models[0], "text": "A first text ."}):  # reads what the metrics need
             pass

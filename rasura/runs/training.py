@@ -37,7 +37,7 @@ from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import renamed, split
 from rasura.victims.fingerprint import fingerprint
-from rasura.victims.loading import Victim, load
+from rasura.victims.loading import Victim, load, with_one_label
 from rasura.victims.outputs import nats, predictions
 from rasura.victims.protected_rows import protected
 from rasura.victims.step import defended
@@ -96,7 +96,8 @@ class Training:
         """The model before training, with a head drawn from ``seed``."""
         task: Any = self.plan.task
         attacked = self.plan.service or self.plan.lora > 0  # both look for the model's parts
-        return load(self.plan.model, task, num_labels=self.labels, seed=seed, device=self.device, attacked=attacked)
+        made = load(self.plan.model, task, num_labels=self.labels, seed=seed, device=self.device, attacked=attacked)
+        return with_one_label(made)
 
     def _parted(self, everything: Sequence[Example]) -> tuple[list[Example], list[Example]]:
         """The training texts and the held-out texts, drawn once for all defenses and seeds."""

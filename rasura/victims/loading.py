@@ -163,7 +163,7 @@ def in_memory(model: nn.Module, tokenizer: Any, task: Task, *, device: str = "cp
     own.set_attn_implementation("eager")
     name = f"{type(model).__name__}-{digest.hexdigest()[:12]}"
     check_finite(own, name)
-    return _victim(own, copy.deepcopy(tokenizer), task, name, device, attacked, (), 0)
+    return with_one_label(_victim(own, copy.deepcopy(tokenizer), task, name, device, attacked, (), 0))
 
 
 def _victim(
@@ -198,6 +198,18 @@ def with_own_head(victim: Victim) -> Victim:
         raise InputError(
             f"{victim.name} holds no head of {victim.num_labels} classes ({some(victim.fresh)}), so its answers say nothing "
             "of its training; expected the trained classifier, and the number of its classes"
+        )
+    return victim
+
+
+def with_one_label(victim: Victim) -> Victim:
+    """``victim``, for texts with one label each. Raises ``InputError`` for a model of numbers (regression) or of several
+    labels a text: its loss is another one, and what is measured of it with classes would be of no model."""
+    kind = getattr(victim.model.config, "problem_type", None)
+    if victim.task == "classification" and kind not in (None, "single_label_classification"):
+        raise InputError(
+            f"{victim.name} is not a classifier with one label a text: its config says problem_type = {str(kind)[:40]}, "
+            "which is not supported; expected single_label_classification"
         )
     return victim
 
