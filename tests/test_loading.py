@@ -231,6 +231,17 @@ def test_an_adapter_brings_its_head(adapter: Path) -> None:
     assert victim.fresh == () and len(parts(victim.model).blocks) == 2
 
 
+def test_an_adapter_says_how_many_classes_its_head_has(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = tokenizer_folder(tiny("bert", "classification", num_labels=2), tmp_path / "base")
+    trained = load(base, "classification", num_labels=5).model
+    trained.config._name_or_path = str(base)
+    config = peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"], r=2)
+    peft.get_peft_model(trained, config).save_pretrained(tmp_path / "adapter")
+    for victim in (load(tmp_path / "adapter", "classification"), load(base, "classification", adapter=tmp_path / "adapter")):
+        assert victim.num_labels == 5 and victim.fresh == ()
+
+
 def _drop(pattern: str) -> Callable[[Path], None]:
     return lambda f: change_weights(
         f, lambda w: {n: t for n, t in w.items() if pattern not in n}, "adapter_model.safetensors"

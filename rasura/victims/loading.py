@@ -26,6 +26,7 @@ from rasura.victims.weights import (
     check_files,
     check_finite,
     check_size,
+    classes_of,
     first_line,
     fresh_weights,
     read_config,
@@ -132,6 +133,8 @@ def load(
             raise InputError(f"{path} holds no config.json; expected a Hugging Face model folder")
     else:
         check_hub_id(name)
+    if base != source or adapter is not None:
+        num_labels = num_labels or classes_of(adapter or path)
     stays = on_disk if attacked else bool(on_disk)
     model, fresh = _model(base, name, task, num_labels, allow_pickle, trust_remote_code, seed, stays)
     if base != source and adapter is not None:

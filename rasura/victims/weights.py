@@ -38,6 +38,9 @@ LARGEST = {
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
 WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"})
 
+HEADS = (".classifier.weight", ".classifier.out_proj.weight", ".score.weight")
+"""Ends of the names of heads, whose rows are classes."""
+
 NAMED = 3
 """Number of weights that a message names."""
 
@@ -57,10 +60,16 @@ def read_config(path: Path) -> dict[str, Any]:
     return found
 
 
-def classes_of(model: str) -> int | None:
-    """The number of classes of the classifier in a folder; None if the folder does not say. Raises ``InputError`` as
-    ``read_config`` does."""
-    path = Path(model) / "config.json"
+def classes_of(model: str | Path) -> int | None:
+    """The number of classes of the classifier, or of the adapter with a head, in a folder; None if the folder does not say.
+    Raises ``InputError`` as ``read_config`` does, and for a damaged adapter."""
+    path, adapter = Path(model) / "config.json", Path(model) / "adapter_model.safetensors"
+    if adapter.is_file():
+        for name, told in _header(adapter).items():
+            shape = told.get("shape") if isinstance(told, dict) and name.endswith(HEADS) else None
+            if isinstance(shape, list) and shape and type(shape[0]) is int:
+                return shape[0]
+        return None
     labels = read_config(path).get("id2label") if path.is_file() else None
     return len(labels) if isinstance(labels, dict) and labels else None
 
