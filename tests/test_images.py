@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, adversary_copy, observe
 from rasura.core.values import NO_TEXT, Grant, Message, NotGranted, Observation, Reconstruction, Transcript
 from rasura.data.images import ImageExample, encode_images, images_hash, load_images
-from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_ssim, mse, psnr, ssim
+from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_psnr, image_ssim, mse, psnr, ssim
 from rasura.runs.plans import Plan
+from rasura.runs.scoring import score
 from rasura.victims.step import step
 from rasura.victims.vision import ImageClassifier, build, cnn, lenet
 
@@ -178,6 +180,17 @@ def test_mse_and_psnr_are_what_they_say() -> None:
     a = torch.full((3, 4, 4), 0.25)
     assert mse(a, a + 0.1) == pytest.approx(0.01, abs=1e-8) and psnr(a, a + 0.1) == pytest.approx(20, abs=1e-5)
     assert mse(a, a) == 0 and psnr(a, a) == 100
+
+
+def test_the_error_of_pixels_has_a_range_and_so_an_interval() -> None:
+    truth = sent(rows=1)
+    image = truth.image_batch.pixel_values
+    wild = Reconstruction((), images=image + 100 * torch.randn(image.shape, generator=torch.Generator().manual_seed(0)))
+    found = score(image_mse(), wild, truth)
+    assert 0 <= found["low"] <= found["mean"] <= found["high"] <= 1 and found["mean"] > 0.1
+    assert image_mse()(wild, truth) == image_mse()(replace(wild, images=wild.images.clamp(0, 1)), truth)  # type: ignore[union-attr]
+    found = score(image_psnr(), wild, truth)
+    assert 0 <= found["low"] <= found["mean"] <= found["high"] <= 100
 
 
 def test_images_of_a_batch_are_paired_one_to_one() -> None:

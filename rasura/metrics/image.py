@@ -76,7 +76,8 @@ def paired_images(images: Tensor, read: Tensor | None) -> list[int]:
 class ImageMetric:
     """A score of (private image, recovered image); recovered images are assigned one to one by MSE.
 
-    A private image without a recovered one is compared with grey.
+    A private image without a recovered one is compared with grey. Recovered values outside [0, 1] count as the nearer end, as
+    a screen shows them, so that an error of pixels has a range.
     """
 
     name: str
@@ -87,7 +88,7 @@ class ImageMetric:
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         images = truth.image_batch.pixel_values
-        read = guess.images
+        read = None if guess.images is None else guess.images.clamp(0, 1)
         return [
             self.score(image, torch.full_like(image, 0.5) if place < 0 or read is None else read[place])
             for image, place in zip(images, paired_images(images, read))
@@ -96,12 +97,12 @@ class ImageMetric:
 
 def image_mse() -> ImageMetric:
     """Mean squared error, 0 for an exact copy."""
-    return ImageMetric("mse", mse, "squared pixel value", "better")
+    return ImageMetric("mse", mse, "squared pixel value", "better", (0.0, 1.0))
 
 
 def image_psnr() -> ImageMetric:
     """Peak signal-to-noise ratio in dB."""
-    return ImageMetric("psnr", psnr, "dB")
+    return ImageMetric("psnr", psnr, "dB", bounds=(0.0, MAX_PSNR))
 
 
 def image_ssim() -> ImageMetric:

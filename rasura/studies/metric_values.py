@@ -50,7 +50,7 @@ SCALES = {"loss": (1, 2), "embedding_distance": (1, 3), "perplexity": (1, 2), "m
 """Factor and digits of metrics that are not fractions. Fractions are given in percent."""
 
 BOUNDS: Mapping[str, tuple[float, float] | None] = {
-    "loss": None, "perplexity": None, "mse": None, "psnr": None, "lpips": None, "embedding_distance": None,
+    "loss": None, "perplexity": None, "lpips": None, "embedding_distance": None, "psnr": (0.0, 100.0),
     "ssim": (-1.0, 1.0), "sentence_cosine": (-1.0, 1.0), "mcc": (-1.0, 1.0),
 }  # fmt: skip
 """Ranges of metrics that are not in [0, 1]; None for those without one."""
