@@ -76,8 +76,8 @@ def paired_images(images: Tensor, read: Tensor | None) -> list[int]:
 class ImageMetric:
     """A score of (private image, recovered image); recovered images are assigned one to one by MSE.
 
-    A private image without a recovered one is compared with grey. Recovered values outside [0, 1] count as the nearer end, as
-    a screen shows them, so that an error of pixels has a range.
+    A private image without a recovered one is compared with grey. Recovered values outside [0, 1] count as the nearer end,
+    as a screen shows them, so that an error of pixels has a range.
     """
 
     name: str
