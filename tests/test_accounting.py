@@ -19,6 +19,7 @@ from rasura.accounting import (
     renyi_divergence,
     sigma_for,
 )  # fmt: skip
+from rasura.accounting.banded import BandedPlan
 from rasura.core.interfaces import InputError
 from rasura.registry import DEFENSES, parse_defense
 
@@ -172,8 +173,27 @@ def test_the_command_line() -> None:
     assert first["pld"] < first["rdp"] and second["target"] == 8 and second["pld"] <= 8.001 and third["pure"] == 4000
     table = rasura_command("account", "--sigma", "1", "--examples", "1000", "--delta", "0.001")
     assert "epsilon (PLD)" in table.stdout and "Poisson" in table.stdout and "publishing one example in full" in table.stderr
+    shown = rasura_command(
+        "account", "--target-epsilon", "8", "--examples", "1000", "--batch-size", "50", "--epochs", "2"
+    ).stdout
+    (sigma,) = [cell for cell in shown.replace("│", " ").split() if cell.startswith(f"{second['sigma']:.3f}"[:-1])]
+    assert second["sigma"] <= float(sigma) < second["sigma"] + 2e-4
     assert "sigma is -1.0" in refused("account", "--sigma", "-1", "--examples", "10")
     assert "--sigma, --target-epsilon or --kappa" in refused("account", "--examples", "10")
+
+
+def test_the_command_plans_training_in_a_fixed_order() -> None:
+    asked = ("account", "--band", "1,4", "--examples", "600", "--batch-size", "30", "--epochs", "3")
+    told = json.loads(rasura_command(*asked, "--sigma", "3", "--target-epsilon", "8", "--json").stdout)["rows"]
+    assert [(r["band"], r.get("target")) for r in told] == [(1, None), (1, 8.0), (4, None), (4, 8.0)]
+    for row in told:
+        assert row["epsilon"] == BandedPlan(row["sigma"], 60, 20, row["band"]).epsilon(0.1 / 600) <= row.get("target", 99)
+    table = rasura_command(*asked, "--target-epsilon", "8").stdout
+    # The noise that is printed is not smaller than the noise that was found.
+    assert all(f" {row['sigma']:.4f}".rstrip("0") in table for row in told if "target" in row) and "same order" in table
+    assert "the band 40 is above the separation 20" in refused(*asked[:2], "40", *asked[3:], "--sigma", "3")
+    assert "nothing is sampled" in refused(*asked, "--sigma", "3", "--rate", "0.1")
+    assert "nothing is sampled" in refused(*asked)
 
 
 def test_epsilon_is_finite_and_falls_with_noise_where_the_library_overflows() -> None:

@@ -5,14 +5,16 @@ spent.
 from __future__ import annotations
 
 import json
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import app, err, out, say, split
+from rasura.cli.shared import app, err, numbers, out, say, split
 from rasura.core.errors import InputError
 
 
@@ -31,6 +33,7 @@ def account(
     ] = None,
     kappa: Annotated[str | None, typer.Option(help="concentrations of DirDP-SGD, separated by commas")] = None,
     dimension: Annotated[int | None, typer.Option(help="number of trained parameters, for --kappa")] = None,
+    band: Annotated[str | None, typer.Option(help="bands of dp-ftrl: its rows in place of DP-SGD's")] = None,
     examples: Annotated[int | None, typer.Option(help="number of training examples")] = None,
     batch_size: Annotated[int, typer.Option(help="average number of examples per step")] = 32,
     rate: Annotated[
@@ -49,13 +52,15 @@ def account(
 
     With --ledger, the command prints the privacy budget that a training run has spent. Add --delta to use another delta.
 
+    With --band, sigmas and targets are those of dp-ftrl, which takes the batches in one fixed order.
+
     Example: rasura account --sigma 0.5,1,2 --examples 5056 --batch-size 128 --epochs 10
     """
     from rasura.accounting import ACCOUNTANTS, Run
     from rasura.core.options import known
 
     if ledger is not None:
-        if any(value is not None for value in (sigma, target_epsilon, kappa, dimension, examples, rate)):
+        if any(value is not None for value in (sigma, target_epsilon, kappa, dimension, band, examples, rate)):
             raise InputError("--ledger can be combined with --delta only; remove the other options")
         _spent(ledger, delta, as_json)
         return
@@ -67,7 +72,9 @@ def account(
             raise InputError(f"--rate is {rate}; expected above 0 and at most 1")
         batch_size = max(1, round(rate * examples))
     sigmas, targets = _figures(sigma, "sigma"), _figures(target_epsilon, "target-epsilon")
-    kappas = _figures(kappa, "kappa")
+    kappas, bands = _figures(kappa, "kappa"), numbers(band, "band") or ()
+    if bands and (rate is not None or noise != "gaussian" or not (sigmas or targets)):
+        raise InputError("--band needs --sigma or --target-epsilon, and neither --rate nor --noise: nothing is sampled")
     if not (sigmas or targets or kappas):
         raise InputError("account needs --sigma, --target-epsilon or --kappa")
     if kappas and not dimension:
@@ -77,7 +84,10 @@ def account(
     share = run.rate if rate is None else rate
     accountants = tuple(ACCOUNTANTS) if noise == "gaussian" else ("pld",)
     with err.status("accounting"):
-        rows = _sampled(run, share, sigmas, targets, accountants, noise)
+        if bands:
+            rows = _ordered(run, bands, sigmas, targets)
+        else:
+            rows = _sampled(run, share, sigmas, targets, accountants, noise)
         rows += _directional(run, kappas, dimension or 0)
     about = {"delta": run.fails, "rate": share, "steps": run.steps, "examples": examples, "epochs": epochs, "noise": noise}
     _planned(about, rows, accountants, as_json)
@@ -95,6 +105,21 @@ def _sampled(
         {**row, **{by: epsilon(row["sigma"], rate, run.steps, run.fails, by=by, noise=noise) for by in accountants}}
         for row in asked
     ]
+
+
+def _ordered(run: Any, bands: Sequence[int], sigmas: list[float], targets: list[float]) -> list[dict[str, Any]]:
+    """A row for each band of DP-FTRL and noise multiplier, then one for the multiplier that each target needs."""
+    from rasura.accounting.banded import BandedPlan, banded_sigma
+
+    steps, every, fails = run.steps, run.steps_an_epoch, run.fails
+    rows: list[dict[str, Any]] = []
+    for band in bands:
+        asked: list[dict[str, Any]] = [{"sigma": s} for s in sigmas]
+        asked += [{"sigma": banded_sigma(target, steps, every, band, fails), "target": target} for target in targets]
+        for row in asked:
+            spent = BandedPlan(row["sigma"], steps, every, band).epsilon(fails)
+            rows.append({"band": band, **row, "epsilon": spent})
+    return rows
 
 
 def _directional(run: Any, kappas: list[float], dimension: int) -> list[dict[str, Any]]:
@@ -117,10 +142,16 @@ def _planned(about: dict[str, Any], rows: list[dict[str, Any]], accountants: tup
         sys.stdout.write(json.dumps({**about, "rows": rows, "warnings": warnings}) + "\n")
         return
     _print(rows, accountants)
-    out.print(
-        f"planned, delta {fails:.3g}; DP-SGD: {about['steps']} steps, each example is in a step with probability "
-        f"{about['rate']:.4g} (Poisson sampling; a loader that shuffles does not have this guarantee)", soft_wrap=True,
-    )  # fmt: skip
+    if any("band" in row for row in rows):
+        out.print(
+            f"planned, delta {fails:.3g}; dp-ftrl: {about['steps']} steps, every pass takes the same batches in the same "
+            "order (the gradient of one example is replaced by zero)", soft_wrap=True,
+        )  # fmt: skip
+    else:
+        out.print(
+            f"planned, delta {fails:.3g}; DP-SGD: {about['steps']} steps, each example is in a step with probability "
+            f"{about['rate']:.4g} (Poisson sampling; a loader that shuffles does not have this guarantee)", soft_wrap=True,
+        )  # fmt: skip
     if any("kappa" in row for row in rows):
         out.print("DirDP-SGD: one example is replaced by another; the batches of an epoch are disjoint", soft_wrap=True)
     for warning in warnings:
@@ -138,15 +169,25 @@ def _spent(path: Path, delta: float | None, as_json: bool) -> None:
         say(line)
 
 
+def _noise(row: dict[str, Any]) -> str:
+    """The noise multiplier; one that was found for a target is rounded up, since a smaller one would miss it."""
+    return f"{math.ceil(1e4 * row['sigma']) / 1e4:g}" if "target" in row else f"{row['sigma']:g}"
+
+
 def _print(rows: list[dict[str, Any]], accountants: tuple[str, ...]) -> None:
     names = {"pld": "epsilon (PLD)", "rdp": "RDP", "paper": "RDP (as in papers)"}
-    by_sigma, by_kappa = [r for r in rows if "sigma" in r], [r for r in rows if "kappa" in r]
+    by_band, by_kappa = [r for r in rows if "band" in r], [r for r in rows if "kappa" in r]
+    by_sigma = [r for r in rows if "sigma" in r and "band" not in r]
+    if by_band:
+        table = Table("band", "sigma", "target", "epsilon")
+        for r in by_band:
+            target = f"{r['target']:.4g}" if "target" in r else ""
+            table.add_row(str(r["band"]), _noise(r), target, f"{r['epsilon']:.4g}")
+        out.print(table)
     if by_sigma:
         table = Table("sigma", "target", *(names[a] for a in accountants))
         for r in by_sigma:
-            table.add_row(
-                f"{r['sigma']:.4g}", f"{r['target']:.4g}" if "target" in r else "", *(f"{r[a]:.4g}" for a in accountants)
-            )
+            table.add_row(_noise(r), f"{r['target']:.4g}" if "target" in r else "", *(f"{r[a]:.4g}" for a in accountants))
         out.print(table)
     if by_kappa:
         table = Table("kappa", "epsilon", "pure epsilon", "metric DP: epsilon x distance")
