@@ -263,6 +263,11 @@ def test_a_linear_layer_gives_its_input_away_whatever_is_hidden() -> None:
         assert torch.allclose(found.value * x.max(), x, atol=1e-4)
     two = weight + torch.outer(torch.randn(10, generator=rng), torch.rand(40, generator=rng))
     assert layer_input(two, delta, (torch.ones(10, 40).bool(), torch.ones(10).bool())) is None
+    # Sealing the largest entries may leave only inputs that a ReLU has set to zero, and an error relative to zero is none.
+    dead = torch.arange(40) < 20
+    weight = torch.outer(delta, x.masked_fill(dead, 0.0))
+    for biases in (torch.ones(10).bool(), torch.zeros(10).bool()):
+        assert layer_input(weight * dead, delta * biases, (dead.expand(10, 40), biases)) is None
 
 
 def test_total_variation_is_of_neighbours() -> None:

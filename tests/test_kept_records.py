@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rasura.cli import app
 from rasura.core.errors import InputError
-from rasura.studies.kept import kept
+from rasura.studies.kept import keep, kept
 
 __all__ = ["model_folder"]
 
@@ -90,6 +90,17 @@ def test_records_without_a_metric_that_is_asked_for_are_made_anew(place: Path) -
     assert "4321" not in run()
     marked(place)
     assert "4321" in run()
+
+
+def test_a_cell_that_crashed_is_run_again(place: Path) -> None:
+    run()
+    model = json.loads(place.read_text().splitlines()[0])["model"]
+    done = [record.to_dict() for record in kept(place, model)]
+    broken = {**done[0], "status": "crashed", "reason": "RuntimeError in step", "scores": {}}
+    place.unlink()
+    keep(place, model, [broken, *done[1:]], ("rouge1", "position_exact"))
+    assert {record.key for record in kept(place, model)} == {r["key"] for r in done[1:]}
+    assert "crashed" not in place.read_text() and "| 0 / 0 / 0 of" in run()
 
 
 def test_nothing_that_was_read_is_kept(place: Path) -> None:

@@ -40,11 +40,11 @@ def path_of(name: str, results: Path) -> Path:
 
 def keep(path: Path, model: str, records: Iterable[Mapping[str, Any]], metrics: Sequence[str]) -> None:
     """Write ``records`` to ``path``, with the values of ``metrics``, beside those of other cells that it has of the same
-    weights. ``model``: their fingerprint."""
+    weights. ``model``: their fingerprint. A cell that crashed is left out: the next run tries it again."""
     ranges: dict[str, Any] = {}
     lines: list[dict[str, Any]] = []
     every = {r.key: r.to_dict() for r in kept(path, model)} | {r["key"]: r for r in records}
-    for _, record in sorted(every.items()):
+    for _, record in sorted((key, r) for key, r in every.items() if r["status"] != "crashed"):
         row = {k: _rounded(v) for k, v in record.items() if k not in (*LEFT_OUT, *SIDES) and USUAL.get(k) != v}
         for side in SIDES:
             told = {m: record[side][m] for m in metrics if m in record[side]}

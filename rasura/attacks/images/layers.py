@@ -85,7 +85,8 @@ def layer_input(weight: Tensor, bias: Tensor, visible: tuple[Tensor, Tensor], *,
     """The input of a linear layer from its gradients ``(outputs, inputs)``, ``(outputs,)`` at batch size 1.
 
     With the bias as one more input that is 1, the gradient is of rank one: alternating least squares over the visible
-    entries. None where rank one does not fit (more than one image, or noise).
+    entries. None where rank one does not fit (more than one image, or noise), and where all that shows of the input is zero:
+    a candidate has no relative error to that.
     """
     whole = torch.cat([weight, bias[:, None]], 1).double()
     mask = torch.cat([visible[0], visible[1][:, None]], 1).double()
@@ -102,6 +103,8 @@ def layer_input(weight: Tensor, bias: Tensor, visible: tuple[Tensor, Tensor], *,
     if float(((torch.outer(delta, x) - whole) * mask).norm()) > FITS * float(whole.norm()):
         return None
     known = mask.T @ delta.square() > 1e-12 * delta.square().sum()
+    if not bool(x[:-1][known[:-1]].any()):
+        return None
     scaled = bool(known[-1]) and abs(float(x[-1])) > 1e-6 * float(x.abs().max())
     value = x[:-1] / (x[-1] if scaled else x[:-1].abs().max())
     return LayerInput(value.float(), known[:-1], scaled)
