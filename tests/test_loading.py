@@ -19,7 +19,7 @@ from rasura.runs.audit_models import load_victim
 from rasura.runs.plans import Plan
 from rasura.testing.tiny import tiny, tokenizer_folder
 from rasura.victims import models
-from rasura.victims.loading import load
+from rasura.victims.loading import in_memory, load
 from rasura.victims.models import parts
 from rasura.victims.weights import classes_for
 
@@ -118,6 +118,8 @@ def test_a_model_of_another_loss_is_not_audited_as_a_classifier(folder: Path, ki
     with pytest.raises(InputError, match=f"not a classifier with one label a text: .* problem_type = {kind}"):
         load_victim(Plan(model=str(folder), texts=("one",)), 2, "cpu")
     assert load(folder, "classification").num_labels == 2  # to obfuscate it needs no labels
+    with pytest.raises(InputError, match="1 outputs"):
+        in_memory(tiny("bert", "classification", num_labels=1), load(folder, "classification").tokenizer, "classification")
 
 
 def test_a_head_of_another_size_and_a_missing_pooler_are_drawn(folder: Path) -> None:

@@ -209,10 +209,10 @@ def with_one_label(victim: Victim) -> Victim:
     """``victim``, for texts with one label each. Raises ``InputError`` for a model of numbers (regression) or of several
     labels a text: its loss is another one, and what is measured of it with classes would be of no model."""
     kind = getattr(victim.model.config, "problem_type", None)
-    if victim.task == "classification" and kind not in (None, "single_label_classification"):
+    if victim.task == "classification" and (victim.num_labels < 2 or kind not in (None, "single_label_classification")):
         raise InputError(
             f"{victim.name} is not a classifier with one label a text: its config says problem_type = {str(kind)[:40]}, "
-            "which is not supported; expected single_label_classification"
+            f"{victim.num_labels} outputs; expected single_label_classification, of two classes or more"
         )
     return victim
 
