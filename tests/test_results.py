@@ -12,6 +12,7 @@ from rasura.core.interfaces import InputError
 from rasura.registry.services import parse_service_protection
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.studies.files import load_study, names
+from rasura.studies.metric_values import ENOUGH
 from rasura.studies.papers import LISTS, load_paper
 from tools import results
 
@@ -100,6 +101,21 @@ def levels(text: str) -> Iterator[tuple[tuple[object, ...], str, float, float]]:
                 if ends := re.fullmatch(r"-?[\d.]+ \[(-?[\d.]+), (-?[\d.]+)\]", value):
                     setting = (*told.groups(), cell["attack"], behind, cell.get("batch"), head)
                     yield setting, part[3:].partition(":")[0], float(ends[1]), float(ends[2])
+
+
+def test_no_row_of_fewer_than_five_texts_has_an_interval() -> None:
+    heads: list[str] = []
+    counted = 0
+    for line in RESULTS.splitlines():
+        row = [cell.strip() for cell in line.strip("| ").split("|")]
+        heads = [] if not line.startswith("|") else heads or row
+        told = dict(zip(heads, row))
+        few = [cell for cell in row if re.search(r" \([0-4]\)$", cell)]
+        if told.get("n", "").isdigit() and int(told["n"]) < ENOUGH:
+            few = row
+        counted += "n" in told
+        assert not any(re.match(r"-?[\d.]+ \[", cell) for cell in few), line
+    assert counted > 300
 
 
 def attacked(text: str) -> Iterator[str]:

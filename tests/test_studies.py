@@ -24,7 +24,7 @@ from rasura.runs.train_plan import TrainPlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.files import CELL, load_study, names, prepared
 from rasura.studies.filling import in_time, row_key, urgency
-from rasura.studies.metric_values import values_of
+from rasura.studies.metric_values import level_text, values_of
 from rasura.studies.plots import of_audit, write
 from rasura.studies.tables import section, write_section
 
@@ -93,6 +93,11 @@ paper = "12.3"
 """
 
 
+def test_fewer_than_five_values_have_a_mean_and_no_interval() -> None:
+    assert level_text([0.5] * 4, "rouge1") == "50.0" and level_text([0.5] * 5, "rouge1").startswith("50.0 [")
+    assert level_text([], "rouge1") == "–" and level_text([3.0] * 9, "loss") == "3.00"
+
+
 def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_path: Path) -> None:
     study = load_study("one", study_folder(tmp_path, BODY))
     records = [record("span", [1.0, 0.5]), record("blind", [0.1]), record("span", [], "failed")]
@@ -101,8 +106,8 @@ def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_pa
     assert isinstance(plan, Plan)
     text = section(study, plan, records)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 [")
-    assert "| 53.3 [" in rows[2] and "| 1 / 1 / 2 of 5 |" in rows[2] and rows[2].endswith("| 12.3 |")
+    assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 | ")
+    assert "| 53.3 | " in rows[2] and "| 1 / 1 / 2 of 5 |" in rows[2] and rows[2].endswith("| 12.3 |")
     assert (
         rows[1].endswith("| – |")
         and "A paper, Table 1" in text

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from rasura.core.records import Record
 from rasura.core.run_store import RunStore
-from rasura.studies.metric_values import level_of, values_of
+from rasura.studies.metric_values import ENOUGH, level_of, values_of
 
 if TYPE_CHECKING:
     from rasura.runs.audit import Audit
     from rasura.runs.cells import Cell
-
-ENOUGH = 5
-"""Texts from which on a row of a table has an interval that is worth showing."""
 
 Row = tuple[str, str, str, str, int]
 

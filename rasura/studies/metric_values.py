@@ -56,6 +56,10 @@ BOUNDS: Mapping[str, tuple[float, float] | None] = {
 """Ranges of metrics that are not in [0, 1]; None for those without one."""
 
 
+ENOUGH = 5
+"""Texts from which on a figure has an interval that is worth showing."""
+
+
 def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> list[float]:
     """Values of a metric, one for each different text, as in the report: the mean of its attempts with all seeds. An
     attempt that failed has the score of guessing."""
@@ -72,10 +76,13 @@ def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> l
 def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:
     """Mean of ``values`` and the ends of its interval, in the unit that is shown; NaN where there are none.
 
-    A metric without a range has no interval: its ends are NaN.
+    A metric without a range has no interval, and fewer than ``ENOUGH`` values have none: its ends are NaN.
     """
     level, (scale, _) = pooled(values, BOUNDS.get(metric, (0.0, 1.0))), SCALES.get(metric, SHARE)
-    return (nan, nan, nan) if level is None else (scale * level.mean, scale * level.low, scale * level.high)
+    if level is None:
+        return nan, nan, nan
+    low, high = (level.low, level.high) if len(values) >= ENOUGH else (nan, nan)
+    return scale * level.mean, scale * low, scale * high
 
 
 def keyed_text(rows: Sequence[Sequence[float | None]], metric: str) -> str:
