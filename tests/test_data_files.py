@@ -278,18 +278,18 @@ def test_the_command_says_how_a_file_was_read(
 
     path = tmp_path / "notizen.csv"
     path.write_bytes(
-        table([("Nr", "Vermerk", "Art"), *((str(k), t, "äöü"[k]) for k, t in enumerate(TEXTS[:2]))]).encode("cp1252")
+        table([("Nr", "Vermerk", "Art"), *((str(k), t, "äöü"[k]) for k, t in enumerate(TEXTS[:3]))]).encode("cp1252")
     )
     # With too few classes the command ends after it has read the file.
-    options = ["--text-column", "Vermerk", "--label-column", "Art", "--num-labels", "1", "--out", tmp_path / "run"]
+    options = ["--text-column", "Vermerk", "--label-column", "Art", "--num-labels", "2", "--out", tmp_path / "run"]
     monkeypatch.setattr("sys.argv", ["rasura", *map(str, ["audit", path, "--model", model_folder, *options])])
     with pytest.raises(SystemExit) as left:
         cli.main()
     first, second = capsys.readouterr().err.strip().splitlines()
     line = "read as cp1252, separator semicolon, text from column 'Vermerk', label from column 'Art', labels: 0 = ä, 1 = ö"
-    assert left.value.code == 2 and line in first and "row 2: label 1 is outside" in second
+    assert left.value.code == 2 and line in first and "row 3: label 2 is outside" in second
     plan = Plan(model=str(model_folder), data=str(path), text_column="Vermerk", label_column="Art", attacks=("blind",))
-    assert Audit(plan).plan.canonical()["label_names"] == ["ä", "ö"]
+    assert Audit(plan).plan.canonical()["label_names"] == ["ä", "ö", "ü"]
 
 
 def test_a_text_without_label_or_out_of_range_is_named_by_its_row(tmp_path: Path, model_folder: Path) -> None:

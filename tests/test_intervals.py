@@ -176,7 +176,7 @@ def test_a_metric_without_a_range_has_no_interval() -> None:
     assert mean_or_interval([1.5, 0.5], (0.0, 4.0)) == mean_interval([1.5, 0.5], high=4)
     made = {n: spec.make().bounds for n, spec in METRICS.items() if n != "sentence_cosine"}
     assert {n: b for n, b in made.items() if b != (0.0, 1.0)} == {
-        "mse": None, "psnr": None, "lpips": None, "embedding_distance": None, "ssim": (-1.0, 1.0)
+        "lpips": None, "embedding_distance": None, "psnr": (0.0, 100.0), "ssim": (-1.0, 1.0)
     }  # fmt: skip
 
 

@@ -25,6 +25,13 @@ def _figures(text: str | None, name: str) -> list[float]:
         raise InputError(f"--{name} is {text!r}; expected numbers separated by commas") from None
 
 
+def _bands(text: str | None, noised: bool, sampled: bool) -> tuple[int, ...]:
+    bands = numbers(text, "band") or ()
+    if bands and (sampled or not noised):
+        raise InputError("--band needs --sigma or --target-epsilon, and neither --rate nor --noise: nothing is sampled")
+    return bands
+
+
 @app.command()
 def account(
     sigma: Annotated[str | None, typer.Option(help="noise multipliers of DP-SGD, separated by commas")] = None,
@@ -72,9 +79,7 @@ def account(
             raise InputError(f"--rate is {rate}; expected above 0 and at most 1")
         batch_size = max(1, round(rate * examples))
     sigmas, targets = _figures(sigma, "sigma"), _figures(target_epsilon, "target-epsilon")
-    kappas, bands = _figures(kappa, "kappa"), numbers(band, "band") or ()
-    if bands and (rate is not None or noise != "gaussian" or not (sigmas or targets)):
-        raise InputError("--band needs --sigma or --target-epsilon, and neither --rate nor --noise: nothing is sampled")
+    kappas, bands = _figures(kappa, "kappa"), _bands(band, bool(sigmas or targets), rate is not None or noise != "gaussian")
     if not (sigmas or targets or kappas):
         raise InputError("account needs --sigma, --target-epsilon or --kappa")
     if kappas and not dimension:
@@ -84,11 +89,8 @@ def account(
     share = run.rate if rate is None else rate
     accountants = tuple(ACCOUNTANTS) if noise == "gaussian" else ("pld",)
     with err.status("accounting"):
-        if bands:
-            rows = _ordered(run, bands, sigmas, targets)
-        else:
-            rows = _sampled(run, share, sigmas, targets, accountants, noise)
-        rows += _directional(run, kappas, dimension or 0)
+        sampled = [] if bands else _sampled(run, share, sigmas, targets, accountants, noise)
+        rows = _ordered(run, bands, sigmas, targets) + sampled + _directional(run, kappas, dimension or 0)
     about = {"delta": run.fails, "rate": share, "steps": run.steps, "examples": examples, "epochs": epochs, "noise": noise}
     _planned(about, rows, accountants, as_json)
 
