@@ -62,9 +62,12 @@ class Chosen:
         text = self._one("text", self.asked.text, names, TEXT)
         if text is None:
             option = "" if self.asked.text is None else f" named {self.asked.text!r}"
+            # The first row of a table without a header, if it is one word, looks like the name of a column.
+            bare = sum(map(bool, names)) == 1 and not self.source.endswith((".jsonl", ".json", ".parquet"))
+            found = "one column, whose first row may be text" if bare else shown(names)
             raise InputError(
-                f"{self.source}, row 1: no column text{option} (found: {shown(names)}); pass the name of the "
-                "text column as --text-column"
+                f"{self.source}, row 1: no column text{option} (found: {found}); pass the name of the text column as "
+                "--text-column"
             )
         self.text = text
         pair = self.asked.pair or PAIR.get(text.casefold(), "")
