@@ -213,7 +213,7 @@ def test_damaged_files_raise_nothing_but_input_errors(tmp_path_factory: pytest.T
 def test_a_column_of_words_without_a_header_is_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "words.csv"
     path.write_text(f"{SECRET}\nmet\nbravo\n")
-    with pytest.raises(InputError, match="row 1: no column text .found: one column, whose first row may be text") as left:
+    with pytest.raises(InputError, match="one column, whose first row may be text") as left:
         load_examples(path)
     assert SECRET not in str(left.value)
 
