@@ -82,7 +82,7 @@ def test_an_audit_hashes_the_weights_once(tmp_path: Path, model_folder: Path, mo
         hashed.append(fingerprint(model))
         return hashed[-1]
 
-    monkeypatch.setattr("rasura.runs.audit.fingerprint", counted)
+    monkeypatch.setattr("rasura.runs.described.fingerprint", counted)
     run_audit(plan_for(model_folder), tmp_path, "cpu", Ending(as_json=True), workers=1)
     store = RunStore(tmp_path)
     assert len(store) and hashed == [store.about["model"]]

@@ -46,7 +46,6 @@ from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, load_of, me
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
 from rasura.runs.scoring import recovered, score, versions
-from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import Victim, in_memory
 from rasura.victims.step import step
 
@@ -110,9 +109,8 @@ class Audit:
 
     def describe(self, store: RunStore) -> None:
         """Store model, methods and number of cells. Raises ``InputError`` if ``store`` holds results of other weights."""
-        weights = fingerprint(self.victim.model)  # as they are now: they may have changed since the last call
-        describe_run(store, weights, self.defenses, self.methods.defenses, self.attacks, self.methods.attacks)
-        store.describe({"cells": len(self.cells)})
+        known, of = self.methods, (self.victim.model, len(self.cells))
+        describe_run(store, *of, self.defenses, known.defenses, self.attacks, known.attacks)
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""

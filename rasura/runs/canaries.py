@@ -22,7 +22,6 @@ from rasura.data.text import Example, load_examples
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
-from rasura.victims.weights import classes_for
 
 COINS, MIXED = "canaries.json", "train.jsonl"
 """The canaries with their coins, which must stay secret; and the texts to train on."""
@@ -52,8 +51,8 @@ def draw(
     """
     if number < 20:
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
-    num_labels = num_labels or classes_for(model, 2)
     victim = with_one_label(load(model, task, num_labels=num_labels, attacked=False))
+    num_labels = victim.num_labels or 2
     words = _words(victim, 400)
     texts: set[str] = set()
     while len(texts) < number:

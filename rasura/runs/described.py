@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from torch import nn
+
 from rasura.core.run_store import RunStore
 from rasura.core.specs import AttackSpec, DefenseSpec, ServiceAttackSpec, ServiceProtectionSpec
 from rasura.registry import parts
+from rasura.victims.fingerprint import fingerprint
 
 
 def describe_run(
     store: RunStore,
-    weights: str,
+    model: nn.Module,
+    cells: int,
     protections: Iterable[str],
     defenses: Mapping[str, DefenseSpec] | Mapping[str, ServiceProtectionSpec],
     attacks: Iterable[str],
     known: Mapping[str, AttackSpec] | Mapping[str, ServiceAttackSpec],
 ) -> None:
-    """Store ``weights``, the fingerprint of the model, and from the specs what each of ``protections`` and ``attacks`` is.
+    """Store the fingerprint of ``model``, the number of ``cells`` that the run has, and from the specs what each of
+    ``protections`` and ``attacks`` is.
 
-    Raises ``InputError`` if the folder holds results of other weights: a run must not mix two models.
+    The weights are hashed at each call, since they may have changed after the last one. Raises ``InputError`` if the folder
+    holds results of other weights: a run must not mix two models.
     """
     names = {name.partition("/")[0] for text in protections for name, _ in parts(text)}
     told = {
@@ -29,4 +35,5 @@ def describe_run(
         if (spec := defenses.get(name)) is not None
     }
     reads = {name: {"about": known[name].about, "source": known[name].source} for name in attacks if name in known}
-    store.describe({"model": weights, "protections": told, "attacks": reads}, fixed=("model",))
+    about = {"model": fingerprint(model), "cells": cells, "protections": told, "attacks": reads}
+    store.describe(about, fixed=("model",))

@@ -180,8 +180,8 @@ class MembershipAudit:
     def run(self, store: RunStore, progress: Callable[[str, int, int], None] | None = None) -> Iterator[Record]:
         """Run the attacks that ``store`` lacks; store and yield each Record. Raises ``InputError`` if ``store`` holds
         results of other weights."""
-        store.describe({"model": fingerprint(self.victim.model)}, fixed=("model",))
-        store.describe({"cells": len(self.plan.attacks or ())})
+        about = {"model": fingerprint(self.victim.model), "cells": len(self.plan.attacks or ())}
+        store.describe(about, fixed=("model",))
         beside: dict[str, Any] = {}
         for number, name in enumerate(self.plan.attacks or ()):
             key = cell_key(kind="membership", attack=name, plan=self.identity)

@@ -31,7 +31,6 @@ from rasura.runs.scoring import likeness, recovered_texts, service_scores, versi
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.training import Training
 from rasura.service_protections.service import Service
-from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import load
 
 
@@ -120,9 +119,8 @@ class ServiceAudit:
 
     def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
         """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
-        weights = fingerprint(self.victim.model)
-        describe_run(store, weights, self.columns, SERVICE_PROTECTIONS, self.plan.attacks, SERVICE_ATTACKS)
-        store.describe({"cells": len(self.cells)})
+        of = self.victim.model, len(self.cells)
+        describe_run(store, *of, self.columns, SERVICE_PROTECTIONS, self.plan.attacks, SERVICE_ATTACKS)
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}

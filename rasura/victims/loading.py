@@ -286,7 +286,7 @@ def _model(
                 entries = sum(p.numel() for p in kind.from_config(known).parameters())
             check_size(folder, entries)
             if on_disk or (on_disk is None and needs_disk(entries)):
-                known.num_labels = num_labels if task == "classification" and num_labels else known.num_labels
+                known.num_labels = options.get("num_labels", known.num_labels)
                 return stored_model(lambda: kind.from_config(known, attn_implementation="eager"), folder), ()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
