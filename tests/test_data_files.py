@@ -209,15 +209,6 @@ def test_damaged_files_raise_nothing_but_input_errors(tmp_path_factory: pytest.T
 
 # --- private text in messages
 
-
-def test_a_column_of_words_without_a_header_is_not_shown(tmp_path: Path) -> None:
-    path = tmp_path / "words.csv"
-    path.write_text(f"{SECRET}\nmet\nbravo\n")
-    with pytest.raises(InputError, match="one column, whose first row may be text") as left:
-        load_examples(path)
-    assert SECRET not in str(left.value)
-
-
 SECRET = "Zyxwvut"
 NOTE = f"{SECRET} owes the clinic money"
 
@@ -246,6 +237,14 @@ BAD = {
     "zero.csv": f"text\n{NOTE}\0\n",
     "empty.jsonl": json.dumps({"text": NOTE, "label": 0}) + '\n{"text": " "}\n',
 }
+
+
+def test_a_column_of_words_without_a_header_is_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "words.csv"
+    path.write_text(f"{SECRET}\nmet\nbravo\n")
+    with pytest.raises(InputError, match="one column, whose first row may be text") as left:
+        load_examples(path)
+    assert SECRET not in str(left.value)
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -113,9 +113,9 @@ def test_no_row_of_fewer_than_five_texts_has_an_interval() -> None:
         few = [cell for cell in row if re.search(r" \([0-4]\)$", cell)]
         if told.get("n", "").isdigit() and int(told["n"]) < ENOUGH:
             few = row
-        tried = re.search(r"of (\d+) \|", line)
-        if tried and int(tried[1]) >= ENOUGH:  # the blind level is of every text that was tried, read or not
-            few = [cell for cell in few if cell != told.get("blind R-1")]
+            tried = re.search(r"of (\d+) \|", line)
+            if tried and int(tried[1]) >= ENOUGH:  # the blind level is of every text that was tried, read or not
+                few = [cell for head, cell in zip(heads, row) if head != "blind R-1"]
         counted += "n" in told
         assert not any(re.match(r"-?[\d.]+ \[", cell) for cell in few), line
     assert counted > 300

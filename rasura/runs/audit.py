@@ -109,8 +109,8 @@ class Audit:
 
     def describe(self, store: RunStore) -> None:
         """Store model, methods and number of cells. Raises ``InputError`` if ``store`` holds results of other weights."""
-        known, of = self.methods, (self.victim.model, len(self.cells))
-        describe_run(store, *of, self.defenses, known.defenses, self.attacks, known.attacks)
+        model, known = self.victim.model, self.methods
+        describe_run(store, model, len(self.cells), self.defenses, known.defenses, self.attacks, known.attacks)
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""
