@@ -55,7 +55,8 @@ def in_time(
             known[row_key(cell)].append(store[cell.key])
 
     def takes(cell: Cell) -> float:
-        some = [seconds for r in known[row_key(cell)] if (seconds := r["wall_seconds"])]  # 0: run elsewhere
+        ran = [r for r in known[row_key(cell)] if r["wall_seconds"]]  # 0: run elsewhere
+        some = [r["wall_seconds"] - r["details"].get("learning_seconds", 0.0) for r in ran]
         return median(some) if some else estimated[cell.key]
 
     while left:
