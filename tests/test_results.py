@@ -15,6 +15,7 @@ from rasura.studies.files import load_study, names
 from rasura.studies.metric_values import ENOUGH, level_of
 from rasura.studies.papers import LISTS, load_paper
 from tools import results
+from tools.pictures import rows
 
 ROOT = Path(__file__).resolve().parents[1] / "studies"
 PAPERS = sorted(p.stem for p in (ROOT / LISTS).glob("*.toml"))
@@ -75,65 +76,58 @@ def test_our_own_figures_are_left_alone() -> None:
     assert ours.findall(results.mended("# x\n\n## " + changed, ROOT).partition("\n## ")[2]) == ours.findall(below)
 
 
+def sections(text: str) -> list[tuple[str, str]]:
+    """The name of every section, and its text."""
+    return [(part[3:].partition(":")[0], part) for part in re.split(r"(?m)^(?=## )", text)[1:]]
+
+
 def levels(text: str) -> Iterator[tuple[tuple[object, ...], str, float, float]]:
     """Of every attack on what was uploaded or sent, in every section: its setting, its section and its interval."""
-    for part in re.split(r"(?m)^(?=## )", text)[1:]:
+    for name, part in sections(text):
         about = next(line for line in part.split("\n") if line.startswith("After "))
         told = re.search(r"\. Model (.*?), .*?(\S+\.parquet|(?<=data )\w+),.*? budget ([^,.]+)", about)
         assert told or not (".parquet" in about and " budget " in about), f"the head of this section is not read: {about}"
-        heads: list[str] = []
-        for line in part.split("\n"):
-            row = line.strip("|").strip().split(" | ")
-            heads = [] if not line.startswith("|") else heads or row
-            cell = dict(zip(heads, row))
+        granted = getattr(load_study(name, ROOT).plan, "reference", None)
+        for cell in rows(part):
             if "attack" not in cell or cell.get("weights", "uploaded") != "uploaded" or told is None:
                 continue
             behind: object = cell.get("behind", "")
-            if "protection" in cell and row != heads and set(line) - {"|", "-"}:
+            if "protection" in cell:
                 parsed = parse_service_protection(cell["protection"])
                 options = dict(parsed.options)
                 whole = ObfuscationSettings(**options).to_dict() if parsed.spec.name == "obfuslm" else options
                 behind = (parsed.spec.name, tuple(sorted(whole.items())))
             for head, value in cell.items():
                 if ends := re.fullmatch(r"-?[\d.]+ \[(-?[\d.]+), (-?[\d.]+)\]", value):
-                    granted = getattr(load_study(part[3:].partition(":")[0], ROOT).plan, "reference", None)
-                    setting = (*told.groups(), cell["attack"], behind, cell.get("batch"), head, granted)
-                    yield setting, part[3:].partition(":")[0], float(ends[1]), float(ends[2])
+                    setting = (*told.groups(), granted, cell["attack"], behind, cell.get("batch"), head)
+                    yield setting, name, float(ends[1]), float(ends[2])
 
 
 def test_no_row_of_fewer_than_five_texts_has_an_interval() -> None:
-    heads: list[str] = []
     counted = 0
-    for line in RESULTS.splitlines():
-        row = [cell.strip() for cell in line.strip("| ").split("|")]
-        heads = [] if not line.startswith("|") else heads or row
-        told = dict(zip(heads, row))
-        few = [cell for cell in row if re.search(r" \([0-4]\)$", cell)]
-        if told.get("n", "").isdigit() and int(told["n"]) < ENOUGH:
-            few = row
-            tried = re.search(r"of (\d+) \|", line)
-            if tried and int(tried[1]) >= ENOUGH:  # the blind level is of every text that was tried, read or not
-                few = [cell for head, cell in zip(heads, row) if head != "blind R-1"]
-        counted += "n" in told
-        assert not any(re.match(r"-?[\d.]+ \[", cell) for cell in few), line
+    for cell in rows(RESULTS):
+        few = [value for value in cell.values() if re.search(r" \([0-4]\)$", value)]
+        if cell.get("n", "").isdigit() and int(cell["n"]) < ENOUGH:
+            tried = next((int(t[1]) for value in cell.values() if (t := re.search(r"of (\d+)$", value))), 0)
+            # The blind level is of every text that was tried, read or not.
+            few = [value for head, value in cell.items() if tried < ENOUGH or head != "blind R-1"]
+        counted += "n" in cell
+        assert not any(re.match(r"-?[\d.]+ \[", value) for value in few), cell
     assert counted > 300
 
 
-def intervals(text: str) -> Iterator[tuple[str, str, int, float, float, float]]:
-    """Of every share that an attack reads, with an interval over texts: its section, its line, n, the level and both ends."""
-    for part in re.split(r"(?m)^(?=## )", text)[1:]:
+def intervals(text: str) -> Iterator[tuple[str, int, float, float, float]]:
+    """Of every share that an attack reads, with an interval over texts: its section, n, the level and both ends."""
+    for name, part in sections(text):
         served = re.search(r"\. Model \S+, (\d+) texts of ", part)
-        heads: list[str] = []
-        for line in part.split("\n"):
-            row = line.strip("|").strip().split(" | ")
-            heads = [] if not line.startswith("|") else heads or row
-            told = dict(zip(heads, row))
-            for head, cell in told.items():
-                found = re.fullmatch(r"([\d.]+) \[(\d+), (\d+)\](?: \((\d+)\))?", cell)
+        for cell in rows(part):
+            for head, value in cell.items():
+                found = re.fullmatch(r"([\d.]+) \[(\d+), (\d+)\](?: \((\d+)\))?", value)
                 if found and not {"AUC", "leakage", "cosine", "blind"} & set(re.split(r"[_ ]", head)):
-                    texts = found[4] or told.get("n") or (served[1] if served else "")
-                    assert texts.isdigit(), f"no number of texts: {part[3:].partition(':')[0]}: {line}"
-                    yield part[3:].partition(":")[0], line, int(texts), *map(float, found.groups()[:3])
+                    texts = found[4] or cell.get("n") or (served[1] if served else "")
+                    assert texts.isdigit(), f"no number of texts: {name}: {cell}"
+                    level, low, high = map(float, found.groups()[:3])
+                    yield name, int(texts), level, low, high
 
 
 def test_no_interval_is_narrower_than_that_of_equal_values() -> None:
@@ -141,20 +135,20 @@ def test_no_interval_is_narrower_than_that_of_equal_values() -> None:
     # version, whose intervals resampled.
     every = list(intervals(RESULTS))
     assert len(every) > 1000
-    narrow: dict[str, str] = {}
-    for where, line, n, level, low, high in every:
+    narrow = []
+    for name, n, level, low, high in every:
         _, least, most = level_of([level / 100] * n, "rouge1")
         if high - low < most - least - 1.01:
-            narrow[where] = line
+            narrow.append((name, n, level, low, high))
     assert not narrow
 
 
 def attacked(text: str) -> Iterator[str]:
     """Every section with a row of an attack on what was uploaded or sent: neither trained weights nor whole models."""
-    for part in re.split(r"(?m)^(?=## )", text)[1:]:
-        rows = re.findall(r"(?m)^\| (?!attack|protection|trained behind).*\d \[.*", part) if "| attack | " in part else []
-        if "| trained behind |" not in part and any("| trained |" not in row for row in rows):
-            yield part[3:].partition(":")[0]
+    for name, part in sections(text):
+        lines = re.findall(r"(?m)^\| (?!attack|protection|trained behind).*\d \[.*", part) if "| attack | " in part else []
+        if "| trained behind |" not in part and any("| trained |" not in line for line in lines):
+            yield name
 
 
 def test_one_setting_has_one_level_in_all_sections() -> None:

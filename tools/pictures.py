@@ -58,15 +58,20 @@ def parsed(cell: str) -> Value:
     return Value(float(found[1]), low, high)
 
 
-def rows_of(text: str, section: str) -> Iterator[Mapping[str, str]]:
-    """The rows of every table below the heading ``section``, by column; of two columns of one name the first counts."""
-    found = re.search(rf"^(#+) {re.escape(section)}$(.*?)(?=^#{{1,2}} |\Z)", text, re.M | re.S)
-    if found is None:
-        raise ValueError(f"there is no section {section!r}")
-    for table in re.findall(r"(?:^\|.*\n?)+", found[2], re.M):
+def rows(text: str) -> Iterator[Mapping[str, str]]:
+    """The rows of every table in ``text``, by column; of two columns of one name the first counts."""
+    for table in re.findall(r"(?:^\|.*\n?)+", text, re.M):
         head, _, *rest = ([cell.strip() for cell in line.strip("| \n").split("|")] for line in table.splitlines())
         for cells in rest:
             yield dict(zip(reversed(head), reversed(cells)))
+
+
+def rows_of(text: str, section: str) -> Iterator[Mapping[str, str]]:
+    """The rows of every table below the heading ``section``."""
+    found = re.search(rf"^(#+) {re.escape(section)}$(.*?)(?=^#{{1,2}} |\Z)", text, re.M | re.S)
+    if found is None:
+        raise ValueError(f"there is no section {section!r}")
+    yield from rows(found[2])
 
 
 def row_of(picture: Picture, bar: Bar) -> Mapping[str, str]:

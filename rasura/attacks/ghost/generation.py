@@ -132,19 +132,18 @@ class ShadowGeneration:
         table = made_for(seen.model, seen.vocabulary, settings)
         count, epochs = self.work[budget.level]
         key = (embedding_digest(token_embedding(seen.model)), settings, seen.reference_text[:count], epochs)
-        begun = time.perf_counter()
-        if learns := key not in _TRAINED:
+        learned: dict[str, float] = {}
+        if key not in _TRAINED:
+            begun = time.perf_counter()
             while len(_TRAINED) >= KEPT:
                 del _TRAINED[next(iter(_TRAINED))]
             _TRAINED[key] = trained(seen.model, table, seen.vocabulary, seen.reference_text[:count], epochs, seed=0)
-        learning = time.perf_counter() - begun
+            learned = {"learning_seconds": time.perf_counter() - begun}  # the cells that follow use the same model
         preimages = preimages_of(table, seen.model)
         fixed = seen.vocabulary.special_ids
         texts = tuple(restored(t, _TRAINED[key], preimages, fixed, free=self.free) for t in read.tokens)
         details = {k: v for k, v in read.details.items() if k != "proof"}
-        details |= {"substitutes": read.confidence, "strategy": "generation"}
-        if learns:  # the cells that follow use the same model
-            details["learning_seconds"] = round(learning, 1)
+        details |= {"substitutes": read.confidence, "strategy": "generation", **learned}
         return replace(read, tokens=texts, confidence="matched", proof=None, details=details)
 
 
