@@ -148,8 +148,10 @@ def test_the_same_texts_are_read_behind_each_key(tmp_path: Path, model_folder: P
 def test_keys_of_a_study_are_those_of_a_service_alone(tmp_path: Path) -> None:
     body = 'title = "x"\nsource = "x"\ndiffers = ["x"]\nkeys = 5\n'
     service = '[service]\ndata = "a.jsonl"\nreference = "b.jsonl"\n'
-    assert load_study("one", study_folder(tmp_path, body + service)).keys == 5
-    for number, wrong in enumerate((body + "[plan]\n", body + service + "[train]\n", body.replace("5", "0") + service)):
-        (tmp_path / str(number)).mkdir()
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+    for name, beside in (("a", ""), ("b", "[train]\n")):
+        assert load_study("one", study_folder(tmp_path / name, body + service + beside)).keys == 5
+    for name, wrong in (("c", body + "[plan]\n"), ("d", body.replace("5", "0") + service)):
         with pytest.raises(InputError, match="keys apply to a service"):
-            load_study("one", study_folder(tmp_path / str(number), wrong))
+            load_study("one", study_folder(tmp_path / name, wrong))

@@ -152,6 +152,36 @@ def test_a_study_trains_a_service_and_reads_it_before_and_after(
     assert results.read_text() == first and written(tmp_path / "runs") == kept
 
 
+def test_a_study_reads_uploaded_weights_behind_every_key_and_trained_ones_behind_their_own(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = (
+        TRAINED.replace("seeds = 2\n", "")
+        .replace('["knn", "invbert"]', '["blind", "knn"]')
+        .replace("[service]", "keys = 3\n\n[service]")
+    )
+    study_folder(tmp_path, plan.replace("[service]", f'[service]\nmodel = "{model_folder}"'))
+    monkeypatch.chdir(tmp_path)
+    for name, texts in (("notes", TEXTS), ("more", [f"{t} w{k}" for t in TEXTS for k in range(5)])):
+        notes(tmp_path / f"{name}.jsonl", list(texts))
+    assert CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False).exit_code == 0
+    results, place = tmp_path / "studies" / "RESULTS.md", tmp_path / "runs" / "studies" / "one"
+    rows = table(results)
+    assert ", 3 keys for the uploaded weights." in results.read_text()
+    runs = {p.name: RunStore(p) for p in place.iterdir() if p.name != "training"}
+    cells = {name: {(r["defense"], r["attack"], r["update"]) for r in store} for name, store in runs.items()}
+    for store in runs.values():
+        store.close()
+    read = {(p, a, "uploaded") for p in ("obfuslm:k=1", "santext+:epsilon=1") for a in ("blind", "knn")}
+    assert cells["key-1"] == cells["key-2"] == read
+    assert cells["key-0"] == read | {("none", a, "uploaded") for a in ("blind", "knn")}
+    everywhere = ("none", "obfuslm:k=1", "santext+:epsilon=1", "cape:depth=1")
+    assert cells["trained"] == {(p, a, "trained") for p in everywhere for a in ("blind", "knn")}
+    # Guessing knows no key, so its interval is that of the texts alone.
+    assert rows["obfuslm:k=1", "blind", "uploaded"][3] == rows["none", "blind", "uploaded"][3]
+    assert {c[:3] for c in map(tuple, rows.values())} >= {*cells["key-0"], *cells["trained"]}
+
+
 def written(folder: Path) -> dict[Path, int]:
     """When each result in ``folder`` was written."""
     kept = [p for p in folder.rglob("*.json") if p.name not in ("plan.json", "rows.json")]

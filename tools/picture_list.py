@@ -95,7 +95,7 @@ PICTURES = (
     ),
     Picture(
         "obfuslm", "Ids named behind ObfusLM (k = 10, epsilon = 0.1)", RESULTS,
-        "obfuslm/table2-keys: What is read behind ObfusLM and what it is compared to, five keys", "top-1",
+        "obfuslm/table2: Accuracy behind what ObfusLM is compared to, and embedding inversion", "top-1",
         "tokens named in percent, MiniLM, 64 sentences of SST-2, five keys, 95 % intervals",
         (
             Bar("guessing", ("obfuslm:k=10/epsilon=0.1", "blind"), guess=True),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,9 +15,12 @@ from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
 from rasura.cli.outcome import Ending
 from rasura.cli.services import serve_and_read
-from rasura.cli.shared import Limit, app, err, numbers, say, split, watched
+from rasura.cli.shared import Device, Limit, app, device_named, err, numbers, say, split, watched
 from rasura.cli.train import prepared, trained
 from rasura.core.errors import InputError, MissingExtra
+
+if TYPE_CHECKING:
+    from rasura.runs.service_plan import ServicePlan
 
 
 @app.command()
@@ -33,6 +37,7 @@ def study(
     hours: Annotated[
         float | None, typer.Option(help="stop after this time, widest intervals first; run again to go on")
     ] = None,
+    device: Device = "auto",
     folder: Annotated[Path | None, typer.Option("--out", help="folder for the run")] = None,
     results: Annotated[Path, typer.Option(help="Markdown file for the table")] = Path("studies/RESULTS.md"),
     as_json: Annotated[bool, typer.Option("--json", help="print the summary as JSON")] = False,
@@ -56,16 +61,16 @@ def study(
         raise InputError(
             f"--hours is {hours:g}; expected a time above 0, and a study of attacks on updates: others run to their end"
         )
-    place = folder or Path("runs/studies") / name.replace("/", "-")
+    place, where = folder or Path("runs/studies") / name.replace("/", "-"), device_named(device)
     if isinstance(plan, ServicePlan):
         training = files.prepared_training(found, plan) if found.train else None
-        worth, records = served(plan, place, training, as_json, found.keys)
+        worth, records = served(plan, place, training, as_json, found.keys, where)
         text = tables.service_section(found, plan, records, worth)
         plot = plots.of_service(found, plan, records) if found.keys == 1 else None
     elif isinstance(plan, TrainPlan):
-        text, plot = of_training(found, plan, place, as_json)
+        text, plot = of_training(found, plan, place, as_json, where)
     else:
-        text, plot = of_audit(found, plan, place, data, as_json, results, hours)
+        text, plot = of_audit(found, plan, place, data, as_json, results, hours, where)
     if plot is not None:
         try:
             drawn = plots.write(plot, results.parent / "plots" / f"{name.replace('/', '-')}.svg")
@@ -77,8 +82,9 @@ def study(
 
 
 def of_audit(
-    found: Any, plan: Any, folder: Path, data: str | None, as_json: bool, results: Path, hours: float | None = None
-) -> tuple[str, Any]:
+    found: Any, plan: Any, folder: Path, data: str | None, as_json: bool, results: Path, hours: float | None = None,
+    device: str = "cpu",
+) -> tuple[str, Any]:  # fmt: skip
     """Section and plot of an audit, alone or together with training. ``hours``: of what fits into them. Its cells go on
     from the records beside ``results``, of all studies, and are put there."""
     from functools import partial
@@ -92,7 +98,7 @@ def of_audit(
     run_audit(
         plan,
         folder,
-        "cpu",
+        device,
         Ending(as_json=as_json),
         baseline=False,
         seconds=seconds,
@@ -107,21 +113,21 @@ def of_audit(
     if found.train is None:
         return tables.section(found, plan, records), plots.of_audit(found, plan, records)
     training = files.prepared_training(found, plan, data)
-    worth = trained(prepared(training, folder / "training"), as_json)
+    worth = trained(prepared(training, folder / "training", device), as_json)
     text = tables.tradeoff_section(found, plan, records, training, worth)
     return text, plots.of_tradeoff(found, plan, records, training, worth)
 
 
-def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str, Any]:
+def of_training(found: Any, plan: Any, folder: Path, as_json: bool, device: str = "cpu") -> tuple[str, Any]:
     """Section and plot of a training run and of what is measured on its models."""
     from rasura.studies import deviations, files, tables
 
-    worth = trained(prepared(plan, folder), as_json)
+    worth = trained(prepared(plan, folder, device), as_json)
     if found.membership is not None:
         told = []
         for result in worth:
             attacks = files.prepared_membership(found, plan, result, folder)
-            told.append(judged(attacks, Path(attacks.model).parent / "membership", "cpu")[1])
+            told.append(judged(attacks, Path(attacks.model).parent / "membership", device)[1])
         return tables.membership_section(found, plan, worth, told), None
     if not found.deviations:
         return tables.training_section(found, plan, worth), None
@@ -136,17 +142,27 @@ def of_training(found: Any, plan: Any, folder: Path, as_json: bool) -> tuple[str
 
 
 def served(
-    plan: Any, folder: Path, training: Any, as_json: bool, keys: int = 1
+    plan: ServicePlan, folder: Path, training: Any, as_json: bool, keys: int = 1, device: str = "cpu"
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The utility of a service under each protection, if it is trained, and what each attack recovers for each key."""
-    before = prepared(training, folder / "training") if training else None
+    before = prepared(training, folder / "training", device) if training else None
     worth = trained(before, as_json) if before else []
-    records = []
-    for key in range(keys):
-        place = folder if keys == 1 else folder / f"key-{key}"
-        keyed = tuple(p for p in plan.protections if key == 0 or p != "none")  # without protection there is no key
-        if keyed:
-            records += serve_and_read(replace(plan, key=key, protections=keyed), place, before, baseline=False)[1]
+    parts = [(folder, plan, before)] if keys == 1 else list(_by_key(plan, folder, before, keys))
+    records = [r for place, part, after in parts for r in serve_and_read(part, place, after, baseline=False)[1]]
     if as_json:
         sys.stdout.write(json.dumps(records) + "\n")
     return worth, records
+
+
+def _by_key(plan: ServicePlan, folder: Path, training: Any, keys: int) -> Iterator[tuple[Path, ServicePlan, Any]]:
+    """Folder, plan and training of each run: uploaded weights under each key, trained ones under the key of their
+    training."""
+    trained_too = {p for p in plan.protections if "trained" in plan.weights or plan.parsed[p].learned}
+    uploaded = [p for p in plan.protections if "uploaded" in plan.weights and not plan.parsed[p].learned]
+    for key in range(keys):
+        chosen = tuple(p for p in uploaded if key == 0 or p != "none")  # without protection there is no key
+        if chosen:
+            yield folder / f"key-{key}", replace(plan, key=key, protections=chosen, weights=("uploaded",)), None
+    if trained_too:
+        chosen = tuple(p for p in plan.protections if p in trained_too)
+        yield folder / "trained", replace(plan, protections=chosen, weights=("trained",)), training

@@ -150,8 +150,8 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
 
 def _keys(found: Mapping[str, Any], path: str) -> int:
     keys = whole(found.get("keys", 1), f"{path}: keys")
-    if keys < 1 or ("keys" in found and ("service" not in found or "train" in found)):
-        raise InputError(f"{path}: keys apply to a service without training; expected at least 1, beside its table")
+    if keys < 1 or ("keys" in found and "service" not in found):
+        raise InputError(f"{path}: keys apply to a service; expected at least 1, beside its table")
     return keys
 
 

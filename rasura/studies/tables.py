@@ -169,13 +169,13 @@ def service_section(
     if worth:
         about += f"; trained on {worth[0]['n_train']} of these, judged on {worth[0]['n_test']} of {Path(plan.data).name}"
         about += _chance(useful, worth)
-    behind = f", {study.keys} keys" if study.keys > 1 else ""
+    behind = f", {study.keys} keys{' for the uploaded weights' * bool(worth)}" if study.keys > 1 else ""
     lines = head(study, plan, f"{about}, budget {plan.budget}, seed {plan.seed}{behind}", columns)
     if worth:
         lines = [*lines[:-2], *_worth_of_services(study, useful, worth), "", *lines[-2:]]
     reasons = set()
     for (defense, attack, weights), group in groupby(sorted(records, key=service_place(plan)), key=_service_cell):
-        behind_keys = list(group)
+        behind_keys = list(group)[: 1 if attack == "blind" else None]  # guessing knows no key
         reasons |= {f"- {attack}: {r['reason']}" for r in behind_keys if r["reason"]}
         some = [r for r in behind_keys if r["status"] != "not_applicable"]
         if not some:
