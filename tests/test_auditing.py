@@ -203,7 +203,7 @@ def test_the_sentence_agrees_with_the_data(run: Path) -> None:
     assert summary["verdicts"]["none"]["verdict"] == "reads" and json.dumps(summary)
     assert summary["judged"] == [d for d in found.columns if d != "none"], "the baseline is not what a run is judged by"
     assert summary["verdicts"]["gaussian:0.1"]["says"] == (
-        "not measured against an adversary who knows it: add --attack pursuit,grab"
+        "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted"
     )
 
 
@@ -289,7 +289,9 @@ def test_the_report_masks_and_escapes(run: Path) -> None:
     assert not re.search(r"""(?:src|href)=["'](?!#|notes/\d+\.html")|url\(|@import|https?://""", html), "nothing is fetched"
     assert "<script" not in html and "This file is personal data" in html
     assert "Why an attack has no result" in html  # span fails in noise
-    assert "not measured against an adversary who knows it: add --attack pursuit,grab" in re.sub(r"<[^>]*>", "", html)
+    assert "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted" in re.sub(
+        r"<[^>]*>", "", html
+    )
 
 
 def test_the_report_shows_what_sealing_costs_and_at_which_strengths_it_was_tried(tmp_path: Path, model_folder: Path) -> None:

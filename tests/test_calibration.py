@@ -106,7 +106,11 @@ def test_what_is_found_meets_the_target_and_the_next_weaker_does_not(
 @pytest.mark.parametrize(
     ("defense", "at_most", "why"),
     [
-        ("gaussian", TARGET, "gaussian: not measured against an adversary who knows it: add --attack pursuit,grab."),
+        (
+            "gaussian",
+            TARGET,
+            "gaussian: not measured against an adversary who knows it: add --attack pursuit,lamp-weighted.",
+        ),
         (WAITING, 0.5, f"{WAITING}: 4 notes; at least 6 are needed to keep the upper bound at or below 50 %."),
     ],
 )

@@ -37,7 +37,7 @@ def test_audit_prints_the_sentence_and_writes_the_report(tmp_path: Path, model_f
     assert "The line is the target" not in page
     assert again.returncode == 4 and "8 done before" in again.stderr, again.stderr
     assert "--fail-above judges: gaussian:0.1" in again.stderr, "the baseline is not judged"
-    assert "not measured against an adversary who knows it: add --attack pursuit,grab" in again.stderr
+    assert "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted" in again.stderr
     told = json.loads(again.stdout)
     assert told["verdicts"]["none"]["verdict"] == "reads" and told["gate"]["exit"] == 4
     assert "another plan" in refused(*common, "--seeds", "2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,6 +19,8 @@ from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import Message, Observation
 from rasura.data.text import Example, encode
 from rasura.defenses.pruning import random_pruning
+from rasura.registry import parse_defense
+from rasura.testing.tiny import batch_of
 from rasura.victims.loading import load
 from rasura.victims.models import parts
 from rasura.victims.step import step
@@ -116,3 +120,16 @@ def test_span_matching_reads_through_hidden_entries() -> None:
     seen = Observation(Message(last, {n: seen.visible[n] for n in last}), seen.task, seen.granted)
     guess = SpanMatching()(seen, rng=generator(1), budget=Budget())
     assert tuple(seen.vocabulary.text(t) for t in guess.tokens) == texts
+
+
+def test_a_decoder_s_text_that_nearly_fills_its_width_comes_back_through_a_few_hidden_entries(shared: Path) -> None:
+    """47 tokens of 64 dimensions: completed, the deeper blocks show one dimension too few."""
+    victim = load(shared / "models" / "stories260K-hf", "causal")
+    words = victim.vocabulary
+    text = (*words.prefix, *words.encode("Nobody expected that the committee would postpone its next meeting once again."))
+    truth = step(
+        victim.model, batch_of([[*text, *words.suffix]], "causal"), parse_defense("frozen-embeddings+sealing:grad=0.002"),
+        task="causal", vocabulary=words, rng=generator(0, "step"),
+    )  # fmt: skip
+    guess = Span()(observe(truth, HONEST_SERVER), rng=generator(0), budget=Budget())
+    assert guess.confidence == "verified" and guess.tokens == ((*text, *words.suffix),)

@@ -20,7 +20,7 @@ from rasura.attacks.shared.decoys import decoys, free_places, weakest
 from rasura.attacks.shared.verify import apart, check, entries, in_span, prove, prove_rows, told, verified
 from rasura.attacks.updates.best import _settled, matching
 from rasura.attacks.updates.embedding_rows import EmbeddingRows, Rows, told_apart
-from rasura.attacks.updates.gradient_matching.presets import dlg, grab, tag
+from rasura.attacks.updates.gradient_matching.presets import dlg, lamp_weighted, tag
 from rasura.attacks.updates.noise_in_sight import shows_noise
 from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span.attack import dager
@@ -452,10 +452,10 @@ def test_only_whole_worded_ordered_spans_settle() -> None:
 @pytest.mark.parametrize(
     "defense", ["dp-sgd:1.0/clip=0.5", "normalised:1.0", "gaussian:0.001", "directional:1e5/blocks=parameters"]
 )
-def test_noise_that_shows_itself_is_played_with_grab(defense: str) -> None:
+def test_noise_that_shows_itself_is_played_with_weighted_lamp(defense: str) -> None:
     seen = seen_of(tiny("bert", "classification"), [TEXT], defense=defense)
     silent = replace(seen, granted={**seen.granted, Grant.MECHANISM: ()})
-    assert shows_noise(silent) and matching(silent, Budget()) is grab and matching(silent, QUICK) is dlg
+    assert shows_noise(silent) and matching(silent) is lamp_weighted
     frozen = {n: g for n, g in seen.gradients.items() if "embeddings" not in n}
     assert shows_noise(replace(silent, message=Message(frozen)))
 
@@ -470,7 +470,7 @@ def test_an_update_without_noise_shows_none(defense: str) -> None:
             task="classification", vocabulary=VOCABULARY, rng=rng,
         )  # fmt: skip
         seen = observe(sent, threat)
-        assert not shows_noise(seen) and matching(seen, Budget()) is dlg
+        assert not shows_noise(seen) and matching(seen) is dlg
 
 
 def test_a_high_rank_shows_noise_where_lengths_allow_less() -> None:

@@ -92,9 +92,9 @@ def test_what_was_read_leads_to_a_stronger_setting_or_to_another_protection() ->
 def test_what_was_not_measured_leads_to_the_attacks_that_know_it_or_says_that_there_are_none() -> None:
     rows = [*READ, *column("span", "gaussian:1", [GUESS] * MANY), *column("span", "qsgd:16", [GUESS] * MANY)]
     says, words = step_of(rows, "gaussian:1")
-    assert parsed(words)["attack"] == "blind,span,pursuit,grab" and "know this protection" in says
+    assert parsed(words)["attack"] == "blind,span,pursuit,lamp-weighted" and "know this protection" in says
     assert step_of(rows, "qsgd:16") == ("No attack of this version knows qsgd. No command can measure it.", [])
-    says, words = step_of(rows, "gaussian:1", attacks=["blind", "span", "pursuit", "grab"])
+    says, words = step_of(rows, "gaussian:1", attacks=["blind", "span", "pursuit", "lamp-weighted"])
     assert not words and "why an attack has no result" in says
     ghost = [*READ, *column("span", "ghost", [GUESS] * MANY)]
     assert parsed(step_of(ghost, "ghost")[1])["reference"] == "public.jsonl"

@@ -269,7 +269,7 @@ def test_what_is_read_not_told_and_not_known_is_said_in_turn() -> None:
         f"dropout:0.1: {found.verdicts['dropout:0.1'].says}. No verdict on accumulate:9 (risk 20 %): "
         "not measured against an adversary who knows it: add --attack embedding-rows. "
         "No verdict on gaussian:1 (risk 20 %), laplace:1 (risk 20 %): "
-        "not measured against an adversary who knows it: add --attack pursuit,grab."
+        "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted."
     )
 
 

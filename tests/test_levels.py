@@ -201,7 +201,7 @@ def test_a_search_goes_by_the_verdict() -> None:
     noise = {"defense": "gaussian:1", "known_by": asdict(adversaries("gaussian:1"))}
     noisy = point("gaussian:1", [r | noise for r in quiet], READ, ["span"], METRIC, 0.4)
     assert noisy["bound"] is None and noisy["unjudged"] == [
-        "not measured against an adversary who knows it: add --attack pursuit,grab"
+        "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted"
     ]
 
 

@@ -128,7 +128,7 @@ def test_all_that_is_missing_is_told() -> None:
     rows = [r for a in names for r in (*column(a, "none", [1.0] * 2), *column(a, "cloak:3+gaussian", [None] * 2, "crashed"))]
     assert of(rows, "cloak:3+gaussian").missing == (
         "of the attacks that work without protection, span crashed on 2 of 2, tag crashed on 2 of 2",
-        "against an adversary who knows it: no attack knows cloak; add --attack pursuit,grab",
+        "against an adversary who knows it: no attack knows cloak; add --attack pursuit,lamp-weighted",
     )
     rows = [*portfolio("none", [1.0], "tag", "tag"), *portfolio("accumulate:9", [None], "span,embedding-rows,tag")]
     assert of(rows, "accumulate:9").missing == (
@@ -137,7 +137,8 @@ def test_all_that_is_missing_is_told() -> None:
     )
     noise = [*portfolio("none", [1.0], "span", "span"), *portfolio("gaussian:1", [None], "span,pursuit")]
     assert of(noise, "gaussian:1").missing[-1] == (
-        "against an adversary who knows it: results without protection are missing for pursuit; add --attack grab,pursuit"
+        "against an adversary who knows it: results without protection are missing for pursuit; "
+        "add --attack lamp-weighted,pursuit"
     )
 
 
@@ -148,14 +149,14 @@ def test_an_attack_that_does_not_apply_did_not_try() -> None:
     ]  # fmt: skip
     found = of(rows, "dp-sgd:0.01")
     assert found.word == NOT_MEASURED and "embedding-rows does not apply to 60 of 60" in found.says
-    assert "against an adversary who knows it: add --attack pursuit,grab" in found.says
+    assert "against an adversary who knows it: add --attack pursuit,lamp-weighted" in found.says
 
 
 def test_noise_on_which_only_rows_were_tried_is_not_said_to_hold() -> None:
     rows = column("embedding-rows", "none", [1.0] * MANY)
     rows += column("embedding-rows", "dp-sgd:0.01", [None] * MANY, "failed")
     found = of(rows, "dp-sgd:0.01")
-    assert found.says == "not measured against an adversary who knows it: add --attack pursuit,grab"
+    assert found.says == "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted"
     assert "No verdict on dp-sgd:0.01 (risk 20 %): not measured against" in findings(rows).recommendation
 
 
@@ -364,7 +365,7 @@ def test_every_protection_names_the_attacks_that_know_it() -> None:
 
     assert {a for spec in DEFENSES.values() for a in spec.known_by or ()} <= set(ATTACKS)
     assert all(knowing(spec.example)[1] == ((n,) if spec.known_by is None else ()) for n, spec in DEFENSES.items())
-    assert knowing("gaussian:0.1+pruning:0.9") == (("pursuit", "grab", "span", "mask-positions"), ())
+    assert knowing("gaussian:0.1+pruning:0.9") == (("pursuit", "lamp-weighted", "span", "mask-positions"), ())
     assert knowing("frozen-embeddings+accumulate:1.0d") == (("span",), ()), "no embedding's gradient, no bag from it"
     assert knowing("accumulate:9") == (("embedding-rows", "span"), ()) and knowing("none") == ((), ())
     assert knowing("frozen-embeddings+sealing:grad=0.1") == (("span",), ())
@@ -393,13 +394,13 @@ def test_a_record_that_does_not_say_who_knows_the_protection_measures_nothing() 
 
 def test_who_knows_it_must_be_seen_to_work_or_be_made_for_it() -> None:
     noise = [*READ, *column("span", "gaussian:1", [None] * MANY, "failed")]
-    for attack in ("pursuit", "grab"):
+    for attack in ("pursuit", "lamp-weighted"):
         noise += [*column(attack, "none", [0.9] * MANY), *column(attack, "gaussian:1", [GUESS] * MANY)]
     assert of(noise, "gaussian:1").word == NOT_TOLD
-    deaf = [{**r, "scores": {METRIC: {"per_record": [GUESS]}}} if (r["attack"], r["defense"]) == ("grab", "none") else r
-            for r in noise]  # fmt: skip
+    open_ = ("lamp-weighted", "none")
+    deaf = [{**r, "scores": {METRIC: {"per_record": [GUESS]}}} if (r["attack"], r["defense"]) == open_ else r for r in noise]
     assert of(deaf, "gaussian:1").says == (
-        "not measured against an adversary who knows it: grab was not shown to work without protection either"
+        "not measured against an adversary who knows it: lamp-weighted was not shown to work without protection either"
     )
     pruned = [*READ, *column("span", "pruning:0.9", [GUESS] * MANY)]
     masks = column("mask-positions", "pruning:0.9", [None] * MANY, "failed")

@@ -58,7 +58,7 @@ def check_dp(
     per: Per = "run",
     model: Model = None,
     data: Data = None,
-    attack: Attack = "span,pursuit,grab",
+    attack: Attack = "span,pursuit,lamp-weighted",
     limit: Texts = 4,
     folder: Out = Path("runs/check-dp"),
     as_json: AsJson = False,

@@ -64,13 +64,12 @@ class Portfolio:
     """What a portfolio runs, by the names of attacks; used only for estimates.
 
     ``always``: its attacks on every update. Where nothing is certain it also runs those that know the protection, and ends
-    with ``last``, or with ``instead`` if that knows the protection. ``left_out``: budget level -> attacks it does not run.
+    with ``last``, or with ``instead`` if that knows the protection.
     """
 
     always: frozenset[str] = frozenset()
     last: str
     instead: str
-    left_out: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,7 @@ SPEC = DefenseSpec(
     example="directional:1e5/blocks=parameters",
     parameter=str,
     guarantee="metric differential privacy of gradient directions, and the (epsilon, delta) that follows from it",
-    known_by=("pursuit", "grab"),
+    known_by=("pursuit", "lamp-weighted"),
     strength=Strength(name="kappa", weakest=10.0, strongest=1e-4, points=6, entries=True),
     draws=True,
 )

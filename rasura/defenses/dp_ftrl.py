@@ -76,6 +76,6 @@ SPEC = DefenseSpec(
     example="dp-ftrl:1.0/band=4/clip=0.5",
     parameter=str,
     guarantee="(epsilon, delta)-differential privacy without sampling, counted by the ledger",
-    known_by=("pursuit", "grab"),
+    known_by=("pursuit", "lamp-weighted"),
     draws=True,
 )

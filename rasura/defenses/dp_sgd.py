@@ -159,7 +159,7 @@ DP_SGD = DefenseSpec(
     example="dp-sgd:1.0/clip=0.5",
     parameter=str,
     guarantee="(epsilon, delta)-differential privacy, counted by the ledger",
-    known_by=("pursuit", "grab"),
+    known_by=("pursuit", "lamp-weighted"),
     strength=Strength(name="sigma", weakest=1e-5, strongest=10.0, points=7),
     draws=True,
 )
@@ -172,7 +172,7 @@ NORMALISED = DefenseSpec(
     example="normalised:1.0",
     parameter=float,
     guarantee="(epsilon, delta)-differential privacy, counted by the ledger",
-    known_by=("pursuit", "grab"),
+    known_by=("pursuit", "lamp-weighted"),
     strength=Strength(name="sigma", weakest=1e-5, strongest=10.0, points=7),
     draws=True,
 )

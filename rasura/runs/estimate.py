@@ -147,12 +147,11 @@ def cell_seconds(
     spec = attacks[cell.attack]
     seconds = cost(spec)
     if (portfolio := spec.portfolio) is not None:
-        beyond = {*portfolio.always, *portfolio.left_out.get(level, ())}
         hard = {a for a in known_by.attacks if a in attacks} - portfolio.always
         if hard or (several and not load.apart):
             # Nothing is certain there, so that the portfolio runs to its end.
-            ends = portfolio.instead if portfolio.instead in hard - beyond else portfolio.last
-            seconds += sum(cost(attacks[a]) for a in {*(hard - beyond), ends})
+            ends = portfolio.instead if portfolio.instead in hard else portfolio.last
+            seconds += sum(cost(attacks[a]) for a in {*hard, ends})
     return own + BESIDE + seconds
 
 

@@ -11,7 +11,7 @@ from rasura.attacks.shared.mechanism import announced_noise
 from rasura.attacks.shared.verify import check
 from rasura.attacks.updates.embedding_rows import EmbeddingRows
 from rasura.attacks.updates.gradient_matching.engine import GradientMatching
-from rasura.attacks.updates.gradient_matching.presets import dlg, grab
+from rasura.attacks.updates.gradient_matching.presets import dlg, lamp_weighted
 from rasura.attacks.updates.joint_pursuit import JointPursuit
 from rasura.attacks.updates.mask_positions import MaskPositions
 from rasura.attacks.updates.noise_in_sight import shows_noise
@@ -22,9 +22,6 @@ from rasura.core.interfaces import Attack, AttackFailed, Budget, NotApplicable
 from rasura.core.rng import child
 from rasura.core.specs import AttackSpec, Home, Portfolio
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
-
-LEFT_OUT: Mapping[str, frozenset[str]] = {"quick": frozenset({"grab"})}
-"""Budget level -> attacks that are too slow for it."""
 
 _CERTAINTY = {"verified": 3, "span": 2, "matched": 1, "none": 0}
 
@@ -47,17 +44,15 @@ def _settled(guess: Reconstruction, seen: Observation) -> bool:
     return guess.confidence == "span" and guess.ordered and whole and lengths
 
 
-def matching(seen: Observation, budget: Budget) -> Callable[[], GradientMatching]:
-    """The last resort. In noise GRAB reads what no other does; elsewhere, and in a quick look, it is too slow for what it
-    adds to DLG."""
-    slow = "grab" in LEFT_OUT.get(budget.level, ())
-    return grab if not slow and (announced_noise(seen)[0] > 0 or shows_noise(seen)) else dlg
+def matching(seen: Observation) -> Callable[[], GradientMatching]:
+    """The last resort. In noise weighted LAMP reads what no other does; elsewhere it is too slow for what it adds to DLG."""
+    return lamp_weighted if announced_noise(seen)[0] > 0 or shows_noise(seen) else dlg
 
 
 @dataclass(frozen=True)
 class Best:
-    """Runs embedding rows, span, joint pursuit, mask positions, pursuit, span matching and gradient matching (GRAB where
-    noise was announced or shows itself and the budget is not quick, else DLG), in this order, until a text is certain:
+    """Runs embedding rows, span, joint pursuit, mask positions, pursuit, span matching and gradient matching (weighted
+    LAMP where noise was announced or shows itself, else DLG), in this order, until a text is certain:
     verified, or a span of whole texts in order, of the granted lengths.
 
     Returns the guess with the highest confidence, ordered before bags, complete before holes, and of equals the one whose
@@ -79,7 +74,7 @@ class Best:
         winner = ""
         ended: dict[str, str] = {}
         ran: list[str] = []
-        for make in (*self.attacks, matching(seen, budget)):
+        for make in (*self.attacks, matching(seen)):
             attack = make()
             own = torch.Generator().manual_seed(child(rng))
             if any(grant not in seen for grant in attack.needs):
@@ -119,7 +114,9 @@ SPEC = AttackSpec(
     pairs=125.0,
     work={"quick": 0.9, "default": 1.0, "paper": 3.0},
     portfolio=Portfolio(
-        always=frozenset({"embedding-rows", "span", "mask-positions"}), last="dlg", instead="grab", left_out=LEFT_OUT
+        always=frozenset({"embedding-rows", "span", "mask-positions"}),
+        last="dlg",
+        instead="lamp-weighted",
     ),
     home=Home(reads=True),
 )

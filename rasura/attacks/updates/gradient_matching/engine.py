@@ -63,7 +63,10 @@ class GradientMatching:
         lengths, exact = self._lengths(seen, size)
         work = self.levels[budget.level]
         work = work if budget.entries is None else replace(work, entries=budget.entries)
-        return _Run(Judge(self.settings, work, seen, factoriser, observed, lengths, exact, rng, budget.memory_mb))()
+        judge = Judge(self.settings, work, seen, factoriser, observed, lengths, exact, rng, budget.memory_mb)
+        if not judge.distance.observed:
+            raise AttackFailed("noise covers every gradient that is visible")
+        return _Run(judge)()
 
     def _lengths(self, seen: Observation, size: int) -> tuple[tuple[int, ...], bool]:
         """The texts' lengths, and whether they are right."""

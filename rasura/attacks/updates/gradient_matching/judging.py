@@ -22,6 +22,9 @@ from rasura.attacks.updates.gradient_matching.settings import Settings, Work
 from rasura.core.values import UNKNOWN as OVER
 from rasura.core.values import Grant, Observation
 
+NORMAL_MEDIAN = 0.6745
+"""The median of the absolute value of a standard normal number."""
+
 CHUNK = 16
 """Candidates in one evaluation: more gain little, and memory grows."""
 
@@ -56,7 +59,8 @@ class Judge:
         self.distance = Distance(
             observed, settings.objective, alpha=settings.alpha if work.entries else 0.0,
             visible=factoriser.observed(seen.visible), entries=work.entries or 1.0,
-            norm=_clipped(seen, observed) if settings.match_norm else None, rng=rng,
+            norm=_clipped(seen, observed) if settings.match_norm else None, deviation=deviation_of(seen, observed),
+            free=self.table.shape[1] * sum(lengths), rng=rng,
         )  # fmt: skip
         self.chunk = max(1, min(CHUNK, (memory_mb << 20) // self.bytes_each()))
 
@@ -120,6 +124,17 @@ class Judge:
 def longest(seen: Observation) -> int:
     """Tokens that the model takes at most."""
     return int(getattr(seen.model.config, "max_position_embeddings", 1 << 20))
+
+
+def deviation_of(seen: Observation, observed: Mapping[str, Tensor]) -> float:
+    """The standard deviation of the noise on an entry: as announced, else as the median of all entries shows it.
+
+    Most entries of a gradient are far below its mean square, so that noise which matters is most of what they hold.
+    """
+    deviation = announced_noise(seen)[0]
+    if deviation > 0 or not observed:
+        return deviation
+    return float(torch.cat([g.flatten() for g in observed.values()]).abs().median()) / NORMAL_MEDIAN
 
 
 def _clipped(seen: Observation, observed: Mapping[str, Tensor]) -> float | None:

@@ -11,7 +11,10 @@ from torch import Tensor
 from rasura.attacks.updates.gradient_matching.entrywise import deviations, squares
 from rasura.attacks.updates.gradient_matching.factors import Factor, shortened
 
-Kind = Literal["l2", "norm", "cosine", "angle"]
+Kind = Literal["l2", "norm", "cosine", "angle", "weighted"]
+
+SHOWN = 3.0
+"""Standard deviations of a sum of squares of noise above its mean, from which a gradient shows more than noise."""
 
 NEGLIGIBLE = 1e-6
 """Parameters whose observed gradient is smaller than this share of the largest have no direction to match."""
@@ -22,11 +25,12 @@ class Distance:
 
     ``l2``: sum over parameters of the squared L2 distance (DLG). ``norm``: of the L2 distance itself (GRAB, eq. 1).
     ``cosine``: mean over parameters of 1 - cosine (LAMP). ``angle``: 1 - cosine of all entries together, in Gaussian noise
-    the likelihood at the best scale. ``alpha`` times L1 is added to the first two (TAG, GRAB). Entries
-    outside ``visible`` are left out of both sides. L1 and masks need entries, which the factors do without: with ``entries``
-    below 1 they are evaluated on that share of a matrix, random rows by random columns drawn once from ``rng``, and scaled
-    up. ``norm``: candidates' gradients whose norm over all parameters is larger are scaled to it, as the client's clipping
-    did (GRAB's norm matching).
+    the likelihood at the best scale. ``weighted``: ``cosine`` behind noise of ``deviation`` an entry; a parameter counts by
+    its signal over what noise lets a candidate of ``free`` numbers fit, and not at all if it shows no signal. ``alpha``
+    times L1 is added to the first two (TAG, GRAB). Entries outside ``visible`` are left out of both sides. L1 and masks need
+    entries, which the factors do without: with ``entries`` below 1 they are evaluated on that share of a matrix, random rows
+    by random columns drawn once from ``rng``, and scaled up. ``norm``: candidates' gradients whose norm over all parameters
+    is larger are scaled to it, as the client's clipping did (GRAB's norm matching).
     """
 
     def __init__(
@@ -38,16 +42,22 @@ class Distance:
         visible: Mapping[str, Tensor] | None = None,
         entries: float = 1.0,
         norm: float | None = None,
+        deviation: float = 0.0,
+        free: int = 0,
         rng: torch.Generator | None = None,
     ) -> None:
         self.kind, self.alpha, self.norm = kind, alpha, norm
         self.masks = visible or {}
         self.parts: dict[str, tuple[Tensor, Tensor]] = {}
         sizes = {n: g.square().sum() for n, g in observed.items()}
-        if kind == "cosine":
+        if kind in ("cosine", "weighted"):
             # Some gradients are zero but for rounding (attention's key bias): their direction says nothing.
             min_square = NEGLIGIBLE**2 * max(sizes.values())
             sizes = {n: s for n, s in sizes.items() if s > min_square}
+        if kind == "weighted":
+            self.clear = clear_squares({n: observed[n] for n in sizes}, self.masks, deviation)
+            self.fitted = free * deviation**2
+            sizes = {n: sizes[n] for n in self.clear}
         self.observed = {n: observed[n] for n in sizes}
         for n in sizes if entries < 1 else ():
             if observed[n].dim() == 2 and (alpha or n in self.masks):
@@ -76,6 +86,10 @@ class Distance:
         sizes = torch.stack([self.squares[n] for n in used])[:, None]
         if self.kind == "angle":
             return 1 - inner.sum(0) / (square.sum(0) * sum(self.squares.values())).clamp_min(1e-30).sqrt()
+        if self.kind == "weighted":
+            clear = torch.stack([self.clear[n] for n in used])[:, None].clamp_min(1e-30)
+            weights = clear / (clear + self.fitted)
+            return ((1 - inner / (square * clear).clamp_min(1e-30).sqrt()) * weights).sum(0) / weights.sum()
         if self.kind == "cosine":
             return (1 - inner / (square * sizes).clamp_min(1e-30).sqrt()).mean(0)
         scale: Tensor | None = None
@@ -128,6 +142,19 @@ class Distance:
         if part.x is not None:
             return deviations(delta, part.x, target, mask)
         return ((delta if mask is None else delta * mask) - target).abs().sum(1)
+
+
+def clear_squares(observed: Mapping[str, Tensor], visible: Mapping[str, Tensor], deviation: float) -> dict[str, Tensor]:
+    """``||gradient||^2`` without the share of noise of ``deviation`` an entry, of each parameter that has ``SHOWN`` standard
+    deviations more than noise gives."""
+    out = {}
+    for n, g in observed.items():
+        shown = g if n not in visible else g * visible[n]
+        count = g.numel() if n not in visible else int(visible[n].sum())
+        clear = shown.square().sum() - count * deviation**2
+        if clear > SHOWN * (2 * count) ** 0.5 * deviation**2:
+            out[n] = clear
+    return out
 
 
 def soft_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -24,6 +24,13 @@ GRAB_LEVELS: Mapping[str, Work] = {
     "paper": Work(2000, 1, 2000, orders=2000, rounds=5, beam=4, sweeps=5),
 }
 
+# One short round of LAMP is most of it; GRAB's beam search then settles words that the noise moved.
+WEIGHTED_LEVELS: Mapping[str, Work] = {
+    "quick": LAMP_LEVELS["quick"],
+    "default": Work(8, 1, 60, orders=16, rounds=2, beam=2, sweeps=1, entries=0.0),
+    "paper": Work(64, 4, 200, orders=64, rounds=4, beam=2, sweeps=2, entries=0.0),
+}
+
 DLG_COST: Mapping[str, float] = {"quick": 0.05, "default": 1.0, "paper": 30.0}
 LAMP_COST: Mapping[str, float] = {"quick": 0.35, "default": 1.0, "paper": 31.0}
 
@@ -57,6 +64,16 @@ def lamp_l1l2() -> GradientMatching:
     """LAMP with squared L2 plus 0.01 times L1 (Balunovic et al. 2022); else as ``lamp_cos``."""
     settings = Settings("l2", alpha=0.01, embedding_norm=1.0, reorder=True, prior=0.2)
     return GradientMatching("lamp-l1l2", settings, levels=LAMP_LEVELS)
+
+
+def lamp_weighted() -> GradientMatching:
+    """Ours, for noise: LAMP whose cosine weighs parameters by their signal (``Distance``, ``weighted``). GRAB's masks are
+    learned, and but in a quick look its beam search follows.
+
+    LAMP's mean over parameters lets those of weak gradients, which noise fills, say as much as all others.
+    """
+    settings = Settings("weighted", embedding_norm=1.0, reorder=True, prior=0.2, learn_masks=True)
+    return GradientMatching("lamp-weighted", settings, levels=WEIGHTED_LEVELS)
 
 
 def grab(*, masks: bool = True, discrete: bool = True) -> GradientMatching:
@@ -121,6 +138,16 @@ LAMP_L1L2 = AttackSpec(
     seconds=45.0,
     growth=0.4,
     work=LAMP_COST,
+)
+
+LAMP_WEIGHTED = replace(
+    LAMP_COS,
+    name="lamp-weighted",
+    about="lamp-cos that weighs gradients by their signal, for noise",
+    source="Rasura, after Balunovic et al. 2022 (LAMP), sec. 4",
+    make=lamp_weighted,
+    seconds=33.0,
+    work={"quick": 0.27, "default": 1.0, "paper": 25.0},
 )
 
 GRAB = AttackSpec(

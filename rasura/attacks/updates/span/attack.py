@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,7 +50,20 @@ class Span:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         if not self.adaptive:
-            seen = _as_sent(seen)
+            return self._read(_as_sent(seen), rng, budget)
+        guess = self._read(seen, rng, budget)
+        if guess.confidence == "verified" or not seen.visible or not parts(seen.model).causal:
+            return guess
+        # Completing hidden entries of a nearly full row space may lose a dimension. As they were sent, they may still tell
+        # which prefixes fit; the entries that are visible then prove the texts, or nothing is gained.
+        with suppress(NotApplicable, AttackFailed):
+            sent = replace(self, adaptive=False)(seen, rng=rng, budget=budget)
+            proof = prove(seen, sent.tokens) if sent.ordered else None
+            if proof is not None:
+                return verified(proof, sent.details)
+        return guess
+
+    def _read(self, seen: Observation, rng: torch.Generator, budget: Budget) -> Reconstruction:
         known = parts(seen.model)
         # The first visible block names tokens; one or two deeper ones tell texts apart.
         one_text = Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal
