@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from matching_setting import observed_of
 from span_setting import seen_by_server
 from torch import Tensor, nn
 
@@ -254,19 +255,6 @@ def test_dropout_masks_as_variables_do_what_dropout_did() -> None:
     with Masked([torch.full_like(m[None], 0.9) for m in kept], 0.1), torch.no_grad():
         masked = model(**inputs).logits
     assert torch.allclose(masked, model(**inputs).logits.detach(), atol=1e-6)
-
-
-def observed_of(text: list[int]) -> tuple[Factoriser, dict[str, Tensor], Tensor, Tensor]:
-    """A factoriser, the gradient of ``text``, and two other candidates with their mask."""
-    model = tiny("bert", "classification", hidden=16).double().requires_grad_(False)
-    ids = torch.tensor([text])
-    mask = torch.ones_like(ids)
-    target, _ = gradients(tiny("bert", "classification", hidden=16).double(), {"input_ids": ids, "attention_mask": mask,
-                                                                       "labels": torch.tensor([1])})  # fmt: skip
-    factoriser = Factoriser(model, list(target))
-    others = torch.stack([ids, torch.tensor([[CLS, 43, 44, SEP]])])
-    e = model.get_input_embeddings().weight[others]  # type: ignore[operator,union-attr]
-    return factoriser, factoriser.observed(target), e.requires_grad_(True), mask
 
 
 def test_clipping_is_undone_and_angles_do_not_mind_scale() -> None:

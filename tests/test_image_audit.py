@@ -10,8 +10,11 @@ import pytest
 from audit_setting import comparable
 from commands import refused
 from image_setting import decibels, read
+from study_setting import study_folder
+from typer.testing import CliRunner
 
 from rasura import registry
+from rasura.cli import app
 from rasura.core.interfaces import Budget, InputError
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
@@ -21,6 +24,8 @@ from rasura.report.findings import findings
 from rasura.report.page import write_report
 from rasura.runs.audit import Audit, audit
 from rasura.runs.plans import Plan
+from rasura.studies.courses import courses
+from rasura.studies.files import load_study
 from rasura.victims.step import step
 from rasura.victims.vision import lenet
 
@@ -60,6 +65,13 @@ def test_a_report_shows_images_only_where_both_asked_for_it(tmp_path: Path) -> N
     assert page.count("data:image/png;base64,") == 2 and "personal data" in page
 
 
+def test_a_report_of_one_metric_has_a_dash_for_the_others(tmp_path: Path) -> None:
+    list(audit(plan_for(metrics=("mse",), attacks=("blind",), defenses=("none",)), out=tmp_path))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    row = page.split('<th scope="row">blind</th><td class="c">none</td>')[1].split("</tr>")[0]
+    assert row.count("–") == 2 and row.endswith('<td class="c">1</td>')
+
+
 def test_a_plan_of_images_takes_images_defaults_and_refuses_texts() -> None:
     plan = Plan(task="vision").checked()
     assert plan.model == "lenet" and plan.attacks == registry.for_task(registry.ATTACKS, "vision") and plan.checked() == plan
@@ -91,3 +103,48 @@ def test_real_images_are_read(shared: Path) -> None:
     guess = read("feature-matching", truth, budget=Budget())
     assert guess.labels == (examples[0].label,)
     assert decibels(guess, truth) > decibels(read("blind", truth), truth) + 8
+
+
+COURSE = """
+title = "Losses"
+source = "A paper"
+differs = ["everything"]
+course = true
+metrics = ["mse"]
+
+[plan]
+task = "vision"
+attacks = ["inverting-gradients"]
+defenses = ["none", "sealing:grad=0.5"]
+threats = ["honest-server"]
+budget = "quick"
+limit = 2
+"""
+
+
+def test_a_study_shows_how_the_loss_falls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study_folder(tmp_path, COURSE)
+    monkeypatch.chdir(tmp_path)
+    ran = CliRunner().invoke(app, ["study", "one"], catch_exceptions=False)
+    assert ran.exit_code == 0, ran.output
+    store = RunStore(tmp_path / "runs" / "studies" / "one")
+    records = list(store)
+    store.close()
+    study = load_study("one", tmp_path / "studies")
+    assert isinstance(study.plan, Plan)
+    found = courses(study.plan, records)
+    assert list(found) == [("inverting-gradients", d) for d in study.plan.defenses]
+    for count, course in found.values():
+        assert count == 2 and list(course) == sorted(course) and (min(course), max(course)) == (1, 120)
+        means = [mean for mean, _, _ in course.values()]
+        assert means == sorted(means, reverse=True), "the least loss so far"
+        assert all(low <= mean <= high for mean, low, high in course.values())
+    rows = [
+        line for line in (tmp_path / "studies" / "RESULTS.md").read_text().splitlines() if line.startswith("| inverting")
+    ]
+    for row, (_, course) in zip(rows, found.values(), strict=True):
+        assert row.count(" to ") == 6 and f"{course[120][0]:.3f} (" in row
+    for wrong in (COURSE.replace("true", "1"), COURSE.replace('task = "vision"\n', "")):
+        (tmp_path / "studies" / "one.toml").write_text(wrong)
+        with pytest.raises(InputError, match=r"course is .* beside an audit of images"):
+            load_study("one", tmp_path / "studies")

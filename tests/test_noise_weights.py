@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from matching_setting import observed_of
+from torch import nn
 
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
 from rasura.attacks.updates.gradient_matching.judging import deviation_of
@@ -18,7 +19,7 @@ from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import Grant, Observation
 from rasura.registry import parse_defense
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
-from rasura.victims.step import gradients, step
+from rasura.victims.step import step
 
 
 def seen_behind(defense: str) -> Observation:
@@ -28,19 +29,6 @@ def seen_behind(defense: str) -> Observation:
         rng=generator(0, "step"),
     )  # fmt: skip
     return observe(sent, HONEST_SERVER)
-
-
-def observed_of(text: list[int]) -> tuple[Factoriser, dict[str, Tensor], Tensor, Tensor]:
-    """A factoriser, the gradient of ``text``, and two other candidates with their mask."""
-    model = tiny("bert", "classification", hidden=16).double().requires_grad_(False)
-    ids = torch.tensor([text])
-    mask = torch.ones_like(ids)
-    target, _ = gradients(tiny("bert", "classification", hidden=16).double(), {"input_ids": ids, "attention_mask": mask,
-                                                                       "labels": torch.tensor([1])})  # fmt: skip
-    factoriser = Factoriser(model, list(target))
-    others = torch.stack([ids, torch.tensor([[CLS, 43, 44, SEP]])])
-    e = model.get_input_embeddings().weight[others]  # type: ignore[operator,union-attr]
-    return factoriser, factoriser.observed(target), e.requires_grad_(True), mask
 
 
 def test_weights_by_signal_change_nothing_without_noise() -> None:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from rasura.runs.service_plan import ServicePlan
 
 
+SAME_KEY = "uploaded, same key"
+"""Uploaded weights under the key of the training, beside trained ones in a study of several keys."""
+
+
 @app.command()
 def study(
     name: Annotated[str, typer.Argument(help="study in the folder studies/, for example grab/table7")],
@@ -90,7 +94,7 @@ def of_audit(
     from functools import partial
 
     from rasura.core.run_store import RunStore
-    from rasura.studies import files, kept, plots, tables
+    from rasura.studies import courses, files, kept, plots, tables
 
     # A study has the cells of its paper's table and gives no verdict, so it needs no baseline beside them.
     seconds = None if hours is None else 3600 * hours
@@ -102,13 +106,16 @@ def of_audit(
         Ending(as_json=as_json),
         baseline=False,
         seconds=seconds,
-        known=partial(kept.beside, path, results, metrics=plan.metrics),
+        known=None if found.course else partial(kept.beside, path, results, metrics=plan.metrics),
     )
     store = RunStore(folder)
     try:
         records, model = list(store), store.about["model"]
     finally:
         store.close()
+    if found.course:
+        drawn = courses.courses(plan, records)
+        return courses.course_section(found, plan, drawn), courses.course_plot(drawn)
     kept.keep(path, model, records, plan.metrics)
     if found.train is None:
         return tables.section(found, plan, records), plots.of_audit(found, plan, records)
@@ -148,15 +155,18 @@ def served(
     before = prepared(training, folder / "training", device) if training else None
     worth = trained(before, as_json) if before else []
     parts = [(folder, plan, before)] if keys == 1 else list(_by_key(plan, folder, before, keys))
-    records = [r for place, part, after in parts for r in serve_and_read(part, place, after, baseline=False)[1]]
+    records = []
+    for place, part, after in parts:
+        read = serve_and_read(part, place, after, baseline=False)[1]
+        beside = keys > 1 and "trained" in part.weights  # of one key, and not among those of all
+        records += [{**r, "update": SAME_KEY} if beside and r["update"] == "uploaded" else r for r in read]
     if as_json:
         sys.stdout.write(json.dumps(records) + "\n")
     return worth, records
 
 
 def _by_key(plan: ServicePlan, folder: Path, training: Any, keys: int) -> Iterator[tuple[Path, ServicePlan, Any]]:
-    """Folder, plan and training of each run: uploaded weights under each key, trained ones under the key of their
-    training."""
+    """Folder, plan and training of each run: uploaded weights under each key, and both under the key of the training."""
     trained_too = {p for p in plan.protections if "trained" in plan.weights or plan.parsed[p].learned}
     uploaded = [p for p in plan.protections if "uploaded" in plan.weights and not plan.parsed[p].learned]
     for key in range(keys):
@@ -165,4 +175,4 @@ def _by_key(plan: ServicePlan, folder: Path, training: Any, keys: int) -> Iterat
             yield folder / f"key-{key}", replace(plan, key=key, protections=chosen, weights=("uploaded",)), None
     if trained_too:
         chosen = tuple(p for p in plan.protections if p in trained_too)
-        yield folder / "trained", replace(plan, protections=chosen, weights=("trained",)), training
+        yield folder / "trained", replace(plan, protections=chosen, weights=("uploaded", "trained")), training

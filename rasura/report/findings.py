@@ -115,10 +115,12 @@ def _figures(
     for defense in defenses:
         for attack in attacks:
             scored = [r for r in groups.get((attack, defense), ()) if r["scores"]]
-            row: dict[str, Any] = {"attack": attack, "defense": defense, "n": len(_values(scored, "mse"))}
+            row: dict[str, Any] = {"attack": attack, "defense": defense, "n": 0}
             for metric in ("mse", "psnr"):
                 for side in ("scores", "blind"):
-                    values = [v for v in _values(scored, metric, side) if v is not None]
+                    every = _values(scored, metric, side)
+                    values = [v for v in every if v is not None]
+                    row["n"] = max(row["n"], len(every))
                     row[f"{metric}_{side}"] = sum(values) / len(values) if values else None
             if row["n"]:
                 yield row

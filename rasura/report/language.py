@@ -55,9 +55,9 @@ class _Figures(Formatter):
         return number(value, format_spec) if isinstance(value, float) else str(super().format_field(value, format_spec))
 
 
-def number(value: float, form: str) -> str:
-    """``value`` in the format ``form``, with the decimal mark of the language."""
-    text = format(value, form)
+def number(value: float | None, form: str) -> str:
+    """``value`` in the format ``form``, with the decimal mark of the language; a dash for what was not measured."""
+    text = "–" if value is None else format(value, form)
     return text if current() == "en" else text.replace(".", ",")
 
 

@@ -23,6 +23,9 @@ FOLDER = Path("studies")
 PLANS = ("plan", "train", "membership", "deviations", "service")
 """Tables of a study file that say what is run."""
 
+ABOUT = ("title", "source", "covers", "differs", "metrics", "keys", "course", "command", "public_code")
+"""Keys of a study file beside its tables."""
+
 CELL = ("attack", "update", "defense", "threat", "batch_size")
 """What names a row of the results; ``protection``, ``attack`` and ``weights`` do in those of a service."""
 
@@ -41,8 +44,9 @@ class Study:
     (table ``plan`` of the file), a training (``train``), or the audit of a model service (``service``). With both an audit
     and a training the study sets utility against risk: ``train`` is then the training, whose defenses stand in the order of
     the audit's, each for the same protection; a service is trained on its ``reference``, judged on its ``data``.
-    ``membership``: the attacks on every model of a training. ``keys``: with how many keys a service without training is
-    attacked, on the same texts. ``command``: what makes the model and runs the study, where a script does. ``public_code``:
+    ``membership``: the attacks on every model of a training. ``keys``: under how many keys the uploaded weights of
+    a service are attacked, on the same texts. ``course``: the losses of a search for images, step by step, in place of what
+    it reads. ``command``: what makes the model and runs the study, where a script does. ``public_code``:
     what the code that the authors published gives, where it was measured. ``deviations``:
     how many texts of a training are compared with their substitutes, before every model.
     """
@@ -60,6 +64,7 @@ class Study:
     paper: Paper | None = None
     covers: tuple[str, ...] = ()
     keys: int = 1
+    course: bool = False
     command: str = ""
     public_code: tuple[str, ...] = ()
 
@@ -95,11 +100,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
     path = folder / f"{name}.toml"
     found = toml(path, "a study")
     for key in found:
-        known(
-            f"key in {path}",
-            key,
-            ("title", "source", "covers", "differs", "metrics", "keys", "command", "public_code", *PLANS, "figures"),
-        )
+        known(f"key in {path}", key, (*ABOUT, *PLANS, "figures"))
     for name_of_table in PLANS:
         if not isinstance(found.get(name_of_table, {}), dict):
             raise InputError(f"{path}: {name_of_table} is not a table; write [{name_of_table}]")
@@ -143,6 +144,7 @@ def load_study(name: str, folder: Path = FOLDER) -> Study:
         paper,
         covers,
         _keys(found, str(path)),
+        _course(found, plan, str(path)),
         text(found.get("command", ""), f"{path}: command"),
         texts(found.get("public_code", ()), f"{path}: public_code"),
     )
@@ -153,6 +155,15 @@ def _keys(found: Mapping[str, Any], path: str) -> int:
     if keys < 1 or ("keys" in found and "service" not in found):
         raise InputError(f"{path}: keys apply to a service; expected at least 1, beside its table")
     return keys
+
+
+def _course(found: Mapping[str, Any], plan: Plan | TrainPlan | ServicePlan, path: str) -> bool:
+    course = found.get("course", False)
+    if not isinstance(course, bool) or (
+        course and (not isinstance(plan, Plan) or plan.task != "vision" or "train" in found)
+    ):
+        raise InputError(f"{path}: course is {course!r}; expected true, beside an audit of images alone")
+    return course
 
 
 def _printed(

@@ -15,10 +15,14 @@ from rasura.attacks.shared.comparing import relative_error
 from rasura.attacks.updates.gradient_matching.factors import Factor
 from rasura.core.interfaces import AttackFailed
 from rasura.core.rng import child
-from rasura.core.values import Observation, Reconstruction
+from rasura.core.values import Observation, Parameter, Reconstruction
 
 _SMOOTH = 1e-3
 """Total variation is ``sqrt(d^2 + _SMOOTH^2)``, which has a gradient everywhere; differences below 1/255 cost little."""
+
+
+POINTS = 20
+"""Parts of a search after which its loss is told."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class ImageSearch:
         self.rng = torch.Generator().manual_seed(child(rng))
         self.observed = {n: seen.gradients[n] * seen.visible.get(n, torch.ones(())) for n in gradients.names}
         self.norm = torch.cat([g.flatten() for g in self.observed.values()]).norm()
+        self.course: list[float] = []
         self.inputs: dict[str, LayerInput] = {}
         if settings.features and size == 1:
             for name, layer in gradients.layers.items():
@@ -101,13 +106,20 @@ class ImageSearch:
                 images = self._refined(images, WITH_GRADIENT, True, polish)
         factors, _ = self.gradients(images.requires_grad_(True), self._loss)
         gradient = {n: f.explicit()[0].detach().reshape(self.observed[n].shape) for n, f in factors.items()}
-        details = {
-            "restarts": self.work.restarts, "steps": self.work.steps, "layer_inputs": len(self.inputs),
+        details: dict[str, Parameter] = {
+            "restarts": self.work.restarts, "steps": self.work.steps, "layer_inputs": len(self.inputs), **self._course(),
         }  # fmt: skip
         return Reconstruction(
             (), "matched", labels=tuple(int(y) for y in self.labels), details=details, images=images[0].detach(),
             residual=relative_error(gradient, self.observed, self.seen.visible),
         )  # fmt: skip
+
+    def _course(self) -> dict[str, str]:
+        """The least loss after the first step and every twentieth part of the others; nothing without signed steps."""
+        steps = len(self.course)
+        at = sorted({1 + (steps - 1) * k // POINTS for k in range(POINTS + 1)}) if steps else []
+        told = {"losses_at": " ".join(map(str, at)), "losses": " ".join(f"{self.course[s - 1]:.4g}" for s in at)}
+        return told if at else {}
 
     def _informative(self) -> bool:
         """Whether the convolutions show as many entries as there are pixel values.
@@ -181,6 +193,7 @@ class ImageSearch:
             with torch.no_grad():
                 better = misfit < best
                 best[better], kept[better] = misfit[better], x[better]
+            self.course.append(float(best.min()))
             (slope,) = torch.autograd.grad(misfit.sum(), x)
             if not bool(torch.isfinite(slope).all()):
                 raise AttackFailed(f"the optimisation diverged at step {step} (gradient not finite)")

@@ -25,6 +25,9 @@ from rasura.core.values import Grant, Observation
 NORMAL_MEDIAN = 0.6745
 """The median of the absolute value of a standard normal number."""
 
+SAMPLE = 1_000_000
+"""Entries, at least, that show the noise."""
+
 CHUNK = 16
 """Candidates in one evaluation: more gain little, and memory grows."""
 
@@ -59,7 +62,8 @@ class Judge:
         self.distance = Distance(
             observed, settings.objective, alpha=settings.alpha if work.entries else 0.0,
             visible=factoriser.observed(seen.visible), entries=work.entries or 1.0,
-            norm=_clipped(seen, observed) if settings.match_norm else None, deviation=deviation_of(seen, observed),
+            norm=_clipped(seen, observed) if settings.match_norm else None,
+            deviation=deviation_of(seen, observed) if settings.objective == "weighted" else 0.0,
             free=self.table.shape[1] * sum(lengths), rng=rng,
         )  # fmt: skip
         self.chunk = max(1, min(CHUNK, (memory_mb << 20) // self.bytes_each()))
@@ -127,14 +131,17 @@ def longest(seen: Observation) -> int:
 
 
 def deviation_of(seen: Observation, observed: Mapping[str, Tensor]) -> float:
-    """The standard deviation of the noise on an entry: as announced, else as the median of all entries shows it.
+    """The standard deviation of the noise on an entry: as announced, else as the median of a sample of entries shows it.
 
     Most entries of a gradient are far below its mean square, so that noise which matters is most of what they hold.
     """
     deviation = announced_noise(seen)[0]
-    if deviation > 0 or not observed:
+    if deviation > 0:
         return deviation
-    return float(torch.cat([g.flatten() for g in observed.values()]).abs().median()) / NORMAL_MEDIAN
+    apart = max(1, sum(g.numel() for g in observed.values()) // SAMPLE)
+    drawn = torch.cat([g.flatten()[::apart] for g in observed.values()])
+    drawn = drawn[drawn != 0].abs()  # hidden, or pruned
+    return float(drawn.median()) / NORMAL_MEDIAN if len(drawn) else 0.0
 
 
 def _clipped(seen: Observation, observed: Mapping[str, Tensor]) -> float | None:

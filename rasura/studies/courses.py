@@ -1,0 +1,61 @@
+"""How the loss of a reconstruction falls, step by step, under each protection: studies with ``course``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rasura.runs.plans import Plan
+from rasura.studies.files import Study
+from rasura.studies.metric_values import row_of
+from rasura.studies.plots import Curve, Plot
+from rasura.studies.tables import head
+
+SHOWN = 6
+"""Points of a course that the table has; the plot has all."""
+
+Course = Mapping[int, tuple[float, float, float]]
+"""Step -> the mean of the least loss so far over images, and the least and the largest."""
+
+
+def courses(plan: Plan, records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, Course]]:
+    """By attack and protection, in the plan's order: the number of images, and the course of their losses."""
+    rows = [r for r in records if r["status"] == "ok" and "losses" in r["details"]]
+    order = {(a, d): k for k, (a, d) in enumerate((a, d) for a in plan.attacks for d in plan.defenses)}
+    rows.sort(key=lambda r: order[r["attack"], r["defense"]])
+    found: dict[tuple[str, str], tuple[int, Course]] = {}
+    for where, group in groupby(rows, key=lambda r: (r["attack"], r["defense"])):
+        some = [[float(v) for v in r["details"]["losses"].split(" ")] for r in group]
+        steps = [int(s) for s in rows[0]["details"]["losses_at"].split(" ")]
+        points = {s: (sum(v) / len(v), min(v), max(v)) for s, v in zip(steps, zip(*some))}
+        found[where] = len(some), points
+    return found
+
+
+def course_section(study: Study, plan: Plan, found: Mapping[tuple[str, str], tuple[int, Course]]) -> str:
+    """The study's part of the results: mean, and least to largest, of the loss after some of the steps."""
+    steps = _some(sorted({s for _, course in found.values() for s in course}))
+    columns = ["attack", "behind", "batch", "n", *(f"loss after {s}" for s in steps)]
+    about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
+    lines = head(study, plan, f"{about}; means, and the range over images", columns)
+    for (attack, defense), (count, course) in found.items():
+        told = ["{:.3f} ({:.3f} to {:.3f})".format(*course[s]) for s in steps]
+        lines.append(row_of([attack, defense, 1, count, *told]))
+    return "\n".join([*lines, ""])
+
+
+def course_plot(found: Mapping[tuple[str, str], tuple[int, Course]]) -> Plot:
+    """The losses over the steps, with their ranges."""
+    curves = [
+        Curve(defense, [(float(s), *point) for s, point in course.items()], panel=attack)
+        for (attack, defense), (_, course) in found.items()
+    ]
+    return Plot(curves, "step", "least loss so far", bounded=False)
+
+
+def _some(steps: Sequence[int]) -> list[int]:
+    """The first, the last and evenly spaced ones between."""
+    last = len(steps) - 1
+    return [steps[k] for k in sorted({round(last * i / (SHOWN - 1)) for i in range(SHOWN)})] if steps else []
