@@ -143,7 +143,7 @@ def test_a_study_shows_how_the_loss_falls(tmp_path: Path, monkeypatch: pytest.Mo
         line for line in (tmp_path / "studies" / "RESULTS.md").read_text().splitlines() if line.startswith("| inverting")
     ]
     for row, (_, course) in zip(rows, found.values(), strict=True):
-        assert row.count(" to ") == 6 and f"{course[120][0]:.3f} (" in row
+        assert row.count(" to ") == 6 and f"{course[120][0]:.2g} (" in row
     for wrong in (COURSE.replace("true", "1"), COURSE.replace('task = "vision"\n', "")):
         (tmp_path / "studies" / "one.toml").write_text(wrong)
         with pytest.raises(InputError, match=r"course is .* beside an audit of images"):

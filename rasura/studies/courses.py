@@ -41,17 +41,20 @@ def course_section(study: Study, plan: Plan, found: Mapping[tuple[str, str], tup
     about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
     lines = head(study, plan, f"{about}; means, and the range over images", columns)
     for (attack, defense), (count, course) in found.items():
-        told = ["{:.3f} ({:.3f} to {:.3f})".format(*course[s]) for s in steps]
+        told = ["{:.2g} ({:.2g} to {:.2g})".format(*course[s]) for s in steps]
         lines.append(row_of([attack, defense, 1, count, *told]))
     return "\n".join([*lines, ""])
 
 
 def course_plot(found: Mapping[tuple[str, str], tuple[int, Course]]) -> Plot:
-    """The losses over the steps, with their ranges."""
-    curves = [
-        Curve(defense, [(float(s), *point) for s, point in course.items()], panel=attack)
-        for (attack, defense), (_, course) in found.items()
-    ]
+    """The losses over the steps, with their ranges: axes for each protection with a figure, the others on all of them."""
+    curves = []
+    families = dict.fromkeys(d.rpartition("=")[0] for _, d in found if "=" in d) or {"": None}
+    for (attack, defense), (_, course) in found.items():
+        family, _, figure = defense.rpartition("=")
+        points = [(float(s), *point) for s, point in course.items()]
+        panels = [family] if family else families
+        curves += [Curve(figure, points, panel=" ".join([attack, p]).strip()) for p in panels]
     return Plot(curves, "step", "least loss so far", bounded=False)
 
 
