@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from rasura.report.findings import findings
 from rasura.report.page import write_report
 from rasura.runs.audit import Audit, audit
 from rasura.runs.plans import Plan
-from rasura.studies.courses import courses
+from rasura.studies.courses import course_section, courses
 from rasura.studies.files import load_study
 from rasura.victims.step import step
 from rasura.victims.vision import lenet
@@ -144,6 +145,14 @@ def test_a_study_shows_how_the_loss_falls(tmp_path: Path, monkeypatch: pytest.Mo
     ]
     for row, (_, course) in zip(rows, found.values(), strict=True):
         assert row.count(" to ") == 6 and f"{course[120][0]:.2g} (" in row
+    details = {"losses_at": "1 40", "losses": "0.5 0.25"}
+    shorter = {"attack": "feature-matching", "defense": "none", "status": "ok", "details": details}
+    both = replace(study.plan, attacks=(*study.plan.attacks, "feature-matching"))
+    unlike = courses(both, [shorter, *records])
+    assert unlike["feature-matching", "none"] == (1, {1: (0.5, 0.5, 0.5), 40: (0.25, 0.25, 0.25)}), "its own steps"
+    text = course_section(study, both, unlike)
+    row = next(line for line in text.splitlines() if line.startswith("| feature-matching"))
+    assert row.count(" to ") == 1 and "–" in row, "a dash where this search was not asked"
     for wrong in (COURSE.replace("true", "1"), COURSE.replace('task = "vision"\n', "")):
         (tmp_path / "studies" / "one.toml").write_text(wrong)
         with pytest.raises(InputError, match=r"course is .* beside an audit of images"):

@@ -167,12 +167,11 @@ def served(
 
 def _by_key(plan: ServicePlan, folder: Path, training: Any, keys: int) -> Iterator[tuple[Path, ServicePlan, Any]]:
     """Folder, plan and training of each run: uploaded weights under each key, and both under the key of the training."""
-    trained_too = {p for p in plan.protections if "trained" in plan.weights or plan.parsed[p].learned}
+    trained_too = tuple(p for p in plan.protections if "trained" in plan.weights or plan.parsed[p].learned)
     uploaded = [p for p in plan.protections if "uploaded" in plan.weights and not plan.parsed[p].learned]
     for key in range(keys):
         chosen = tuple(p for p in uploaded if key == 0 or p != "none")  # without protection there is no key
         if chosen:
             yield folder / f"key-{key}", replace(plan, key=key, protections=chosen, weights=("uploaded",)), None
     if trained_too:
-        chosen = tuple(p for p in plan.protections if p in trained_too)
-        yield folder / "trained", replace(plan, protections=chosen, weights=("uploaded", "trained")), training
+        yield folder / "trained", replace(plan, protections=trained_too, weights=("uploaded", "trained")), training

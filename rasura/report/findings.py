@@ -115,14 +115,13 @@ def _figures(
     for defense in defenses:
         for attack in attacks:
             scored = [r for r in groups.get((attack, defense), ()) if r["scores"]]
-            row: dict[str, Any] = {"attack": attack, "defense": defense, "n": 0}
+            images = max(len(_values(scored, metric)) for metric in ("mse", "psnr"))
+            row: dict[str, Any] = {"attack": attack, "defense": defense, "n": images}
             for metric in ("mse", "psnr"):
                 for side in ("scores", "blind"):
-                    every = _values(scored, metric, side)
-                    values = [v for v in every if v is not None]
-                    row["n"] = max(row["n"], len(every))
+                    values = [v for v in _values(scored, metric, side) if v is not None]
                     row[f"{metric}_{side}"] = sum(values) / len(values) if values else None
-            if row["n"]:
+            if images:
                 yield row
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,17 @@ Course = Mapping[int, tuple[float, float, float]]
 
 def courses(plan: Plan, records: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], tuple[int, Course]]:
     """By attack and protection, in the plan's order: the number of images, and the course of their losses."""
-    rows = [r for r in records if r["status"] == "ok" and "losses" in r["details"]]
-    order = {(a, d): k for k, (a, d) in enumerate((a, d) for a in plan.attacks for d in plan.defenses)}
-    rows.sort(key=lambda r: order[r["attack"], r["defense"]])
+    told: dict[tuple[str, str], list[Mapping[str, Any]]] = {(a, d): [] for a in plan.attacks for d in plan.defenses}
+    for r in records:
+        if r["status"] == "ok" and "losses" in r["details"]:
+            told[r["attack"], r["defense"]].append(r["details"])
     found: dict[tuple[str, str], tuple[int, Course]] = {}
-    for where, group in groupby(rows, key=lambda r: (r["attack"], r["defense"])):
-        some = [[float(v) for v in r["details"]["losses"].split(" ")] for r in group]
-        steps = [int(s) for s in rows[0]["details"]["losses_at"].split(" ")]
-        points = {s: (sum(v) / len(v), min(v), max(v)) for s, v in zip(steps, zip(*some))}
-        found[where] = len(some), points
+    for where, some in told.items():
+        if some:
+            losses = [[float(v) for v in details["losses"].split(" ")] for details in some]
+            steps = [int(s) for s in some[0]["losses_at"].split(" ")]
+            points = {s: (sum(v) / len(v), min(v), max(v)) for s, v in zip(steps, zip(*losses))}
+            found[where] = len(some), points
     return found
 
 
@@ -41,7 +42,7 @@ def course_section(study: Study, plan: Plan, found: Mapping[tuple[str, str], tup
     about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
     lines = head(study, plan, f"{about}; means, and the range over images", columns)
     for (attack, defense), (count, course) in found.items():
-        told = ["{:.2g} ({:.2g} to {:.2g})".format(*course[s]) for s in steps]
+        told = ["{:.2g} ({:.2g} to {:.2g})".format(*course[s]) if s in course else "–" for s in steps]
         lines.append(row_of([attack, defense, 1, count, *told]))
     return "\n".join([*lines, ""])
 

@@ -113,10 +113,6 @@ SPEC = AttackSpec(
     growth=0.15,
     pairs=125.0,
     work={"quick": 0.9, "default": 1.0, "paper": 3.0},
-    portfolio=Portfolio(
-        always=frozenset({"embedding-rows", "span", "mask-positions"}),
-        last="dlg",
-        instead="lamp-weighted",
-    ),
+    portfolio=Portfolio(always=frozenset({"embedding-rows", "span", "mask-positions"}), last="dlg", instead="lamp-weighted"),
     home=Home(reads=True),
 )

@@ -87,7 +87,7 @@ class Distance:
         if self.kind == "angle":
             return 1 - inner.sum(0) / (square.sum(0) * sum(self.squares.values())).clamp_min(1e-30).sqrt()
         if self.kind == "weighted":
-            clear = torch.stack([self.clear[n] for n in used])[:, None].clamp_min(1e-30)
+            clear = torch.stack([self.clear[n] for n in used])[:, None]
             weights = clear / (clear + self.fitted)
             return ((1 - inner / (square * clear).clamp_min(1e-30).sqrt()) * weights).sum(0) / weights.sum()
         if self.kind == "cosine":

@@ -13,7 +13,7 @@ from rasura.attacks.shared.mechanism import announced_dropout
 from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arranged, assembled, completed
 from rasura.attacks.updates.span.attended import Attended, attended
-from rasura.attacks.updates.span.completion import uncovered
+from rasura.attacks.updates.span.completion import few_hidden, uncovered
 from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
@@ -52,7 +52,7 @@ class Span:
         if not self.adaptive:
             return self._read(_as_sent(seen), rng, budget)
         guess = self._read(seen, rng, budget)
-        if guess.confidence == "verified" or not seen.visible or not parts(seen.model).causal:
+        if guess.confidence == "verified" or not few_hidden(seen) or not parts(seen.model).causal:
             return guess
         # Completing hidden entries of a nearly full row space may lose a dimension. As they were sent, they may still tell
         # which prefixes fit; the entries that are visible then prove the texts, or nothing is gained.

@@ -20,6 +20,9 @@ from rasura.victims.models import Linear, parts
 FITS = 1e-5
 """Largest relative error of a completion on visible entries: float32 gradients leave 1e-7 to 1e-6, a wrong rank 1e-2."""
 
+FEW = 0.01
+"""Share of hidden entries up to which they may be taken for zeros. With more, the search for prefixes may not end."""
+
 SPARE = 1.2
 """Visible entries that a completion needs, relative to its unknowns. With fewer, a wrong completion fits as well."""
 
@@ -185,6 +188,12 @@ def _filled(seen: Observation, linears: Sequence[Linear], ranks: Sequence[int] |
         return {}, 0
     split = torch.split(found.left @ found.right, [len(g) for g in gradients])
     return {lin.weight: part.T if lin.transposed else part for lin, part in zip(names, split)}, found.rank
+
+
+def few_hidden(seen: Observation) -> bool:
+    """Whether some entries are hidden, and so few that a row space hardly changes where they count as zeros."""
+    total = sum(mask.numel() for mask in seen.visible.values())
+    return 0 < total - sum(int(mask.sum()) for mask in seen.visible.values()) <= FEW * total
 
 
 def uncovered(seen: Observation, max_blocks: int | None = None) -> Observation:
