@@ -100,6 +100,15 @@ def test_a_row_space_that_is_none_of_the_batch_is_not_read_by() -> None:
         assert Span()._decoder(seen, seen, {0: spaces[0], 1: wrong}, inputs, scan) is None
 
 
+def test_row_spaces_that_accept_nearly_any_text_end_the_attack_as_a_failure() -> None:
+    model = tiny("llama", "causal", hidden=16)
+    seen, inputs = seen_by_server(model, batch_of(BARE, "causal"), "causal"), Inputs(model)
+    blurred = {k: replace(s, noise=torch.ones_like(s.noise)) for k, s in block_spaces(seen, visible_blocks(seen)).items()}
+    scan = Scan(blurred[0], inputs, torch.arange(WORDS), 1)
+    with pytest.raises(AttackFailed, match="more prefixes than they can hold"):
+        Span()._decoder(seen, seen, blurred, inputs, scan)
+
+
 def test_noise_ends_the_attack_as_a_failure() -> None:
     seen = seen_by_server(tiny("bert", "classification"), batch_of(TEXTS[:1], "classification"), "classification")
     noisy = {n: g + 1e-2 * torch.randn(g.shape, generator=generator(1)) for n, g in seen.gradients.items()}

@@ -1,8 +1,8 @@
 """Images from gradients: Inverting Gradients (Geiping et al. 2020), and with what linear layers give away (batch size 1).
 
 A linear layer's weight gradient for one image is ``delta x^T`` and its bias gradient is ``delta``: their quotient is the
-layer's input ``x``, exactly (Geiping et al., Proposition 3.1). It follows from any part of the entries, so hiding the
-largest hides little. Behind convolutions ``x`` is not the image but its features, which an image can be fitted to.
+layer's input ``x``, exactly (Geiping et al., Proposition 3.1). It follows from any part of the entries, so hiding a
+tenth of them hides little. Behind convolutions ``x`` is not the image but its features, which an image can be fitted to.
 """
 
 from __future__ import annotations

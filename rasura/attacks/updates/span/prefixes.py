@@ -17,6 +17,7 @@ from torch import Tensor
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import RowSpace
 from rasura.attacks.updates.span.scan import Scan
+from rasura.core.interfaces import AttackFailed
 from rasura.core.so_far import tell
 from rasura.core.values import Observation
 
@@ -96,6 +97,10 @@ class Grower:
             self._bag[key] = self.ids[self.scan.within(key, TOLERANCE)[0]]
         return self._bag[key]
 
+    def indiscriminate(self, position: int) -> bool:
+        """Whether block 0 accepts more tokens at ``position`` than a batch of its rank can hold."""
+        return self.scan is not None and len(self.allowed(position)) > 2 * self.scan.space.rank
+
     def states(self, head: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Of each of ``tokens`` ``(k,)`` behind ``head``: the largest residual over its tolerance among the deep visible
         blocks, and the input of the first of these, ``(k, inputs)``."""
@@ -155,6 +160,9 @@ def grow(
 
     Needs a visible block above the first. ``scan``: block 0's, where that is visible. ``longest`` bounds the tokens of a
     text that explain something new; ``lengths`` are those of the texts without a last token that has no gradient.
+
+    Raises ``AttackFailed`` if block 0 tells tokens apart as little as the deeper blocks tell prefixes: growing them all
+    would take hours and name nothing.
     """
     grower = Grower(seen, spaces, inputs, ids, scan)
     nothing = grower.space.basis[:, :0]
@@ -178,15 +186,23 @@ def _grown(grower: Grower, alive: list[Prefix], longest: int, batch_size: int | 
     runs: list[Prefix] = []
     while alive:
         following: list[Prefix] = []
+        accepted, position = 0, len(alive[0].tokens)
         for prefix in alive:
             longer = grower.extensions(prefix) if prefix.basis.shape[1] < longest else []
+            accepted += len(longer)
             runs += [p for p in longer if 0 < p.run <= LONGEST_RUN]
             longer = [p for p in longer if not p.run]
             following += longer
             if not longer and prefix.tokens:
                 done.append(prefix)
         # A true batch has no more live prefixes than tokens; beyond that the test does not tell tokens apart.
-        alive = sorted(following, key=lambda p: p.residual)[: max(grower.space.rank, 1)]
+        most = max(grower.space.rank, 1)
+        if accepted > most and grower.indiscriminate(position):
+            raise AttackFailed(
+                f"the row spaces (rank {most} and less) accept more tokens and more prefixes than they can hold: noise or "
+                "hidden entries blur them"
+            )
+        alive = sorted(following, key=lambda p: p.residual)[:most]
         _tell([*alive, *done], batch_size)
     return done, sorted(runs, key=lambda p: p.residual)[: max(grower.space.rank, 1)]
 
