@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -147,6 +148,19 @@ def test_a_bad_plan_is_refused_before_anything_runs(model_folder: Path, change: 
     with pytest.raises(InputError, match=message) as caught:
         Audit(plan_for(model_folder, **change))
     assert "\n" not in str(caught.value)
+
+
+def test_more_texts_add_cells_and_keep_the_others(model_folder: Path, tmp_path: Path) -> None:
+    def keys(texts: Sequence[str], **change: Any) -> list[str]:
+        wanted = {"attacks": ("blind",), "defenses": ("none",), "batch_sizes": (1,), "model": str(model_folder)} | change
+        return [c.key for c in Audit(replace(Plan(texts=tuple(texts), limit=len(texts)), **wanted)).cells]
+
+    few, more = keys(TEXTS[:2]), keys(TEXTS[:3])
+    assert more[:2] == few and len(more) == 3
+    assert keys((TEXTS[0], TEXTS[2]))[0] == few[0] != keys(TEXTS[2:3])[0], "by its own text"
+    assert not {*keys(TEXTS[:2], num_labels=3)} & {*few}, "another head"
+    moved = shutil.copytree(model_folder, tmp_path / model_folder.name)
+    assert keys(TEXTS[:2], model=str(moved)) == few
 
 
 def test_a_maximum_length_refuses_or_cuts_and_makes_other_cells(model_folder: Path) -> None:

@@ -74,7 +74,7 @@ class Audit:
         self.models = AuditModels(self.victim, (local.adapter for local, _ in self.updates.values()), plan.seed)
         encoded = encoded_data(data, plan, self.victim, self.defenses)
         self.batches, self.examples_in = encoded.batches, encoded.examples
-        self.cells = list(enumerated(plan, data, self.defenses, self.batches))
+        self.cells = list(enumerated(plan, data, self.defenses, encoded.names))
         self.data_name = data.name
         self.unavailable: dict[str, str] = {}
 

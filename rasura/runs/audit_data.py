@@ -39,7 +39,7 @@ class AuditData:
     @property
     def name(self) -> str:
         """Sixteen hex digits that name the private data."""
-        return images_hash(self.images) if self.images else data_hash(self.examples)
+        return _name(self.private)
 
     @property
     def reference_name(self) -> str | None:
@@ -56,6 +56,10 @@ class AuditData:
         """A number for each text or image, equal for equal ones, so that a duplicate counts once."""
         numbers: dict[Any, int] = {}
         return [numbers.setdefault(_content(one), len(numbers)) for one in self.private]
+
+
+def _name(private: Sequence[Any]) -> str:
+    return images_hash(private) if private and isinstance(private[0], ImageExample) else data_hash(private)
 
 
 def _content(one: Any) -> Any:
@@ -99,25 +103,30 @@ def _reference(plan: Plan, examples: Sequence[Example]) -> tuple[str, ...] | Non
 
 @dataclass(frozen=True)
 class EncodedData:
-    """By protection and batch size: the ``batches`` that clients send, and the numbers of the ``examples`` in each batch."""
+    """By protection and batch size: the ``batches`` that clients send, the numbers of the ``examples`` in each batch, and
+    its name: sixteen hex digits of its texts or images, whatever others the audit has."""
 
     batches: dict[tuple[str, int], list[Any]]
     examples: Mapping[tuple[str, int], list[list[int]]]
+    names: Mapping[tuple[str, int], list[str]]
 
 
 def encoded_data(data: AuditData, plan: Plan, victim: Victim, defenses: Mapping[str, Defense]) -> EncodedData:
     """``data`` as batches. Everything is tokenized here, before the first cell, so that a bad text is refused at once. Under
     ``accumulate``, a client sends several batches as one.
     """
-    batches = {size: [_encoded(group, plan, victim) for group in groups(data.private, size)] for size in plan.batch_sizes}
+    private = {size: groups(data.private, size) for size in plan.batch_sizes}
+    batches = {size: [_encoded(group, plan, victim) for group in private[size]] for size in plan.batch_sizes}
     numbers = {size: list(groups(data.numbers, size)) for size in plan.batch_sizes}
     sent: dict[tuple[str, int], list[Any]] = {}
     examples: dict[tuple[str, int], list[list[int]]] = {}
+    names: dict[tuple[str, int], list[str]] = {}
     for text, size in product(defenses, batches):
         places = _sent_together(defenses[text], batches[size], victim.model)
         sent[text, size] = [_joined([batches[size][k] for k in some], victim) for some in places]
         examples[text, size] = [[n for k in some for n in numbers[size][k]] for some in places]
-    return EncodedData(sent, examples)
+        names[text, size] = [_name([one for k in some for one in private[size][k]]) for some in places]
+    return EncodedData(sent, examples, names)
 
 
 def _encoded(group: Sequence[Any], plan: Plan, victim: Victim) -> Any:

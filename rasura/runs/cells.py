@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, product
+from pathlib import Path
 from typing import Any
 
 from rasura.core.records import cell_key
@@ -41,26 +42,31 @@ class Cell:
 
 
 def enumerated(
-    plan: Plan, data: AuditData, defenses: Collection[str], batches: Mapping[tuple[str, int], Collection[Any]]
+    plan: Plan, data: AuditData, defenses: Collection[str], names: Mapping[tuple[str, int], Sequence[str]]
 ) -> Iterator[Cell]:
-    """Every cell of ``plan``, those that share a step one after another. ``batches``: by protection and batch size."""
-    known = {} if data.reference_name is None else {"reference": data.reference_name}
+    """Every cell of ``plan``, those that share a step one after another. ``names``: of the texts or images of each batch, by
+    protection and batch size.
+
+    A cell's id depends on the texts of its own batch, and on no others: an audit of more texts takes over the cells of one
+    with fewer. Where the model lies does not matter either; which weights it has is checked apart from this.
+    """
+    known: dict[str, Any] = {} if data.reference_name is None else {"reference": data.reference_name}
     known |= {
         name: str(value)
         for name in ("language_model", "entries", "max_length")
         if (value := getattr(plan, name)) is not None
     }
-    private = data.name
+    known |= {"model": Path(plan.model).name, "task": plan.task, "num_labels": plan.num_labels or data.num_labels}
     for size in plan.batch_sizes:
         for seed in range(plan.seed, plan.seed + plan.seeds):
-            for batch in range(max(len(batches[defense, size]) for defense in defenses)):
+            for batch in range(max(len(names[defense, size]) for defense in defenses)):
                 for update, defense, threat, attack in product(plan.updates, defenses, plan.threats, plan.attacks):
-                    if batch >= len(batches[defense, size]):
+                    if batch >= len(names[defense, size]):
                         continue
                     where = {"attack": attack, "defense": defense, "threat": threat, "batch_size": size}
                     where |= {"seed": seed, "batch": batch, "budget": plan.budget}
                     where |= {"update": update} if update != "fedsgd" else {}
-                    key = cell_key(model=plan.model, task=plan.task, data=private, **known, **where)
+                    key = cell_key(data=names[defense, size][batch], **known, **where)
                     yield Cell(attack, update, defense, threat, size, seed, batch, key)
 
 
