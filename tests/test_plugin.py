@@ -20,7 +20,6 @@ from audit_setting import TEXTS, model_folder
 import rasura
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Attack
-from rasura.core.specs import DefenseSpec
 from rasura.core.values import Reconstruction
 from rasura.defenses.dropout import dropout
 from rasura.defenses.noise import gaussian_noise
@@ -61,7 +60,7 @@ def test_an_audit_takes_a_model_texts_and_methods_in_memory(loaded: tuple[torch.
     assert {r.attack for r in records} == {"blind", "my-rows"}
     assert {r.status for r in records if r.defense != "own-gaussian"} == {"ok"}, "noise may hide the rows"
     assert {r.defense for r in records} == {"none", "own-dropout", "own-gaussian"}
-    assert len(records) == 2 * 3 * len(TEXTS) and set(records[0].scores) == {"token_recall", "jaccard"}
+    assert len(records) == 2 * 3 * len(TEXTS) and set(records[0].scores) == {"token_recall", "own-jaccard"}
     read = [r for r in records if (r.attack, r.defense) == ("my-rows", "none")]
     assert all(r.scores["token_recall"]["mean"] == 1.0 for r in read)
     unknown = {tuple(r.known_by["unknown"]) for r in records if r.defense == "own-gaussian"}
@@ -102,10 +101,14 @@ def test_objects_that_are_no_methods_are_refused_with_what_was_expected() -> Non
     assert isinstance(Rows(), Attack)
 
 
-def test_a_spec_stands_for_a_method_of_the_same_name() -> None:
-    spec = replace(DEFENSES["dropout"], known_by=None)
-    names, own = named_defenses(["none", spec])
-    assert names == ("none", "dropout") and own == {"dropout": spec} and isinstance(spec, DefenseSpec)
+def test_nothing_given_stands_for_a_method_of_the_registry() -> None:
+    names, own = named_defenses(["none", DEFENSES["dropout"], replace(DEFENSES["fp16"], known_by=None)])
+    assert names == ("none", "dropout", "own-fp16") and own["dropout"] is DEFENSES["dropout"]
+    assert own["own-fp16"].name == own["own-fp16"].example == "own-fp16"
+    rows = Rows()
+    rows.name = "span"
+    assert named_attacks([rows, replace(ATTACKS["best"], seconds=1.0)])[0] == ("own-span", "own-best")
+    assert named_metrics([jaccard()])[0] == ("own-jaccard",)
     assert Methods().attacks is ATTACKS and Methods().metrics is METRICS
 
 

@@ -55,6 +55,7 @@ def test_a_lost_worker_is_replaced_and_the_records_are_those_of_the_local_engine
     (tmp_path / "marks").mkdir()
     prepared = mortal(plan, tmp_path / "marks", "frozen-embeddings", 1)
     store = RunStore(tmp_path / "ray", prepared.plan.canonical())
+    prepared.describe(store)
     store.add(next(audit(plan, out=tmp_path / "begun")))  # what is stored already is not done again
     assert len(list(spread(prepared, store, workers=2))) == len(prepared.cells) - 1
     assert list(spread(prepared, store)) == []

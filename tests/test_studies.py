@@ -231,11 +231,13 @@ def test_a_study_in_parts_stops_in_time_and_is_the_whole_study(tmp_path: Path, m
     assert list(in_time(audit, RunStore(tmp_path / "none", audit.plan.canonical()), 0.0, "rouge1", taken)) == []
     # A cell that another machine ran says nothing of the seconds that one takes here.
     fast = RunStore(tmp_path / "kept", audit.plan.canonical())
+    audit.describe(fast)
     for record in first:
         fast.add(replace(record, wall_seconds=0.0))
     assert list(in_time(audit, fast, 1e-3, "rouge1", taken, lambda: 0.0)) == []
     # Nor does what an attack learned once for all cells.
     once = RunStore(tmp_path / "once", audit.plan.canonical())
+    audit.describe(once)
     for record in first:
         once.add(replace(record, wall_seconds=3600.5, details={**record.details, "learning_seconds": 3600.0}))
     assert len(list(in_time(audit, once, 1.0, "rouge1", lambda _: None, lambda: 0.0))) == len(rest)

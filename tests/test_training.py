@@ -198,7 +198,7 @@ def test_the_command_trains_behind_several_defenses_and_resumes(tmp_path: Path, 
     assert load_file(weights) and (weights.parent / "tokenizer.json").exists()
     again = json.loads(rasura_command(*options, "--defense", "none,gaussian:0.01,sign").stdout)
     assert again[:2] == [first, second] and again[2]["defense"] == "sign"
-    assert "other settings or data" in refused(*options, "--learning-rate", "0.1")
+    assert "other settings, data or weights" in refused(*options, "--learning-rate", "0.1")
     assert first["majority"] == 0.5, "every text has both labels, so that nothing can be learned"
     shown = rasura_command(*options[:-1], "--defense", "none,gaussian:0.01").stdout
     assert "all at chance: this compares nothing" in shown and " to " in shown

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -246,10 +247,11 @@ def _prepared(
         store = RunStore(folder, prepared.plan.canonical())
         if known is not None:
             prepared.describe(store)
-            asked = {cell.key for cell in prepared.cells}
+            cells = {cell.key: cell for cell in prepared.cells}
             for record in known(store.about["model"]):
-                if record.key in asked and record.key not in store:
-                    store.add(record)
+                if record.key not in store and (cell := cells.get(record.key)) is not None:
+                    numbers = prepared.examples_in[cell.defense, cell.batch_size][cell.batch]
+                    store.add(replace(record, data=prepared.data_name, examples=numbers))
         count = fitting(len(prepared.left(store)), plan.max_memory, workers, threads, device)
         estimated = prepared.estimate(store)
         torch.set_num_threads(threads)

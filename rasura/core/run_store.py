@@ -159,9 +159,12 @@ class RunStore:
 
     def describe(self, facts: Mapping[str, Any], *, fixed: Sequence[str] = ()) -> None:
         """Store ``facts`` about the run beside those stored before; mappings are merged. Raises ``InputError`` if a fact
-        named in ``fixed`` differs from the stored one: the folder then holds the results of something else."""
+        named in ``fixed`` differs from the stored one, or is missing beside records: the folder then holds the results of
+        something else, or does not say of what."""
         held = self.about
         for name in fixed:
+            if name not in held and len(self):
+                raise InputError(f"{self.folder} does not say of which {name} its results are; choose another --out")
             if name in held and held[name] != facts[name]:
                 raise InputError(
                     f"{self.folder} holds the results of another {name} (fingerprint {held[name]}, now {facts[name]}); "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -35,20 +35,22 @@ class Methods:
 
 def named_attacks(given: Iterable[AttackLike]) -> tuple[tuple[str, ...], dict[str, AttackSpec]]:
     """The names of ``given``, and specs for those that are objects."""
-    return _named(given, AttackSpec, attack_spec)
+    return _named(given, AttackSpec, attack_spec, ATTACKS)
 
 
 def named_defenses(given: Iterable[DefenseLike]) -> tuple[tuple[str, ...], dict[str, DefenseSpec]]:
     """The names of ``given``, and specs for those that are objects."""
-    return _named(given, DefenseSpec, defense_spec)
+    return _named(given, DefenseSpec, defense_spec, DEFENSES)
 
 
 def named_metrics(given: Iterable[MetricLike]) -> tuple[tuple[str, ...], dict[str, MetricSpec]]:
     """The names of ``given``, and specs for those that are objects."""
-    return _named(given, MetricSpec, metric_spec)
+    return _named(given, MetricSpec, metric_spec, METRICS)
 
 
-def _named(given: Iterable[Any], kind: type[S], made: Callable[[Any], S]) -> tuple[tuple[str, ...], dict[str, S]]:
+def _named(
+    given: Iterable[Any], kind: type[S], made: Callable[[Any], S], registered: Mapping[str, S]
+) -> tuple[tuple[str, ...], dict[str, S]]:
     if isinstance(given, str):
         raise InputError(f"{given!r} is one text; expected a list of names or objects")
     names, specs = [], {}
@@ -57,6 +59,10 @@ def _named(given: Iterable[Any], kind: type[S], made: Callable[[Any], S]) -> tup
             names.append(one)
             continue
         spec = one if isinstance(one, kind) else made(one)
+        if spec.name in registered and registered[spec.name] is not spec:
+            # It must not count as what Rasura has under this name.
+            given_as = {"example": f"own-{spec.name}"} if isinstance(spec, DefenseSpec) else {}
+            spec = replace(spec, name=f"own-{spec.name}", **given_as)
         if spec.name in names:
             raise InputError(f"two of the methods are called {spec.name!r}; give one of them another name")
         names.append(spec.name)
@@ -82,7 +88,6 @@ def defense_spec(defense: Transform[Any, Any, Any] | Defense) -> DefenseSpec:
     if not parts or not all(isinstance(part, Transform) for part in parts):
         raise InputError(f"{type(defense).__name__} is not a protection; expected a Transform, or a chain of them")
     name = "-".join(part.mechanism.name for part in parts)
-    name = f"own-{name}" if name in DEFENSES else name
     return DefenseSpec(name=name, about=GIVEN, source=_origin(parts[0].apply), make=partial(chain, *parts), example=name)
 
 
@@ -107,5 +112,5 @@ REGISTERED = Methods()
 def methods_with(
     attacks: Mapping[str, AttackSpec], defenses: Mapping[str, DefenseSpec], metrics: Mapping[str, MetricSpec]
 ) -> Methods:
-    """The registry's methods, and those that were given as objects in place of any of the same name."""
+    """The registry's methods, and those that were given as objects."""
     return Methods({**ATTACKS, **attacks}, {**DEFENSES, **defenses}, {**METRICS, **metrics})

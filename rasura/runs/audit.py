@@ -41,7 +41,7 @@ from rasura.runs.audit_data import encoded_data, load_data
 from rasura.runs.audit_models import AuditModels, load_language_model, load_victim
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
-from rasura.runs.described import describe_run
+from rasura.runs.described import code_of, describe_run
 from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, load_of, measured_step
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
@@ -108,9 +108,12 @@ class Audit:
                 yield record
 
     def describe(self, store: RunStore) -> None:
-        """Store model, methods and number of cells. Raises ``InputError`` if ``store`` holds results of other weights."""
+        """Store model, data, methods and number of cells. Raises ``InputError`` if ``store`` holds results of other weights,
+        of other texts, or of methods given as objects that were changed."""
         model, known = self.victim.model, self.methods
-        describe_run(store, model, len(self.cells), self.defenses, known.defenses, self.attacks, known.attacks)
+        fixed = {"data set": self.data_name, "reference text": self.data.reference_name or "none"}
+        fixed["code of own methods"] = code_of(known, self.attacks, self.defenses, self.metrics)
+        describe_run(store, model, len(self.cells), self.defenses, known.defenses, self.attacks, known.attacks, fixed)
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from rasura.core.accumulation import gathered, needed_tokens, tokens_in
+from rasura.core.batches import ImageBatch
 from rasura.core.interfaces import Defense, InputError
 from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
 from rasura.data.overlap import refuse_shared
@@ -51,19 +52,19 @@ class AuditData:
         """The number of classes that the labels need, at least two."""
         return max(2, 1 + max((e.label or 0) for e in self.private))
 
-    @property
-    def numbers(self) -> list[int]:
-        """A number for each text or image, equal for equal ones, so that a duplicate counts once."""
-        numbers: dict[Any, int] = {}
-        return [numbers.setdefault(_content(one), len(numbers)) for one in self.private]
-
 
 def _name(private: Sequence[Any]) -> str:
     return images_hash(private) if private and isinstance(private[0], ImageExample) else data_hash(private)
 
 
-def _content(one: Any) -> Any:
-    return one.pixels.numpy().tobytes() if isinstance(one, ImageExample) else (one.text, one.text_pair)
+def _contents(batch: Any) -> list[Any]:
+    """What the model sees of each text or image of an encoded batch. Texts that differ only in what the tokenizer drops, or
+    in what was cut, are equal."""
+    if isinstance(batch, ImageBatch):
+        return [one.numpy().tobytes() for one in batch.pixel_values]
+    parts = [batch.input_ids] if batch.token_type_ids is None else [batch.input_ids, batch.token_type_ids]
+    kept = [mask.bool() for mask in batch.attention_mask]
+    return [tuple(tuple(part[k][some].tolist()) for part in parts) for k, some in enumerate(kept)]
 
 
 def load_data(plan: Plan) -> AuditData:
@@ -117,7 +118,11 @@ def encoded_data(data: AuditData, plan: Plan, victim: Victim, defenses: Mapping[
     """
     private = {size: groups(data.private, size) for size in plan.batch_sizes}
     batches = {size: [_encoded(group, plan, victim) for group in private[size]] for size in plan.batch_sizes}
-    numbers = {size: list(groups(data.numbers, size)) for size in plan.batch_sizes}
+    given: dict[Any, int] = {}
+    numbers = {
+        size: [[given.setdefault(one, len(given)) for one in _contents(batch)] for batch in some]
+        for size, some in batches.items()
+    }
     sent: dict[tuple[str, int], list[Any]] = {}
     examples: dict[tuple[str, int], list[list[int]]] = {}
     names: dict[tuple[str, int], list[str]] = {}

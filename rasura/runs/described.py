@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from rasura.core.run_store import RunStore
-from rasura.core.specs import AttackSpec, DefenseSpec, ServiceAttackSpec, ServiceProtectionSpec
+from rasura.core.specs import AttackSpec, DefenseSpec, MethodSpec, ServiceAttackSpec, ServiceProtectionSpec
 from rasura.registry import parts
+from rasura.registry.objects import Methods
+from rasura.registry.tables import ATTACKS, DEFENSES, METRICS
+from rasura.runs.identity import identity_of
 from rasura.victims.fingerprint import fingerprint
 
 
@@ -20,12 +23,13 @@ def describe_run(
     defenses: Mapping[str, DefenseSpec] | Mapping[str, ServiceProtectionSpec],
     attacks: Iterable[str],
     known: Mapping[str, AttackSpec] | Mapping[str, ServiceAttackSpec],
+    fixed: Mapping[str, str],
 ) -> None:
-    """Store the fingerprint of ``model``, the number of ``cells`` that the run has, and from the specs what each of
-    ``protections`` and ``attacks`` is.
+    """Store the fingerprint of ``model``, the number of ``cells`` that the run has, from the specs what each of
+    ``protections`` and ``attacks`` is, and ``fixed``: by name, fingerprints of what else all results depend on.
 
     The weights are hashed at each call, since they may have changed after the last one. Raises ``InputError`` if the folder
-    holds results of other weights: a run must not mix two models.
+    holds results of other weights, or of anything else that is fixed: a run must not mix two.
     """
     names = {name.partition("/")[0] for text in protections for name, _ in parts(text)}
     told = {
@@ -35,5 +39,23 @@ def describe_run(
         if (spec := defenses.get(name)) is not None
     }
     reads = {name: {"about": known[name].about, "source": known[name].source} for name in attacks if name in known}
-    about = {"model": fingerprint(model), "cells": cells, "protections": told, "attacks": reads}
-    store.describe(about, fixed=("model",))
+    about = {"model": fingerprint(model), **fixed, "cells": cells, "protections": told, "attacks": reads}
+    store.describe(about, fixed=("model", *fixed))
+
+
+def code_of(methods: Methods, attacks: Iterable[str], protections: Iterable[str], metrics: Iterable[str]) -> str:
+    """A fingerprint of those of the named methods that are not Rasura's own; "none" if all are. A name alone does not say
+    what a researcher's method does."""
+    names = {name.partition("/")[0] for text in protections for name, _ in parts(text)}
+    kinds: tuple[tuple[Mapping[str, MethodSpec], Iterable[str]], ...] = (
+        (methods.attacks, attacks), (methods.defenses, names), (methods.metrics, metrics),
+    )  # fmt: skip
+    used = [specs[name] for specs, some in kinds for name in sorted(some) if name in specs]
+    own = {f"{type(spec).__name__} {spec.name}": identity_of(spec) for spec in used if not _shipped(spec)}
+    return identity_of(own) if own else "none"
+
+
+def _shipped(spec: MethodSpec) -> bool:
+    """Whether ``spec`` is of the registry, and made by Rasura's own code."""
+    made_in = str(getattr(getattr(spec, "make", None), "__module__", ""))
+    return any(table.get(spec.name) is spec for table in (ATTACKS, DEFENSES, METRICS)) and made_in.startswith("rasura.")

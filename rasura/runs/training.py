@@ -73,7 +73,8 @@ class Training:
         told = {k: v for k, v in asdict(plan).items() if k not in ("defenses", "seeds")}  # to which others may be added
         asked, self.plan = plan, plan.with_noise_for(len(self.rows) if self.owners is None else len(set(self.owners)))
         plan = self.plan
-        self.about = {"data": data_hash(everything), "plan": json.loads(json.dumps(told))}
+        self.about: dict[str, Any] = {"data": data_hash(everything), "weights": fingerprint(victim.model)}
+        self.about["plan"] = json.loads(json.dumps(told))
         self.about |= {"label_names": list(self.label_names)} if self.label_names else {}
         for text, parts in plan.parts.items():
             planned = self._ledger(parts, ()).planned
@@ -125,7 +126,7 @@ class Training:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "plan.json"
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) != self.about:
-            raise InputError(f"{self.folder} already holds a training with other settings or data; choose another --out")
+            raise InputError(f"{self.folder} holds a training with other settings, data or weights; choose another --out")
         write_whole(path, canonical(self.about) + "\n")
         # Which rows of the file were trained on: what membership inference is held against.
         write_whole(self.folder / "rows.json", canonical(self.parted) + "\n")

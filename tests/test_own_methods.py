@@ -1,0 +1,138 @@
+"""A run is of one model, one data set and one version of each method: whatever changes is refused, and never mixed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audit_setting import TEXTS, model_folder, plan_for
+from training_setting import notes
+
+import rasura
+from rasura.core.interfaces import InputError, Transform
+from rasura.core.values import Mechanism, Stage
+from rasura.registry import ATTACKS
+from rasura.runs.audit import Audit
+from rasura.runs.identity import identity_of
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.training import Training
+from rasura.testing.tiny import tiny
+
+__all__ = ["model_folder"]
+
+
+def scaled(by: float, name: str = "scaled") -> Transform[Any, Any, Any]:
+    def apply(message: Any, *_: Any) -> Any:
+        return replace(message, gradients={n: by * g for n, g in message.gradients.items()}), None
+
+    return Transform(Stage.WIRE, Mechanism(name, Stage.WIRE, {}), lambda message: None, apply)
+
+
+def audited(out: Path, model: Path, **more: Any) -> int:
+    """How many new records there are."""
+    given = {"data": TEXTS, "attacks": ["blind", "embedding-rows"], "metrics": ["token_recall"]} | more
+    return len(list(rasura.audit(model=model, out=out, budget="quick", **given)))
+
+
+def test_a_run_is_not_resumed_with_another_method_of_the_same_name(model_folder: Path, tmp_path: Path) -> None:
+    assert audited(tmp_path, model_folder, defenses=[scaled(0.0)]) == 12
+    assert audited(tmp_path, model_folder, defenses=[scaled(0.0)]) == 0, "the same one"
+    with pytest.raises(InputError, match="another code of own methods"):
+        audited(tmp_path, model_folder, defenses=[scaled(1.0)])
+
+
+def test_a_run_is_not_resumed_on_other_texts(model_folder: Path, tmp_path: Path) -> None:
+    def run(texts: Sequence[str], reference: str = "Carol met the echo .") -> int:
+        for name, some in (("data", texts), ("reference", [reference])):
+            lines = [json.dumps({"text": t, "label": 0}) + "\n" for t in some]
+            (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+        plan = plan_for(
+            model_folder, texts=(), data=str(tmp_path / "data.jsonl"), reference=str(tmp_path / "reference.jsonl"),
+            attacks=("blind",), defenses=("none",),
+        )  # fmt: skip
+        return len(list(rasura.audit(plan, out=tmp_path / "run")))
+
+    assert run(TEXTS) == 3 and run(TEXTS) == 0
+    with pytest.raises(InputError, match="another data set"):
+        run((TEXTS[0], TEXTS[2], TEXTS[1]))
+    with pytest.raises(InputError, match="another reference text"):
+        run(TEXTS, "Echo met the carol .")
+
+
+def test_texts_that_are_equal_for_the_model_are_one_example(model_folder: Path) -> None:
+    texts = ("Alpha met Bravo .", "alpha met  bravo.", "Alpha paid Bravo .", "\u9b3c met Bravo .", "\u9b54 met Bravo .")
+    plan = plan_for(model_folder, texts=texts, limit=5, attacks=("blind",), defenses=("none",), batch_sizes=(1, 2))
+    found = Audit(plan).examples_in
+    assert found["none", 1] == [[0], [0], [1], [2], [2]] and found["none", 2] == [[0, 0], [1, 2]]
+    cut = replace(plan, max_length=4, truncate=True)
+    assert Audit(cut).examples_in["none", 1] == [[0], [0], [1], [2], [2]]
+    assert Audit(replace(cut, max_length=3)).examples_in["none", 1] == [[0], [0], [0], [1], [1]], "[CLS] alpha [SEP]"
+
+
+def test_a_training_is_not_continued_from_other_weights(model_folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(model_folder, tmp_path / "model")
+    plan = TrainPlan(str(notes(tmp_path)), model=str(model))
+    Training(plan, tmp_path / "run")
+    Training(replace(plan, defenses=("none", "sign")), tmp_path / "run")
+    tiny("bert", "classification", num_labels=2, seed=5).save_pretrained(model)
+    with pytest.raises(InputError, match="other settings, data or weights"):
+        Training(replace(plan, defenses=("none", "sign")), tmp_path / "run")
+
+
+LEVEL = 1
+
+
+def helper(x: int) -> int:
+    return x + LEVEL
+
+
+@dataclass
+class Method:
+    """A method with a parameter."""
+
+    rate: float
+    table: Any = None
+
+    def __call__(self, x: int) -> float:
+        return self.rate * helper(x)
+
+
+class Other(Method):
+    def __call__(self, x: int) -> float:
+        return self.rate - helper(x)
+
+
+def closed(over: object) -> Callable[[], object]:
+    return lambda: over
+
+
+def test_what_a_method_does_is_its_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = [lambda: Method(0.5), lambda: closed(3), lambda: functools.partial(helper, 1), lambda: Method(1, torch.ones(2)),
+            lambda: scaled(0.5), lambda: ATTACKS["span"].make()]  # fmt: skip
+    for make in same:
+        assert identity_of(make()) == identity_of(make())
+    different = [Method(0.5), Method(0.25), Other(0.5), closed(3), closed(4), closed([3]), functools.partial(helper, 1),
+                 functools.partial(helper, 2), Method(1, torch.ones(2)), Method(1, torch.zeros(2)),
+                 Method(1, torch.ones(2).double()), scaled(0.5), scaled(1.0), {1, 2}, {1, 3}]  # fmt: skip
+    assert len({identity_of(one) for one in different}) == len(different)
+    before = identity_of(Method(0.5))
+    monkeypatch.setattr(sys.modules[__name__], "LEVEL", 2)
+    assert identity_of(Method(0.5)) != before, "a constant that it uses"
+    with open(__file__) as file:
+        assert identity_of(Method(0.5, file)) != identity_of(Method(0.5, file)), "nothing to compare"
+
+
+def test_the_identity_is_the_same_in_every_process() -> None:
+    code = "import test_own_methods as t; print(t.identity_of(t.Method(0.5, {'b', 'a'})), t.identity_of(t.scaled(2.0)))"
+    command, here = [sys.executable, "-c", code], Path(__file__).parent
+    found = {subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout for _ in range(2)}
+    assert len(found) == 1
