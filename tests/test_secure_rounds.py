@@ -206,7 +206,7 @@ def test_noise_in_the_sum_is_that_of_all_clients_and_is_counted() -> None:
     assert left == 4 and step == -(-0.5 * (1 << 16) // 2)
     assert made.figures[1]["rho"] == pytest.approx(1 / (2 * 0.25), rel=1e-3)
     assert made.collector.ledger.statement(1e-5).startswith("(")
-    with pytest.raises(InputError, match="clear entries would have none"):
+    with pytest.raises(InputError, match="clear entries have none"):
         agreed("sealing:param=0.1/by=secagg/noise=1.0")
     with pytest.raises(InputError, match="needs sealing:all/by=secagg"):
         agreed("sealing:all/by=bfv/noise=1.0")

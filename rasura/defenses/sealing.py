@@ -65,8 +65,10 @@ class Sealing:
             raise InputError(f"sealing: ratio is {self.ratio}; expected a fraction of the entries between 0 and 1")
         if not (0 <= self.noise < math.inf and 0 < self.clip < math.inf):
             raise InputError(f"sealing: noise {self.noise} and clip {self.clip}; expected at least 0, and above 0")
-        if self.noise and (self.scheme != "secagg" or self.metric != "all"):
-            raise InputError("sealing: noise in the sum needs sealing:all/by=secagg; clear entries would have none")
+        if self.noise and (self.scheme != "secagg" or self.metric != "all" or self.embeddings == "clear"):
+            raise InputError(
+                "sealing: noise in the sum needs sealing:all/by=secagg, without embeddings=clear; clear entries have none"
+            )
         for name, value, known in (
             ("scope", self.scope, ("global", "tensor")),
             ("embeddings", self.embeddings, get_args(Embeddings)),

@@ -39,6 +39,7 @@ class Agreement:
     the public keys of all who may take part, empty where that is not checked.
 
     The mask is made once, from the public start, so it reveals nothing about any text and is the same in every round.
+    Raises ``InputError`` for noise under a mask with holes: it would bound nothing of the entries that are sent clear.
     """
 
     defense: str
@@ -52,6 +53,18 @@ class Agreement:
     noise: float = 0.0
     clip: float = 1.0
     identities: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.noise:
+            return
+        total = sum(t.numel() for t in self.start.values())
+        same = {n: m.shape for n, m in self.masked.items()} == {n: t.shape for n, t in self.start.items()}
+        summed = sum(int(m.sum()) for m in self.masked.values() if m.dtype == torch.bool)
+        if not same or summed != total:
+            raise InputError(
+                f"noise in the sum: {summed} of the {total} entries of an update are summed securely, and the rest would be "
+                "sent in the clear, without noise; expected a mask that is true at every entry, as of sealing:all/by=secagg"
+            )
 
     @property
     def hidden(self) -> Mapping[str, Tensor]:

@@ -156,7 +156,7 @@ class Masking:
 @dataclass
 class SecureSums:
     """The server's side of one round. ``ask`` reaches the clients; ``log`` gets a line for each who is left out; ``ledger``
-    counts the rounds with noise."""
+    counts the rounds with noise, of updates of as many entries as are summed; another one raises ``InputError``."""
 
     agreement: Agreement
     number: int
@@ -167,6 +167,10 @@ class SecureSums:
     session: bytes = field(default_factory=lambda: secrets.token_bytes(SESSION))
 
     def __post_init__(self) -> None:
+        if self.agreement.noise and self.ledger.entries != self.agreement.count:
+            raise InputError(
+                f"the ledger counts sums of {self.ledger.entries} entries, and an update has {self.agreement.count}"
+            )
         self.server: Server[int] = Server(setting_of(self.agreement, self.number, self.session, self.model))
 
     def begin(self, nodes: Iterable[int]) -> dict[int, bytes]:
