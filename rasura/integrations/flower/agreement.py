@@ -63,7 +63,7 @@ class Agreement:
         if not same or summed != total:
             raise InputError(
                 f"noise in the sum: {summed} of the {total} entries of an update are summed securely, and the rest would be "
-                "sent in the clear, without noise; expected a mask that is true at every entry, as of sealing:all/by=secagg"
+                "sent in the clear, without noise; expected all of them, as with sealing:all/by=secagg"
             )
 
     @property
