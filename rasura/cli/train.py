@@ -262,6 +262,8 @@ def tabled(results: list[dict[str, Any]], folder: Path) -> None:
     from rasura.core.errors import MissingExtra
     from rasura.metrics.learned import accuracy_interval, unlearned
     from rasura.report.page import write_report
+    from rasura.report.promises import alone, promises
+    from rasura.report.training import sides
 
     names = list(results[0]["after"])
     table = Table(Column("defense", overflow="fold"), "seed", *names, "before", "epochs")
@@ -274,9 +276,12 @@ def tabled(results: list[dict[str, Any]], folder: Path) -> None:
     out.print(table)
     for said in unlearned(results):
         say(said, style="bold")
-    for name, promised in {r["defense"]: r["privacy"] for r in results}.items():
-        for line in (promised["statement"], *promised.get("warnings", ())) if len(promised) > 1 else ():
-            say(f"{name}: {line}")
+    for side in sides(results):
+        # One entry is the statement that nothing is proven for this protection.
+        for line in promises(side.results) if any(len(r["privacy"]) > 1 for r in side.results) else ():
+            say(f"{side.name}: {line}")
+    if said := alone(results):
+        say(said)
     for unit in [r["unit"] for r in results if "unit" in r][:1]:
         say(
             f"a person is all texts with one value of the column {unit['column']}: {unit['persons']} persons, "

@@ -15,6 +15,7 @@ from rasura.metrics.learned import accuracy_interval, learned, unlearned
 from rasura.report.commands import Step
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
+from rasura.report.promises import alone, promises
 from rasura.report.template import COLOURS, filled
 from rasura.report.verdicts import plain
 
@@ -143,6 +144,7 @@ def _findings(folder: Path, plan: Mapping[str, Any], results: Sequence[Mapping[s
         "rows": rows, "lines": lines, "band": band, "majority": majority, "classified": found[0].level is not None,
         "columns": columns, "table": table, "curves": curves, "most": most, "epochs": epochs, "model": first["model"],
         "task": first["task"], "n_train": first["n_train"], "n_test": first["n_test"],
+        "alone": alone(results),
     }  # fmt: skip
 
 
@@ -163,19 +165,15 @@ def _sentence(judged: Sequence[tuple[Side, str, str]]) -> str:
 
 def _facts(side: Side) -> list[tuple[str, str]]:
     first, n = side.results[0], len(side.results)
+    least, most = (end(r["epochs"] for r in side.results) for end in (min, max))
+    epochs = str(most) if least == most else f"{least}–{most}"
     seconds = duration(sum(r["wall_seconds"] for r in side.results) / n)
     about = [
         (tell("seeds"), ", ".join(str(r["seed"]) for r in side.results)),
         (tell("test texts"), str(first["n_test"])),
-        (tell("time"), tell("{duration} a training, {epochs} epochs", duration=seconds, epochs=first["epochs"])),
+        (tell("time"), tell("{duration} a training, {epochs} epochs", duration=seconds, epochs=epochs)),
     ]
-    return [
-        *about,
-        (
-            tell("guarantee"),
-            "; ".join(map(recorded, (first["privacy"]["statement"], *first["privacy"].get("warnings", ())))),
-        ),
-    ]
+    return [*about, (tell("guarantee"), "; ".join(promises(side.results)))]
 
 
 def _step(folder: Path, plan: Mapping[str, Any], side: Side, word: str) -> Step:
