@@ -25,6 +25,10 @@ NOISES = ("gaussian", "laplace")
 MIN_SIGMA = 1e-3
 """Below this noise multiplier no epsilon is computed: it would exceed a million after a single step."""
 
+MIN_PLD_DELTA = 1e-10
+"""Below this delta privacy loss distributions are not used: their Fourier transforms round in float64, and epsilon comes out
+below the true value from a delta of about 1e-12 on. Orders (RDP) hold at any delta."""
+
 ROUNDING = 1e-13
 """Added to the logarithm of a moment, absolutely and relatively, so that rounding never brings a bound below the true
 value."""
@@ -83,6 +87,12 @@ class Sampled(NamedTuple):
         return self
 
 
+def pure_of_laplace(part: Sampled) -> float:
+    """Epsilon at delta 0 of one sampled release with Laplace noise."""
+    unseen = math.log1p(-part.rate) if part.rate < 1 else -math.inf
+    return float(np.logaddexp(unseen, math.log(part.rate) + 1 / part.sigma))
+
+
 def finite(what: str, value: float) -> float:
     """``value`` if it is finite. Otherwise raises ``InputError``, since no guarantee can rest on it."""
     if not math.isfinite(value):
@@ -96,7 +106,8 @@ def epsilon(
     """Epsilon of ``steps`` releases with noise multiplier ``sigma``, each text in each with probability ``rate``.
 
     Neighbouring data sets differ in one text, added or removed. With ``pld`` and ``rdp`` the result is never below the true
-    value. Only ``pld`` supports Laplace noise. Raises ``InputError`` for invalid values, and if no finite number was found.
+    value. For that, ``pld`` is ``rdp`` at a delta below ``MIN_PLD_DELTA``. Only ``pld`` takes Laplace noise. Raises
+    ``InputError`` for invalid values, and if no finite number was found.
     """
     return composed_epsilon((Sampled(sigma, rate, steps, noise),), delta, by=by)
 
@@ -116,12 +127,14 @@ def composed_epsilon(parts: tuple[Sampled, ...], delta: float, *, by: Accountant
         raise InputError(f"the accountant {by} supports only Gaussian noise; use pld")
     if by != "pld":
         return finite("epsilon", _by_orders(parts, delta, PAPER_ORDERS if by == "paper" else ORDERS))
+    if delta < MIN_PLD_DELTA:
+        return finite("epsilon", _by_orders(parts, delta, ORDERS))
     for less in (0.0, 1e-4, 1e-3, 1e-2):
         # The library's numbers overflow at single points. Less noise never has a smaller epsilon: a bound, too.
         found = _by_library(tuple(p._replace(sigma=p.sigma * (1 - less)) for p in parts), delta)
         if math.isfinite(found):
             return found
-    return finite("epsilon", _by_orders(parts, delta, ORDERS) if gaussian else found)
+    return finite("epsilon", _by_orders(parts, delta, ORDERS))
 
 
 def _by_library(parts: Sequence[Sampled], delta: float, digits: float | None = None) -> float:
@@ -157,11 +170,20 @@ def _by_library(parts: Sequence[Sampled], delta: float, digits: float | None = N
 
 
 def _by_orders(parts: Sequence[Sampled], delta: float, orders: Sequence[float]) -> float:
-    """Epsilon of sampled Gaussian mechanisms by RDP on a grid of orders (Mironov et al. 2019)."""
-    return min(
-        converted(order, sum(part.steps * _divergence(part.sigma, part.rate, order) for part in parts), delta)
-        for order in orders
-    )
+    """Epsilon of sampled mechanisms by RDP on a grid of orders (Mironov et al. 2019)."""
+    found = min(converted(order, sum(part.steps * _of_part(part, order) for part in parts), delta) for order in orders)
+    if any(part.noise != "laplace" for part in parts):
+        return found
+    return min(found, sum(part.steps * pure_of_laplace(part) for part in parts) * (1 + ROUNDING))
+
+
+def _of_part(part: Sampled, order: float) -> float:
+    """A bound on the Renyi divergence of ``order`` of one release. Laplace noise of pure epsilon e has at most e, and no
+    more than ``order * e**2 / 2`` (Bun and Steinke 2016, proposition 3.3)."""
+    if part.noise != "laplace":
+        return _divergence(part.sigma, part.rate, order)
+    pure = pure_of_laplace(part)
+    return min(pure, order * pure**2 / 2) * (1 + ROUNDING) + ROUNDING
 
 
 def _divergence(sigma: float, rate: float, order: float) -> float:
@@ -201,7 +223,8 @@ def sigma_for(
 
     def spent(sigma: float) -> float:
         part = (Sampled(sigma, rate, steps, noise),)
-        return _by_orders(part, delta, ORDERS) if by == "rdp" else _by_library(part, delta, max(1e-4, target / 1e4))
+        orders = by == "rdp" or delta < MIN_PLD_DELTA
+        return _by_orders(part, delta, ORDERS) if orders else _by_library(part, delta, max(1e-4, target / 1e4))
 
     # RDP is quick and asks for somewhat more noise than is needed.
     if noise == "laplace":

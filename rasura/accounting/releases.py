@@ -11,12 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-import numpy as np
-
 from rasura.accounting.banded import BandedPlan
 from rasura.accounting.compositions import BANDED, DIRECTIONAL, FORMAL, POISSON
 from rasura.accounting.directional import directional_epsilon
-from rasura.accounting.epsilon import NOISES, Sampled, composed_epsilon, finite
+from rasura.accounting.epsilon import NOISES, Sampled, composed_epsilon, finite, pure_of_laplace
 from rasura.core.errors import InputError
 from rasura.core.values import Mechanism
 
@@ -188,15 +186,9 @@ def _by_chance(runs: Sequence[Counted], delta: float) -> Spent:
     parts = tuple(part._replace(steps=count) for part, count in sorted(counts.items()))
     found = composed_epsilon(parts, delta)
     noises = {part.noise for part in parts}
-    pure = sum(part.steps * _pure_of_laplace(part) for part in parts) if noises == {"laplace"} else None
+    pure = sum(part.steps * pure_of_laplace(part) for part in parts) if noises == {"laplace"} else None
     other = composed_epsilon(parts, delta, by="rdp") if noises == {"gaussian"} else None
     return Spent(found if pure is None else min(found, pure), pure, None, other)
-
-
-def _pure_of_laplace(part: Sampled) -> float:
-    """Epsilon at delta 0 of one sampled release with Laplace noise."""
-    unseen = math.log1p(-part.rate) if part.rate < 1 else -math.inf
-    return float(np.logaddexp(unseen, math.log(part.rate) + 1 / part.sigma))
 
 
 def _in_turn(runs: Sequence[Counted]) -> BandedPlan:
