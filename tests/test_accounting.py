@@ -182,6 +182,17 @@ def test_the_command_line() -> None:
     assert "--sigma, --target-epsilon or --kappa" in refused("account", "--examples", "10")
 
 
+@pytest.mark.parametrize(
+    ("rate", "epochs", "steps"), [(0.001, 1, 1000), (0.015, 1, 67), (0.015, 3, 200), (0.07, 7, 100), (1.0, 4, 4)]
+)
+def test_a_rate_has_the_steps_in_which_each_text_comes_up_once_an_epoch(rate: float, epochs: int, steps: int) -> None:
+    asked = ("account", "--sigma", "1", "--examples", "100", "--delta", "1e-5", "--json")
+    told = json.loads(rasura_command(*asked, "--rate", str(rate), "--epochs", str(epochs)).stdout)
+    assert told["steps"] == steps and told["rate"] == rate
+    assert told["rows"][0]["pld"] == epsilon(1.0, rate, steps, 1e-5)
+    assert "--rate is 1e-310; expected at least 1e-12" in refused(*asked, "--rate", "1e-310")
+
+
 def test_the_command_plans_training_in_a_fixed_order() -> None:
     asked = ("account", "--band", "1,4", "--examples", "600", "--batch-size", "30", "--epochs", "3")
     told = json.loads(rasura_command(*asked, "--sigma", "3", "--target-epsilon", "8", "--json").stdout)["rows"]

@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,9 @@ from rich.table import Table
 
 from rasura.cli.shared import app, err, numbers, out, say, split
 from rasura.core.errors import InputError
+
+MIN_RATE = 1e-12
+"""Below this rate the steps of an epoch are too many to count."""
 
 
 def _figures(text: str | None, name: str) -> list[float]:
@@ -44,7 +48,8 @@ def account(
     examples: Annotated[int | None, typer.Option(help="number of training examples")] = None,
     batch_size: Annotated[int, typer.Option(help="average number of examples per step")] = 32,
     rate: Annotated[
-        float | None, typer.Option(help="probability that an example is in a step, instead of --batch-size")
+        float | None,
+        typer.Option(help="probability that an example is in a step, instead of --batch-size; an epoch has 1 / rate steps"),
     ] = None,
     epochs: Annotated[int, typer.Option(help="average number of times that each example is used")] = 1,
     delta: Annotated[float | None, typer.Option(help="delta of the guarantee")] = None,
@@ -74,10 +79,8 @@ def account(
     known("noise", noise, ("gaussian", "laplace"))
     if examples is None:
         raise InputError("account needs --examples, the number of training texts")
-    if rate is not None:
-        if not 0 < rate <= 1:
-            raise InputError(f"--rate is {rate}; expected above 0 and at most 1")
-        batch_size = max(1, round(rate * examples))
+    if rate is not None and not MIN_RATE <= rate <= 1:
+        raise InputError(f"--rate is {rate}; expected at least {MIN_RATE} and at most 1")
     sigmas, targets = _figures(sigma, "sigma"), _figures(target_epsilon, "target-epsilon")
     kappas, bands = _figures(kappa, "kappa"), _bands(band, bool(sigmas or targets), rate is not None or noise != "gaussian")
     if not (sigmas or targets or kappas):
@@ -85,27 +88,26 @@ def account(
     if kappas and not dimension:
         raise InputError("--kappa needs --dimension, the number of trained parameters")
     run = Run(examples, batch_size, epochs, delta)
-    # A rate that was given is kept to the last digit; its steps are those until each text came up once.
-    share = run.rate if rate is None else rate
+    # A rate that was given is kept to the last digit; its steps are those in which each text comes up ``epochs`` times.
+    share, steps = (run.rate, run.steps) if rate is None else (rate, math.ceil(epochs / Fraction(repr(rate))))
     accountants = tuple(ACCOUNTANTS) if noise == "gaussian" else ("pld",)
     with err.status("accounting"):
-        sampled = [] if bands else _sampled(run, share, sigmas, targets, accountants, noise)
+        sampled = [] if bands else _sampled(run.fails, share, steps, sigmas, targets, accountants, noise)
         rows = _ordered(run, bands, sigmas, targets) + sampled + _directional(run, kappas, dimension or 0)
-    about = {"delta": run.fails, "rate": share, "steps": run.steps, "examples": examples, "epochs": epochs, "noise": noise}
+    about = {"delta": run.fails, "rate": share, "steps": steps, "examples": examples, "epochs": epochs, "noise": noise}
     _planned(about, rows, accountants, as_json)
 
 
 def _sampled(
-    run: Any, rate: float, sigmas: list[float], targets: list[float], accountants: Any, noise: str
+    delta: float, rate: float, steps: int, sigmas: list[float], targets: list[float], accountants: Any, noise: str
 ) -> list[dict[str, Any]]:
     """A row for each noise multiplier of DP-SGD, then one for the multiplier that each target needs."""
     from rasura.accounting import epsilon, sigma_for
 
-    found = [sigma_for(target, rate, run.steps, run.fails, noise=noise) for target in targets]
+    found = [sigma_for(target, rate, steps, delta, noise=noise) for target in targets]
     asked = [{"sigma": s} for s in sigmas] + [{"sigma": s, "target": t} for s, t in zip(found, targets)]
     return [
-        {**row, **{by: epsilon(row["sigma"], rate, run.steps, run.fails, by=by, noise=noise) for by in accountants}}
-        for row in asked
+        {**row, **{by: epsilon(row["sigma"], rate, steps, delta, by=by, noise=noise) for by in accountants}} for row in asked
     ]
 
 
