@@ -162,6 +162,30 @@ def test_a_text_without_words_and_one_with_holes_are_never_proven() -> None:
     assert check(both, [TEXT, [CLS, SEP]])[0] < 1e-5 and prove(both, [TEXT, [CLS, SEP]]) is None
 
 
+def unknown_words(rows: list[list[int]]) -> Observation:
+    """What is seen of ``rows`` by a tokenizer for which the word 3 stands for all that it does not know."""
+    seen = seen_of(tiny("bert", "classification"), rows)
+    known = replace(VOCABULARY, special_ids=VOCABULARY.special_ids | {3})
+    return replace(seen, granted={**seen.granted, Grant.BASE_MODEL: known})
+
+
+def test_a_text_of_unknown_words_alone_is_never_verified() -> None:
+    words = replace(VOCABULARY, special_ids=VOCABULARY.special_ids | {3})
+    assert prove_rows((CLS, 3, 40, SEP), 1e-7, 0.5, 64, 4, VOCABULARY) is not None
+    assert prove_rows((CLS, 3, 40, SEP), 1e-7, 0.5, 64, 4, words) is not None
+    assert prove_rows((CLS, 3, 3, SEP), 1e-7, 0.5, 64, 3, words) is None
+    read = EmbeddingRows()(seen_of(tiny("bert", "classification"), [[CLS, 3, 3, SEP]]), rng=generator(1), budget=QUICK)
+    assert read.confidence == "verified", "of a tokenizer that knows the word"
+    for attack in (EmbeddingRows(), Span()):
+        with pytest.raises(AttackFailed, match="only special tokens were found"):
+            attack(unknown_words([[CLS, 3, 3, SEP]]), rng=generator(1), budget=QUICK)
+
+
+def test_a_batch_with_a_text_of_unknown_words_is_not_verified_as_a_whole() -> None:
+    both = Span()(unknown_words([TEXT, [CLS, 3, 3, SEP]]), rng=generator(1), budget=QUICK)
+    assert sorted(both.tokens) == sorted([tuple(TEXT), (CLS, 3, 3, SEP)]) and both.confidence == "span"
+
+
 @pytest.mark.parametrize("make", [dlg, tag])
 @pytest.mark.parametrize("classes", [2, 3])
 def test_the_bias_of_a_head_verifies_no_text(make: object, classes: int) -> None:
@@ -209,17 +233,20 @@ def test_embedding_rows_prove_by_their_own_arithmetic() -> None:
     w, p = Rows(torch.tensor([7, 8, 9]), words, shown[:3], False), Rows(torch.arange(4), places, shown, False)
     error, least, numbers = told_apart(w, p, [0, 1, 0, 2])
     assert error < 1e-12 and least > 0.3 and numbers == 64
-    proof = prove_rows((7, 8, 7, 9), error, least, numbers, 3)
+    proof = prove_rows((7, 8, 7, 9), error, least, numbers, 3, VOCABULARY)
     assert proof is not None and proof.name == "embedding-rows" and proof.tokens == ((7, 8, 7, 9),)
     assert told_apart(w, p, [1, 0, 0, 2])[0] > 0.3, "an exchange does not add up"
     twins = replace(p, values=places[[0, 1, 2, 1]])
     same = replace(w, values=torch.stack([places[0] + places[2], places[1], places[1]]))
     error, least, _ = told_apart(same, twins, [0, 1, 0, 2])
-    assert error < 1e-12 and least == 0 and prove_rows((7, 8, 7, 9), error, least, 64, 3) is None
-    assert prove_rows((7, 8, UNKNOWN, 9), 1e-7, 0.5, 64, 3) is None
-    assert prove_rows((7, 8), 1.1e-4, 0.5, 64, 2) is None and prove_rows((7, 8), 0.9e-4, 0.5, 64, 2) is not None
-    assert prove_rows((7, 8), 0.9e-4, 8e-4, 640, 2) is None
-    assert prove_rows((7, 8), 1e-7, 0.5, 2, 2) is None
+    assert error < 1e-12 and least == 0 and prove_rows((7, 8, 7, 9), error, least, 64, 3, VOCABULARY) is None
+    assert prove_rows((7, 8, UNKNOWN, 9), 1e-7, 0.5, 64, 3, VOCABULARY) is None
+    assert (
+        prove_rows((7, 8), 1.1e-4, 0.5, 64, 2, VOCABULARY) is None
+        and prove_rows((7, 8), 0.9e-4, 0.5, 64, 2, VOCABULARY) is not None
+    )
+    assert prove_rows((7, 8), 0.9e-4, 8e-4, 640, 2, VOCABULARY) is None
+    assert prove_rows((7, 8), 1e-7, 0.5, 2, 2, VOCABULARY) is None
 
 
 def test_active_dropout_and_another_head_leave_the_proof_of_the_rows() -> None:

@@ -300,7 +300,7 @@ def test_a_summary_is_the_findings_in_plain_values() -> None:
     assert told == {
         "sentence": list(found.sentence), "recommendation": found.recommendation, "metric": METRIC,
         "blind": found.blind.__dict__, "verdicts": {d: v.to_dict() for d, v in found.verdicts.items()}, "judged": ["bf16"],
-        "highest_risk": pytest.approx(0.35), "cells": 5, "gave_up": 1, "crashed": 1,
+        "highest_risk": pytest.approx(0.35), "not_scored": 0, "cells": 5, "gave_up": 1, "crashed": 1,
         "matrix": [
             entry("span", "none"), entry("span", "bf16", gave_up=1, reasons=["it failed"]),
             entry("dlg", "bf16", n_cells=1, crashed=1, reasons=["it crashed"]),

@@ -33,6 +33,7 @@ from rasura.metrics.text import (
 )  # fmt: skip
 from rasura.registry import METRICS
 from rasura.registry import metric as make_metric
+from rasura.runs.scoring import score
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.step import step
 
@@ -80,6 +81,16 @@ def test_tokens_and_places() -> None:
 def test_everything_named_gives_high_recall_at_low_precision() -> None:
     t, all_words = truth([20, 21]), guess(list(range(11, 111)))
     assert token_recall()(all_words, t) == [1.0] and token_precision()(all_words, t) == [0.02]
+
+
+def test_a_text_without_a_word_of_its_own_is_not_measured() -> None:
+    unknown, read = truth([], [20, 21]), guess([], [20, 21])
+    for metric in EVERY:
+        values = [v["per_record"] for v in (score(metric, read, unknown), score(metric, guess(), unknown))]
+        assert all(math.isnan(blank) for blank, _ in values) and [own for _, own in values] == [1.0, 0.0]
+        assert score(metric, read, unknown)["n"] == 1
+    for metric in (token_recall(), token_precision(), position_exact(), exact_match()):
+        assert math.isnan(metric(read, unknown)[0]) and metric(read, unknown)[1] == 1.0
 
 
 def test_sensitive_spans() -> None:

@@ -123,6 +123,35 @@ def test_a_column_of_crashes_is_not_measured() -> None:
     assert "holds against" not in said.recommendation and said.sentence[0].startswith("No attack on the updates")
 
 
+def blank(attack: str, defense: str, note: int, status: str = "ok") -> dict[str, Any]:
+    """A text that cannot be scored: neither guessing nor the attack has a value."""
+    nothing = {METRIC: {"per_record": [None]}}
+    scores = nothing if status == "ok" else {}
+    return record(attack, defense, note=note, status=status, scores=scores, blind=nothing, confidence="verified")
+
+
+def test_texts_that_cannot_be_scored_count_nowhere_and_are_told() -> None:
+    rows = [*column("span", "none", [1.0] * 20), *column("span", "bf16", [GUESS] * 20)]
+    more = [blank("span", d, k, s) for d in ("none", "bf16") for k, s in ((20, "ok"), (21, "failed"), (22, "crashed"))]
+    both = [{**r, "batch_size": 2, "batch": 0, "examples": [0, 20], "scores": {METRIC: {"per_record": [1.0, None]}},
+             "blind": {METRIC: {"per_record": [GUESS, None]}}} for r in rows[:1]]  # fmt: skip
+    assert of([*rows, *more], "none") == of(rows, "none") and of([*rows, *more], "bf16") == of(rows, "bf16")
+    assert of([*rows, *more], "bf16").n == 20 and of(both, "none").n == 1 and of(both, "none").whole == 1
+    found = findings([*rows, *more])
+    assert "3 of 23 notes could not be scored and do not count: the tokenizer knows no word of them." in found.sentence
+    assert summarise([*rows, *more])["not_scored"] == 3 and not any("scored" in line for line in findings(rows).sentence)
+    assert found.matrix["span", "none"].notes == 20 and found.matrix["span", "none"].mark == "100"
+    alone = of(more, "bf16")
+    assert (alone.word, alone.n, alone.missing[0]) == (NOT_MEASURED, 0, "none of the notes can be scored")
+    assert not alone.holds and "No attack on the updates gave a result" in findings(more).sentence[0]
+
+
+def test_a_text_that_an_attack_scored_is_never_left_out() -> None:
+    odd = record("span", "bf16", 1.0, note=20, blind={METRIC: {"per_record": [None]}})
+    rows = [*column("span", "none", [1.0] * 21), *column("span", "bf16", [GUESS] * 20), odd]
+    assert of(rows, "bf16").word == NOT_MEASURED and of(rows, "bf16").n == 21
+
+
 def test_all_that_is_missing_is_told() -> None:
     names = ("span", "tag")
     rows = [r for a in names for r in (*column(a, "none", [1.0] * 2), *column(a, "cloak:3+gaussian", [None] * 2, "crashed"))]

@@ -374,14 +374,23 @@ def test_a_single_number_tells_nothing_however_far_decoys_are() -> None:
 
 def test_rows_prove_a_text_whose_places_add_up_in_one_way_alone() -> None:
     tokens = [5, 6, 7, 6]
-    assert prove_rows(tokens, 1e-6, 0.5, 64, 3) == Proof("embedding-rows", ((5, 6, 7, 6),), 1e-6, 0.5)
-    assert prove_rows([5, UNKNOWN, 7, 6], 1e-6, 0.5, 64, 3) is None
-    assert prove_rows(tokens, 0.99e-4, 0.5, 64, 3) is not None and prove_rows(tokens, 1e-4, 0.5, 64, 3) is None
-    assert prove_rows(tokens, math.nan, 0.5, 64, 3) is None
-    assert prove_rows(tokens, 5e-5, 4.9e-4, 64, 3) is None and prove_rows(tokens, 5e-5, 5.1e-4, 64, 3) is not None
+    assert prove_rows(tokens, 1e-6, 0.5, 64, 3, VOCABULARY) == Proof("embedding-rows", ((5, 6, 7, 6),), 1e-6, 0.5)
+    assert prove_rows([5, UNKNOWN, 7, 6], 1e-6, 0.5, 64, 3, VOCABULARY) is None
+    assert (
+        prove_rows(tokens, 0.99e-4, 0.5, 64, 3, VOCABULARY) is not None
+        and prove_rows(tokens, 1e-4, 0.5, 64, 3, VOCABULARY) is None
+    )
+    assert prove_rows(tokens, math.nan, 0.5, 64, 3, VOCABULARY) is None
+    assert (
+        prove_rows(tokens, 5e-5, 4.9e-4, 64, 3, VOCABULARY) is None
+        and prove_rows(tokens, 5e-5, 5.1e-4, 64, 3, VOCABULARY) is not None
+    )
     # 4 places for 3 words, one in a million: 18.2 nats, of which each number but one gives 13.1.
-    assert prove_rows(tokens, 1e-6, 0.5, 3, 3) is not None and prove_rows(tokens, 1e-6, 0.5, 2, 3) is None
-    assert prove_rows(tokens, 1e-6, 0.5, 3, 10**4) is None
+    assert (
+        prove_rows(tokens, 1e-6, 0.5, 3, 3, VOCABULARY) is not None
+        and prove_rows(tokens, 1e-6, 0.5, 2, 3, VOCABULARY) is None
+    )
+    assert prove_rows(tokens, 1e-6, 0.5, 3, 10**4, VOCABULARY) is None
 
 
 # --- what is said

@@ -181,7 +181,7 @@ def _told(found: ReadResult, as_json: bool, path: Path | None = None) -> None:
     if as_json:
         _line(found.to_dict() if path is None else {"update": str(path), **found.to_dict()})
         return
-    for line in found.texts:
+    for line in found.lines:
         out.print(line, markup=False, highlight=False)
     if not found.texts:
         out.print(f"nothing was recovered: {found.reason or 'the attack returned no text'}", markup=False)

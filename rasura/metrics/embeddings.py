@@ -12,8 +12,8 @@ from scipy.optimize import linear_sum_assignment
 from scipy.spatial.distance import cdist
 
 from rasura.core.specs import MetricSpec
-from rasura.core.values import UNKNOWN, Reconstruction, Transcript
-from rasura.metrics.matching import assign
+from rasura.core.values import Reconstruction, Transcript
+from rasura.metrics.matching import assign, own_tokens
 
 
 def wasserstein(a: np.ndarray, b: np.ndarray) -> float:
@@ -40,7 +40,7 @@ class EmbeddingDistance:
 
     Selective encryption (sec. 4, Metrics) names "the Wasserstein distance" between "embeddings" and no more; which order,
     which rows and which scale is our reading, so that its figures and ours are not on one scale. A text without a recovered
-    one has none (NaN).
+    one, or without a token of its own, has none (NaN).
     """
 
     name: str = "embedding_distance"
@@ -51,19 +51,18 @@ class EmbeddingDistance:
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
         batch, model = truth.text_batch, truth.model
         table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
-        special = batch.special_ids | truth.vocabulary.special_ids
 
         def rows(ids: Sequence[int]) -> np.ndarray:
-            kept = [i for i in ids if i not in special and i != UNKNOWN]
-            found: np.ndarray = table.weight.detach()[kept].double().cpu().numpy()
+            found: np.ndarray = table.weight.detach()[own_tokens(ids, truth)].double().cpu().numpy()
             return found
 
         sent, read = [rows(batch.ids(row)) for row in range(len(batch))], [rows(t) for t in guess.tokens]
         ways = np.array([[wasserstein(a, b) for b in read] for a in sent]).reshape(len(sent), len(read))
-        there = [k for k, b in enumerate(read) if len(b)]
-        if not there or not all(map(len, sent)):
-            return [nan] * len(sent)
-        return [float(ways[row, there[k]]) if k >= 0 else nan for row, k in enumerate(assign(-ways[:, there]))]
+        there, own = ([k for k, b in enumerate(some) if len(b)] for some in (read, sent))
+        out = [nan] * len(sent)
+        for row, k in zip(own, assign(-ways[np.ix_(own, there)])):
+            out[row] = float(ways[row, there[k]]) if k >= 0 else nan
+        return out
 
 
 SPEC = MetricSpec(

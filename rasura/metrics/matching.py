@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from rasura.core.values import Reconstruction, Transcript
+from rasura.core.values import UNKNOWN, Reconstruction, Transcript
+
+
+def own_tokens(ids: Sequence[int], truth: Transcript) -> list[int]:
+    """``ids`` without special and unknown tokens. None is left of a text of which the tokenizer knows no word: there is
+    nothing in it to recover, so every metric of it is NaN, which means not measured."""
+    special = truth.text_batch.special_ids | truth.vocabulary.special_ids
+    return [i for i in ids if i not in special and i != UNKNOWN]
 
 
 def read_texts(guess: Reconstruction, truth: Transcript) -> list[str]:

@@ -7,14 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import nan
 from typing import Any, Literal
 
 import numpy as np
 
 from rasura.core.interfaces import Unavailable
 from rasura.core.specs import MetricSpec
-from rasura.core.values import UNKNOWN, Reconstruction, Transcript
-from rasura.metrics.matching import assign, paired, read_texts
+from rasura.core.values import Reconstruction, Transcript
+from rasura.metrics.matching import assign, own_tokens, paired, read_texts
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ def wordnet() -> str | None:
 
 @dataclass(frozen=True)
 class TokenMetric:
-    """A score of (private ids, recovered ids), special tokens left out; texts assigned by common tokens."""
+    """A score of (private ids, recovered ids), special tokens left out; texts assigned by common tokens. NaN for a text
+    without a token of its own."""
 
     name: str
     score: Callable[[Sequence[int], Sequence[int]], float]
@@ -131,10 +133,8 @@ class TokenMetric:
     bounds: tuple[float, float] | None = (0.0, 1.0)
 
     def __call__(self, guess: Reconstruction, truth: Transcript) -> Sequence[float]:
-        special = truth.text_batch.special_ids | truth.vocabulary.special_ids
-
         def plain(ids: Sequence[int]) -> list[int]:
-            return [i for i in ids if i not in special and i != UNKNOWN]
+            return own_tokens(ids, truth)
 
         whole = [truth.text_batch.ids(row) for row in range(len(truth.text_batch))]
         read = list(guess.tokens)
@@ -142,13 +142,15 @@ class TokenMetric:
         places = assign(table.astype(float))
         out = []
         for row, place in enumerate(places):
-            found = read[place] if place >= 0 else ()
-            if self.special == "drop":
-                out.append(self.score(plain(whole[row]), plain(found)))
+            found, own = read[place] if place >= 0 else (), plain(whole[row])
+            if not own:
+                out.append(nan)
+            elif self.special == "drop":
+                out.append(self.score(own, plain(found)))
             else:
-                kept = [k for k, t in enumerate(whole[row]) if t not in special]
-                hits = [guess.ordered and k < len(found) and found[k] == whole[row][k] for k in kept]
-                out.append(sum(hits) / len(kept) if kept else 0.0)
+                kept = set(own)
+                hits = [guess.ordered and k < len(found) and found[k] == t for k, t in enumerate(whole[row]) if t in kept]
+                out.append(sum(hits) / len(own))
         return out
 
 
@@ -163,7 +165,7 @@ def token_precision() -> TokenMetric:
 
 def token_recall() -> TokenMetric:
     """Fraction of the private tokens that were recovered, in any order, counting repeats."""
-    return TokenMetric("token_recall", lambda a, b: _common(a, b) / len(a) if a else 0.0)
+    return TokenMetric("token_recall", lambda a, b: _common(a, b) / len(a))
 
 
 def position_exact() -> TokenMetric:

@@ -77,7 +77,10 @@ def _values(run: Run) -> dict[tuple[str, str], Mapping[int, float]]:
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for r in run.records:
         groups[r["attack"], column_of(r["update"], r["defense"])].append(r)
-    known = {key: (some, reading(key[0], some, cells_of(some), run.found.metric)) for key, some in groups.items()}
+    known = {
+        key: (some, reading(key[0], some, cells_of(some, run.found.metric), run.found.metric))
+        for key, some in groups.items()
+    }
     return {key: found.read for key, (_, found) in known.items() if key[1] in run.found.columns}
 
 

@@ -10,10 +10,9 @@ from typing import Any
 from rasura.report.gate import judged
 from rasura.report.language import tell
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Findings, Price
-from rasura.report.readings import BLIND, gave_up, guessing, notes_of, reading
+from rasura.report.readings import BLIND, gave_up, guessing, notes_of, reading, without_a_figure
+from rasura.report.sentence import HEADLINE, sentence
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict
-
-HEADLINE = "token_recall"
 
 
 def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str = "scores") -> list[float | None]:
@@ -65,7 +64,8 @@ def findings(
     for r in every:
         by_column[r["column"]].append(r)
         groups[r["attack"], r["column"]].append(r)
-    notes = {c: len({n for r in some for n in notes_of(r)}) for c, some in by_column.items()}
+    blank = {c: without_a_figure(some, metric) for c, some in by_column.items()}
+    notes = {c: len({n for r in some for n in notes_of(r)} - blank[c]) for c, some in by_column.items()}
     matrix = {(a, c): _entry(a, c, v, notes[c], metric) for (a, c), v in groups.items()}
     best: dict[str, Entry] = {}
     for c in columns:
@@ -83,9 +83,9 @@ def findings(
         len(every), sum(map(gave_up, every)), sum(r["status"] == "crashed" for r in every),
         verdicts, tuple(c for c in columns if plain(verdicts[c].defense)), tuple(judged(verdicts)),
         IMAGES if images else TEXTS, tuple(_figures(groups, attacks, columns)) if images else (),
-        _prices(every, columns),
+        _prices(every, columns), (len(without_a_figure(every, metric)), len({n for r in every for n in notes_of(r)})),
     )  # fmt: skip
-    return replace(found, sentence=tuple(_sentence(found, every)), recommendation=recommendation(found))
+    return replace(found, sentence=tuple(sentence(found, every)), recommendation=recommendation(found))
 
 
 def _ordered(first: Iterable[str], there: Iterable[str]) -> list[str]:
@@ -123,58 +123,6 @@ def _figures(
                     row[f"{metric}_{side}"] = sum(values) / len(values) if values else None
             if images:
                 yield row
-
-
-def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
-    if name is None or f.blind is None:
-        return [tell("No attack on the updates gave a result that can be scored; the table gives the reasons.")]
-    entry, words = f.best[name], f.words.here
-    assert entry.level is not None
-    few, many = f.sizes[0], f.sizes[-1]
-    sizes = f"{many} {words.many}" if few == many else tell("{few} to {many} {what}", few=few, many=many, what=words.many)
-    sizes = tell("a single {what}", what=words.one) if many == 1 else sizes
-    out = [
-        tell(
-            "From one update of {sizes} {where}, the server read back {level} {share}.", sizes=sizes, where=where(name),
-            level=entry.level.text, share=words.share,
-        )
-    ]  # fmt: skip
-    if entry.coverage:
-        out.append(covered(*entry.coverage, words.many))
-    out.append(tell("Guessing without the update: {level}.", level=f.blind.text))
-    sensitive = _sensitive(r for r in records if (r["attack"], r["column"]) == (entry.attack, name))
-    if sensitive:
-        whole = sum(v >= 1.0 for v in sensitive)
-        out.append(
-            tell(
-                "Every name, number and date was recovered in {whole} of the {n} notes that contain any.", whole=whole,
-                n=len(sensitive),
-            )
-        )  # fmt: skip
-    return out
-
-
-def _sensitive(records: Iterable[Mapping[str, Any]]) -> list[float]:
-    """Of each note with names, numbers or dates, the largest share that came back from an update; 0 without a figure.
-    A note that stands in several updates (other batch sizes, seeds, adversaries) counts once."""
-    found: dict[int, float] = {}
-    for r in records:
-        for side in ("blind", "scores"):
-            for note, value in zip(notes_of(r), r[side].get("sensitive", {}).get("per_record", [])):
-                if value is not None:
-                    found[note] = max(found.get(note, 0.0), value if side == "scores" else 0.0)
-    return list(found.values())
-
-
-def where(column: str) -> str:
-    """Under which protection, within a sentence."""
-    return tell("with no protection") if column == "none" else tell("behind {name}", name=column)
-
-
-def covered(count: int, of: int, many: str) -> str:
-    """That a figure leaves examples out."""
-    return tell("This figure covers {count} of {of} {many}; the others have no figure.", count=count, of=of, many=many)
 
 
 def recommended(f: Findings) -> str | None:
@@ -249,6 +197,7 @@ def summary_of(f: Findings) -> dict[str, Any]:
         "verdicts": {name: v.to_dict() for name, v in f.verdicts.items()},
         "judged": list(f.judged),
         "highest_risk": max((r for c in f.judged if (r := f.verdicts[c].risk) is not None), default=None),
+        "not_scored": f.without_a_figure[0],
         "cells": f.cells,
         "gave_up": f.gave_up,
         "crashed": f.crashed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rasura.report.readings import Record, cells_of, gave_up, guessing, reading
+from rasura.report.readings import Record, cells_of, gave_up, guessing, reading, without_a_figure
 from rasura.report.verdicts import READS, Verdict, texts_needed, unmeasured, verdict
 
 
@@ -23,14 +23,16 @@ def point(
     levels = []
     guess = guessing(records, risk)
     if guess is not None:
-        levels.append({"attack": "blind", **guess.__dict__, "failed": 0, "cells": len(cells_of(records))})
+        levels.append({"attack": "blind", **guess.__dict__, "failed": 0, "cells": len(cells_of(records, risk))})
     for name in attacks:
         tried = [r for r in records if r["attack"] == name]
-        level = reading(name, tried, cells_of(records), risk).level
+        level = reading(name, tried, cells_of(records, risk), risk).level
         if level is not None:
             levels.append({"attack": name, **level.__dict__, "failed": sum(map(gave_up, tried)), "cells": len(tried)})
     sent = [r for r in records if r["sent_bytes"]]
     found = verdict(setting, records, baseline, risk, images=images)
+    count = len(without_a_figure(records, risk))
+    blank = [f"{count} {found.many} could not be scored and do not count: {risk} has no value for them"] if count else []
     return {
         "setting": setting,
         "risk": max(levels, key=lambda level: (level["high"], level["mean"])) if len(levels) > 1 else None,
@@ -39,7 +41,7 @@ def point(
         **bound(found, at_most),
         "sent_bytes": sum(r["sent_bytes"] for r in sent) / max(1, len(sent)),
         "seconds": sum(r["defense_seconds"] for r in sent) / max(1, len(sent)),
-        "reasons": sorted({f"{r['attack']}: {r['reason']}" for r in records if r["reason"]}),
+        "reasons": [*blank, *sorted({f"{r['attack']}: {r['reason']}" for r in records if r["reason"]})],
     }
 
 

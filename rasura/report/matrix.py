@@ -109,7 +109,7 @@ class Price:
 class Findings:
     """Everything that the page shows, for one metric. ``sizes``: how many examples the updates hold, which may be fewer than
     the batch size. ``baseline``: columns without protection, with which the others are compared; ``judged``: those that the
-    run is judged by."""
+    run is judged by. ``without_a_figure``: how many examples of how many cannot be scored."""
 
     metric: str
     attacks: tuple[str, ...]
@@ -131,3 +131,4 @@ class Findings:
     words: Wording = TEXTS
     figures: tuple[dict[str, Any], ...] = ()
     prices: Mapping[str, Price] = field(default_factory=dict)
+    without_a_figure: tuple[int, int] = (0, 0)

@@ -14,7 +14,7 @@ from rasura.core.run_store import RunStore, refused_if_damaged
 from rasura.report.assessment import assessment
 from rasura.report.calibration import finished, render_calibration
 from rasura.report.compare import Run
-from rasura.report.findings import findings, summary_of, where
+from rasura.report.findings import findings, summary_of
 from rasura.report.head import Made, head, settings
 from rasura.report.language import recorded, size, written_in
 from rasura.report.matrix import Findings
@@ -22,6 +22,7 @@ from rasura.report.membership import membership_findings, render_membership
 from rasura.report.notes import attempts, masked, notes_in
 from rasura.report.protections import plot, protection_rows
 from rasura.report.readings import Level
+from rasura.report.sentence import where
 from rasura.report.services import MEASURES, continued, measures, service_findings
 from rasura.report.sums import conclusion, curve, sum_rows
 from rasura.report.template import filled

@@ -116,9 +116,28 @@ def scored(record: Record, metric: str) -> list[tuple[int, float, float]]:
     return [(n, v, g) for n, v, g in zip(notes, found, guesses) if v is not None and g is not None]
 
 
-def cells_of(records: Iterable[Record]) -> dict[Cell, tuple[int, ...]]:
-    """The updates of a column, each with the examples in it."""
-    return {(r["seed"], r["batch"]): notes_of(r) for r in records}
+def without_a_figure(records: Iterable[Record], metric: str) -> frozenset[int]:
+    """The examples that cannot be scored, such as a text of which the tokenizer knows no word: neither guessing, which was
+    scored, nor any attack has a value of ``metric`` there."""
+    blank: set[int] = set()
+    valued: set[int] = set()
+    for r in records:
+        notes = notes_of(r)
+        for side in ("blind", "scores"):
+            found = _values(r[side], metric, len(notes))
+            valued.update(n for n, v in zip(notes, found) if v is not None)
+            if side == "blind" and len(r[side].get(metric, {}).get("per_record", [])) == len(notes):
+                blank.update(n for n, v in zip(notes, found) if v is None)
+    return frozenset(blank - valued)
+
+
+def cells_of(records: Iterable[Record], metric: str) -> dict[Cell, tuple[int, ...]]:
+    """The updates of a column, each with the examples in it that can be scored; without those of which none can."""
+    records = list(records)
+    left_out = without_a_figure(records, metric)
+    cells = {(r["seed"], r["batch"]): notes_of(r) for r in records}
+    kept = {cell: tuple(n for n in notes if n not in left_out) for cell, notes in cells.items()}
+    return {cell: notes for cell, notes in kept.items() if notes or not cells[cell]}
 
 
 @dataclass(frozen=True)
@@ -182,17 +201,18 @@ class Reading:
 
 
 def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> Reading:
-    """What ``attack`` read, by its ``records`` of a column that consists of ``cells``."""
+    """What ``attack`` read, by its ``records`` of a column that consists of ``cells`` (``cells_of``)."""
     values: dict[int, list[tuple[float, float]]] = defaultdict(list)
     whole: set[int] = set()
     apart: set[int] = set()
     ended: set[Cell] = set()
     statuses: dict[str, set[int]] = defaultdict(set)
     for r in records:
-        notes, found = notes_of(r), scored(r, metric)
-        statuses[r["status"]].update(notes)
-        if notes and len(found) == len(notes):
-            ended.add((r["seed"], r["batch"]))
+        notes, found, cell = notes_of(r), scored(r, metric), (r["seed"], r["batch"])
+        due = cells.get(cell, ())
+        statuses[r["status"]].update(due)
+        if due and len(found) == len(due):
+            ended.add(cell)
         verified = r["status"] == "ok" and r["confidence"] == "verified"
         own = dict(zip(notes, _values(r["scores"], "token_precision", len(notes))))
         for note, value, guess in found:

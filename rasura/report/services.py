@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rasura.core.records import CLIENT
-from rasura.report.findings import column_of, covered, findings, recommendation, where
+from rasura.report.findings import column_of, findings, recommendation
 from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
 from rasura.report.readings import Level, pooled
+from rasura.report.sentence import covered, where
 from rasura.report.verdicts import worst_of
 
 RISK = "bag_f1"

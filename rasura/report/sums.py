@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.errors import InputError
-from rasura.report.findings import HEADLINE
 from rasura.report.language import tell
+from rasura.report.sentence import HEADLINE
 from rasura.report.verdicts import HOLDS_WITHIN, NOT_MEASURED, Verdict, verdict
 
 Record = Mapping[str, Any]

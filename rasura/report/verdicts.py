@@ -172,7 +172,7 @@ def worst_of(found: Sequence[Verdict]) -> Verdict:
 
 
 def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Record], metric: str, images: bool) -> Verdict:
-    cells = cells_of(records)
+    cells = cells_of(records, metric)
     notes = {n for some in cells.values() for n in some}
     here = _readings(records, cells, metric)
     ran = {a: r.ended for a, r in here.items()}
@@ -180,7 +180,9 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         ran[a] = ran.get(a, frozenset()) | ended
     finished = {a for a, ended in ran.items() if cells and ended == set(cells)} - {PORTFOLIO}
     yardsticks = _yardsticks(baseline, notes, metric)
+    nothing = [tell("none of the {many} can be scored", many=recorded("images" if images else "notes"))]
     missing = [
+        *(nothing if not notes else ()),
         *_no_yardstick(here, finished, yardsticks, bool(baseline)),
         *_not_by_one_who_knows(_adversaries(defense, records), here, finished, yardsticks, images),
     ]
@@ -229,7 +231,7 @@ def _ran_by_the_portfolio(records: Iterable[Record], here: Mapping[str, Reading]
 
 def _yardsticks(baseline: Sequence[Record], notes: Collection[int], metric: str) -> dict[str, Reading]:
     """The attacks that work on ``notes`` without protection. Of the portfolio the member counts whose guess it kept."""
-    cells = cells_of(baseline)
+    cells = cells_of(baseline, metric)
     if not notes or not set(notes) <= {n for some in cells.values() for n in some}:
         return {}
     own = [r for r in baseline if r["attack"] != PORTFOLIO]

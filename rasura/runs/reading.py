@@ -159,11 +159,16 @@ class ReadResult:
             "seconds": self.seconds, "details": dict(self.details),
         }  # fmt: skip
 
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The texts for a reader; in words where no word of a text was recovered."""
+        return tuple(text if text.strip() else "(no word of this text was recovered)" for text in self.texts)
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the texts, and how sure they are."""
         if not self.texts:
             return f"<p>nothing was recovered: {escape(self.reason or 'the attack returned no text')}</p>"
-        rows = "".join(f"<li>{escape(text)}</li>" for text in self.texts)
+        rows = "".join(f"<li>{escape(text)}</li>" for text in self.lines)
         return f"<ul>{rows}</ul><p><b>{self.confidence}</b> by {escape(self.attack)} in {self.seconds:.1f} s</p>"
 
 

@@ -19,7 +19,7 @@ from rasura.core.values import UNKNOWN, Reconstruction, Transcript, Vocabulary
 from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
-from rasura.metrics.matching import paired, read_texts
+from rasura.metrics.matching import own_tokens, paired, read_texts
 from rasura.metrics.sensitive import marked_words
 from rasura.metrics.text import rouge
 from rasura.registry import SERVICE_METRICS
@@ -29,8 +29,12 @@ OPEN = "·"
 
 
 def score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
-    """The values of ``metric`` for every example, their mean with its interval, and the worst of them."""
+    """The values of ``metric`` for every example, their mean with its interval, and the worst of them. A text without a
+    token of its own has NaN, not measured, whatever the metric says."""
     values = [float(v) for v in metric(guess, truth)]
+    if isinstance(truth.batch, Batch):
+        worded = [bool(own_tokens(truth.batch.ids(row), truth)) for row in range(len(truth.batch))]
+        values = [v if there else math.nan for v, there in zip(values, worded, strict=True)]
     return score_of(values, metric.unit, metric.higher_is, metric.bounds)
 
 

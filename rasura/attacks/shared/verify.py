@@ -243,10 +243,12 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
         min_decoy = min(min_decoy, missed)
     if not told(shown, error, min_decoy, sum(map(len, free)), len(ordinary_ids(seen.vocabulary))):
         return None
-    return Proof("gradient", guess, error, min_decoy, _flat(seen, labels))
+    return _worded(Proof("gradient", guess, error, min_decoy, _flat(seen, labels)), seen.vocabulary)
 
 
-def prove_rows(tokens: Sequence[int], error: float, min_decoy: float, shown: int, distinct: int) -> Proof | None:
+def prove_rows(
+    tokens: Sequence[int], error: float, min_decoy: float, shown: int, distinct: int, vocabulary: Vocabulary
+) -> Proof | None:
     """The proof ``embedding-rows`` of one text: its place rows add up to its word rows, and in no other arrangement.
 
     ``error``: the largest relative error of a word's row; ``min_decoy``: the smallest after moving or exchanging places;
@@ -256,7 +258,12 @@ def prove_rows(tokens: Sequence[int], error: float, min_decoy: float, shown: int
         return None
     if not told(shown, error, min_decoy, len(tokens), distinct):
         return None
-    return Proof("embedding-rows", (tuple(tokens),), error, min_decoy)
+    return _worded(Proof("embedding-rows", (tuple(tokens),), error, min_decoy), vocabulary)
+
+
+def _worded(proof: Proof, vocabulary: Vocabulary) -> Proof | None:
+    """``proof``; None where a text of it holds special tokens alone, since nothing of what that text says is known."""
+    return proof if all(free_places(proof.tokens, vocabulary)) else None
 
 
 def verified(proof: Proof, details: Mapping[str, Parameter]) -> Reconstruction:

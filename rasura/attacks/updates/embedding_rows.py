@@ -247,7 +247,7 @@ class EmbeddingRows:
     ) -> Reconstruction:
         proof = None
         if exact and seen.task != "causal":
-            proof = prove_rows(tokens, *told_apart(words, places, taken), len(words))
+            proof = prove_rows(tokens, *told_apart(words, places, taken), len(words), seen.vocabulary)
         elif exact:  # the last token has no row: the tokenizer's end token is a guess, which the gradient may prove
             proof = prove(seen, [tokens])
         if proof is not None:

@@ -1,0 +1,79 @@
+"""The sentences that the report of an audit of updates begins with. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rasura.report.language import tell
+from rasura.report.matrix import Findings
+from rasura.report.readings import notes_of
+
+HEADLINE = "token_recall"
+
+
+def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The sentences that a report of an audit begins with."""
+    name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
+    blank = left_out(f)
+    if name is None or f.blind is None:
+        return [tell("No attack on the updates gave a result that can be scored; the table gives the reasons."), *blank]
+    entry, words = f.best[name], f.words.here
+    assert entry.level is not None
+    few, many = f.sizes[0], f.sizes[-1]
+    sizes = f"{many} {words.many}" if few == many else tell("{few} to {many} {what}", few=few, many=many, what=words.many)
+    sizes = tell("a single {what}", what=words.one) if many == 1 else sizes
+    out = [
+        tell(
+            "From one update of {sizes} {where}, the server read back {level} {share}.", sizes=sizes, where=where(name),
+            level=entry.level.text, share=words.share,
+        )
+    ]  # fmt: skip
+    if entry.coverage:
+        out.append(covered(*entry.coverage, words.many))
+    out += [*blank, tell("Guessing without the update: {level}.", level=f.blind.text)]
+    sensitive = _sensitive(r for r in records if (r["attack"], r["column"]) == (entry.attack, name))
+    if sensitive:
+        whole = sum(v >= 1.0 for v in sensitive)
+        out.append(
+            tell(
+                "Every name, number and date was recovered in {whole} of the {n} notes that contain any.", whole=whole,
+                n=len(sensitive),
+            )
+        )  # fmt: skip
+    return out
+
+
+def _sensitive(records: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Of each note with names, numbers or dates, the largest share that came back from an update; 0 without a figure.
+    A note that stands in several updates (other batch sizes, seeds, adversaries) counts once."""
+    found: dict[int, float] = {}
+    for r in records:
+        for side in ("blind", "scores"):
+            for note, value in zip(notes_of(r), r[side].get("sensitive", {}).get("per_record", [])):
+                if value is not None:
+                    found[note] = max(found.get(note, 0.0), value if side == "scores" else 0.0)
+    return list(found.values())
+
+
+def where(column: str) -> str:
+    """Under which protection, within a sentence."""
+    return tell("with no protection") if column == "none" else tell("behind {name}", name=column)
+
+
+def covered(count: int, of: int, many: str) -> str:
+    """That a figure leaves examples out."""
+    return tell("This figure covers {count} of {of} {many}; the others have no figure.", count=count, of=of, many=many)
+
+
+def left_out(f: Findings) -> list[str]:
+    """That some examples could not be scored, and why; nothing where all could."""
+    count, of = f.without_a_figure
+    if not count:
+        return []
+    told = {"count": count, "of": of, "many": f.words.here.many}
+    if f.metric == HEADLINE:
+        why = tell("the tokenizer knows no word of them")
+    else:
+        why = tell("{metric} has no value for them", metric=f.metric)
+    return [tell("{count} of {of} {many} could not be scored and do not count: {why}.", **told, why=why)]
