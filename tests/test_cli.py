@@ -53,7 +53,7 @@ def test_the_gate_s_exit_codes(tmp_path: Path, model_folder: Path) -> None:
     assert "bf16: span read 100 %, above --fail-above 50 %" in read.stderr
     alone = [*common[:-4], "--attack", "blind", "--fail-above", "0.9", "--defense", "bf16", "--out", tmp_path / "blind"]
     blind = rasura_command(*alone)
-    assert blind.returncode == 4 and "no attack was run that uses the data sent" in blind.stderr
+    assert blind.returncode == 4 and "no attack was run that looks for notes in the data sent" in blind.stderr
     assert "--fail-above is nan" in refused(*common[:-1], "nan", "--out", tmp_path / "nan")
 
 

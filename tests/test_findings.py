@@ -163,7 +163,9 @@ def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
     both = findings([record("span", "bf16", 0.5), record("span", "pruning:0.9", 0.9), record("span", "none", 0.3)])
     assert both.sentence[0].startswith("From one update of a single note with no protection") and len(both.sentence) == 2
     crashed = findings([record("span", "bf16", status="crashed")])
-    assert crashed.sentence == ("No attack on the updates gave a result that can be scored; the table gives the reasons.",)
+    assert crashed.sentence == (
+        "No attack on the updates gave a guess at the notes that can be scored; the table gives the reasons.",
+    )
 
 
 def test_prices_and_threats_are_those_of_the_records() -> None:
@@ -300,7 +302,7 @@ def test_a_summary_is_the_findings_in_plain_values() -> None:
     assert told == {
         "sentence": list(found.sentence), "recommendation": found.recommendation, "metric": METRIC,
         "blind": found.blind.__dict__, "verdicts": {d: v.to_dict() for d, v in found.verdicts.items()}, "judged": ["bf16"],
-        "highest_risk": pytest.approx(0.35), "not_scored": 0, "cells": 5, "gave_up": 1, "crashed": 1,
+        "highest_risk": pytest.approx(0.35), "not_scored": 0, "labels": [], "cells": 5, "gave_up": 1, "crashed": 1,
         "matrix": [
             entry("span", "none"), entry("span", "bf16", gave_up=1, reasons=["it failed"]),
             entry("dlg", "bf16", n_cells=1, crashed=1, reasons=["it crashed"]),

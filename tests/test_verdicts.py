@@ -143,7 +143,7 @@ def test_texts_that_cannot_be_scored_count_nowhere_and_are_told() -> None:
     assert found.matrix["span", "none"].notes == 20 and found.matrix["span", "none"].mark == "100"
     alone = of(more, "bf16")
     assert (alone.word, alone.n, alone.missing[0]) == (NOT_MEASURED, 0, "none of the notes can be scored")
-    assert not alone.holds and "No attack on the updates gave a result" in findings(more).sentence[0]
+    assert not alone.holds and "No attack on the updates gave a guess at the notes" in findings(more).sentence[0]
 
 
 def test_a_text_that_an_attack_scored_is_never_left_out() -> None:
@@ -194,7 +194,7 @@ def test_blind_alone_says_nothing() -> None:
     for defense in ("none", "dropout:0.1"):
         found = of(rows, defense)
         assert found.word == NOT_MEASURED and found.risk is None
-        assert found.missing[0] == "no attack was run that uses the data sent"
+        assert found.missing[0] == "no attack was run that looks for notes in the data sent"
     assert findings(rows).best == {} and summarise(rows)["highest_risk"] is None
 
 

@@ -13,6 +13,9 @@ SCHEMA = 3
 MASK = "███"
 """Stands in place of a private word, whatever its length: even a length can give a name away."""
 
+LABELS = "label_accuracy"
+"""The score of the labels that an attack named: 1 for each label of the batch that is among them. It is of no text."""
+
 Details = Mapping[str, Any]
 """What an attack reports besides its scores, in any form. Verdicts read ``ran`` and ``attack`` of the portfolio, as
 texts."""

@@ -12,7 +12,7 @@ from rasura.metrics.intervals import mean_interval
 from rasura.report.findings import column_of
 from rasura.report.head import Made
 from rasura.report.matrix import Findings
-from rasura.report.readings import Record, cells_of, reading
+from rasura.report.readings import Record, about_texts, cells_of, reading
 
 CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"
 
@@ -75,7 +75,7 @@ def compared(first: Run, second: Run) -> Comparison:
 def _values(run: Run) -> dict[tuple[str, str], Mapping[int, float]]:
     """Attack and column -> text -> the fraction that was read of it, the mean over seeds."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
-    for r in run.records:
+    for r in about_texts(run.records, run.records):
         groups[r["attack"], column_of(r["update"], r["defense"])].append(r)
     known = {
         key: (some, reading(key[0], some, cells_of(some, run.found.metric), run.found.metric))

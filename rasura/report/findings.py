@@ -8,9 +8,19 @@ from dataclasses import replace
 from typing import Any
 
 from rasura.report.gate import judged
+from rasura.report.labels import label_readings
 from rasura.report.language import tell
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Findings, Price
-from rasura.report.readings import BLIND, gave_up, guessing, notes_of, reading, without_a_figure
+from rasura.report.readings import (
+    BLIND,
+    gave_up,
+    guessing,
+    names_labels_alone,
+    notes_of,
+    of_labels,
+    reading,
+    without_a_figure,
+)
 from rasura.report.sentence import HEADLINE, sentence
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict
 
@@ -19,12 +29,14 @@ def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str = "scor
     return [v for r in records for v in r[side].get(metric, {}).get("per_record", [])]
 
 
-def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], notes: int, metric: str) -> Entry:
+def _entry(
+    attack: str, defense: str, records: Sequence[Mapping[str, Any]], notes: int, metric: str, of_text: bool = True
+) -> Entry:
     blind = guessing(records, metric)
     return Entry(
         attack,
         defense,
-        reading(attack, records, {}, metric).level,
+        reading(attack, records, {}, metric).level if of_text else None,
         blind.mean if blind else 0.0,
         tuple(sorted({r["reason"] for r in records if r["reason"]})),
         notes,
@@ -34,6 +46,7 @@ def _entry(attack: str, defense: str, records: Sequence[Mapping[str, Any]], note
         sum(r["status"] == "crashed" for r in records),
         sum(r["confidence"] == "verified" for r in records),
         sum(r["wall_seconds"] for r in records) / len(records),
+        sum(map(names_labels_alone, records)),
     )
 
 
@@ -66,7 +79,8 @@ def findings(
         groups[r["attack"], r["column"]].append(r)
     blank = {c: without_a_figure(some, metric) for c, some in by_column.items()}
     notes = {c: len({n for r in some for n in notes_of(r)} - blank[c]) for c, some in by_column.items()}
-    matrix = {(a, c): _entry(a, c, v, notes[c], metric) for (a, c), v in groups.items()}
+    silent = of_labels(every)
+    matrix = {(a, c): _entry(a, c, v, notes[c], metric, a not in silent) for (a, c), v in groups.items()}
     best: dict[str, Entry] = {}
     for c in columns:
         # Guessing is what the attacks are compared with, not one of them.
@@ -84,6 +98,7 @@ def findings(
         verdicts, tuple(c for c in columns if plain(verdicts[c].defense)), tuple(judged(verdicts)),
         IMAGES if images else TEXTS, tuple(_figures(groups, attacks, columns)) if images else (),
         _prices(every, columns), (len(without_a_figure(every, metric)), len({n for r in every for n in notes_of(r)})),
+        label_readings(every, columns),
     )  # fmt: skip
     return replace(found, sentence=tuple(sentence(found, every)), recommendation=recommendation(found))
 
@@ -198,6 +213,7 @@ def summary_of(f: Findings) -> dict[str, Any]:
         "judged": list(f.judged),
         "highest_risk": max((r for c in f.judged if (r := f.verdicts[c].risk) is not None), default=None),
         "not_scored": f.without_a_figure[0],
+        "labels": [one.to_dict() for one in f.labels],
         "cells": f.cells,
         "gave_up": f.gave_up,
         "crashed": f.crashed,

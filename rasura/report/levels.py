@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rasura.report.readings import Record, cells_of, gave_up, guessing, reading, without_a_figure
+from rasura.report.readings import Record, about_texts, cells_of, gave_up, guessing, reading, without_a_figure
 from rasura.report.verdicts import READS, Verdict, texts_needed, unmeasured, verdict
 
 
@@ -21,6 +21,7 @@ def point(
     that gave up, or named no text, has the score of guessing. ``bound`` is for the search, see there.
     """
     levels = []
+    records, baseline = (about_texts(some, [*records, *baseline]) for some in (records, baseline))
     guess = guessing(records, risk)
     if guess is not None:
         levels.append({"attack": "blind", **guess.__dict__, "failed": 0, "cells": len(cells_of(records, risk))})

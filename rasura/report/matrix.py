@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rasura.report.labels import LabelReading
 from rasura.report.language import recorded
 from rasura.report.readings import Level
 from rasura.report.verdicts import Verdict
@@ -58,7 +59,8 @@ class Entry:
     """One entry of the matrix: an attack under a protection, over ``notes`` examples in ``cells`` updates.
 
     ``level``: of the examples that were measured, those where the attack gave up at the score of guessing. ``mark``: value,
-    ``·`` (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).
+    ``labels`` (named labels and no text: see ``labels`` of the findings), ``·`` (gave up everywhere), ``!`` (crashed) or
+    ``–`` (not applicable).
     """
 
     attack: str
@@ -73,13 +75,14 @@ class Entry:
     crashed: int
     verified: int
     seconds: float
+    labels: int = 0
 
     @property
     def mark(self) -> str:
         """What the cell shows."""
         if self.scored and self.level is not None:
             return f"{100 * self.level.mean:.0f}"
-        return "!" if self.crashed else "·" if self.gave_up else "–"
+        return "!" if self.crashed else "labels" if self.labels else "·" if self.gave_up else "–"
 
     @property
     def coverage(self) -> tuple[int, int] | None:
@@ -109,7 +112,8 @@ class Price:
 class Findings:
     """Everything that the page shows, for one metric. ``sizes``: how many examples the updates hold, which may be fewer than
     the batch size. ``baseline``: columns without protection, with which the others are compared; ``judged``: those that the
-    run is judged by. ``without_a_figure``: how many examples of how many cannot be scored."""
+    run is judged by. ``without_a_figure``: how many examples of how many cannot be scored.
+    ``labels``: what was read of labels."""
 
     metric: str
     attacks: tuple[str, ...]
@@ -132,3 +136,4 @@ class Findings:
     figures: tuple[dict[str, Any], ...] = ()
     prices: Mapping[str, Price] = field(default_factory=dict)
     without_a_figure: tuple[int, int] = (0, 0)
+    labels: tuple[LabelReading, ...] = ()

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rasura.core.records import CLIENT, MASK
+from rasura.core.records import CLIENT, LABELS, MASK
 from rasura.report.findings import column_of
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import Findings
-from rasura.report.readings import BLIND, Record, gave_up, notes_of, scored
+from rasura.report.readings import BLIND, Record, gave_up, names_labels_alone, notes_of, scored
 
 Word = tuple[str, bool, bool]
 """A word, whether it came back, and whether it is sensitive."""
@@ -77,9 +77,16 @@ def _of(note: int, r: Record, metric: str, show: bool) -> Iterator[Attempt]:
         if number == note:
             told: dict[str, Any] = masked(row, show) if row and not row.get("image") else {"words": (), "read": ""}
             sure = recorded(SURE[r["confidence"]]) if r["confidence"] in SURE else tell("how sure is not known")
-            how = tell("gave a guess")
+            how = _labels(r) if names_labels_alone(r) else tell("gave a guess")
             yield Attempt(r["attack"], column, where, how, sure, score, guess, told["words"], told["read"])
             return
+
+
+def _labels(r: Record) -> str:
+    values = r["scores"][LABELS]["per_record"]
+    return tell(
+        "named labels, no text: {hits:.0f} of {count} labels of the update", hits=float(sum(values)), count=len(values)
+    )
 
 
 def _ended(r: Record) -> str:

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from rasura.core.errors import InputError
+from rasura.core.records import LABELS
 from rasura.metrics.intervals import mean_or_interval
 from rasura.report.language import tell
 
@@ -88,8 +89,28 @@ def notes_of(record: Record) -> tuple[int, ...]:
 
 
 def gave_up(record: Record) -> bool:
-    """Whether the attack looked and named nothing: it says so, or its guess is empty. A crash is neither."""
+    """Whether the attack looked and guessed nothing, no text and no label: it says so, or its guess is empty. A crash is
+    neither."""
     return record["status"] == "failed" or (record["status"] == "ok" and not record["scores"])
+
+
+def names_labels_alone(record: Record) -> bool:
+    """Whether the attack named labels of this update, and no text."""
+    return record["status"] == "ok" and set(record["scores"]) == {LABELS}
+
+
+def of_labels(records: Iterable[Record]) -> frozenset[str]:
+    """The attacks that name labels, and never a text. Nothing that is said of texts rests on them."""
+    records = list(records)
+    texts = {r["attack"] for r in records if set(r["scores"]) - {LABELS}}
+    return frozenset({r["attack"] for r in records if names_labels_alone(r)} - texts)
+
+
+def about_texts(records: Iterable[Record], every: Iterable[Record]) -> list[Record]:
+    """``records``, in which the attacks that name labels alone, by ``every`` record of the run, are guessing: that is what
+    they say of a text."""
+    silent = of_labels(every)
+    return [{**r, "attack": BLIND, "status": "ok", "scores": {}} if r["attack"] in silent else r for r in records]
 
 
 def _values(scores: Mapping[str, Any], metric: str, n: int) -> list[float | None]:

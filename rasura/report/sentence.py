@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rasura.report.labels import label_sentence
 from rasura.report.language import tell
 from rasura.report.matrix import Findings
 from rasura.report.readings import notes_of
@@ -15,9 +16,16 @@ HEADLINE = "token_recall"
 def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The sentences that a report of an audit begins with."""
     name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
-    blank = left_out(f)
+    blank, labels = left_out(f), label_sentence(f.labels, where(f.labels[0].column)) if f.labels else []
     if name is None or f.blind is None:
-        return [tell("No attack on the updates gave a result that can be scored; the table gives the reasons."), *blank]
+        return [
+            tell(
+                "No attack on the updates gave a guess at the {many} that can be scored; the table gives the reasons.",
+                many=f.words.here.many,
+            ),
+            *blank,
+            *labels,
+        ]
     entry, words = f.best[name], f.words.here
     assert entry.level is not None
     few, many = f.sizes[0], f.sizes[-1]
@@ -41,7 +49,7 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
                 n=len(sensitive),
             )
         )  # fmt: skip
-    return out
+    return [*out, *labels]
 
 
 def _sensitive(records: Iterable[Mapping[str, Any]]) -> list[float]:

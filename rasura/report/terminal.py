@@ -30,6 +30,8 @@ def summary(f: Findings) -> Group:
     table.add_section()
     table.add_row(Text("best of all", style="bold"), *best)
     table.caption = "– not applicable    · gave up    ! crashed; reasons are in the report"
+    if any(e.mark == "labels" for e in f.matrix.values()):
+        table.caption += "    labels: names labels and no text"
     return Group(Text(" ".join(f.sentence), style="bold"), Text(f.recommendation), Text(""), table, Text(""), verdicts(f))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from rasura.core.options import name_of
 from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
-from rasura.report.readings import BLIND, PORTFOLIO, Cell, Level, Reading, Record, cells_of, guessing, reading
+from rasura.report.readings import BLIND, PORTFOLIO, Cell, Level, Reading, Record, about_texts, cells_of, guessing, reading
 
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
 WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
@@ -142,8 +142,11 @@ def verdict(
 ) -> Verdict:
     """The verdict on ``defense`` by its ``records``, and by those of the same update without protection, ``baseline``.
 
-    Threat models and batch sizes are judged apart, and the worst verdict stands.
+    Threat models and batch sizes are judged apart, and the worst verdict stands. It is about texts: attacks that name
+    labels alone do not count in it.
     """
+    records, baseline = list(records), list(baseline)
+    records, baseline = (about_texts(some, [*records, *baseline]) for some in (records, baseline))
     columns: dict[tuple[str, int], list[Record]] = defaultdict(list)
     unprotected: dict[tuple[str, int], list[Record]] = defaultdict(list)
     for r in records:
@@ -183,7 +186,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
     nothing = [tell("none of the {many} can be scored", many=recorded("images" if images else "notes"))]
     missing = [
         *(nothing if not notes else ()),
-        *_no_yardstick(here, finished, yardsticks, bool(baseline)),
+        *_no_yardstick(here, finished, yardsticks, bool(baseline), images),
         *_not_by_one_who_knows(_adversaries(defense, records), here, finished, yardsticks, images),
     ]
     told = [(r, r.level) for r in here.values() if r.level is not None]
@@ -241,12 +244,13 @@ def _yardsticks(baseline: Sequence[Record], notes: Collection[int], metric: str)
 
 
 def _no_yardstick(
-    here: Mapping[str, Reading], finished: set[str], yardsticks: Mapping[str, Reading], unprotected: bool
+    here: Mapping[str, Reading], finished: set[str], yardsticks: Mapping[str, Reading], unprotected: bool, images: bool
 ) -> list[str]:
     if finished & yardsticks.keys():
         return []
     if not here:
-        return [tell("no attack was run that uses the data sent")]
+        many = recorded("images" if images else "notes")
+        return [tell("no attack was run that looks for {many} in the data sent", many=many)]
     if not unprotected:
         return [tell("the run has no column without protection, so no attack was shown to work")]
     stopped = [f"{a} {here[a].how_it_ended}" for a in yardsticks if a in here]

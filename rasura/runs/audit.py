@@ -20,7 +20,7 @@ from rasura.core.records import Record
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import THREATS, ThreatModel, observe
-from rasura.core.values import Message, Reconstruction, Task, Transcript
+from rasura.core.values import Grant, Message, Reconstruction, Task, Transcript
 from rasura.core.wire import to_bytes
 from rasura.registry import (
     REGISTERED,
@@ -45,7 +45,7 @@ from rasura.runs.described import code_of, describe_run
 from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, load_of, measured_step
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
-from rasura.runs.scoring import recovered, score, versions
+from rasura.runs.scoring import label_scores, recovered, score, versions
 from rasura.victims.loading import Victim, in_memory
 from rasura.victims.step import step
 
@@ -158,14 +158,18 @@ class Audit:
         blind = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
         guess = Reconstruction((), details=outcome.details) if outcome.status == "failed" else outcome.guess
         scored = guess is not None and (bool(guess.tokens) or guess.images is not None)
+        # Labels that the threat model grants are not read.
+        told = Grant.LABELS in threat.grants and Grant.LABELS in self.attacks[cell.attack].uses
+        read = label_scores(None if guess is None or told else guess.labels, truth)
+        likely = [self.data.commonest_label] * len(truth.batch) if read else None
         return self._record(
             cell,
             threat,
             outcome.status,
             outcome.reason,
             confidence=guess.confidence if guess is not None else "none",
-            scores=self.scores(guess, truth) if guess is not None and scored else {},
-            blind=self.scores(blind.guess, truth) if blind.guess is not None else {},
+            scores={**(self.scores(guess, truth) if guess is not None and scored else {}), **read},
+            blind={**(self.scores(blind.guess, truth) if blind.guess is not None else {}), **label_scores(likely, truth)},
             recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
             details=dict(guess.details) if guess is not None else {},
             n_tokens=0 if self.data.images else sum(truth.text_batch.lengths),

@@ -52,6 +52,12 @@ class AuditData:
         """The number of classes that the labels need, at least two."""
         return max(2, 1 + max((e.label or 0) for e in self.private))
 
+    @property
+    def commonest_label(self) -> int:
+        """The class of most texts or images; the smallest of equally frequent ones."""
+        labels = [e.label or 0 for e in self.private]
+        return max(sorted(set(labels)), key=labels.count)
+
 
 def _name(private: Sequence[Any]) -> str:
     return images_hash(private) if private and isinstance(private[0], ImageExample) else data_hash(private)

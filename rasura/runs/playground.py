@@ -153,9 +153,9 @@ def _told(audit: Audit) -> Iterator[dict[str, Any]]:
 def _answer(record: Record) -> dict[str, Any]:
     """What one attack read of the asked text, which is the first of the batch, and how it ended."""
     row = next(iter(record.recovered), None)
-    level = record.scores.get("token_recall", {}).get("per_record") or [None]
+    (level, *_) = record.scores.get("token_recall", {}).get("per_record") or [None]
     return {
         "kind": "attack", "attack": record.attack, "status": record.status, "reason": record.reason,
         "confidence": record.confidence, "seconds": record.wall_seconds, "words": [] if row is None else row["words"],
-        "read": "" if row is None else row["read"], "recall": level[0], "tokens": record.n_tokens,
+        "read": "" if row is None else row["read"], "recall": level if level == level else None, "tokens": record.n_tokens,
     }  # fmt: skip

@@ -13,12 +13,13 @@ from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Metric
-from rasura.core.records import MASK
+from rasura.core.records import LABELS, MASK
 from rasura.core.so_far import SoFar
 from rasura.core.values import UNKNOWN, Reconstruction, Transcript, Vocabulary
 from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
+from rasura.metrics.labels import label_hits
 from rasura.metrics.matching import own_tokens, paired, read_texts
 from rasura.metrics.sensitive import marked_words
 from rasura.metrics.text import rouge
@@ -47,6 +48,14 @@ def score_of(values: list[float], unit: str, higher_is: str, bounds: tuple[float
         "per_record": values, "mean": mean, "low": low, "high": high, "worst": worst, "n": len(there),
         "unit": unit, "higher_is": higher_is, "bounds": bounds,
     }  # fmt: skip
+
+
+def label_scores(read: Sequence[int] | None, truth: Transcript) -> dict[str, Any]:
+    """As ``score``, of the labels ``read`` from a batch; empty where none were read, and for a causal model, which has its
+    tokens as labels."""
+    if read is None or truth.task == "causal":
+        return {}
+    return {LABELS: score_of(label_hits(read, truth.batch.labels.tolist()), "share", "worse", (0.0, 1.0))}
 
 
 def service_scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, Any]:
