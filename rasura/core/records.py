@@ -28,6 +28,9 @@ Adversaries = Mapping[str, Any]
 CLIENT = "client"
 """Stored in place of an attack: what the client of a model service itself reads from the model's output."""
 
+ACTIVE_THREATS = frozenset({"malicious-server"})
+"""Threat models whose server may send crafted weights: the names of those of ``rasura.core.threat`` that are ``active``."""
+
 
 @dataclass(frozen=True)
 class Record:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rasura.core.records import MASK
+from rasura.core.records import ACTIVE_THREATS, MASK
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import SUMMED, Findings
 from rasura.report.verdicts import ABOVE, HOLDS_WITHIN, READS, Verdict, names_of, plain, texts_needed
@@ -33,6 +33,9 @@ OF_CALIBRATION = (
     "reference", "language_model", "entries", "attacks", "updates", "threats", "batch_sizes", "seeds", "seed", "budget",
     *OF_TRAINING,
 )  # fmt: skip
+ACTIVE_ATTACK = "decepticons"
+"""The attack that sends crafted weights."""
+
 FILE, PUBLIC = "notes.jsonl", "public.jsonl"
 """Stand for files that the reader has to name."""
 
@@ -154,6 +157,11 @@ def _measure(v: Verdict, plan: Mapping[str, Any], records: Sequence[Mapping[str,
         names = ", ".join(unknown) or v.defense
         return Step(tell("No attack of this version knows {names}. No command can measure it.", names=names))
     absent = [a for a in dict.fromkeys(a for one in known for a in one["attacks"]) if a not in plan["attacks"]]
+    if not absent and ACTIVE_ATTACK not in plan["attacks"] and ACTIVE_THREATS & set(plan.get("threats", ())):
+        says = tell("Add an attack that sends crafted weights.")
+        return Step(
+            says, command("audit", plan, attacks=[*plan["attacks"], ACTIVE_ATTACK], defenses=[v.defense], out="runs/next")
+        )
     if not absent:
         return Step(tell("Read below why an attack has no result. No command of this version removes the reason by itself."))
     changed: dict[str, Any] = {"attacks": [*plan["attacks"], *absent], "defenses": [v.defense], "out": "runs/next"}

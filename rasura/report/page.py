@@ -40,7 +40,8 @@ def not_tested(records: Sequence[Mapping[str, Any]], *, service: bool = False) -
     if service:
         untested = [ACTIVE_SERVICE, REMEMBERED]
     else:
-        untested = [REMEMBERED] if any(r.get("crafted") for r in records) else [ACTIVE, REMEMBERED]
+        ended = any(r.get("crafted") and r["status"] in ("ok", "failed") for r in records)
+        untested = [REMEMBERED] if ended else [ACTIVE, REMEMBERED]
     return [recorded(line) for line in untested]
 
 

@@ -206,10 +206,20 @@ class Reading:
         return bool(self.whole) or (self.level is not None and self.level.low > 0.5 and self.above)
 
     @property
+    def works(self) -> bool:
+        """Whether the attack reads anything of these examples: one nearly whole, or more than guessing by the interval."""
+        return bool(self.whole) or self.above
+
+    @property
     def yardstick(self) -> bool:
         """Whether the attack works on these examples: of an unprotected column, all of which was measured, it reads at least
         half of the examples nearly whole, or is above guessing by the interval."""
         return self.complete and (2 * len(self.whole) >= self.notes > 0 or self.above)
+
+    @property
+    def inapplicable(self) -> bool:
+        """Whether the attack applies to no example at all, and this is known of each."""
+        return self.ended_as == {"not_applicable": self.notes}
 
     @property
     def how_it_ended(self) -> str:
@@ -254,6 +264,15 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         bool(cells) and ended == set(cells),
         Counter({status: len(notes) for status, notes in statuses.items()}),
     )
+
+
+def readings(records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> dict[str, Reading]:
+    """What each attack but guessing read, as ``reading`` says."""
+    by_attack: dict[str, list[Record]] = defaultdict(list)
+    for r in records:
+        if r["attack"] != BLIND:
+            by_attack[r["attack"]].append(r)
+    return {a: reading(a, some, cells, metric) for a, some in by_attack.items()}
 
 
 def guessing(records: Iterable[Record], metric: str) -> Level | None:

@@ -1,7 +1,8 @@
 """The verdict on a protection, from its records: the only code that can say one. No torch.
 
 It fails closed. Only an attack that was seen to read the same texts without protection, and that ran on every one of them
-here, can say that a protection was not told from guessing; and only if every attack that knows the protection ran, too.
+here, can say that a protection was not told from guessing; and only if every other that was seen to work and every attack
+that knows the protection ran, too.
 Whatever crashed, does not apply, or was not run makes the verdict ``not measured``. ``docs/verdicts.md`` says it in words.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -17,13 +18,12 @@ from typing import Any
 from rasura.core.options import name_of
 from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
-from rasura.report.readings import BLIND, PORTFOLIO, Cell, Level, Reading, Record, about_texts, cells_of, guessing, reading
+from rasura.report.missing import AGAINST, adversaries_of, no_active_attack, no_yardstick, not_by_one_who_knows, seen_to_work
+from rasura.report.readings import PORTFOLIO, Cell, Level, Reading, Record, about_texts, cells_of, guessing, readings
 
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
 WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
 """The verdicts, the worst first: that of several columns is the worst of theirs."""
-
-AGAINST = "against an adversary who knows it"
 
 HOLDS_WITHIN = 0.1
 """A setting holds when what is read above guessing is at most this share, by the upper end of its interval."""
@@ -177,17 +177,19 @@ def worst_of(found: Sequence[Verdict]) -> Verdict:
 def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Record], metric: str, images: bool) -> Verdict:
     cells = cells_of(records, metric)
     notes = {n for some in cells.values() for n in some}
-    here = _readings(records, cells, metric)
+    here = readings(records, cells, metric)
     ran = {a: r.ended for a, r in here.items()}
     for a, ended in _ran_by_the_portfolio(records, here).items():
         ran[a] = ran.get(a, frozenset()) | ended
     finished = {a for a, ended in ran.items() if cells and ended == set(cells)} - {PORTFOLIO}
-    yardsticks = _yardsticks(baseline, notes, metric)
-    nothing = [tell("none of the {many} can be scored", many=recorded("images" if images else "notes"))]
+    worked = seen_to_work(baseline, notes, metric)
+    yardsticks = [a for a, r in worked.items() if r.yardstick and a != PORTFOLIO]
+    many = recorded("images" if images else "notes")
     missing = [
-        *(nothing if not notes else ()),
-        *_no_yardstick(here, finished, yardsticks, bool(baseline), images),
-        *_not_by_one_who_knows(_adversaries(defense, records), here, finished, yardsticks, images),
+        *([tell("none of the {many} can be scored", many=many)] if not notes else []),
+        *no_yardstick(here, finished, yardsticks, worked, bool(baseline), many),
+        *no_active_attack(records, finished, yardsticks),
+        *not_by_one_who_knows(adversaries_of(names_of(defense), records), here, finished, yardsticks, images),
     ]
     told = [(r, r.level) for r in here.values() if r.level is not None]
     guess = guessing(records, metric)
@@ -213,14 +215,6 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
     )
 
 
-def _readings(records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> dict[str, Reading]:
-    by_attack: dict[str, list[Record]] = defaultdict(list)
-    for r in records:
-        if r["attack"] != BLIND:
-            by_attack[r["attack"]].append(r)
-    return {a: reading(a, some, cells, metric) for a, some in by_attack.items()}
-
-
 def _ran_by_the_portfolio(records: Iterable[Record], here: Mapping[str, Reading]) -> dict[str, frozenset[Cell]]:
     """Member -> the updates on which the portfolio ran it to its end."""
     ran: dict[str, set[Cell]] = defaultdict(set)
@@ -230,61 +224,3 @@ def _ran_by_the_portfolio(records: Iterable[Record], here: Mapping[str, Reading]
             for member in filter(None, str(r["details"]["ran"]).split(",")):
                 ran[member].add(cell)
     return {member: frozenset(cells) for member, cells in ran.items()}
-
-
-def _yardsticks(baseline: Sequence[Record], notes: Collection[int], metric: str) -> dict[str, Reading]:
-    """The attacks that work on ``notes`` without protection. Of the portfolio the member counts whose guess it kept."""
-    cells = cells_of(baseline, metric)
-    if not notes or not set(notes) <= {n for some in cells.values() for n in some}:
-        return {}
-    own = [r for r in baseline if r["attack"] != PORTFOLIO]
-    kept = [r for r in baseline if r["attack"] == PORTFOLIO and r["details"].get("attack")]
-    by_winner = [{**r, "attack": str(r["details"]["attack"])} for r in kept]
-    return {a: r for a, r in _readings([*own, *by_winner], cells, metric).items() if r.yardstick}
-
-
-def _no_yardstick(
-    here: Mapping[str, Reading], finished: set[str], yardsticks: Mapping[str, Reading], unprotected: bool, images: bool
-) -> list[str]:
-    if finished & yardsticks.keys():
-        return []
-    if not here:
-        many = recorded("images" if images else "notes")
-        return [tell("no attack was run that looks for {many} in the data sent", many=many)]
-    if not unprotected:
-        return [tell("the run has no column without protection, so no attack was shown to work")]
-    stopped = [f"{a} {here[a].how_it_ended}" for a in yardsticks if a in here]
-    if not stopped:
-        return [tell("no attack of this run was shown to work without protection")]
-    return [tell("of the attacks that work without protection, {stopped}", stopped=", ".join(stopped))]
-
-
-def _adversaries(defense: str, records: Iterable[Record]) -> dict[str, tuple[str, ...]]:
-    """Which attacks know the protection, according to the records. What a record does not state is known to no attack."""
-    told = {"attacks": (), "unknown": names_of(defense), "protection_readers": ()}
-    every = [{**told, **r.get("known_by", {})} for r in records]
-    return {part: tuple(dict.fromkeys(a for one in every for a in one[part])) for part in told}
-
-
-def _not_by_one_who_knows(
-    known_by: Mapping[str, tuple[str, ...]],
-    here: Mapping[str, Reading],
-    finished: Collection[str],
-    yardsticks: Collection[str],
-    images: bool,
-) -> list[str]:
-    wanted = known_by["attacks"]
-    said = [
-        tell("no attack on images knows {part}", part=part) if images else tell("no attack knows {part}", part=part)
-        for part in known_by["unknown"]
-    ]
-    absent = [a for a in wanted if a not in finished and a not in here]
-    said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
-    ran = [a for a in wanted if a in finished and a not in known_by["protection_readers"]]
-    silent = [a for a in ran if a not in yardsticks and a in here]
-    said += [tell("{attack} was not shown to work without protection either", attack=a) for a in silent]
-    # Only the portfolio ran it here; without protection that stops at the first text that is certain.
-    alone = [a for a in ran if a not in yardsticks and a not in here]
-    said += [tell("results without protection are missing for {attacks}", attacks=", ".join(alone))] if alone else []
-    said += [tell("add --attack {attacks}", attacks=",".join((*absent, *alone)))] if absent or alone else []
-    return [f"{recorded(AGAINST)}: {'; '.join(said)}"] if said else []

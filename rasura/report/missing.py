@@ -1,0 +1,98 @@
+"""What a column lacks before anything is said for a protection, in words. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from rasura.core.records import ACTIVE_THREATS
+from rasura.report.language import recorded, tell
+from rasura.report.readings import PORTFOLIO, Reading, Record, cells_of, readings
+
+AGAINST = "against an adversary who knows it"
+
+
+def seen_to_work(baseline: Sequence[Record], notes: Collection[int], metric: str) -> dict[str, Reading]:
+    """The attacks that read anything of ``notes`` without protection; some are yardsticks. The portfolio is one of them, as
+    is each member whose guess it kept."""
+    cells = cells_of(baseline, metric)
+    if not notes or not set(notes) <= {n for some in cells.values() for n in some}:
+        return {}
+    own = [r for r in baseline if r["attack"] != PORTFOLIO]
+    kept = [r for r in baseline if r["attack"] == PORTFOLIO and r["details"].get("attack")]
+    by_winner = [{**r, "attack": str(r["details"]["attack"])} for r in kept]
+    every = readings((r for r in baseline if r["attack"] == PORTFOLIO), cells, metric)
+    every |= readings([*own, *by_winner], cells, metric)
+    return {a: r for a, r in every.items() if r.works}
+
+
+def no_yardstick(
+    here: Mapping[str, Reading],
+    finished: Collection[str],
+    yardsticks: Collection[str],
+    worked: Iterable[str],
+    unprotected: bool,
+    many: str,
+) -> list[str]:
+    """What is said where no yardstick of the column finished, or where an attack that worked without protection did not.
+
+    An attack that applies to no text here, such as one that reads what the update lacks, is no gap beside a yardstick.
+    ``many``: what the texts or images are called.
+    """
+    stopped = [a for a in worked if a in here and not (here[a].complete if a == PORTFOLIO else a in finished)]
+    measured = any(a in finished for a in yardsticks)
+    if measured:
+        stopped = [a for a in stopped if not here[a].inapplicable]
+    if stopped:
+        told = ", ".join(f"{a} {here[a].how_it_ended}" for a in stopped)
+        return [tell("of the attacks that work without protection, {stopped}", stopped=told)]
+    if measured:
+        return []
+    if not here:
+        return [tell("no attack was run that looks for {many} in the data sent", many=many)]
+    if not unprotected:
+        return [tell("the run has no column without protection, so no attack was shown to work")]
+    return [tell("no attack of this run was shown to work without protection")]
+
+
+def no_active_attack(records: Sequence[Record], finished: Iterable[str], yardsticks: Collection[str]) -> list[str]:
+    """What is said where the server may send crafted weights and no attack that does so measures anything."""
+    if not any(r["threat"] in ACTIVE_THREATS for r in records):
+        return []
+    passive = {r["attack"] for r in records if not r.get("crafted")}
+    crafted = {r["attack"] for r in records} & set(finished) - passive
+    if not crafted:
+        return [tell("no active attack was run to its end")]
+    return [] if crafted & set(yardsticks) else [tell("no active attack was shown to work without protection")]
+
+
+def adversaries_of(parts: tuple[str, ...], records: Iterable[Record]) -> dict[str, tuple[str, ...]]:
+    """Which attacks know the protection with these ``parts``, by the records. A part of which a record does not say so is
+    known to no attack."""
+    told = {"attacks": (), "unknown": parts, "protection_readers": ()}
+    every = [{**told, **r.get("known_by", {})} for r in records]
+    return {part: tuple(dict.fromkeys(a for one in every for a in one[part])) for part in told}
+
+
+def not_by_one_who_knows(
+    known_by: Mapping[str, tuple[str, ...]],
+    here: Mapping[str, Reading],
+    finished: Collection[str],
+    yardsticks: Collection[str],
+    images: bool,
+) -> list[str]:
+    """What is said where an attack that knows the protection did not run to its end or was not shown to work."""
+    wanted = known_by["attacks"]
+    said = [
+        tell("no attack on images knows {part}", part=part) if images else tell("no attack knows {part}", part=part)
+        for part in known_by["unknown"]
+    ]
+    absent = [a for a in wanted if a not in finished and a not in here]
+    said += [f"{a} {here[a].how_it_ended}" for a in wanted if a in here and a not in finished]
+    ran = [a for a in wanted if a in finished and a not in known_by["protection_readers"]]
+    silent = [a for a in ran if a not in yardsticks and a in here]
+    said += [tell("{attack} was not shown to work without protection either", attack=a) for a in silent]
+    # Only the portfolio ran it here; without protection that stops at the first text that is certain.
+    alone = [a for a in ran if a not in yardsticks and a not in here]
+    said += [tell("results without protection are missing for {attacks}", attacks=", ".join(alone))] if alone else []
+    said += [tell("add --attack {attacks}", attacks=",".join((*absent, *alone)))] if absent or alone else []
+    return [f"{recorded(AGAINST)}: {'; '.join(said)}"] if said else []
