@@ -12,7 +12,9 @@ from rasura.metrics.membership import auc_bound
 from rasura.report.commands import Step
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
+from rasura.report.missing import of_a_trained_model
 from rasura.report.template import COLOURS, filled
+from rasura.report.verdicts import names_of, plain, unmeasured
 
 MIN_RATE = 1e-3
 """Where the logarithmic axes of the plot begin, unless there are texts for less."""
@@ -20,13 +22,15 @@ MIN_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Found:
-    """The page's content: sentences first, a row an attack, and what the figures must be held against."""
+    """The page's content: sentences first, a row an attack, and what the figures must be held against. ``missing``: why
+    nothing can be said for the model, in words."""
 
     sentences: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     checks: tuple[str, ...]
     reasons: tuple[str, ...]
+    missing: tuple[str, ...] = ()
 
 
 def _share(value: float) -> str:
@@ -69,14 +73,24 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
     ]
     reasons = [f"{r['attack']}: {r['reason']}" for r in records if r["status"] != "ok"]
     columns = (tell("attack"), "AUC", *map(_name, rates), tell("leakage"), tell("largest leakage"))
-    return Found(tuple(_sentences(done, rates, plan)), columns, tuple(rows), tuple(_checks(done, plan)), tuple(reasons))
+    missing = _missing(records, plan)
+    sentences = _sentences(done, rates, plan, missing)
+    return Found(tuple(sentences), columns, tuple(rows), tuple(_checks(done, plan)), tuple(reasons), missing)
 
 
-def _sentences(done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any]) -> list[str]:
+def _missing(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> tuple[str, ...]:
+    defense = str(plan.get("defense", "none"))
+    parts = () if plain(defense) else names_of(defense)
+    return tuple(of_a_trained_model(parts, records, plan["attacks"], plan["n_members"] + plan["n_others"]))
+
+
+def _sentences(
+    done: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any], missing: Sequence[str]
+) -> list[str]:
     real = [r for r in done if r["attack"] != "blind"]
     if not real:
         return [tell("No attack on the model gave a result: not measured.")]
-    out = _figures(real, rates, plan)
+    out = _figures(real, rates, plan, missing)
     if _off(done):
         out.append(
             tell(
@@ -98,7 +112,9 @@ def _apart(auc: Mapping[str, Any]) -> bool:
     return bool(auc["low"] > 0.5 or auc["high"] < 0.5)
 
 
-def _figures(real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any]) -> list[str]:
+def _figures(
+    real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any], missing: Sequence[str]
+) -> list[str]:
     members, others = plan["n_members"], plan["n_others"]
     if not rates:
         best = max(real, key=lambda r: r["scores"]["auc"]["mean"])
@@ -108,7 +124,7 @@ def _figures(real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapp
                 "member above another text with a chance of {auc}; guessing is .5.", members=members, others=others,
                 attack=best["attack"], auc=_auc(best["scores"]["auc"]),
             ),
-            _verdict(real, None),
+            _verdict(real, None, missing),
             tell(
                 "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
                 "needs 100 texts of each kind."
@@ -121,11 +137,11 @@ def _figures(real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapp
         "finds {rate} of the members. It takes {fpr:g} % of the others for members; guessing then finds {fpr:g} %.",
         members=members, others=others, attack=best["attack"], rate=_rate(score), fpr=100 * fpr,
     )  # fmt: skip
-    return [says, _verdict(real, rates[0])]
+    return [says, _verdict(real, rates[0], missing)]
 
 
-def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None) -> str:
-    """What the attacks that gave a figure say together: each beyond its interval, or nothing."""
+def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None, missing: Sequence[str]) -> str:
+    """What the attacks that gave a figure say together: each beyond its interval, or nothing, if none is ``missing``."""
     if rate is not None and any(r["scores"][rate]["low"] > float(rate[4:]) for r in real):
         return tell("Above guessing: the model reveals which texts it was trained on.")
     ranked = [r["attack"] for r in real if _above(r)]
@@ -135,6 +151,9 @@ def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None) -> str:
             "Above guessing: {attacks} separates members from others, and its interval excludes guessing.",
             attacks=", ".join(ranked),
         ) + (f" {recorded(few)}" if rate is not None else "")
+    if missing:
+        told = unmeasured(missing)
+        return f"{told[0].upper()}{told[1:]}."
     n = real[0]["scores"]["auc"]["n"]
     high = max(max(r["scores"]["auc"]["high"], 1 - r["scores"]["auc"]["low"]) for r in real)
     return tell(
@@ -214,26 +233,28 @@ def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, A
         count=plan["shadow_models"], machine=machine(made),
     )  # fmt: skip
     who = recorded(str(records[0]["threat_plain"])) if records else ""
+    missing = _missing(records, plan)
     return filled(
         "membership.html", f=membership_findings(records, plan), plan=plan, plot=_plot(records, plan), made=made,
-        lines=[_line(r, plan) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
+        lines=[_line(r, missing) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
         head=origin(plan, records, made, who=who, means=means, source=str(plan["members"])), settings=settings(plan),
-        step=_step(records, plan),
+        step=_step(records, plan, missing),
     )  # fmt: skip
 
 
-def _line(record: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]:
+def _line(record: Mapping[str, Any], missing: Sequence[str]) -> dict[str, Any]:
     """An attack in the plot of verdicts: its AUC in percent."""
     if record["status"] != "ok":
         word, dot = tell("not measured"), None
     else:
-        word = tell("above guessing") if _above(record) else tell("not told from guessing")
+        quiet = tell("not told from guessing by this attack alone") if missing else tell("not told from guessing")
+        word = tell("above guessing") if _above(record) else quiet
         dot = tuple(100 * record["scores"]["auc"][end] for end in ("mean", "low", "high"))
     name, baseline = record["attack"], record["attack"] == "blind"
     return {"name": name, "anchor": f"attack-{name}", "word": word, "dot": dot, "baseline": baseline, "chosen": False}
 
 
-def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Step:
+def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing: Sequence[str]) -> Step:
     """What to do next."""
     real = [r for r in records if r["status"] == "ok" and r["attack"] != "blind"]
     if not real:
@@ -243,6 +264,10 @@ def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Step
     if any(_above(r) for r in real):
         words = ("rasura", "train", str(plan["members"]), "--defense", "none,dp-sgd:1.0")
         return Step(tell("Train with a formal guarantee, and measure the trained model again."), shlex.join(words))
+    if any(r["status"] != "ok" for r in records):
+        return Step(tell("Read below why an attack has no result."))
+    if missing:
+        return Step(tell("Add the attacks that know this protection."))
     return Step(tell("Measure with more texts and more shadow models before you rely on this."))
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rasura.core.records import ACTIVE_THREATS
 from rasura.report.language import recorded, tell
-from rasura.report.readings import PORTFOLIO, Reading, Record, cells_of, readings
+from rasura.report.readings import BLIND, PORTFOLIO, Reading, Record, cells_of, readings
 
 AGAINST = "against an adversary who knows it"
 
@@ -96,3 +97,19 @@ def not_by_one_who_knows(
     said += [tell("results without protection are missing for {attacks}", attacks=", ".join(alone))] if alone else []
     said += [tell("add --attack {attacks}", attacks=",".join((*absent, *alone)))] if absent or alone else []
     return [f"{recorded(AGAINST)}: {'; '.join(said)}"] if said else []
+
+
+def of_a_trained_model(parts: tuple[str, ...], records: Sequence[Record], asked: Iterable[str], texts: int) -> list[str]:
+    """What is missing before nothing is said to be found in a trained model, of which each attack of the ``records`` judged
+    all ``texts`` or none. ``parts``: of its protection, none without one. ``asked``: the attacks of the plan."""
+    here = {r["attack"]: _of_all(r["attack"], r["status"], texts) for r in records if r["attack"] != BLIND}
+    finished = [a for a, r in here.items() if r.complete]
+    known_by = adversaries_of(parts, records)
+    left = [a for a in asked if a not in (BLIND, *finished, *known_by["attacks"])]
+    said = [f"{a} {here[a].how_it_ended}" if a in here else tell("{attack} has no result", attack=a) for a in left]
+    return [*said, *not_by_one_who_knows(known_by, here, finished, finished, images=False)]
+
+
+def _of_all(attack: str, status: str, texts: int) -> Reading:
+    none: frozenset[tuple[int, int]] = frozenset()
+    return Reading(attack, texts, {}, {}, frozenset(), frozenset(), none, status == "ok", Counter({status: texts}))

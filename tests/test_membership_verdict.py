@@ -1,0 +1,74 @@
+"""What a membership run concludes where an attack gave no figure or was not run. Plain Records, no model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rasura.registry import membership_adversaries
+from rasura.report.membership import Found, membership_findings, render_membership
+
+KNOW = membership_adversaries("dp-sgd:1.0").attacks
+PLAN: dict[str, Any] = {"kind": "membership", "model": "m", "members": "a.jsonl", "task": "classification", "n_members": 30,
+                        "n_others": 30, "shadow_models": 2, "defense": "dp-sgd:1.0"}  # fmt: skip
+MIDDLE = {"mean": 0.5, "low": 0.37, "high": 0.63, "n": 60}
+
+
+def row(attack: str, status: str = "ok", auc: float = 0.5, defense: str = "dp-sgd:1.0", **more: Any) -> dict[str, Any]:
+    scores = {"auc": {"mean": auc, "low": auc - 0.1, "high": auc + 0.1, "n": 60}, "leakage": {"mean": None},
+              "largest_leakage": {"mean": 0.1, "chance": 0.2, "n": 60}}  # fmt: skip
+    known = membership_adversaries(defense)
+    return {
+        "attack": attack, "status": status, "reason": "" if status == "ok" else "it broke",
+        "blind": {"auc": MIDDLE, "words": MIDDLE},
+        "scores": scores if status == "ok" else {}, "details": {"roc": [(0.1, 0.1), (1.0, 1.0)]}, "data": "d",
+        "known_by": {"attacks": list(known.attacks), "unknown": [], "protection_readers": []}, "threat_plain": "someone",
+        "wall_seconds": 1.0, **more,
+    }  # fmt: skip
+
+
+def found(*rows: dict[str, Any], **plan: Any) -> Found:
+    return membership_findings(rows, {**PLAN, "attacks": [r["attack"] for r in rows], **plan})
+
+
+def test_a_protection_is_not_judged_without_the_attacks_that_know_it() -> None:
+    told = found(row("blind"), row("loss"))
+    assert "Not measured against an adversary who knows it: add --attack lira,mia,mia-r,rmia." in told.sentences
+    assert told.missing and "Not told from guessing" not in " ".join(told.sentences)
+    whole = found(row("loss"), *map(row, KNOW))
+    assert whole.missing == () and any(s.startswith("Not told from guessing: with 60 texts") for s in whole.sentences)
+
+
+def test_an_attack_that_gave_no_figure_ends_the_conclusion() -> None:
+    for status, how in (("crashed", "crashed on 60 of 60"), ("not_applicable", "does not apply to 60 of 60"),
+                        ("failed", "has results for 0 of 60")):  # fmt: skip
+        told = found(row("loss"), *map(row, KNOW[1:]), row(KNOW[0], status))
+        assert f"Not measured against an adversary who knows it: lira {how}." in told.sentences
+        free = found(*(row(a, s, defense="none") for a, s in (("loss", "ok"), ("lira", status))), defense="none")
+        assert f"Not measured: lira {how}." in free.sentences
+    assert any(s.startswith("Not told from guessing") for s in found(row("loss", defense="none"), defense="none").sentences)
+
+
+def test_an_attack_of_which_an_interrupted_run_has_no_result_ends_it_too() -> None:
+    told = found(row("loss", defense="none"), defense="none", attacks=["blind", "loss", "rmia"])
+    assert "Not measured: rmia has no result." in told.sentences
+
+
+def test_a_record_that_does_not_say_who_knows_the_protection_judges_nothing() -> None:
+    told = found(*(row(a, known_by={}) for a in ("loss", *KNOW)))
+    assert "Not measured against an adversary who knows it: no attack knows dp-sgd." in told.sentences
+
+
+def test_what_is_above_guessing_is_said_whoever_is_missing() -> None:
+    told = found(row("loss", auc=0.8), row("lira", "crashed"))
+    assert any(s.startswith("Above guessing: loss separates") for s in told.sentences)
+    assert told.missing
+
+
+def test_no_mark_of_the_page_says_more_than_its_headline() -> None:
+    def page(*rows: dict[str, Any]) -> str:
+        return " ".join(render_membership(rows, {**PLAN, "attacks": [r["attack"] for r in rows]}).split())
+
+    gap = page(row("loss"), row("lira", "crashed"))
+    assert "not told from guessing by this attack alone" in gap and "Read below why an attack has no result." in gap
+    assert "Add the attacks that know this protection." in page(row("loss"))
+    assert "by this attack alone" not in page(row("loss"), *map(row, KNOW))
