@@ -64,6 +64,26 @@ def test_what_one_run_lacks_is_not_comparable() -> None:
     assert ("bf16", None) in [(c, now) for c, _, now in alone.verdicts]
 
 
+def test_what_could_not_be_compared_is_counted_and_sets_the_exit_code() -> None:
+    whole = run([*READ, *column("span", "bf16", noisy())])
+    same = compared(whole, whole)
+    assert same.says.startswith("Nothing changed beyond noise, by the 95 % interval") and same.exit == 0
+    crashed = compared(whole, run([*READ, *column("span", "bf16", [None] * MANY, "crashed")]))
+    assert crashed.says.startswith("0 of 2 comparisons changed beyond noise; 1 could not be made, by") and crashed.exit == 4
+    moved = compared(whole, run([*column("span", "none", [0.2] * MANY), *column("span", "bf16", [None], "crashed")]))
+    assert moved.says.startswith("1 of 2 comparisons changed beyond noise; 1 could not be made") and moved.exit == 4
+    assert compared(whole, run([*READ, *column("span", "bf16", noisy(0.25))])).exit == 0, "a change is an answer"
+    nothing = compared(run([]), run([]))
+    assert nothing.exit == 4 and "the runs have no figures to compare" in nothing.says
+
+
+def test_an_attack_that_applies_in_neither_run_is_the_same_in_both() -> None:
+    absent = run([*READ, *column("tag", "none", [None] * MANY, "not_applicable")])
+    assert words(absent, absent)["tag", "none"] == SAME and compared(absent, absent).exit == 0
+    crashed = run([*READ, *column("tag", "none", [None] * MANY, "crashed")])
+    assert words(absent, crashed)["tag", "none"] == words(crashed, crashed)["tag", "none"] == UNKNOWN
+
+
 def test_what_differs_is_said() -> None:
     a, b = run(READ, model="aa", budget="quick", data="x"), run(READ, model="bb", budget="paper", data="x")
     assert compared(a, b).settings == ("budget: quick, then paper", "the weights of the model: aa, then bb")

@@ -24,7 +24,8 @@ Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 def compare(first: Folder, second: Folder, as_json: Json = False) -> None:
     """Say what changed between two audits of the same kind, beyond noise.
 
-    If both audits read the same texts, each text is compared with itself.
+    If both audits read the same texts, each text is compared with itself. Exit code 4: a comparison could not be made, as
+    where an attack crashed or was not run in one of the audits.
 
     Example: rasura compare runs/before runs/after
     """
@@ -33,14 +34,15 @@ def compare(first: Folder, second: Folder, as_json: Json = False) -> None:
 
     found = compared(opened(first), opened(second))
     if as_json:
-        sys.stdout.write(json.dumps(asdict(found), ensure_ascii=False) + "\n")
+        told = asdict(found) | {"says": found.says, "exit": found.exit}
+        sys.stdout.write(json.dumps(told, ensure_ascii=False) + "\n")
     else:
         _print(found)
+    if found.exit:
+        raise typer.Exit(found.exit)
 
 
 def _print(found: Comparison) -> None:
-    from rasura.report.compare import CHANGED
-
     for line in found.settings:
         say(f"different: {line}")
     verdicts = [v for v in found.verdicts if v[1] != v[2]]
@@ -54,11 +56,7 @@ def _print(found: Comparison) -> None:
         n = str(c.n[0]) if c.n[0] == c.n[1] else f"{c.n[0]}, {c.n[1]}"
         table.add_row(c.attack, c.column, *mean, span, n, c.word)
     out.print(table)
-    changed = sum(c.word == CHANGED for c in found.changes)
-    told = (
-        f"{changed} of {len(found.changes)} comparisons changed beyond noise" if changed else "Nothing changed beyond noise"
-    )
-    out.print(f"{told}, by the 95 % interval of each difference. By chance, about one in twenty is called changed.")
+    out.print(found.says)
 
 
 @app.command(name="bundle")

@@ -10,9 +10,10 @@ from typing import Any
 from rasura.core.errors import InputError
 from rasura.metrics.intervals import mean_interval
 from rasura.report.findings import column_of
+from rasura.report.gate import NOT_JUDGED, PASSED
 from rasura.report.head import Made
 from rasura.report.matrix import Findings
-from rasura.report.readings import Record, about_texts, cells_of, reading
+from rasura.report.readings import Reading, Record, about_texts, cells_of, reading
 
 CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"
 
@@ -57,6 +58,25 @@ class Comparison:
     verdicts: tuple[tuple[str, str | None, str | None], ...]
     changes: tuple[Change, ...]
 
+    def count(self, word: str) -> int:
+        """How many attacks under a protection have this ``word``."""
+        return sum(c.word == word for c in self.changes)
+
+    @property
+    def exit(self) -> int:
+        """The exit code: that of ``gate`` for what could not be judged, where a comparison or all of them are missing."""
+        return NOT_JUDGED if self.count(UNKNOWN) or not self.changes else PASSED
+
+    @property
+    def says(self) -> str:
+        """What changed beyond noise, and how many comparisons could not be made."""
+        changed, unknown, n = self.count(CHANGED), self.count(UNKNOWN), len(self.changes)
+        told = (
+            f"{changed} of {n} comparisons changed beyond noise" if changed or self.exit else "Nothing changed beyond noise"
+        )
+        told += f"; {unknown} could not be made" if unknown else "; the runs have no figures to compare" if not n else ""
+        return f"{told}, by the 95 % interval of each difference. By chance, about one in twenty is called changed."
+
 
 def compared(first: Run, second: Run) -> Comparison:
     """Compare two runs of the same kind. Raises ``InputError`` if they measure different things."""
@@ -68,23 +88,24 @@ def compared(first: Run, second: Run) -> Comparison:
     keys = sorted({*before, *after}, key=lambda key: (list(order).index(key[1]), key[0]))
     was, now = ({c: v.says for c, v in run.found.verdicts.items()} for run in (first, second))
     verdicts = tuple((c, was.get(c), now.get(c)) for c in order)
-    changes = tuple(_change(*key, before.get(key, {}), after.get(key, {}), paired) for key in keys)
+    changes = tuple(_change(*key, before.get(key), after.get(key), paired) for key in keys)
     return Comparison(_settings(first, second), paired, verdicts, changes)
 
 
-def _values(run: Run) -> dict[tuple[str, str], Mapping[int, float]]:
-    """Attack and column -> text -> the fraction that was read of it, the mean over seeds."""
+def _values(run: Run) -> dict[tuple[str, str], Reading]:
+    """Attack and column -> what was read of each text, the mean over seeds."""
     groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for r in about_texts(run.records, run.records):
         groups[r["attack"], column_of(r["update"], r["defense"])].append(r)
-    known = {
-        key: (some, reading(key[0], some, cells_of(some, run.found.metric), run.found.metric))
-        for key, some in groups.items()
-    }
-    return {key: found.read for key, (_, found) in known.items() if key[1] in run.found.columns}
+    metric = run.found.metric
+    known = {key: reading(key[0], some, cells_of(some, metric), metric) for key, some in groups.items()}
+    return {key: found for key, found in known.items() if key[1] in run.found.columns}
 
 
-def _change(attack: str, column: str, a: Mapping[int, float], b: Mapping[int, float], paired: bool) -> Change:
+def _change(attack: str, column: str, first: Reading | None, second: Reading | None, paired: bool) -> Change:
+    if first is not None and second is not None and first.inapplicable and second.inapplicable:
+        return Change(attack, column, SAME, None, None)
+    a, b = (r.read if r is not None else {} for r in (first, second))
     n = len(a), len(b)
     before, after = (sum(v.values()) / len(v) if v else None for v in (a, b))
     if before is None or after is None:
