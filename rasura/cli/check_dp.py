@@ -145,6 +145,8 @@ def _finding(one: Finding) -> None:
         say(f"  hazard: {HAZARDS[hazard.code]}: {hazard.says}")
     for text in one.unknown:
         say(f"  not known: {text}")
+    for text in one.assumptions:
+        say(f"  assumed: {text}")
     for text in one.notes:
         say(f"  note: {text}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import rasura.accounting.configurations.dp_sgd as dp_sgd
@@ -80,13 +80,13 @@ def checked_files(paths: Iterable[Path], facts: Facts | None = None, stated: Sta
     Raises ``InputError`` for files that cannot be read.
     """
     found = read_files(paths)
-    return check(Contents(found.calls, (facts or Facts()).over(found.facts), stated or found.stated, found.strange))
+    return check(replace(found, facts=(facts or Facts()).over(found.facts), stated=stated or found.stated))
 
 
 def check(found: Contents) -> Checked:
     """Check ``found``. What is not known is said in words; it never has an epsilon."""
     names = frozenset(one.name for one in found.calls)
-    unknown = [f"{one} looks like a mechanism, but it is not known here" for one in found.strange]
+    unknown = list(found.doubts)
     findings = []
     for call in found.calls:
         if call.name in CHECKS and not _redundant(call, names):
@@ -124,4 +124,9 @@ def _finding(call: Call, found: Contents, names: frozenset[str]) -> Finding:
     if any(one.epsilon is not None and not math.isfinite(one.epsilon) for one in draft.bounds):
         draft.unknown.append("an epsilon is not finite")
         draft.bounds.clear()
+    if found.doubts:
+        draft.unknown.append("no figure stands, since something in the files is not understood")
+        draft.bounds.clear()
+        draft.one_round = draft.equal_noise = None
+    draft.assumptions += found.assumed
     return draft.finding()

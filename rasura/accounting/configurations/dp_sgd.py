@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from rasura.accounting.compositions import POISSON
 from rasura.accounting.configurations.drafts import ADDED, LEFT_OUT, Draft
-from rasura.accounting.configurations.facts import Stated, Unknown, positive
-from rasura.accounting.epsilon import Sampled, composed_epsilon, sigma_for
+from rasura.accounting.configurations.facts import Stated, Unknown, Unread, positive
+from rasura.accounting.epsilon import sigma_for
 from rasura.accounting.gaussian import gaussian_epsilon, sampled_epsilon
+from rasura.accounting.guarantees import Run, guarantee
+from rasura.core.values import Mechanism, Stage
 
 OPACUS = (
     "module", "optimizer", "criterion", "data_loader", "noise_multiplier", "max_grad_norm", "batch_first",
@@ -23,9 +26,9 @@ OPACUS = (
 )  # fmt: skip
 OPACUS_TARGET = (*OPACUS, "target_epsilon", "target_delta")
 OURS = (
-    "model", "optimizer", "loader", "defense", "epochs", "delta", "poisson", "seed", "args", "data_collator",
-    "train_dataset", "eval_dataset", "processing_class", "compute_metrics", "callbacks", "optimizers",
-    "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
+    "model", "optimizer", "loader", "defense", "epochs", "max_steps", "delta", "physical_batch_size", "poisson", "seed",
+    "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics", "callbacks",
+    "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
 )  # fmt: skip
 OWN = (
     "clip", "clip_of", "layers", "noise_multiplier", "noise_std", "noise_on", "noise_seed", "counted_steps",
@@ -38,7 +41,9 @@ def opacus(draft: Draft) -> None:
     """``PrivacyEngine.make_private`` (Opacus 1.6): noise of deviation ``noise_multiplier * max_grad_norm`` on the sum of
     clipped gradients, Poisson sampling at 1 / len(loader), and as many steps in an epoch."""
     _opacus_clip(draft)
-    _planned(draft, draft.noise("noise_multiplier"), _opacus_poisson(draft))
+    multiplier = draft.noise("noise_multiplier")
+    rate, in_epoch = loader(draft, by_length=_opacus_draws(draft))
+    accounted(draft, multiplier, steps_made(draft, rate, in_epoch, _opacus_poisson(draft)), draft.delta("example"))
 
 
 def opacus_target(draft: Draft) -> None:
@@ -51,18 +56,22 @@ def opacus_target(draft: Draft) -> None:
     delta = draft.delta("example", draft.number("target_delta"))
     if draft.stated is None:
         draft.stated = Stated(target, delta)
-    rate, in_epoch = loader(draft)
-    made = passes_made(draft) if draft.facts.epochs or draft.facts.rounds else epochs
-    if made > epochs:
-        draft.hazard("steps", f"the noise is for {epochs} epochs, but {made} are made")
+    rate, in_epoch = loader(draft, by_length=True)  # at which Opacus searches the noise
     # An epsilon within a thousandth of the target is the target's: both accountants round.
     multiplier = 1.001 * sigma_for(target, rate, epochs * in_epoch, delta)
-    poisson = _opacus_poisson(draft)
-    accounted(draft, multiplier, Steps(rate, made * in_epoch, made, poisson), delta)
+    rate, _ = loader(draft, by_length=_opacus_draws(draft))
+    steps = steps_made(draft, rate, in_epoch, _opacus_poisson(draft))
+    if steps.made > epochs * in_epoch:
+        draft.hazard("steps", f"the noise is for {epochs} epochs of {in_epoch} steps, but {steps.made} steps are made")
+    accounted(draft, multiplier, steps, delta)
+
+
+def _opacus_draws(draft: Draft) -> bool:
+    return draft.value("poisson_sampling", True) is True
 
 
 def _opacus_poisson(draft: Draft) -> bool:
-    return draft.value("poisson_sampling", True) is True or draft.facts.sampling == "poisson"
+    return _opacus_draws(draft) or draft.facts.sampling == "poisson"
 
 
 def _opacus_clip(draft: Draft) -> None:
@@ -117,8 +126,7 @@ def own_loop(draft: Draft) -> None:
     if draft.facts.sampling is None:
         raise Unknown("how batches are drawn is not known; pass --sampling poisson, shuffled or fixed")
     counted = draft.value("counted_steps")
-    made = passes_made(draft)
-    steps = Steps(rate, made * in_epoch, made, draft.facts.sampling == "poisson")
+    steps = steps_made(draft, rate, in_epoch, draft.facts.sampling == "poisson")
     if counted is not None and draft.count("counted_steps") < steps.made:
         draft.hazard("steps", f"{counted} steps were counted, but {steps.made} are made")
     delta, multiplier = draft.delta("example"), deviation / reach
@@ -148,33 +156,51 @@ def ours(draft: Draft) -> None:
     if not positive(multiplier):
         raise Unknown(f"the noise of {defense!r} is not a number above 0")
     draft.secret_noise("seed")
-    _planned(draft, multiplier, draft.value("poisson", True) is True, noise)
+    if draft.value("poisson", True) is not True:
+        rate, in_epoch = loader(draft)
+        steps = steps_made(draft, rate, in_epoch, poisson=False)
+        accounted(draft, multiplier, steps, draft.delta("example", draft.value("delta")), noise=noise)
+        return
+    settings: dict[str, float | str] = {"sigma": multiplier, "clip": float(options.get("clip", 1)), "noise": noise}
+    run = _our_run(draft)
+    found = guarantee((Mechanism(form.group(1), Stage.AGGREGATE, settings),), run)
+    if found.epsilon is None or found.delta != run.fails:
+        raise Unknown(found.statement)
+    told(draft, found.epsilon, run.fails, ADDED, (multiplier, 1.0) if noise == "gaussian" else None)
 
 
-def loader(draft: Draft) -> tuple[float, int]:
-    """The rate of Poisson sampling and the steps of an epoch, as one over and the length of a PyTorch loader."""
+def _our_run(draft: Draft) -> Run:
+    """The plan of a training of this package, whose loader draws each example at batch size over examples."""
+    draft.facts = replace(draft.facts, drop_last=False)  # each pass has the steps for all examples
+    rate, in_epoch = loader(draft)
+    steps = steps_made(draft, rate, in_epoch, poisson=True)
+    most = draft.count("max_steps") if draft.value("max_steps") is not None else steps.made
+    delta = draft.delta("example", draft.value("delta"))
+    return Run(draft.fact("examples"), draft.fact("batch_size"), steps.passes, delta, max_steps=min(most, steps.made))
+
+
+def loader(draft: Draft, *, by_length: bool = False) -> tuple[float, int]:
+    """The rate of Poisson sampling, and the steps of an epoch, which are the length of a PyTorch loader.
+
+    A batch has ``batch_size`` examples on average. Some loops draw at one over the length of their loader, which is a higher
+    rate where the last batch is left out: then it counts. ``by_length``: the rate is one over the length in any case, as
+    that of Opacus, which may be lower.
+    """
     examples, size = draft.fact("examples"), draft.fact("batch_size")
     if size > examples:
         raise Unknown(f"batch_size {size} is above the number of examples, {examples}")
     steps = examples // size if draft.facts.drop_last else math.ceil(examples / size)
-    return 1 / steps, steps
+    return 1 / steps if by_length else max(size / examples, 1 / steps), steps
 
 
 def passes_made(draft: Draft) -> int:
     """Passes over the examples: those of a round times the rounds."""
     epochs = draft.facts.epochs
-    if epochs is None and isinstance(given := draft.call.arguments.get("epochs"), int):
-        epochs = given
+    if epochs is None and not isinstance(draft.call.arguments.get("epochs"), Unread | None):
+        epochs = draft.count("epochs")
     if epochs is None:
         epochs = draft.fact("epochs")
     return epochs * (draft.facts.rounds_per_client or draft.facts.rounds or 1)
-
-
-def _planned(draft: Draft, multiplier: float, poisson: bool, noise: str = "gaussian") -> None:
-    rate, in_epoch = loader(draft)
-    made = passes_made(draft)
-    delta = draft.delta("example", draft.value("delta"))
-    accounted(draft, multiplier, Steps(rate, made * in_epoch, made, poisson), delta, noise=noise)
 
 
 class Steps(NamedTuple):
@@ -184,6 +210,18 @@ class Steps(NamedTuple):
     made: int
     passes: int
     poisson: bool
+
+
+def steps_made(draft: Draft, rate: float, in_epoch: int, poisson: bool) -> Steps:
+    """The steps of all passes and rounds. Where the facts give the steps of a round as well, the larger number counts."""
+    facts, given = draft.facts, draft.call.arguments.get("epochs")
+    if facts.steps is None:
+        passes = passes_made(draft)
+        return Steps(rate, passes * in_epoch, passes, poisson)
+    made = facts.steps * (facts.rounds_per_client or facts.rounds or 1)
+    if facts.epochs is not None or given is not None:
+        made = max(made, passes_made(draft) * in_epoch)
+    return Steps(rate, made, math.ceil(made / in_epoch), poisson)
 
 
 def accounted(
@@ -204,17 +242,19 @@ def accounted(
     releases = steps.passes if draft.facts.sampling == "shuffled" else steps.made
 
     def spent(sigma: float) -> float:
-        if noise == "laplace":
-            return composed_epsilon((Sampled(sigma, steps.rate, steps.made, noise),), delta)
         if steps.poisson:
             return sampled_epsilon(sigma, steps.rate, steps.made, delta)
         return gaussian_epsilon(math.sqrt(releases) / sigma, delta)
 
-    draft.bound("example", spent(multiplier), delta, ADDED if steps.poisson else LEFT_OUT)
-    draft.bound("client", None, None, ADDED, NO_CLIENT)
-    if noise == "gaussian":
-        draft.equal_noise = (multiplier, 1.0)
     draft.confused(spent, multiplier, readings or {})
+    told(draft, spent(multiplier), delta, ADDED if steps.poisson else LEFT_OUT, (multiplier, 1.0))
+
+
+def told(draft: Draft, epsilon: float, delta: float, relation: str, equal_noise: tuple[float, float] | None) -> None:
+    """Record the figure of one example, and compare it with what is stated."""
+    draft.bound("example", epsilon, delta, relation)
+    draft.bound("client", None, None, ADDED, NO_CLIENT)
+    draft.equal_noise = equal_noise
     if draft.stated is not None and draft.stated.per == "round":
         draft.unknown.append("a figure of one round is stated, but DP-SGD was counted over the whole run")
         return

@@ -65,6 +65,7 @@ class Finding:
 
     ``one_round``: epsilon of a client after one round. ``unknown``: what no figure could be given for, and why.
     ``equal_noise``: noise multiplier and clip of the equal DP-SGD step on a single text, for an attack.
+    ``assumptions``: what the figures take for granted, since no file shows it.
     """
 
     mechanism: str
@@ -76,6 +77,7 @@ class Finding:
     unknown: tuple[str, ...]
     notes: tuple[str, ...]
     equal_noise: tuple[float, float] | None
+    assumptions: tuple[str, ...] = ()
 
     @property
     def outcome(self) -> Literal["holds", "does not hold", "not known", "computed"]:
@@ -102,6 +104,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
     one_round: float | None = None
     equal_noise: tuple[float, float] | None = None
+    assumptions: list[str] = field(default_factory=list)
 
     def hazard(self, code: str, says: str) -> None:
         """Record a hazard, once for each code."""
@@ -234,4 +237,5 @@ class Draft:
         return Finding(
             self.call.name, self.call.place, tuple(self.hazards), tuple(self.bounds), self.one_round, self.stated,
             tuple(self.unknown), tuple(dict.fromkeys(self.notes)), self.equal_noise,
+            tuple(dict.fromkeys(self.assumptions)),
         )  # fmt: skip

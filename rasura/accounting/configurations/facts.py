@@ -45,8 +45,9 @@ class Facts:
     ``examples``: number of training examples (of one client, where there are clients). ``clients``: number of all clients.
     ``clients_per_round``: how many answer in each round. ``rounds_per_client``: the most rounds that one client takes part
     in; all rounds if None. ``batch_size``: examples in a step, on average; ``epochs``: passes over the examples, in each
-    round. ``weights``: "equal", or the largest fraction that one client has in a round's average. ``parameters``: entries of
-    the update. ``version``: of the framework. ``client_mods``: mods of a Flower ClientApp.
+    round; ``steps``: steps in each round. ``weights``: "equal", or the largest fraction that one client has in a round's
+    average. ``parameters``: entries of the update. ``version``: of the framework. ``client_mods``: mods of a Flower
+    ClientApp. ``drop_last``: the loader leaves out a last batch that is smaller.
     """
 
     examples: int | None = None

@@ -16,12 +16,17 @@ from rasura.core.errors import InputError
 
 @dataclass(frozen=True)
 class Contents:
-    """What files say: calls, facts, a statement, and what looks like a mechanism without being known."""
+    """What files say: calls, facts and a statement.
+
+    ``doubts``: what was found and is not understood, so that no figure stands. ``assumed``: what the figures take for
+    granted.
+    """
 
     calls: tuple[Call, ...] = ()
     facts: Facts = field(default_factory=Facts)
     stated: Stated | None = None
-    strange: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
 
 
 def read_files(paths: Iterable[Path]) -> Contents:
@@ -32,7 +37,8 @@ def read_files(paths: Iterable[Path]) -> Contents:
         if found.stated is not None and one.stated is not None:
             raise InputError(f"{path}: a second [stated] table; expected one for all files")
         facts = _agreeing(found.facts, one.facts, path)
-        found = Contents(found.calls + one.calls, facts, found.stated or one.stated, found.strange + one.strange)
+        doubts, assumed = found.doubts + one.doubts, found.assumed + one.assumed
+        found = Contents(found.calls + one.calls, facts, found.stated or one.stated, doubts, assumed)
     return found
 
 
@@ -82,28 +88,9 @@ def _toml(found: Mapping[str, Value], path: Path) -> Contents:
 
 
 def _python(text: str, path: Path) -> Contents:
-    calls, strange = program(text, str(path))
-    facts: dict[str, Value] = {}
-
-    def take(name: str, value: Value) -> None:
-        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if whole and facts.setdefault(name, value) != value:
-            facts[name] = None  # two figures: neither is taken
-
-    for call in calls:
-        given = call.arguments
-        take("rounds", given.get("num_rounds"))
-        if call.name == "DataLoader":
-            take("batch_size", given.get("batch_size"))
-            if given.get("drop_last") is True:
-                facts["drop_last"] = True
-        if call.name == "TrainingArguments":
-            take("batch_size", given.get("per_device_train_batch_size", 8))
-            epochs = given.get("num_train_epochs", 3)
-            take("epochs", int(epochs) if isinstance(epochs, float) and epochs.is_integer() else epochs)
-        if call.name == "get_epsilon" and isinstance(delta := given.get("delta"), float) and 0 < delta < 1:
-            facts["delta"] = delta
-    return Contents(tuple(calls), Facts.read(facts), None, tuple(strange))
+    calls, found = program(text, str(path))
+    facts = Facts.read({name: value for name, value in found.facts.items() if value is not None})
+    return Contents(tuple(calls), facts, None, tuple(found.doubts), tuple(found.assumed))
 
 
 def _json(found: Value, path: Path) -> Contents:

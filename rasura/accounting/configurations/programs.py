@@ -14,6 +14,8 @@ import rasura.accounting.configurations.flower as flower
 import rasura.accounting.configurations.jax_privacy as jax_privacy
 import rasura.accounting.configurations.nvflare as nvflare
 from rasura.accounting.configurations.facts import Call, Unknown, Unread, Value
+from rasura.accounting.configurations.scopes import Scopes, changed, last_name
+from rasura.accounting.configurations.trainings import LOADER, Training, training
 
 POSITIONS: Mapping[str, tuple[str, ...]] = {
     "LocalDpMod": flower.LOCAL,
@@ -36,7 +38,7 @@ POSITIONS: Mapping[str, tuple[str, ...]] = {
     "protect_training": ("model", "optimizer", "loader", "defense"),
     "PrivateTrainer": ("model", "args", "data_collator", "train_dataset"),
     "clip_grad_norm_": ("parameters", "max_norm"),
-    "DataLoader": ("dataset", "batch_size"),
+    "DataLoader": LOADER,
     "TrainingArguments": ("output_dir",),
     "ServerConfig": ("num_rounds",),
     "get_epsilon": ("delta",),
@@ -66,7 +68,7 @@ class _Reader:
         self.assigned: dict[str, ast.expr | None] = {}
         counts: dict[str, int] = {}
         for node in ast.walk(tree):
-            for name in _changed(node):
+            for name in changed(node):
                 counts[name] = counts.get(name, 0) + 1
             if isinstance(node, ast.ImportFrom):
                 self.aliases |= {one.asname: one.name for one in node.names if one.asname}
@@ -80,7 +82,7 @@ class _Reader:
 
     def name(self, node: ast.AST) -> str:
         """The last part of a dotted name, as it was before an import gave it another."""
-        found = _name(node)
+        found = last_name(node)
         return self.aliases.get(found, found) if isinstance(node, ast.Name) else found
 
     def value(self, node: ast.expr, depth: int = 0) -> Value:
@@ -145,14 +147,15 @@ class _Reader:
         return Call(name, arguments, place, {"program": True})
 
 
-def program(text: str, path: str) -> tuple[list[Call], list[str]]:
-    """The calls in a program that are known here, and the names of those that look like privacy and are not known.
+def program(text: str, path: str) -> tuple[list[Call], Training]:
+    """The calls in a program that are known here, and what it says about its training.
 
     Raises ``SyntaxError`` if ``text`` is not a Python program.
     """
-    reader = _Reader(ast.parse(text))
-    calls, strange = [], []
-    for node in ast.walk(reader.tree):
+    tree = ast.parse(text)
+    reader, scopes = _Reader(tree), Scopes(tree)
+    calls, mechanisms, strange = [], [], []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Name | ast.Attribute) and reader.name(node) in MODS:
             calls.append(Call(reader.name(node), {}, f"{path}:{node.lineno}"))
         if not isinstance(node, ast.Call):
@@ -161,24 +164,9 @@ def program(text: str, path: str) -> tuple[list[Call], list[str]]:
         rounds = [k for k in node.keywords if k.arg == "num_rounds"]
         if name in POSITIONS or rounds:
             calls.append(reader.call(node, f"{path}:{node.lineno}"))
+            mechanisms.append(node)
         elif _LOOKS_PRIVATE.search(name) and name not in (*_HARMLESS, *_KNOWN_BESIDE):
-            strange.append(f"{name} ({path}:{node.lineno})")
-    return calls, strange
-
-
-def _name(node: ast.AST) -> str:
-    """The last part of a dotted name."""
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-
-
-def _changed(node: ast.AST) -> list[str]:
-    """Names that a node of a program binds or deletes; a star for an import of everything."""
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store | ast.Del):
-        return [node.id]
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return [(one.asname or one.name).split(".")[0] for one in node.names]
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return [node.name]
-    if isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
-        return [node.name] if node.name else []
-    return [node.arg] if isinstance(node, ast.arg) else []
+            strange.append(f"{name} ({path}:{node.lineno}) looks like a mechanism, but it is not known here")
+    found = training(scopes, mechanisms, lambda one: reader.call(one, f"{path}:{one.lineno}"), path)
+    found.doubts += strange
+    return calls, found
