@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rasura.core.exact import widened
 from rasura.core.interfaces import InputError, Transform
 from rasura.core.mechanisms import Directional
 from rasura.core.options import options
@@ -25,8 +26,7 @@ HELD = 2**29
 
 
 def _cut(gradient: Gradients, names: Sequence[str], whole: bool) -> list[Tensor]:
-    # At least float32: half precision cannot hold a direction, and numpy knows no bfloat16.
-    flat = [gradient[n].reshape(-1).to(torch.promote_types(gradient[n].dtype, torch.float32)) for n in names]
+    flat = [widened(gradient[n].reshape(-1)) for n in names]  # numpy knows no bfloat16
     return [torch.cat(flat)] if whole else flat
 
 

@@ -19,7 +19,7 @@ from rasura.core.rng import Randomness, normal
 from rasura.core.specs import DefenseSpec
 from rasura.core.values import Gradients, PerExample, Stage
 from rasura.defenses.compose import stateless
-from rasura.defenses.dp_sgd import finite, positive
+from rasura.defenses.dp_sgd import bounded, positive
 
 
 class Noise(Protocol):
@@ -40,7 +40,7 @@ def dp_ftrl(sigma: float, band: int, clip: float = 1.0) -> Transform[PerExample,
     width = positive("dp-ftrl", "sigma", sigma) * positive("dp-ftrl", "clip", clip)
 
     def apply(examples: PerExample, state: Noise | None, rng: Randomness) -> tuple[Gradients, Noise | None]:
-        total = finite(examples.weighted(lambda norms: (clip / norms.clamp_min(1e-300)).clamp(max=1)))
+        total = bounded(examples.weighted(lambda norms: (clip / norms.clamp_min(1e-300)).clamp(max=1)))
         # One draw for all entries, so that an entry has the same place in every step.
         shape = (sum(gradient.numel() for gradient in total.values()),)
         drawn = width * normal(shape, rng) if state is None else state.draw(shape)

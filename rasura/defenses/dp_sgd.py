@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rasura.core.exact import half
 from rasura.core.following import of_count, of_sum
 from rasura.core.interfaces import InputError, Transform
 from rasura.core.mechanisms import DpSgd, Normalised
@@ -36,8 +37,13 @@ def positive(name: str, knob: str, value: Any) -> float:
     return float(value)
 
 
-def finite(total: Gradients) -> Gradients:
-    """``total``. Raises ``InputError`` where it is not finite: no clip bounds such a gradient."""
+def bounded(total: Gradients) -> Gradients:
+    """``total``. Raises ``InputError`` where no clip bounds what a text adds: where it is not finite, or was rounded to half
+    precision, which one text more may move by several clips."""
+    for name, gradient in total.items():
+        if half(gradient):
+            raise InputError(f"the sum of the gradients of {name} is in {str(gradient.dtype).removeprefix('torch.')}, which "
+                "rounds it by more than a clip, and nothing was released; expected float32 or float64")  # fmt: skip
     if not all(bool(torch.isfinite(gradient).all()) for gradient in total.values()):
         raise InputError("the gradient of a text is not a finite number, so no clip bounds it, and nothing was released; "
             "lower the learning rate, or train in float32")  # fmt: skip
@@ -45,12 +51,12 @@ def finite(total: Gradients) -> Gradients:
 
 
 def _released(total: Gradients, examples: PerExample, width: float, noise: str, rng: Randomness) -> Gradients:
-    """``total`` with noise, over the size that the batch has or was expected to have. Raises ``InputError`` as ``finite``
+    """``total`` with noise, over the size that the batch has or was expected to have. Raises ``InputError`` as ``bounded``
     does."""
     divisor = examples.expected or examples.size
     out = {}
-    for name, gradient in finite(total).items():
-        # Added in float64: the noise keeps its tail, whatever the weights are stored in.
+    for name, gradient in bounded(total).items():
+        # Added in float64: the noise keeps its tail.
         drawn = normal(gradient.shape, rng) if noise == "gaussian" else laplace(gradient.shape, rng)
         out[name] = ((gradient.double() + width * drawn) / divisor).to(gradient.dtype)
     return out

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from rasura.core.exact import norm
 from rasura.core.interfaces import InputError, Transform
 from rasura.core.mechanisms import Gaussian, Laplace
 from rasura.core.rng import Randomness, laplace, normal
@@ -26,7 +27,7 @@ Draw = Callable[[Sequence[int], Randomness], Tensor]
 
 def visible_norm(message: Message) -> float:
     """The Euclidean norm of all entries of ``message`` together (entries that are not visible are zero)."""
-    return math.sqrt(sum(float(g.double().square().sum()) for g in message.gradients.values()))
+    return float(norm(message.gradients.values()))
 
 
 def _noise(name: str, knob: str, width: float, clip: float, draw: Draw) -> Transform[Message, Message, None]:

@@ -3,6 +3,7 @@ Opacus."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from rasura.core.exact import half, widened
 from rasura.core.interfaces import InputError
 
 
@@ -27,7 +29,7 @@ _POSITION_WISE = (*_LINEAR, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 
 @dataclass(frozen=True)
 class Passed:
-    """The input of a layer, ``(batch, ...)``, and the gradient at its output."""
+    """The input of a layer, ``(batch, ...)``, and the gradient at its output, both in float32 at least."""
 
     name: str
     layer: nn.Module
@@ -60,7 +62,12 @@ def own_gradients(passed: Passed, taken: Tensor, back: Tensor) -> dict[Any, Tens
         out: dict[Any, Tensor] = rules[type(layer)](layer, [taken], back)
         return out
     try:
-        return other(layer, [taken], back)
+        if not any(half(p) for p in layer.parameters()):
+            return other(layer, [taken], back)
+        # The rule would round each gradient to what the weights are stored in.
+        wide = copy.deepcopy(layer).float()
+        found = other(wide, [taken], back)
+        return {p: found[w] for p, w in zip(layer.parameters(), wide.parameters(), strict=True)}
     except Exception as error:
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise NoRule(f"layer {passed.name} ({type(layer).__name__}) has no rule ({why}); freeze it") from None
@@ -78,7 +85,7 @@ def own_squares(passed: Passed) -> dict[Any, Tensor]:
     if type(layer) is nn.Embedding:
         return {layer.weight: _row_squares(taken, back, layer.num_embeddings)}
     if type(layer) in _LINEAR and back.dim() in (2, 3):
-        taken, back = (x.reshape(len(x), -1, x.shape[-1]) for x in (taken.to(back.dtype), back))
+        taken, back = (x.reshape(len(x), -1, x.shape[-1]) for x in (taken, back))
         out: dict[Any, Tensor] = {layer.weight: _product_squares(taken, back)}
         if layer.bias is not None:
             out[layer.bias] = back.sum(1).double().square().sum(1)
@@ -88,12 +95,14 @@ def own_squares(passed: Passed) -> dict[Any, Tensor]:
 
 def _product_squares(taken: Tensor, back: Tensor) -> Tensor:
     """The squared norm of every ``back[k].T @ taken[k]``: of texts that are short for the layer, the inner product of the
-    two Gram matrices."""
+    two Gram matrices. These are in float64: in float32 they underflow, and lose small norms in large products."""
     length = taken.shape[1]
-    if length * (taken.shape[2] + back.shape[2]) < taken.shape[2] * back.shape[2]:
+    price = 1 if taken.device.type == "cpu" else 64  # of float64, on most GPUs
+    if price * length * (taken.shape[2] + back.shape[2]) < taken.shape[2] * back.shape[2]:
+        taken, back = taken.double(), back.double()
         grams = (taken @ taken.transpose(1, 2)) * (back @ back.transpose(1, 2))
         # Rounding alone makes it negative.
-        return grams.sum((1, 2), dtype=torch.float64).clamp_min(0)
+        return grams.sum((1, 2)).clamp_min(0)
     return torch.stack([(b.T @ t).double().square().sum() for t, b in zip(taken, back)])
 
 
@@ -124,7 +133,6 @@ def summed(passed: Passed, weights: Tensor) -> dict[Any, Tensor]:
     if type(layer) not in _LINEAR:
         found = own_gradients(passed, taken[None], (back * each[:, None])[None])
         return {p: g[0] for p, g in found.items()}
-    taken = taken.to(back.dtype)
     # The narrower of the two is scaled.
     first, second = (taken, back * each[:, None]) if back.shape[1] <= taken.shape[1] else (taken * each[:, None], back)
     weight = first.T @ second if isinstance(layer, Conv1D) else second.T @ first
@@ -180,7 +188,7 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
     seen: list[tuple[str, nn.Module, Tensor, Tensor, int]] = []
     hooks = []
 
-    def widened(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def spread(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
         first = arguments[0] if arguments else None
         if isinstance(first, Tensor) and first.dim() and first.shape[0] == 1 and size > 1:
             # Position ids (1, length): with a row for every text, what comes back is not summed over the texts yet.
@@ -203,7 +211,7 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
 
     try:
         for name, layer in layers:
-            hooks += [layer.register_forward_pre_hook(widened), layer.register_forward_hook(keep(name))]
+            hooks += [layer.register_forward_pre_hook(spread), layer.register_forward_hook(keep(name))]
         with torch.enable_grad():
             out = model(**inputs)
             losses = own_losses(out, inputs["labels"])
@@ -218,7 +226,8 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
     for (name, module, taken, _, _), back in zip(seen, backs):
         if back is None:
             continue
-        back = back.float() if back.dtype in (torch.float16, torch.bfloat16) else back
+        back = widened(back)
+        taken = taken.to(back.dtype) if taken.is_floating_point() else taken
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             back = back * (taken != module.padding_idx)[..., None]
         found.append(Passed(name, module, taken, back))

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rasura.core.exact import exact, norm, widened
 from rasura.core.layers import layers_of
 from rasura.core.updates import changed
 from rasura.core.values import Gradients, PerExample, Weigh
@@ -49,12 +51,13 @@ class Together:
     def row(self, k: int, only: set[Any] | None = None) -> dict[Any, Tensor]:
         """The gradient of text ``k``, by parameter."""
         out: dict[Any, Tensor] = {}
-        for one in self.passed:
-            if only is not None and not any(p in only for p in one.layer.parameters(recurse=False)):
-                continue
-            for p, g in own_gradients(one, one.taken[k : k + 1], one.back[k : k + 1]).items():
-                if p.requires_grad and (only is None or p in only):
-                    out[p] = out[p] + g[0] if p in out else g[0]
+        with self._exact():
+            for one in self.passed:
+                if only is not None and not any(p in only for p in one.layer.parameters(recurse=False)):
+                    continue
+                for p, g in own_gradients(one, one.taken[k : k + 1], one.back[k : k + 1]).items():
+                    if p.requires_grad and (only is None or p in only):
+                        out[p] = out[p] + g[0] if p in out else g[0]
         return out
 
     def each(self) -> Iterator[Gradients]:
@@ -67,10 +70,11 @@ class Together:
         ``(layers, batch)``."""
         total = torch.zeros(len(self.layers), self.size, dtype=torch.float64, device=self.losses.device)
         shared = {p for p, count in self.uses.items() if count > 1 and p.requires_grad}
-        for one in self.passed:
-            for p, squares in own_squares(one).items():
-                if p.requires_grad and p not in shared:
-                    total[self.places[p]] += squares
+        with self._exact():
+            for one in self.passed:
+                for p, squares in own_squares(one).items():
+                    if p.requires_grad and p not in shared:
+                        total[self.places[p]] += squares
         if shared:
             # The parts of a shared weight are not orthogonal, so their sum is needed.
             for k in range(self.size):
@@ -83,17 +87,23 @@ class Together:
         part's."""
         weights = weigh(self.norms(by_layer))
         out: dict[Any, Tensor] = {}
-        for one in self.passed:
-            places = {self.places[p] for p in one.layer.parameters(recurse=False) if p.requires_grad} if by_layer else {-1}
-            for place in sorted(places):
-                for p, g in summed(one, weights[place] if by_layer else weights).items():
-                    if p.requires_grad and place in (-1, self.places[p]):
-                        out[p] = out[p] + g if p in out else g
+        with self._exact():
+            for one in self.passed:
+                own = one.layer.parameters(recurse=False)
+                places = {self.places[p] for p in own if p.requires_grad} if by_layer else {-1}
+                for place in sorted(places):
+                    for p, g in summed(one, weights[place] if by_layer else weights).items():
+                        if p.requires_grad and place in (-1, self.places[p]):
+                            out[p] = out[p] + g if p in out else g
         return self._named(out)
 
+    def _exact(self) -> AbstractContextManager[None]:
+        # A norm and a sum of rounded products bound nothing: one text more would move the sum by more than a clip.
+        return exact(self.losses.device.type)
+
     def _named(self, found: Mapping[Any, Tensor]) -> Gradients:
-        # As autograd has them: in the order of the model's parameters, in their type, on the CPU.
-        return {n: found[p].to(p.dtype).detach().cpu() for p, n in self.names.items() if p in found}
+        # In the order of the model's parameters, on the CPU, in their type but never in half precision.
+        return {n: found[p].to(widened(p).dtype).detach().cpu() for p, n in self.names.items() if p in found}
 
 
 def fault(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> str | None:
@@ -135,12 +145,11 @@ def _difference(found: Gradients, expected: Gradients, tolerance: float) -> str 
 
 def as_one(update: Gradients) -> PerExample:
     """``update`` as a batch of one text: the aggregation then protects everything in it together."""
+    update = {n: widened(g) for n, g in update.items()}
 
     def weighted(weigh: Weigh, by_layer: bool = False) -> Gradients:
         layers = layers_of(update) if by_layer else [list(update)]
-        norms = torch.stack(
-            [torch.stack([update[n].double().square().sum() for n in names]).sum().sqrt() for names in layers]
-        )
+        norms = torch.stack([norm(update[n] for n in names) for names in layers])
         weights = weigh(norms[:, None] if by_layer else norms).reshape(-1).tolist()
         found = {n: weight * update[n] for names, weight in zip(layers, weights) for n in names}
         return {n: found[n] for n in update}
@@ -209,7 +218,8 @@ def per_example(
     """The gradients of a batch of ``size`` texts: together where the rules hold, otherwise one by one. Losses are appended
     to ``told``.
 
-    Every trained parameter has a gradient; it is zero where the loss does not use the parameter.
+    Every trained parameter has a gradient; it is zero where the loss does not use the parameter. Gradients, norms and sums
+    are in float32 at least, whatever the weights are stored in and the passes are computed in.
     """
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     names = list(trained)
@@ -217,7 +227,7 @@ def per_example(
 
     def whole(found: Gradients) -> Gradients:
         # A parameter without a gradient has one of zeros: which ones a text uses may tell of it, and all get their noise.
-        return {n: found[n] if n in found else torch.zeros_like(p, device="cpu") for n, p in trained.items()}
+        return {n: widened(found[n] if n in found else torch.zeros_like(p, device="cpu")) for n, p in trained.items()}
 
     def together() -> Together | None:
         if size and not ready and fault(model, inputs, size) is None:

@@ -107,6 +107,9 @@ def message_for(
             part = by_stage[Stage.AGGREGATE][0]
             kept = {} if kept is None else kept
             entries, kept["state"] = part.apply(examples, kept.get("state", part.init(model)), rng)
+            # Rounded to what the weights are stored in now, when the noise is there.
+            stored = {n: p.dtype for n, p in model.named_parameters()}
+            entries = {n: g.to(stored.get(n, g.dtype)) for n, g in entries.items()}
         else:
             entries = mean()
         if record is not None:

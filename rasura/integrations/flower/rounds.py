@@ -123,7 +123,8 @@ def protected(
         # No model or inputs: masks are agreed, and what else acts on messages needs neither.
         state = part.init((None, {}))
         if part.stage is Stage.AGGREGATE:
-            message = replace(message, gradients=part.apply(as_one(update), state, rng)[0])
+            found = part.apply(as_one(update), state, rng)[0]
+            message = replace(message, gradients={n: g.to(update[n].dtype) for n, g in found.items()})
             continue
         if part.mechanism.name == "sealing":
             moved = {

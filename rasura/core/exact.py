@@ -1,0 +1,47 @@
+"""Norms and sums of gradients as a guarantee needs them: nothing is rounded to half precision, nothing underflows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def exact(device: str) -> Iterator[None]:
+    """Inside the block, products of float32 tensors are in float32, whatever autocast on ``device`` and the process say
+    (TF32, bfloat16)."""
+    backends: Any = torch.backends
+    if hasattr(backends.cudnn, "conv"):
+        places = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
+        name, full = "fp32_precision", "ieee"
+    else:  # torch before 2.9
+        places, name, full = [backends.cuda.matmul, backends.cudnn], "allow_tf32", ""
+    before = [getattr(place, name) for place in places]
+    try:
+        for place in places:
+            setattr(place, name, full or False)
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        for place, value in zip(places, before):
+            setattr(place, name, value)
+
+
+def half(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is of floating-point numbers shorter than float32."""
+    return tensor.is_floating_point() and tensor.element_size() < 4
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """``tensor``, in float32 where it is shorter: half precision cannot hold a sum, a norm or a direction."""
+    return tensor.float() if half(tensor) else tensor
+
+
+def norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The Euclidean norm of all entries of ``tensors`` together, ``()`` float64. Squares are taken in float64, where those
+    of float32 numbers do not underflow."""
+    return sum((tensor.double().square().sum() for tensor in tensors), torch.zeros((), dtype=torch.float64)).sqrt()

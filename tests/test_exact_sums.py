@@ -1,0 +1,165 @@
+"""Sums of clipped and of normalised gradients: one text more moves them by at most a clip, in half precision as well."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from rasura.core.exact import exact
+from rasura.core.interfaces import InputError
+from rasura.core.rng import generator
+from rasura.core.values import PerExample
+from rasura.defenses.dp_ftrl import dp_ftrl
+from rasura.defenses.dp_sgd import dp_sgd, normalised_gaussian
+from rasura.testing.tiny import VOCABULARY, batch_for, tiny
+from rasura.victims.per_example import as_one, by_owner, per_example
+from rasura.victims.step import message_for, step
+
+pytest.importorskip("opacus")
+TEXTS = 384
+HALVES = ["autocast", "weights", "loop"]
+
+
+class Custom(nn.Module):
+    """A layer of one weight a feature, for which there is no rule of its own."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Net(nn.Module):
+    """Features through layers of several kinds into two classes. ``flat``: a weight is used outside its layer."""
+
+    def __init__(self, width: int = 24, *, flat: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scaled, self.first, self.normed, self.head = (
+            Custom(width), nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 2),
+        )  # fmt: skip
+        self.flat = flat
+
+    def forward(self, features: Tensor, labels: Tensor) -> ModelOutput:
+        hidden = self.normed(torch.tanh(self.first(self.scaled(features.to(self.head.weight.dtype)))))
+        hidden = hidden @ self.first.weight if self.flat else hidden
+        logits = self.head(hidden)
+        return ModelOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def of(count: int, how: str, *, tokens: bool = False) -> PerExample:
+    """``count`` like texts in bfloat16: by autocast, or in the weights, or through the loop over single texts."""
+    noise = torch.randn((TEXTS + 1, 24), generator=generator(1))
+    features = (torch.ones(24) + 0.3 * noise)[:count]
+    model = Net(flat=how == "loop")
+    model = model if how == "autocast" else model.to(torch.bfloat16)
+    inputs = {"features": features, "labels": torch.ones(count, dtype=torch.long)}
+    return per_example(model, inputs, count, mean=dict, told=lambda loss: None)
+
+
+def running(how: str) -> Any:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if how == "autocast" else nullcontext()
+
+
+def clipped(norms: Tensor) -> Tensor:
+    return (0.1 / norms.clamp_min(1e-300)).clamp(max=1)
+
+
+def moved(total: Callable[[int], Any]) -> float:
+    """How far one text more moves the sum."""
+    without, joined = total(TEXTS), total(TEXTS + 1)
+    assert {g.dtype for g in joined.values()} == {torch.float32}
+    return math.sqrt(sum(float((joined[n].double() - without[n].double()).square().sum()) for n in joined))
+
+
+@pytest.mark.parametrize("how", HALVES)
+def test_one_text_more_moves_the_sum_by_a_clip_at_most(how: str) -> None:
+    with running(how):
+        assert moved(lambda count: of(count, how).weighted(clipped)) <= 0.1 * 1.001
+        assert moved(lambda count: by_owner(of(count, how), [1] * count).weighted(clipped)) <= 0.1 * 1.001
+
+
+@pytest.mark.parametrize("how", HALVES)
+def test_a_text_is_clipped_to_the_clip_in_all_and_in_each_layer(how: str) -> None:
+    with running(how):
+        for features in torch.randn((4, 24), generator=generator(2)):
+            model = Net(flat=how == "loop")
+            model = model if how == "autocast" else model.to(torch.bfloat16)
+            inputs = {"features": features[None], "labels": torch.ones(1, dtype=torch.long)}
+            examples = per_example(model, inputs, 1, mean=dict, told=lambda loss: None)
+            found = examples.weighted(clipped)
+            assert math.sqrt(sum(float(g.double().square().sum()) for g in found.values())) <= 0.1 * (1 + 1e-5)
+            layers = examples.weighted(clipped, True)
+            for name in ("scaled", "first", "normed", "head"):
+                own = sum(float(g.double().square().sum()) for n, g in layers.items() if n.startswith(name))
+                assert math.sqrt(own) <= 0.1 * (1 + 1e-5), name
+
+
+@pytest.mark.parametrize("defense", [dp_sgd(1.0), dp_ftrl(1.0, 1), dp_sgd(1.0, noise="laplace"), normalised_gaussian(1.0)])
+def test_a_step_in_half_precision_is_rounded_after_the_noise(defense: Any) -> None:
+    model = tiny("bert", "classification").bfloat16()
+    known: Any = {"task": "classification", "vocabulary": VOCABULARY}
+    found = step(model, batch_for("classification", 4), (defense,), rng=generator(0), expected=4, **known).message
+    assert {g.dtype for g in found.gradients.values()} == {torch.bfloat16}
+    batch = batch_for("classification", 4).inputs()
+    types: list[torch.dtype] = []
+
+    def apply(examples: PerExample, state: Any, rng: Any) -> Any:
+        total, after = defense.apply(examples, state, rng)
+        types.extend(g.dtype for g in total.values())
+        return total, after
+
+    from dataclasses import replace
+
+    message_for(model, batch, 4, (replace(defense, apply=apply),), generator(0))
+    assert set(types) == {torch.float32}
+
+
+@pytest.mark.parametrize("defense", [dp_sgd(1.0), dp_ftrl(1.0, 1), dp_sgd(1.0, quantile=0.5), normalised_gaussian(1.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sum_in_half_precision_is_not_released(defense: Any, dtype: torch.dtype) -> None:
+    total = {"w": torch.ones(3, dtype=dtype)}
+
+    def weighted(weigh: Any, by_layer: bool = False) -> Any:
+        weigh(torch.ones(1, dtype=torch.float64))
+        return total
+
+    examples = PerExample(lambda: total, lambda: iter([total]), 1, weighted)
+    state = 1.0 if "quantile" in defense.mechanism.parameters else None
+    with pytest.raises(InputError, match=r"gradients of w is in b?float16.*expected float32 or float64"):
+        defense.apply(examples, state, generator(0))
+
+
+def test_the_update_of_a_client_in_half_precision_is_clipped_as_it_is() -> None:
+    update = {"w": torch.randn(4000, generator=generator(3)).bfloat16()}
+    found = as_one(update).weighted(clipped)["w"]
+    assert found.dtype == torch.float32 and float(found.double().norm()) == pytest.approx(0.1, rel=1e-5)
+
+
+def test_products_are_exact_whatever_the_process_says() -> None:
+    before = torch.get_float32_matmul_precision()
+    backend: Any = torch.backends.mkldnn.matmul
+    try:
+        torch.set_float32_matmul_precision("medium")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with exact("cpu"):
+                assert not torch.is_autocast_enabled("cpu") and getattr(backend, "fp32_precision", "ieee") == "ieee"
+            assert torch.is_autocast_enabled("cpu") and torch.get_float32_matmul_precision() == "medium"
+            # The sum over many texts is that of their gradients, in all digits of float32.
+            examples = of(TEXTS, "autocast")
+            found = examples.weighted(torch.ones_like)
+        each = list(examples.each())
+    finally:
+        torch.set_float32_matmul_precision(before)
+    for n, g in found.items():
+        wanted = torch.stack([one[n].double() for one in each]).sum(0)
+        assert float((g.double() - wanted).norm()) <= 1e-5 * float(wanted.norm()), n
