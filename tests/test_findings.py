@@ -135,7 +135,10 @@ def test_a_note_with_names_counts_once_and_where_an_attack_gave_no_figure() -> N
         )
 
     rows = [seen(0, 1, 1.0), seen(0, 4, 0.5), seen(1, 1, 0.5), seen(1, 4, 0.5), seen(2, 1, None), seen(2, 4, None)]
-    assert findings(rows).sentence[-1] == "Every name, number and date was recovered in 1 of the 3 notes that contain any."
+    assert (
+        findings(rows).sentence[-1]
+        == "Every name, number and date that the rules find was recovered in 1 of the 3 notes with any."
+    )
 
 
 def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
@@ -152,7 +155,7 @@ def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
         f"From one update of 1 to 4 notes with no protection, the server read back {level.text} of the words.",
         "This figure covers 3 of 4 notes; the others have no figure.",
         f"Guessing without the update: {guess.text}.",
-        "Every name, number and date was recovered in 1 of the 2 notes that contain any.",
+        "Every name, number and date that the rules find was recovered in 1 of the 2 notes with any.",
     )
     one = pooled([0.5])
     assert one is not None
@@ -283,6 +286,23 @@ def test_a_protection_without_a_verdict_has_the_figures_of_its_attacks() -> None
     assert "gaussian:1 (risk 25 %): not measured" in found.recommendation
     assert "laplace:1 (no figure): not measured" in found.recommendation
     assert "Nothing is known" not in found.recommendation
+
+
+def test_notes_in_which_the_rules_cannot_tell_names_are_counted() -> None:
+    def rows_of(told: bool | None) -> list[dict[str, Any]]:
+        more = {} if told is None else {"tells_names": told}
+        return [{"sent": "", "read": "", "words": [], "score": 0.5, **more}]
+
+    rows = [
+        record(a, value=0.5, note=n, recovered=rows_of(t))
+        for a in ("span", "tag")
+        for n, t in enumerate((True, False, None))
+    ]
+    assert findings(rows).sentence[-1] == (
+        "In 1 of 3 notes the rules cannot tell names: they know only capitals of the Latin, Greek, Cyrillic and Armenian "
+        "scripts."
+    )
+    assert "the rules" not in " ".join(findings(READ).sentence)
 
 
 def test_a_summary_is_the_findings_in_plain_values() -> None:

@@ -93,9 +93,32 @@ def test_a_text_without_a_word_of_its_own_is_not_measured() -> None:
         assert math.isnan(metric(read, unknown)[0]) and metric(read, unknown)[1] == 1.0
 
 
+def spans_of(text: str) -> list[str] | None:
+    found = sensitive_spans(text)
+    return None if found is None else [text[a:b] for a, b in found]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Пациент Иван Петров живёт в Москве", ["Пациент Иван Петров", "Москве"]),
+        ("Борис Орлов должен 4250 рублей", ["Борис Орлов", "4250"]),
+        ("Ο ασθενής Γιώργος Παπαδόπουλος", ["Γιώργος Παπαδόπουλος"]), ("Please call Łukasz Żak", ["Łukasz Żak"]),
+        ("Please call E\u0301mile Zola", ["E\u0301mile Zola"]), ("Nothing of the ordinary, 5 µg", ["5"]), ("42", ["42"]),
+        ("المريض أحمد علي يسكن في القاهرة", None), ("患者李小明住在北京", None), ("გიორგი ბერიძე", None),
+        ("Dear 李小明, please call", None), ("patient john smith owes 400", None),
+    ],
+)  # fmt: skip
+def test_names_are_told_by_the_capitals_of_their_script_or_not_known(text: str, found: list[str] | None) -> None:
+    assert spans_of(text) == found
+    assert [hurts for _, _, hurts in marked_words("Dear 李小明 owes 400", "")] == [False, False, False, True]
+    if found is None:
+        assert math.isnan(Sensitive()(guess([20]), truth([20], texts=(text,)))[0])
+
+
 def test_sensitive_spans() -> None:
     text = "Mr Okafor was given 14 units on 3 March , then Lena Brandt called a.b@c.org ."
-    found = [text[a:b] for a, b in sensitive_spans(text)]
+    found = spans_of(text)
     assert found == ["Okafor", "14", "3 March", "Lena Brandt", "a.b@c.org"]
     assert sensitive_spans("Please call the doctor .") == []
 

@@ -4,9 +4,11 @@ recovered."""
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from rasura.core.specs import MetricSpec
@@ -22,19 +24,46 @@ _MONTH = f"(?:{'|'.join(_MONTHS)})"
 _DATE = rf"\d{{1,2}} {_MONTH}|{_MONTH} \d{{1,2}}|\d{{4}}-\d{{2}}-\d{{2}}|\d{{1,2}}[./]\d{{1,2}}[./]\d{{2,4}}"
 _EMAIL = r"[\w.+-]+@[\w-]+\.[\w.]+"
 _NUMBER = r"\d[\d.,]*\d|\d"
-_NAME = r"[A-ZÀ-Þ][\w'-]+"
+_UPPER = "".join(c for c in map(chr, (*range(0x590), *range(0x1E00, 0x2000), *range(0xA640, 0xA800))) if c.isupper())
+_MARKS = "\u0300-\u036f"
+_NAME = rf"[{_UPPER}][\w{_MARKS}'’-]+"
+SCRIPTS = ("LATIN", "GREEK", "CYRILLIC", "ARMENIAN")
+"""The scripts in which a name is told by its capital, as Unicode names their letters."""
 
 
-def sensitive_spans(text: str) -> list[tuple[int, int]]:
-    """(start, end) of names, numbers, dates and e-mail addresses in ``text``, in order, not overlapping.
+@cache
+def _told(letter: str) -> bool:
+    """Whether ``letter`` is of one of ``SCRIPTS``, or of no script (an apostrophe, a sign such as the one for micro)."""
+    plain = unicodedata.normalize("NFKC", letter)
+    return unicodedata.category(letter) == "Lm" or unicodedata.name(plain[0], "").startswith(SCRIPTS)
+
+
+def tells_names(text: str) -> bool:
+    """Whether the rules can tell names in ``text``: all of its letters are of ``SCRIPTS``, and some are capitals. Text
+    without letters has no names.
+
+    >>> [tells_names(text) for text in ("Call Łukasz", "Иван 42", "患者李小明", "call john", "42")]
+    [True, True, False, False, True]
+    """
+    letters = [c for c in text if c.isalpha()]
+    return not letters or (all(map(_told, letters)) and any(c.isupper() for c in letters))
+
+
+def sensitive_spans(text: str) -> list[tuple[int, int]] | None:
+    """(start, end) of names, numbers, dates and e-mail addresses in ``text``, in order, not overlapping. None, not known,
+    where the rules cannot tell names (``tells_names``).
 
     Rules, not a model: capitalised words that do not open a sentence, words after a title, runs of capitalised words, and
-    everything with digits. In text without capitals, only numbers are found.
+    everything with digits.
 
     >>> text = "Please pay Lena Brandt 4,250 euros"
     >>> [text[start:end] for start, end in sensitive_spans(text)]
     ['Lena Brandt', '4,250']
     """
+    return _spans(text) if tells_names(text) else None
+
+
+def _spans(text: str) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for pattern in (_EMAIL, _DATE, _NUMBER):
         for m in re.finditer(pattern, text):
@@ -58,7 +87,8 @@ def sensitive_spans(text: str) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Sensitive:
-    """Fraction of the words in sensitive spans that were recovered; NaN for a text without any, which means leave out."""
+    """Fraction of the words in sensitive spans that were recovered. NaN, which means leave out, for a text without any, and
+    where it is not known whether there are any."""
 
     name: str = "sensitive"
     unit: str = "share"
@@ -70,7 +100,7 @@ class Sensitive:
         pairs = paired(truth.text_batch.seen, read, lambda a, b: float(_scorer("rouge1").score(a, b)["rouge1"].fmeasure))
         out = []
         for text, (_, place) in zip(truth.text_batch.texts, pairs):
-            wanted = Counter(w for a, b in sensitive_spans(text) for w in words(text[a:b]))
+            wanted = Counter(w for a, b in sensitive_spans(text) or () for w in words(text[a:b]))
             got = Counter(words(read[place])) if place >= 0 else Counter()
             total = sum(wanted.values())
             out.append(sum((wanted & got).values()) / total if total else float("nan"))
@@ -78,12 +108,13 @@ class Sensitive:
 
 
 def marked_words(reference: str, read: str) -> list[tuple[str, bool, bool]]:
-    """The words of ``reference`` as written: (word, whether it was recovered, whether it is sensitive).
+    """The words of ``reference`` as written: (word, whether it was recovered, whether the rules find it sensitive). Where
+    they cannot tell names, they still find numbers.
 
     >>> marked_words("Lena Brandt owes", read="lena owes")
     [('Lena', True, True), ('Brandt', False, True), ('owes', True, False)]
     """
-    spans = sensitive_spans(reference)
+    spans = _spans(reference)
     # A mark that stands alone counts as itself; beside letters it follows them.
     left = Counter(words(read)) + Counter(re.sub(r"[\w\s]", "", read))
     out = []

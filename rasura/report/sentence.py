@@ -45,11 +45,26 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
         whole = sum(v >= 1.0 for v in sensitive)
         out.append(
             tell(
-                "Every name, number and date was recovered in {whole} of the {n} notes that contain any.", whole=whole,
-                n=len(sensitive),
+                "Every name, number and date that the rules find was recovered in {whole} of the {n} notes with any.",
+                whole=whole, n=len(sensitive),
             )
         )  # fmt: skip
-    return [*out, *labels]
+    return [*out, *_unruled(records), *labels]
+
+
+def _unruled(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """In how many notes the rules cannot tell names; nothing where they can in all."""
+    texts = [(n, row) for r in records for n, row in zip(notes_of(r), r["recovered"])]
+    count = len({n for n, row in texts if row.get("tells_names") is False})
+    of = len({n for r in records for n in notes_of(r)})
+    if not count:
+        return []
+    return [
+        tell(
+            "In {count} of {of} notes the rules cannot tell names: they know only capitals of the Latin, Greek, Cyrillic "
+            "and Armenian scripts.", count=count, of=of,
+        )
+    ]  # fmt: skip
 
 
 def _sensitive(records: Iterable[Mapping[str, Any]]) -> list[float]:

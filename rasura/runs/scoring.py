@@ -21,7 +21,7 @@ from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.labels import label_hits
 from rasura.metrics.matching import own_tokens, paired, read_texts
-from rasura.metrics.sensitive import marked_words
+from rasura.metrics.sensitive import marked_words, tells_names
 from rasura.metrics.text import rouge
 from rasura.registry import SERVICE_METRICS
 
@@ -130,7 +130,7 @@ def _recovered_text(text: str, read: str, score: float, show: bool) -> dict[str,
     words = [[w if show else MASK, hit, hurts] for w, hit, hurts in marked_words(text, read)]
     shown = read if show else " ".join(MASK for _ in read.split())
     sent = text if show else " ".join(str(w[0]) for w in words)
-    return {"sent": sent, "read": shown, "words": words, "score": score}
+    return {"sent": sent, "read": shown, "words": words, "score": score, "tells_names": tells_names(text)}
 
 
 def _recovered_images(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
