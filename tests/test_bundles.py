@@ -14,7 +14,17 @@ from rasura.cli import app
 from rasura.core.errors import InputError
 from rasura.core.records import Record
 from rasura.runs.audit import audit
-from rasura.runs.bundles import CLOSE, DIFFERENT, EQUAL, Reproduction, bundle, read_bundle, returned
+from rasura.runs.bundles import (
+    CLOSE,
+    DIFFERENT,
+    EQUAL,
+    NOTHING,
+    Reproduction,
+    _place,
+    bundle,
+    read_bundle,
+    returned,
+)
 
 __all__ = ["model_folder"]
 
@@ -29,10 +39,12 @@ def file(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
 def test_every_figure_of_a_run_comes_back(file: Path) -> None:
     again = Reproduction(read_bundle(file))
     cells = again.cells()
-    assert len(cells) == 18 and again.unchecked == ()
+    assert {c.attack for c in cells} == {"embedding-rows", "span"} and again.unchecked == ()
+    assert all(again.records[_place(vars(c))]["scores"] for c in cells)
     assert [one.says for cell in cells if (one := again.again(cell)).word != EQUAL] == []
     assert {(c.attack, c.defense) for c in again.cells("span", "gaussian:0.1")} == {("span", "gaussian:0.1")}
     assert len(again.cells(count=2)) == 2
+    assert {c.attack for c in again.cells("blind")} == {"blind"} and len(again.cells("blind")) == 6
     with pytest.raises(InputError, match="no such cell"):
         again.cells("tag")
 
@@ -52,6 +64,31 @@ def test_what_does_not_come_back_is_said(file: Path) -> None:
     assert returned(old, scored(None)).word == DIFFERENT
     assert returned(old, replace(new, status="failed", scores={})).says.startswith("status ok, now failed")
     assert returned(old, replace(new, scores={})).word == DIFFERENT
+
+
+@pytest.mark.parametrize("status", ["failed", "crashed", "not_applicable"])
+def test_a_cell_without_a_score_has_nothing_to_compare(file: Path, status: str) -> None:
+    scored = next(r for r in read_bundle(file)["records"] if r["attack"] == "span" and r["defense"] == "none")
+    old = {**scored, "status": status, "reason": "it ran out of memory", "scores": {}, "confidence": "none"}
+    found = returned(old, replace(Record.from_dict(old), reason="a tensor is missing"))
+    assert found.word == NOTHING
+    assert found.says == f"no score ({status}: it ran out of memory; now: {status}: a tensor is missing)"
+    blank = {**scored, "scores": {"token_recall": {**scored["scores"]["token_recall"], "per_record": [None]}}}
+    assert returned(blank, Record.from_dict(blank)).word == NOTHING
+    assert returned(old, Record.from_dict(scored)).word == returned(scored, Record.from_dict(old)).word == DIFFERENT
+
+
+def test_a_run_without_a_score_is_not_said_to_come_back(tmp_path: Path, model_folder: Path) -> None:
+    plan = plan_for(model_folder, attacks=("blind", "mask-positions"), defenses=("none",))
+    list(audit(plan, out=tmp_path / "run"))
+    made = bundle(tmp_path / "run", tmp_path / "b.json")
+    assert {c.attack for c in Reproduction(read_bundle(made)).cells()} == {"mask-positions"}
+    asked = ["reproduce", str(made), "--device", "cpu"]
+    done = CliRunner().invoke(app, asked)
+    assert done.exit_code == 1 and "nothing to compare: mask-positions under none" in " ".join(done.output.split())
+    assert "0 of 0 cells came back; 3 more have no score" in " ".join(done.output.split())
+    told = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert (told["compared"], told["different"]) == (0, 0)
 
 
 def test_other_data_or_weights_are_refused(file: Path) -> None:

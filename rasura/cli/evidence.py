@@ -80,7 +80,9 @@ def reproduce(
     file: Annotated[Path, typer.Argument(metavar="BUNDLE", help="a file that rasura bundle wrote")],
     attack: Annotated[str | None, typer.Option(help="only cells of this attack")] = None,
     defense: Annotated[str | None, typer.Option(help="only cells of this defense")] = None,
-    cells: Annotated[int, typer.Option(help="number of cells to run again, the quickest first; 0: all", min=0)] = 3,
+    cells: Annotated[
+        int, typer.Option(help="number of cells to run again, the quickest first; 0: all with a score", min=0)
+    ] = 3,
     data: Annotated[str | None, typer.Option(help="the data file of the run, if it is elsewhere")] = None,
     model: Annotated[str | None, typer.Option(help="the model of the run, if it is elsewhere")] = None,
     device: Device = "auto",
@@ -88,11 +90,12 @@ def reproduce(
 ) -> None:
     """Run cells of a bundled audit again and say whether their figures come back.
 
-    The command refuses data or weights that are not those of the run. Exit code 1: a figure did not come back.
+    Guessing is left out unless --attack names it, and cells without a score unless there are no others. The command refuses
+    data or weights that are not those of the run. Exit code 1: a figure did not come back, or no cell has one.
 
     Example: rasura reproduce audit.json --attack span --cells 2
     """
-    from rasura.runs.bundles import DIFFERENT, Reproduction, read_bundle
+    from rasura.runs.bundles import DIFFERENT, NOTHING, Reproduction, read_bundle
 
     with err.status("loading the model and the data"):
         again = Reproduction(read_bundle(file), data=data, model=model, device=device_named(device))
@@ -105,11 +108,13 @@ def reproduce(
             say(line)
     for line in again.unchecked:
         say(f"not checked: {line}", to=err)
-    lost = sum(one.word == DIFFERENT for one in found)
+    lost, empty = (sum(one.word == word for one in found) for word in (DIFFERENT, NOTHING))
+    compared = len(found) - empty
     if as_json:
         told = {"cells": [asdict(one) for one in found], "unchecked": list(again.unchecked), "different": lost}
-        sys.stdout.write(json.dumps(told, ensure_ascii=False) + "\n")
+        sys.stdout.write(json.dumps({**told, "compared": compared}, ensure_ascii=False) + "\n")
     else:
-        out.print(f"{len(found) - lost} of {len(found)} cells came back")
-    if lost:
+        without = f"; {empty} more have no score, so there is nothing to compare" if empty else ""
+        out.print(f"{compared - lost} of {compared} cells came back{without}")
+    if lost or not compared:
         raise typer.Exit(1)

@@ -14,6 +14,7 @@ from rasura.core.errors import InputError
 from rasura.core.files import read_limited, write_whole
 from rasura.core.records import SCHEMA, Record, canonical, wrong_in
 from rasura.core.run_store import RunStore
+from rasura.report.readings import BLIND
 from rasura.runs.audit import Audit
 from rasura.runs.cells import Cell
 from rasura.runs.plans import plan_of
@@ -24,7 +25,7 @@ MAX_BYTES = 1 << 30
 ROUNDING = 1e-6
 """Differences of scores up to this come from the order of sums on another machine."""
 
-EQUAL, CLOSE, DIFFERENT = "equal", "equal but for rounding", "different"
+EQUAL, CLOSE, DIFFERENT, NOTHING = "equal", "equal but for rounding", "different", "nothing to compare"
 
 
 def bundle(run_dir: str | Path, path: str | Path) -> Path:
@@ -69,7 +70,8 @@ def read_bundle(path: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Returned:
-    """One cell that was run again: ``word`` is ``EQUAL``, ``CLOSE`` or ``DIFFERENT``, and ``says`` names what differs."""
+    """One cell that was run again: ``word`` is ``EQUAL``, ``CLOSE``, ``DIFFERENT``, or ``NOTHING`` where the attack has no
+    score, then or now. ``says`` names what differs, or why there is no score."""
 
     attack: str
     defense: str
@@ -106,12 +108,15 @@ class Reproduction:
         self.unchecked: tuple[str, ...] = () if expected else ("the run did not store a fingerprint of its model",)
 
     def cells(self, attack: str | None = None, defense: str | None = None, count: int | None = None) -> list[Cell]:
-        """The cells of the bundle by attack and defense, those that took least time first; at most ``count``."""
+        """The cells of the bundle with a score, by attack and defense, those that took least time first; at most ``count``.
+        Guessing only where ``attack`` names it, or nothing else was run. Where no such cell has a score, those without."""
         found = [c for c in self.prepared.cells if _place(vars(c)) in self.records]
         found = [c for c in found if attack in (None, c.attack) and defense in (None, c.defense)]
         if not found:
             raise InputError("the bundle has no such cell; see its attacks and defenses in the report of the run")
-        return sorted(found, key=lambda c: (self.records[_place(vars(c))]["wall_seconds"], c.key))[:count]
+        found = [c for c in found if attack or c.attack != BLIND] or found
+        scored = [c for c in found if _measured(self.records[_place(vars(c))])]
+        return sorted(scored or found, key=lambda c: (self.records[_place(vars(c))]["wall_seconds"], c.key))[:count]
 
     def again(self, cell: Cell) -> Returned:
         """Run ``cell`` and compare its figures with those of the bundle."""
@@ -124,7 +129,8 @@ def _place(one: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def returned(old: Mapping[str, Any], new: Record) -> Returned:
-    """Whether the figures of the record ``old`` came back in ``new``: status, confidence, and every score of every text."""
+    """Whether the figures of the record ``old`` came back in ``new``: status, confidence, and every score of every text. A
+    cell without a score, such as a crash, has no figure that could come back."""
     now = new.to_dict()
     differs = [
         f"{what} {old[what]}, now {now[what]}" for what in ("status", "confidence", "examples") if old[what] != now[what]
@@ -136,8 +142,21 @@ def returned(old: Mapping[str, Any], new: Record) -> Returned:
             exact &= was == found
             if not _alike(was, found):
                 differs.append(f"{metric} ({side}) {was}, now {found}")
-    word = DIFFERENT if differs else EQUAL if exact else CLOSE
-    return Returned(new.attack, new.defense, str(old["key"]), word, "; ".join(differs) or "all scores came back")
+    word, says = EQUAL if exact else CLOSE, "all scores came back"
+    if differs:
+        word, says = DIFFERENT, "; ".join(differs)
+    elif not _measured(old):
+        word, says = NOTHING, f"no score ({_why(old)}; now: {_why(now)})"
+    return Returned(new.attack, new.defense, str(old["key"]), word, says)
+
+
+def _measured(record: Mapping[str, Any]) -> bool:
+    """Whether the attack has a score of any text or label."""
+    return any(v is not None for one in record["scores"].values() for v in _known(one["per_record"]) or ())
+
+
+def _why(record: Mapping[str, Any]) -> str:
+    return f"{record['status']}: {record['reason']}" if record["reason"] else str(record["status"])
 
 
 def _known(values: Sequence[float | None] | None) -> list[float | None] | None:
