@@ -129,8 +129,8 @@ class ServiceTranscript:
 
     public: torch.nn.Module
     served: torch.nn.Module
-    tokens: Tensor
-    ids: tuple[tuple[int, ...], ...]
+    tokens: Tensor = field(repr=False)
+    ids: tuple[tuple[int, ...], ...] = field(repr=False)
     vocabulary: Vocabulary
     mechanism: Mechanism
     sent: tuple[tuple[int, ...], ...] | None = None

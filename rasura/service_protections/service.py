@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ class Service:
     served: nn.Module
     vocabulary: Vocabulary
     mechanism: Mechanism
-    tokens: Tensor
+    tokens: Tensor = field(repr=False)
     replacement: Replacement | None = None
     uploaded: nn.Module | None = None
 

@@ -72,7 +72,7 @@ class Server(Generic[Who]):
     _stayed: set[int] = field(default_factory=set)
     _masked_for: dict[int, bytes] = field(default_factory=dict)
     _signatures: dict[int, bytes] = field(default_factory=dict)
-    _shares: dict[int, dict[int, bytes]] = field(default_factory=dict)
+    _shares: dict[int, dict[int, bytes]] = field(default_factory=dict, repr=False)
     _answered: set[int] = field(default_factory=set)
 
     def keys(self, who: Who, data: object) -> None:

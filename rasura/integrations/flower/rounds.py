@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class Ticket:
     ``first_scale``: the largest change of an entry in one round, of all tensors or of each."""
 
     round: int
-    nonce: str
+    nonce: str = field(repr=False)
     max_examples: int
     first_scale: Scale
     aggregate: bytes = b""

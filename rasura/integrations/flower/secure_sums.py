@@ -112,7 +112,7 @@ class Masking:
 
     agreement: Agreement
     call: Call
-    state: State | None
+    state: State | None = field(repr=False)
     first_scale: Scale
     max_examples: int
     identity: SigningKey | None = field(default=None, repr=False)
