@@ -65,7 +65,8 @@ def holds(shown: str, secrets: Mapping[str, bytes]) -> list[str]:
 def test_nothing_of_a_secure_sum_prints_the_secret_of_a_client() -> None:
     pytest.importorskip("cryptography")
     made = agree("sealing:all/by=secagg", model())
-    digest, states = terms_digest(made, made.start, 0, 1e-3), {}
+    digest = terms_digest(made, made.start, 0, 1e-3)
+    states: dict[int, Mapping[str, bytes]] = {}
 
     def ask(stage: str, messages: Mapping[int, bytes]) -> Iterator[tuple[int, object]]:
         for node, data in messages.items():
