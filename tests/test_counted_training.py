@@ -116,8 +116,19 @@ def test_what_a_training_that_ended_early_spent(tmp_path: Path, model_folder: Pa
     assert set(plain["privacy"]) == {"statement"} and plain["privacy"]["statement"].startswith("no formal guarantee")
     seeded = replace(plan, defenses=("dp-sgd:1.0",), recipe=replace(recipe, noise="seeded"))
     (experiment,) = Training(seeded, tmp_path / "seeded").run()
+    # What a guarantee needs comes from the operating system, everything else from the seed.
+    assert [r["noise"] for r in (private, plain, experiment)] == ["secure", "seeded", "seeded"]
     assert "epsilon" not in experiment["privacy"] and experiment["privacy"]["otherwise"][0] > 0
     assert experiment["privacy"]["statement"].startswith("no formal guarantee for this run: the noise is seeded")
+
+
+def test_the_noise_of_a_trained_service_is_named_seeded_as_it_is(tmp_path: Path, model_folder: Path) -> None:
+    recipe = Recipe(epochs=1, batch_size=4, learning_rate=1e-3)
+    plan = TrainPlan(
+        str(notes(tmp_path)), model=str(model_folder), defenses=("dp-forward:epsilon=8",), recipe=recipe, service=True
+    )
+    first, again = (next(iter(Training(plan, tmp_path / name).run())) for name in ("first", "again"))
+    assert first["after"] == again["after"] and first["noise"] == again["noise"] == "seeded"
 
 
 @pytest.mark.parametrize("defense", ["sealing:all", "dp-sgd:1.0+sealing:grad=0.1"])

@@ -202,7 +202,7 @@ class Training:
             "mechanism": [{"name": m.name, "stage": m.stage.value, "parameters": dict(m.parameters)} for m in mechanisms],
             "lora": plan.lora,
             "planned": ledger.planned.to_dict(), "ledger": ledger.state_dict(),
-            "noise": plan.recipe.noise,
+            "noise": "secure" if run.secret and service is None else "seeded",  # what was drawn, not what was asked for
             "wall_seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu,
             "encode_seconds": self.encoding, "protect_seconds": protecting,
             "device": self.device, "versions": versions(), "sitting": self.sitting, "weights": weights,
