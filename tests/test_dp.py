@@ -19,6 +19,7 @@ from rasura.core.rng import gamma, generator, normal, secret_generator, uniform
 from rasura.core.values import Gradients
 from rasura.defenses import directional as directional_module
 from rasura.defenses.directional import directional
+from rasura.defenses.dp_ftrl import dp_ftrl
 from rasura.defenses.dp_sgd import dp_sgd, normalised_gaussian
 from rasura.defenses.von_mises_fisher import one_minus_cosine, summed, summed_by_draws, unit
 from rasura.registry import parse_defense
@@ -242,3 +243,13 @@ def test_training_behind_a_guarantee(defense: str, tmp_path: Path) -> None:
 
 def test_directional_is_described_by_plain_figures() -> None:
     assert directional(1e3, "parameters").mechanism.parameters == {"kappa": 1e3, "blocks": "parameters"}
+
+
+@pytest.mark.parametrize(("sigma", "clip"), [(1e-300, 1.0), (1e-200, 1e-200), (1e-160, 1e-160), (1e300, 1e300), (1.0, 1e39)])
+def test_noise_that_float32_cannot_hold_is_refused_when_it_is_asked_for(sigma: float, clip: float) -> None:
+    for made in (lambda: dp_sgd(sigma, clip), lambda: dp_sgd(sigma, clip, quantile=0.5), lambda: dp_ftrl(sigma, 2, clip)):
+        with pytest.raises(InputError, match=r"times the clip .* as float32 holds it"):
+            made()
+    with pytest.raises(InputError, match="normalised: sigma"):
+        normalised_gaussian(sigma * clip or 1e-300)
+    assert dp_sgd(1e-30, 1e-7).mechanism.name == "dp-sgd" and dp_sgd(1e-300, 1e300).mechanism.name == "dp-sgd"

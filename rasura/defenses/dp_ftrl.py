@@ -19,7 +19,7 @@ from rasura.core.rng import Randomness, normal
 from rasura.core.specs import DefenseSpec
 from rasura.core.values import Gradients, PerExample, Stage
 from rasura.defenses.compose import stateless
-from rasura.defenses.dp_sgd import bounded, positive
+from rasura.defenses.dp_sgd import bounded, noise_width
 
 
 class Noise(Protocol):
@@ -37,7 +37,7 @@ def dp_ftrl(sigma: float, band: int, clip: float = 1.0) -> Transform[PerExample,
     training. Without it, a step is a first one, whose noise has the deviation ``sigma * clip``. Raises ``InputError`` unless
     ``sigma`` and ``clip`` are above 0 and ``band`` is a whole number from 1 on.
     """
-    width = positive("dp-ftrl", "sigma", sigma) * positive("dp-ftrl", "clip", clip)
+    width = noise_width("dp-ftrl", sigma, clip)
 
     def apply(examples: PerExample, state: Noise | None, rng: Randomness) -> tuple[Gradients, Noise | None]:
         total = bounded(examples.weighted(lambda norms: (clip / norms.clamp_min(1e-300)).clamp(max=1)))

@@ -37,6 +37,19 @@ def positive(name: str, knob: str, value: Any) -> float:
     return float(value)
 
 
+def noise_width(name: str, sigma: float, clip: float = 1.0) -> float:
+    """``sigma * clip``. Raises ``InputError`` unless both are finite numbers above 0, and the product is a normal float32:
+    updates would have no noise, or no finite entry."""
+    width = positive(name, "sigma", sigma) * positive(name, "clip", clip)
+    kinds = torch.finfo(torch.float32)
+    if not kinds.tiny <= width <= kinds.max:
+        raise InputError(
+            f"{name}: sigma {sigma:.3g} times the clip {clip:.3g} is {width:.3g}; expected {kinds.tiny:.3g} to "
+            f"{kinds.max:.3g}, as float32 holds it"
+        )
+    return width
+
+
 def bounded(total: Gradients) -> Gradients:
     """``total``. Raises ``InputError`` where no clip bounds what a text adds: where it is not finite, or was rounded to half
     precision, which one text more may move by several clips."""
@@ -91,7 +104,7 @@ def _following(known: DpSgd) -> Transform[PerExample, Gradients, float]:
         if counted[1] != examples.size:
             raise InputError(f"dp-sgd: {counted[1]} norms of {examples.size} texts were seen, so none was released")
         texts = examples.expected or examples.size
-        found = _released(total, examples, of_sum(known.sigma, texts) * clip, "gaussian", rng)
+        found = _released(total, examples, noise_width("dp-sgd", of_sum(known.sigma, texts), clip), "gaussian", rng)
         # Centred, so that a text changes the count by one half.
         noisy = counted[0] - counted[1] / 2 + of_count(known.sigma, texts) * float(normal((1,), rng))
         return found, clip * math.exp(-RATE * (noisy / texts + 0.5 - quantile))
@@ -111,9 +124,9 @@ def dp_sgd(
     as the count costs. ``per`` layer: the part of each of L layers is clipped by itself, to ``clip / sqrt(L)``, where the
     parameters of one module are a layer (per-layer clipping of McMahan et al. 2018, all layers alike). A text's norm then
     is at most ``clip`` as before, so that the guarantee is the same. Raises ``InputError`` unless ``sigma`` and ``clip`` are
-    above 0.
+    above 0, and where float32 does not hold their product.
     """
-    width = positive("dp-sgd", "sigma", sigma) * positive("dp-sgd", "clip", clip)
+    width = noise_width("dp-sgd", sigma, clip)
     if noise not in NOISES:
         raise InputError(f"dp-sgd: noise is {noise!r}; expected {' or '.join(NOISES)}")
     if quantile is not None:
@@ -140,7 +153,7 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
     It is close to DirDP-SGD without partitions, and a fair baseline for it. It hides the norms, which clipping shows if they
     are below the clip. A zero gradient stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
     """
-    width = positive("normalised", "sigma", sigma)
+    width = noise_width("normalised", sigma)
 
     def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         total = examples.weighted(lambda norms: torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0))
