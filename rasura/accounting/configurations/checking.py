@@ -14,6 +14,7 @@ import rasura.accounting.configurations.nvflare as nvflare
 from rasura.accounting.configurations.drafts import Draft, Finding
 from rasura.accounting.configurations.facts import Call, Facts, Stated, Unknown
 from rasura.accounting.configurations.files import Contents, read_files
+from rasura.accounting.configurations.handled import RESULTS
 from rasura.core.errors import InputError
 
 CHECKS: Mapping[str, tuple[Callable[[Draft], None], tuple[str, ...]]] = {
@@ -107,6 +108,19 @@ def _redundant(call: Call, names: frozenset[str]) -> bool:
     return call.name == "clip_grad_norm_" and bool(names & (set(CHECKS) - {"clip_grad_norm_"}))
 
 
+def assumed_of(call: Call) -> str:
+    """What the figure of a mechanism takes for granted about the rest of the training."""
+    if not call.extra.get("program"):
+        return "what is trained has these settings, for as long as they say, and nothing else is sent or published"
+    if call.name in RESULTS:
+        return f"the model, optimizer and loader that {call.name} returned are trained, as they were returned, and no others"
+    if call.name == "PrivateTrainer":
+        return "this Trainer alone trains the model, once, and with the arguments that it was given"
+    if call.name == "LocalDpMod":
+        return "every client runs this ClientApp, and sends nothing besides"
+    return f"the training uses what {call.name} returned, as it was returned, and nothing else is sent or published"
+
+
 def _finding(call: Call, found: Contents, names: frozenset[str]) -> Finding:
     checked, arguments = CHECKS[call.name]
     draft = Draft(call, found.facts, found.stated, names, found.calls)
@@ -128,5 +142,7 @@ def _finding(call: Call, found: Contents, names: frozenset[str]) -> Finding:
         draft.unknown.append("no figure stands, since something in the files is not understood")
         draft.bounds.clear()
         draft.one_round = draft.equal_noise = None
-    draft.assumptions += found.assumed
+    draft.assumptions += [*found.assumed, assumed_of(call)]
+    if all(one.epsilon is None for one in draft.bounds):
+        draft.assumptions.clear()  # there is no figure that needs one
     return draft.finding()

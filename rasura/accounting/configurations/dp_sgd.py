@@ -215,13 +215,30 @@ class Steps(NamedTuple):
 def steps_made(draft: Draft, rate: float, in_epoch: int, poisson: bool) -> Steps:
     """The steps of all passes and rounds. Where the facts give the steps of a round as well, the larger number counts."""
     facts, given = draft.facts, draft.call.arguments.get("epochs")
+    rounds = facts.rounds_per_client or facts.rounds or 1
     if facts.steps is None:
-        passes = passes_made(draft)
+        passes = _looped(draft, passes_made(draft), rounds)
         return Steps(rate, passes * in_epoch, passes, poisson)
-    made = facts.steps * (facts.rounds_per_client or facts.rounds or 1)
+    made = facts.steps * rounds
     if facts.epochs is not None or given is not None:
         made = max(made, passes_made(draft) * in_epoch)
     return Steps(rate, made, math.ceil(made / in_epoch), poisson)
+
+
+def _looped(draft: Draft, passes: int, rounds: int) -> int:
+    """``passes``, or those that the loops of the program make, if they are more."""
+    shown = draft.call.extra.get("passes")
+    if not isinstance(shown, int):
+        if draft.call.extra.get("program"):
+            draft.assumptions.append(f"the training makes {passes} passes over the loader, with one step for each batch")
+        return passes
+    if shown * rounds != passes:
+        says = f"{passes} passes are stated, but the loops of the program make {shown * rounds}"
+        if shown * rounds < passes:
+            draft.notes.append(f"{says}; the larger number is counted")
+        else:
+            draft.hazard("steps", says)
+    return max(passes, shown * rounds)
 
 
 def accounted(

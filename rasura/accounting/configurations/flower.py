@@ -21,6 +21,11 @@ ADAPTIVE = (
     "strategy", "noise_multiplier", "num_sampled_clients", "initial_clipping_norm", "target_clipped_quantile",
     "clip_norm_lr", "clipped_count_stddev",
 )  # fmt: skip
+WRAPPERS = (
+    "DifferentialPrivacyServerSideFixedClipping", "DifferentialPrivacyClientSideFixedClipping",
+    "DifferentialPrivacyServerSideAdaptiveClipping", "DifferentialPrivacyClientSideAdaptiveClipping",
+)  # fmt: skip
+MODS = ("fixedclipping_mod", "adaptiveclipping_mod")
 GENERATOR = "noise is from NumPy's global generator: not secret against anyone who knows or guesses its state"
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import rasura.accounting.configurations.flower as flower
 import rasura.accounting.configurations.jax_privacy as jax_privacy
 import rasura.accounting.configurations.nvflare as nvflare
+from rasura.accounting.configurations.bypasses import bypasses
 from rasura.accounting.configurations.facts import Call, Unknown, Unread, Value
+from rasura.accounting.configurations.handled import LIBRARIES, Handled
+from rasura.accounting.configurations.mods import given_mods
+from rasura.accounting.configurations.passes import passes, steps_elsewhere
 from rasura.accounting.configurations.scopes import Scopes, changed, last_name
 from rasura.accounting.configurations.trainings import LOADER, Training, training
 
@@ -45,8 +50,6 @@ POSITIONS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The calls that are read, with the names of their arguments by position."""
 
-MODS = ("fixedclipping_mod", "adaptiveclipping_mod")
-
 _LOOKS_PRIVATE = re.compile(r"(?i:priva|differential)|(?<![A-Z])D[pP](?=[A-Z]|$)(?!O)|(?:^|_)dp(?:_|$)")
 """Names of calls that seem to be about differential privacy. One that is not known leaves the whole file open."""
 
@@ -66,8 +69,11 @@ class _Reader:
         self.tree = tree
         self.aliases: dict[str, str] = {}
         self.assigned: dict[str, ast.expr | None] = {}
+        self.reads: dict[str, int] = {}
         counts: dict[str, int] = {}
         for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                self.reads[node.id] = self.reads.get(node.id, 0) + 1
             for name in changed(node):
                 counts[name] = counts.get(name, 0) + 1
             if isinstance(node, ast.ImportFrom):
@@ -94,7 +100,9 @@ class _Reader:
             return node.value
         if isinstance(node, ast.Name):
             known = self.assigned.get(node.id)
-            return unread if known is None else self.value(known, depth + 1)
+            # A list that is read elsewhere may be changed there.
+            changes = isinstance(known, ast.List) and self.reads.get(node.id, 0) > 1
+            return unread if known is None or changes else self.value(known, depth + 1)
         if isinstance(node, ast.List | ast.Tuple):
             each = [self.value(one, depth + 1) for one in node.elts]
             return unread if any(isinstance(one, Unread) for one in each) else each
@@ -154,19 +162,52 @@ def program(text: str, path: str) -> tuple[list[Call], Training]:
     """
     tree = ast.parse(text)
     reader, scopes = _Reader(tree), Scopes(tree)
-    calls, mechanisms, strange = [], [], []
+    calls: list[Call] = []
+    nodes: list[ast.Call] = []
+    doubts: list[tuple[ast.AST, str]] = []
+    strange: list[tuple[ast.Call, str]] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute) and reader.name(node) in MODS:
-            calls.append(Call(reader.name(node), {}, f"{path}:{node.lineno}"))
         if not isinstance(node, ast.Call):
             continue
         name = reader.name(node.func)
-        rounds = [k for k in node.keywords if k.arg == "num_rounds"]
-        if name in POSITIONS or rounds:
+        if name in POSITIONS or any(k.arg == "num_rounds" for k in node.keywords):
             calls.append(reader.call(node, f"{path}:{node.lineno}"))
-            mechanisms.append(node)
+            nodes.append(node)
         elif _LOOKS_PRIVATE.search(name) and name not in (*_HARMLESS, *_KNOWN_BESIDE):
-            strange.append(f"{name} ({path}:{node.lineno}) looks like a mechanism, but it is not known here")
-    found = training(scopes, mechanisms, lambda one: reader.call(one, f"{path}:{one.lineno}"), path)
-    found.doubts += strange
+            strange.append((node, f"{name} looks like a mechanism, but it is not known here"))
+    followed = {}
+    for number, node in enumerate(nodes):
+        if (name := scopes.original(node.func)) in LIBRARIES:
+            followed[number] = one = Handled(scopes, node, name)
+            one.followed()
+            doubts += one.doubts
+    calls = [
+        replace(call, extra={**call.extra, "passes": passes(followed[number], reader.value)}) if number in followed else call
+        for number, call in enumerate(calls)
+    ]
+    held = {variable for one in followed.values() for variable in one.roles}
+    doubts += [(node, why) for node, why in strange if scopes.read(node.func) not in held]
+    mods, wrong = given_mods(scopes, [one for one in followed.values() if one.name == "LocalDpMod"])
+    calls += [Call(one, {}, path) for one in mods]
+    doubts += wrong
+    if followed:
+        doubts += _whole(scopes, list(followed.values()))
+    found = training(scopes, nodes, lambda one: reader.call(one, f"{path}:{one.lineno}"), path)
+    found.doubts += dict.fromkeys(f"{why} ({path}:{getattr(node, 'lineno', 1)})" for node, why in doubts)
     return calls, found
+
+
+def _whole(scopes: Scopes, followed: list[Handled]) -> Iterator[tuple[ast.AST, str]]:
+    """What is not understood in the rest of a program that has mechanisms."""
+    torch = [one for one in followed if LIBRARIES[one.name] in ("opacus", "rasura")]
+    known = frozenset((*POSITIONS, *flower.MODS))
+    yield from bypasses(scopes, known, torch=bool(torch))
+    for one in torch[:1]:
+        yield from steps_elsewhere(one)
+    calls = {node.func: node for node in ast.walk(scopes.tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(scopes.tree):
+        name = scopes.original(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+        if name in LIBRARIES and node not in calls:
+            yield node, f"{name} is not called where it is named"
+        if torch and node in calls and name.endswith("Trainer") and name != "PrivateTrainer":
+            yield node, f"{name} may train without the protection"

@@ -93,9 +93,7 @@ class Scopes:
 
     def library(self, node: ast.AST) -> str | None:
         """The package that a dotted name was imported from; empty if the program does not bind it, None if otherwise."""
-        while isinstance(node, ast.Attribute | ast.Call):
-            node = node.func if isinstance(node, ast.Call) else node.value
-        variable = self.read(node)
+        variable = self.read(root(node))
         if variable is None:
             return None
         if not (found := self.bound(variable)):
@@ -210,6 +208,13 @@ def _inside(node: ast.AST) -> list[ast.AST]:
 def position(node: ast.AST) -> tuple[int, int]:
     """Line and column where a node begins."""
     return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+def root(node: ast.AST) -> ast.AST:
+    """What an expression of attributes, items and calls begins with: ``a`` of ``a.b[0].c()``."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node
 
 
 def last_name(node: ast.AST) -> str:
