@@ -131,7 +131,8 @@ class Head(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
         from transformers.modeling_outputs import SequenceClassifierOutput
 
-        hidden = self.use(self, self.words(input_ids).mean(1))
+        there = attention_mask[..., None] / attention_mask.sum(1)[:, None, None]
+        hidden = self.use(self, (self.words(input_ids) * there.to(self.words.weight)).sum(1))
         logits = self.classifier(hidden)
         return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
 

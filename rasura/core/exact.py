@@ -15,15 +15,16 @@ def exact(device: str) -> Iterator[None]:
     """Inside the block, products of float32 tensors are in float32, whatever autocast on ``device`` and the process say
     (TF32, bfloat16)."""
     backends: Any = torch.backends
+    full: Any = "ieee"
     if hasattr(backends.cudnn, "conv"):
+        name = "fp32_precision"
         places = [backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv]
-        name, full = "fp32_precision", "ieee"
     else:  # torch before 2.9
-        places, name, full = [backends.cuda.matmul, backends.cudnn], "allow_tf32", ""
+        name, places, full = "allow_tf32", [backends.cuda.matmul, backends.cudnn], False
     before = [getattr(place, name) for place in places]
     try:
         for place in places:
-            setattr(place, name, full or False)
+            setattr(place, name, full)
         with torch.autocast(device, enabled=False):
             yield
     finally:

@@ -26,6 +26,12 @@ _AT_ONCE = 1 << 20
 """How many numbers are drawn from the operating system at once."""
 
 
+_DROPOUTS = frozenset((
+    functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
+    functional.feature_alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.feature_dropout,
+))  # fmt: skip
+
+
 class SecretGenerator:
     """Randomness of the operating system (ChaCha20 on Linux). It has no seed and no state, and no draw can be repeated.
 
@@ -182,6 +188,21 @@ def drawing(rng: Randomness) -> Iterator[None]:
         raise TypeError(f"randomness of a {type(rng).__name__}; expected a torch.Generator or a SecretGenerator")
     with _PlainAttention(), _SecretDraws(rng):
         yield
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Inside the block, no dropout is applied, neither by a layer nor by a function, whatever the mode of the modules."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is functional.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
 
 
 class _PlainAttention(TorchFunctionMode):

@@ -67,13 +67,14 @@ def changed(
 
 
 def mini_batch(inputs: Mapping[str, Any], rows: Tensor) -> dict[str, Any]:
-    """The texts at the indices ``rows`` of a step's ``inputs``, without padding that none of them needs."""
+    """The texts at the indices ``rows`` of a step's ``inputs``, without padding on either side that none of them needs."""
     some = {name: value[rows.to(value.device)] for name, value in inputs.items()}
     mask = some.get("attention_mask")
-    if mask is None:
+    if mask is None or mask.dim() != 2 or not mask.any():
         return some
-    length = int(mask.any(0).nonzero().max()) + 1
-    return {name: value[:, :length] if value.shape == mask.shape else value for name, value in some.items()}
+    used = mask.any(0).nonzero()
+    kept = slice(int(used.min()), int(used.max()) + 1)
+    return {name: value[:, kept] if value.shape == mask.shape else value for name, value in some.items()}
 
 
 def classified(model: nn.Module, embedded: Tensor, mask: Tensor, **rest: Any) -> Tensor:

@@ -63,13 +63,14 @@ class Batches:
 class DrawnLoader(DataLoader[Any]):
     """A ``DataLoader`` that records how each batch was drawn. An empty batch has the tensors of the first row, with zero
     rows. ``owners``: the number of the person of each row, who are then drawn; each batch says at ``OWNER`` whose its rows
-    are."""
+    are. ``masked``: as ``with_mask``."""
 
     def __init__(
-        self, loader: Any, ledger: Ledger, rng: Randomness, *, poisson: bool, owners: Sequence[int] | None = None
-    ) -> None:
+        self, loader: Any, ledger: Ledger, rng: Randomness, *, poisson: bool, owners: Sequence[int] | None = None,
+        masked: bool = False,
+    ) -> None:  # fmt: skip
         data, size = checked_loader(loader)
-        collate: Callable[[list[Any]], Any] = loader.collate_fn
+        collate: Callable[[list[Any]], Any] = partial(with_mask, loader.collate_fn) if masked else loader.collate_fn
 
         def collated(rows: list[Any]) -> Any:
             return collate(rows) if rows else _emptied(collate([data[0]]))
@@ -118,14 +119,16 @@ class OrderedLoader(DataLoader[Any]):
     """A ``DataLoader`` whose passes are alike: the batches of ``order``, each of which says at ``ROW`` which rows it holds.
 
     A pass that is begun again after an interruption is refused. Only the next batch of the order can be released.
+    ``masked``: as ``with_mask``.
     """
 
-    def __init__(self, loader: Any, order: FixedOrder) -> None:
+    def __init__(self, loader: Any, order: FixedOrder, *, masked: bool = False) -> None:
         data, _ = checked_loader(loader)
         self.order = order
+        collate: Callable[[list[Any]], Any] = partial(with_mask, loader.collate_fn) if masked else loader.collate_fn
         super().__init__(
             _Numbered(data, range(len(data))), batch_sampler=order.parts,
-            collate_fn=partial(_with_numbers, loader.collate_fn, ROW), num_workers=loader.num_workers,
+            collate_fn=partial(_with_numbers, collate, ROW), num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
         )  # fmt: skip
 
@@ -150,6 +153,17 @@ class _Numbered(Dataset[Any]):
 
     def __getitem__(self, row: int) -> tuple[Any, int]:
         return self.data[row], self.numbers[row]
+
+
+def with_mask(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
+    """The batch of ``rows`` by ``collate``. Where it holds no attention mask, and no row was padded, it gets one of ones, as
+    the model would take it: without a mask it does not say that nothing was padded."""
+    batch = collate(rows)
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or "attention_mask" in batch:
+        return batch
+    whole = all(isinstance(row, Mapping) and len(row.get("input_ids", ())) == ids.shape[1] for row in rows)
+    return {**batch, "attention_mask": torch.ones_like(ids)} if whole else batch
 
 
 def _with_numbers(collated: Callable[[list[Any]], Any], entry: str, rows: list[tuple[Any, int]]) -> dict[str, Any]:

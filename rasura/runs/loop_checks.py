@@ -50,9 +50,10 @@ def owners_of(loader: DataLoader[Any], unit: Sequence[str | int] | None) -> list
 
 
 def drawing_loader(
-    loader: DataLoader[Any], owners: Sequence[int] | None, ledger: Ledger, rng: Randomness, poisson: bool
+    loader: DataLoader[Any], owners: Sequence[int] | None, ledger: Ledger, rng: Randomness, poisson: bool, masked: bool
 ) -> DrawnLoader | OrderedLoader | None:
-    """A loader that draws as the guarantee assumes; None where the given one is kept, or nothing is proven."""
+    """A loader that draws as the guarantee assumes; None where the given one is kept, or nothing is proven. ``masked``: the
+    model takes an attention mask."""
     by_chance = assumes_poisson(ledger.defense)
     if owners is not None and not (ledger.formal is not None and by_chance and poisson):
         raise InputError(PERSONS)
@@ -60,10 +61,10 @@ def drawing_loader(
         if not poisson:
             raise InputError("dp-ftrl draws nothing by chance: it needs the fixed order of the loader that protect_training "
                 "returns; leave poisson=False out")  # fmt: skip
-        return OrderedLoader(loader, FixedOrder(ledger, rng))
+        return OrderedLoader(loader, FixedOrder(ledger, rng), masked=masked)
     if ledger.formal is None or (by_chance and not poisson):
         return None
-    return DrawnLoader(loader, ledger, rng, poisson=by_chance, owners=owners)
+    return DrawnLoader(loader, ledger, rng, poisson=by_chance, owners=owners, masked=masked)
 
 
 def batching(mechanisms: Sequence[Mechanism], poisson: bool) -> Batching:

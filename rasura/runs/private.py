@@ -20,6 +20,7 @@ from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
 from rasura.runs.loop_checks import batching, check_trainable, drawing_loader, loop_defense, owners_of, planned_run
 from rasura.runs.noise_target import check_target, solved
+from rasura.victims.padding import check_padding, takes_mask
 from rasura.victims.step import Kept, defended, message_for
 
 
@@ -113,6 +114,8 @@ class _Protected:
         other = [k for k, v in inputs.items() if not isinstance(v, Tensor) or v.shape[:1] != labels.shape[:1]]
         if other:
             raise InputError(f"{', '.join(other)}: expected tensors with a row for each of the {len(labels)} texts")
+        if self.loader is not None:
+            check_padding(model, inputs, unsaid=True)
         if (self.order is not None) != (numbers is not None) or (numbers is not None and numbers.shape != labels.shape[:1]):
             raise InputError(f"a training under dp-ftrl needs {ROW} in each batch, one number a text, and no other has it; "
                 "use the loader that protect_training returned, and pass on all that its batches hold")  # fmt: skip
@@ -233,7 +236,7 @@ def protect_training(
     if target_epsilon is not None:
         check_target(ledger.planned, target_epsilon)
     rng = secret_generator() if seed is None else generator(seed, "protect")
-    drawing = drawing_loader(loader, owners, ledger, rng, poisson)
+    drawing = drawing_loader(loader, owners, ledger, rng, poisson, takes_mask(model))
     if (earlier := guarded(model)) is not None and earlier.copied:
         taken_off(model)
     _Protected(model, parts, ledger, rng, drawing, physical_batch_size, canaries)

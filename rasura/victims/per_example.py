@@ -6,13 +6,14 @@ handled here: position ids of shape (1, length), padding rows of embeddings, par
 ``Conv1D``, and losses that average over a text's tokens. Norms come without the gradients where a rule for them is known
 (ghost clipping: Li et al. 2022, Bu et al. 2023), tied weights included.
 
-Cases that no rule covers go through the one-by-one loop, which is always right; ``fault`` says why. The first batch of a
-model is checked against that loop, since a layer that mixes texts, or weights used outside their layer, would otherwise give
-a wrong gradient silently.
+Cases that no rule covers go through the one-by-one loop, where each text is alone and without padding; ``fault`` says why.
+The first batch of a model is checked against that loop, since a layer that mixes texts or reads padding, or weights used
+outside their layer, would otherwise give a wrong gradient silently.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,13 +23,21 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.exact import exact, norm, widened
+from rasura.core.interfaces import InputError
 from rasura.core.layers import layers_of
-from rasura.core.updates import changed
+from rasura.core.rng import WithoutDropout
+from rasura.core.updates import changed, mini_batch
 from rasura.core.values import Gradients, PerExample, Weigh
 from rasura.victims.layer_gradients import NoRule, checked_layers, own_gradients, own_squares, passed_through, summed
+from rasura.victims.padding import check_padding
+from rasura.victims.weights import first_line
 
 TOLERANCE = 1e-3
-"""Relative error of a text's gradient against the loop above which the rules are not used for a model."""
+"""Relative error of a text's gradient against the loop above which the rules are not used for a model. A hundredth of the
+largest gradient counts as well: of one that is nearly zero, rounding leaves few digits."""
+
+COMPARED = 4
+"""Texts of a batch that are compared with the loop: of a padded one the shortest and the longest."""
 
 _verdicts: weakref.WeakKeyDictionary[nn.Module, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
@@ -109,37 +118,58 @@ class Together:
 def fault(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> str | None:
     """Why the texts of such a batch must be processed one by one, with the layer and the remedy; None where they need not.
 
-    Found once for each set of trained parameters, on the first two texts, with dropout off.
+    Found once for each set of trained parameters and each mode of the modules, and again when padding first appears. Some
+    texts together are compared with each of them alone and without padding, in the mode of training, with dropout off.
+    Raises ``InputError`` where a text has no gradient of its own.
     """
-    trained = frozenset(n for n, p in model.named_parameters() if p.requires_grad)
-    device = next(model.parameters()).device.type
-    half = torch.is_autocast_enabled(device)
-    key = (trained, size > 1, half)
+    names = sorted(n for n, p in model.named_parameters() if p.requires_grad)
+    half = torch.is_autocast_enabled(next(model.parameters()).device.type)
+    mask = inputs.get("attention_mask")
+    padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
+    key = (tuple(names), size > 1, half, padded, tuple(m.training for m in model.modules()))
     known = _verdicts.setdefault(model, {})
     if key not in known:
-        modes = [(m, m.training) for m in model.modules()]
         try:
             checked_layers(model)
-            model.eval()
-            some = {k: v[:2] for k, v in inputs.items()}
-            together = Together(model, some, min(size, 2))
-            alone, _ = changed(model, {k: v[:1] for k, v in inputs.items()}, sorted(trained))
-            known[key] = _difference(next(iter(together.each())), alone, 0.05 if half else TOLERANCE)
+            order = torch.arange(size) if mask is None or not padded else mask.sum(1).argsort().cpu()
+            rows = torch.cat([order[: COMPARED // 2], order[COMPARED // 2 :][-COMPARED // 2 :]])
+            with torch.random.fork_rng(devices=[]), WithoutDropout():
+                compared, found = _compared(model, inputs, rows, names, 0.05 if half else TOLERANCE)
         except NoRule as reason:
-            known[key] = str(reason)
-        finally:
-            for module, training in modes:
-                module.training = training
+            compared, found = True, str(reason)
+        if not compared:
+            return found
+        known[key] = found
     return known[key]
 
 
-def _difference(found: Gradients, expected: Gradients, tolerance: float) -> str | None:
-    whole = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+def _compared(
+    model: nn.Module, inputs: Mapping[str, Tensor], rows: Tensor, names: Sequence[str], tolerance: float
+) -> tuple[bool, str | None]:
+    """Whether any text at ``rows`` could be compared, and where its gradient differs from what it is alone."""
+    together = Together(model, {k: v[rows.to(v.device)] for k, v in inputs.items()}, len(rows))
+    try:
+        alone = [changed(model, mini_batch(inputs, row[None]), names)[0] for row in rows]
+    except ValueError as error:
+        raise InputError(f"a text alone cannot go through the model ({first_line(error)}), so no text has a gradient of its "
+            "own; replace the layer that needs several texts, or put it in eval mode") from None  # fmt: skip
+    lengths = [float(norm(one.values())) for one in alone]
+    largest = max((n for n in lengths if math.isfinite(n)), default=None)
+    if largest is None:
+        return False, "no text of the batch has a finite gradient"
+    for found, expected, length in zip(together.each(), alone, lengths):
+        why = _difference(found, expected, tolerance * (length + largest / 100)) if math.isfinite(length) else None
+        if why is not None:
+            return True, why
+    return True, None
+
+
+def _difference(found: Gradients, expected: Gradients, most: float) -> str | None:
     for name, gradient in expected.items():
         got = found.get(name)
         error = float((gradient.double() - (0 if got is None else got.double())).norm())
-        if not error <= tolerance * whole:
-            return f"{name} is used outside its layer, or its layer mixes texts; freeze it"
+        if not error <= most:
+            return f"{name} is used outside its layer, or its layer mixes texts or reads padding; freeze it"
     return None
 
 
@@ -230,6 +260,7 @@ def per_example(
         return {n: widened(found[n] if n in found else torch.zeros_like(p, device="cpu")) for n, p in trained.items()}
 
     def together() -> Together | None:
+        check_padding(model, inputs)
         if size and not ready and fault(model, inputs, size) is None:
             ready.append(Together(model, inputs, size))
             for loss in ready[0].losses.tolist():
@@ -242,7 +273,7 @@ def per_example(
             yield from map(whole, fast.each())
             return
         for row in range(size):
-            found, loss = changed(model, {k: v[row : row + 1] for k, v in inputs.items()}, names)
+            found, loss = changed(model, mini_batch(inputs, torch.tensor([row])), names)
             told(loss)
             yield whole(found)
 

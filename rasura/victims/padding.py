@@ -1,0 +1,35 @@
+"""Padding must not change a text's gradient: how much of it there is depends on the other texts of a batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from rasura.core.interfaces import InputError
+
+
+def takes_mask(model: nn.Module) -> bool:
+    """Whether the forward of ``model`` takes an attention mask, by name or as any keyword."""
+    taken = inspect.signature(model.forward).parameters.values()
+    return any(p.name == "attention_mask" or p.kind is inspect.Parameter.VAR_KEYWORD for p in taken)
+
+
+def check_padding(model: nn.Module, inputs: Mapping[str, Tensor], *, unsaid: bool = False) -> None:
+    """Raises ``InputError`` for a batch whose padding may change gradients, so that no clip bounds what one text changes.
+
+    A batch without an attention mask does not say what is padding. It is refused where it holds the model's padding token,
+    and with ``unsaid`` in any case, since a batch may be padded with another token.
+    """
+    ids, mask, labels = inputs.get("input_ids"), inputs.get("attention_mask"), inputs.get("labels")
+    if ids is None or not takes_mask(model):
+        return
+    if mask is None:
+        pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+        if unsaid or (isinstance(pad, int) and bool((ids == pad).any())):
+            raise InputError("the batch has input_ids but no attention_mask, so padding counts as text, and a text's gradient "
+                "depends on the other texts; pass the tokenizer's attention_mask (ones where nothing is padded)")  # fmt: skip
+    elif labels is not None and labels.shape == mask.shape and bool(((labels != -100) & (mask == 0)).any()):
+        raise InputError("labels ask for a loss on padding, so a text's loss would depend on the other texts of its batch; "
+            "set the labels to -100 where attention_mask is 0")  # fmt: skip

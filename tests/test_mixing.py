@@ -1,0 +1,201 @@
+"""What would let a text change the gradients of other texts: padding without a mask, and layers that mix texts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers.utils import ModelOutput
+
+import rasura
+from rasura.core.interfaces import InputError
+from rasura.testing.tiny import batch_for, tiny
+from rasura.victims.per_example import fault, per_example
+
+pytest.importorskip("opacus")
+LENGTHS = (3, 4, 9, 5, 7, 3, 12, 6)
+
+
+def rows(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, Any]]:
+    return [{"input_ids": [1, *range(50 + k, 48 + k + n), 2], "labels": k % 2} for k, n in enumerate(lengths)]
+
+
+def padded(texts: list[dict[str, Any]], *, mask: bool = False, left: bool = False, labels: int | None = None) -> Any:
+    """A batch padded with token 0, to its longest text. ``labels``: of the next tokens, with this number on padding."""
+    longest = max(len(t["input_ids"]) for t in texts)
+
+    def filled(of: list[int], fill: int) -> list[int]:
+        rest = [fill] * (longest - len(of))
+        return rest + of if left else of + rest
+
+    ids = torch.tensor([filled(t["input_ids"], 0) for t in texts])
+    out = {"input_ids": ids, "labels": torch.tensor([t["labels"] for t in texts])}
+    if labels is not None:
+        out["labels"] = torch.tensor([filled(t["input_ids"], labels) for t in texts])
+    if mask:
+        out["attention_mask"] = torch.tensor([filled([1] * len(t["input_ids"]), 0) for t in texts])
+    return out
+
+
+def trained(model: nn.Module, texts: Any, collate: Callable[[Any], Any], defense: str = "dp-sgd:1.0") -> Any:
+    protected = rasura.protect_training(model, None, DataLoader(texts, 4, collate_fn=collate), defense, seed=0)
+    for batch in protected.loader:
+        protected.model(**batch).loss.backward()
+    return protected.ledger
+
+
+def clipped(norms: Tensor) -> Tensor:
+    return (0.1 / norms.clamp_min(1e-300)).clamp(max=1)
+
+
+def total(model: nn.Module, batch: Any) -> Any:
+    return per_example(model, batch, len(batch["labels"]), mean=dict, told=lambda loss: None).weighted(clipped)
+
+
+def moved(model: nn.Module, less: Any, more: Any) -> float:
+    """How many clips one text more moves the sum."""
+    one, other = total(model, less), total(model, more)
+    return math.sqrt(sum(float((one[n].double() - other[n].double()).square().sum()) for n in one)) / 0.1
+
+
+# --- padding
+
+
+@pytest.mark.parametrize("defense", ["dp-sgd:1.0", "dp-ftrl:1.0/band=2", "directional:1e3"])
+def test_a_padded_batch_without_a_mask_is_refused_before_a_release(defense: str) -> None:
+    model = tiny("bert", "classification", num_labels=2)
+    with pytest.raises(InputError, match=r"no attention_mask.*pass the tokenizer's attention_mask"):
+        trained(model, rows(), padded, defense)
+    ledger = trained(tiny("bert", "classification", num_labels=2), rows(), lambda some: padded(some, mask=True), defense)
+    assert ledger.releases == 2
+
+
+def test_padding_with_another_token_than_the_models_own_is_refused_as_well() -> None:
+    model = tiny("bert", "classification", num_labels=2)
+    model.config.pad_token_id = 7  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="no attention_mask"):
+        trained(model, rows(), padded)
+
+
+@pytest.mark.parametrize("defense", ["dp-sgd:1.0", "dp-ftrl:1.0/band=2"])
+def test_texts_of_one_length_need_no_mask(defense: str) -> None:
+    assert trained(tiny("bert", "classification", num_labels=2), rows((5,) * 8), padded, defense).releases == 2
+    assert trained(tiny("gpt2", "causal"), rows((5,) * 8), lambda some: padded(some, labels=0), defense).releases == 2
+
+
+def test_a_padding_token_without_a_mask_is_refused_wherever_texts_are_clipped() -> None:
+    model = tiny("bert", "classification", num_labels=2)
+    assert model.config.pad_token_id == 0  # type: ignore[union-attr]
+    with pytest.raises(InputError, match="no attention_mask"):
+        total(model, padded(rows()))
+
+
+def test_a_loss_on_padding_is_refused() -> None:
+    with pytest.raises(InputError, match=r"a loss on padding.*set the labels to -100"):
+        trained(tiny("gpt2", "causal"), rows(), lambda some: padded(some, mask=True, labels=3))
+    assert trained(tiny("gpt2", "causal"), rows(), lambda some: padded(some, mask=True, labels=-100)).releases == 2
+
+
+def without_padding(model: nn.Module, less: list[dict[str, Any]], more: list[dict[str, Any]], **how: Any) -> None:
+    batches = [padded(some, mask=True, **how) for some in (less, more)]
+    assert batches[0]["input_ids"].shape[1] < batches[1]["input_ids"].shape[1], "the longer text pads the others"
+    assert moved(model, *batches) <= 1.001
+
+
+def test_a_model_that_reads_padding_in_spite_of_the_mask_goes_one_by_one_without_it() -> None:
+    model = Mixing(lambda m, x: x, masked=False).train()
+    batch = padded(rows(), mask=True)
+    assert "reads padding" in str(fault(model, batch, len(LENGTHS)))
+    model.drop.p = 0.0
+    without_padding(model, rows((3, 4, 5)), rows((3, 4, 5, 30)))
+
+
+def test_positions_counted_from_padding_on_the_left_go_one_by_one_without_it() -> None:
+    without_padding(tiny("gpt2", "causal"), rows((3, 4, 5)), rows((3, 4, 5, 30)), left=True, labels=-100)
+
+
+def test_padding_that_comes_after_the_first_batch_is_checked_then() -> None:
+    model = Mixing(lambda m, x: x, masked=False).train()
+    even, uneven = padded(rows((5,) * 4), mask=True), padded(rows((3, 4, 5, 9)), mask=True)
+    assert fault(model, even, 4) is None and fault(model, uneven, 4) is not None and fault(model, even, 4) is None
+
+
+# --- mixing
+
+
+class Mixing(nn.Module):
+    """A classifier of mean word vectors, between which ``mix`` comes. ``masked``: padding is left out of the mean."""
+
+    def __init__(self, mix: Callable[[Any, Tensor], Tensor], *, masked: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mix, self.masked, self.words = mix, masked, nn.Embedding(300, 8)
+        self.first, self.drop, self.head = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 2)
+        self.words.weight.requires_grad_(False)[49] = 1e3  # a rare word
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> ModelOutput:
+        there = attention_mask[..., None] if self.masked else torch.ones_like(attention_mask)[..., None]
+        hidden = self.mix(self, (self.words(input_ids) * there).sum(1) / there.sum(1))
+        logits = self.head(self.drop(torch.tanh(self.first(hidden))))
+        return ModelOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def later(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([x[:1], x[1:] + x[:1]])
+
+
+def last(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([x[:-1], x[-1:] + x[:1]]) if len(x) > 2 else x
+
+
+def centred_in_training(m: Any, x: Tensor) -> Tensor:
+    return x - x.mean(0) if m.training else x
+
+
+@pytest.mark.parametrize("mix", [later, last, centred_in_training])
+def test_rows_that_see_others_are_found_in_the_mode_of_training(mix: Any) -> None:
+    model = Mixing(mix).train()
+    batch = padded(rows((5,) * 8), mask=True)
+    assert "mixes texts" in str(fault(model, batch, 8))
+    model.drop.p = 0.0
+    extra = {"input_ids": [1, 49, 49, 49, 2], "labels": 1}
+    some = rows((5,) * 8)
+    assert moved(model, padded(some, mask=True), padded([extra, *some], mask=True)) <= 1.001
+
+
+def test_the_check_is_made_again_when_the_mode_changes() -> None:
+    model, batch = Mixing(centred_in_training).eval(), padded(rows((5,) * 8), mask=True)
+    assert fault(model, batch, 8) is None and fault(model.train(), batch, 8) is not None
+    assert fault(model.eval(), batch, 8) is None
+
+
+def test_a_layer_that_needs_several_texts_is_refused() -> None:
+    def scaled(m: Any, x: Tensor) -> Tensor:
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+    with pytest.raises(InputError, match=r"a text alone cannot go through the model .*no text has a gradient of its own"):
+        fault(Mixing(scaled).train(), padded(rows((5,) * 8), mask=True), 8)
+
+
+@pytest.mark.parametrize("family", ["bert", "gpt2", "modernbert"])
+def test_dropout_of_layers_and_functions_does_not_count_as_mixing(family: str) -> None:
+    model, batch = tiny(family, "classification"), batch_for("classification", 4)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    state = torch.random.get_rng_state()
+    model.train()
+    assert fault(model, batch.inputs(), 4) is None
+    assert torch.equal(torch.random.get_rng_state(), state) and all(m.training for m in model.modules())
+
+
+def test_a_text_without_a_loss_says_nothing_of_the_others() -> None:
+    model = tiny("gpt2", "causal")
+    batch = padded(rows((5, 5, 5)), mask=True, labels=-100)
+    batch["labels"][0] = -100
+    assert fault(model, batch, 3) is None
