@@ -28,8 +28,9 @@ def check_padding(model: nn.Module, inputs: Mapping[str, Tensor], *, unsaid: boo
     if mask is None:
         pad = getattr(getattr(model, "config", None), "pad_token_id", None)
         if unsaid or (isinstance(pad, int) and bool((ids == pad).any())):
-            raise InputError("the batch has input_ids but no attention_mask, so padding counts as text, and a text's gradient "
-                "depends on the other texts; pass the tokenizer's attention_mask (ones where nothing is padded)")  # fmt: skip
+            raise InputError("the batch has input_ids but no attention_mask, so padding counts as text, and a text's "
+                "gradient depends on the others; pass the tokenizer's attention_mask (ones where nothing is padded)"
+            )  # fmt: skip
     elif labels is not None and labels.shape == mask.shape and bool(((labels != -100) & (mask == 0)).any()):
         raise InputError("labels ask for a loss on padding, so a text's loss would depend on the other texts of its batch; "
             "set the labels to -100 where attention_mask is 0")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rasura.core.rng import Randomness, drawing, permutation, secret_generator
 from rasura.core.updates import changed
 from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Vocabulary
 from rasura.victims.per_example import by_owner, in_parts, per_example
+from rasura.victims.unwritten import unwritten
 
 Kept = dict[str, Any]
 """The state of an aggregation between the steps of one training, as plain values for JSON."""
@@ -88,7 +89,8 @@ def message_for(
     """The message for ``inputs`` of ``size`` texts under the MODEL, AGGREGATE and WIRE parts of ``defense``; the mean loss;
     and the wall-clock seconds of the WIRE part. ``record`` receives the result of the aggregation. ``most``: texts in memory
     at once, where texts are aggregated one by one; None for all. ``counts``: how many consecutive texts belong to each
-    person; these are then aggregated instead of texts. ``kept``: what the aggregation keeps from one step of a training to
+    person; these are then aggregated instead of texts. Texts that are aggregated may not change a buffer or a weight:
+    ``InputError``. ``kept``: what the aggregation keeps from one step of a training to
     the next, such as a clip that follows the norms; None for a first step."""
     by_stage = {stage: [p for p in defense if p.stage is stage] for stage in Stage}
     losses: list[float] = []
@@ -106,7 +108,9 @@ def message_for(
         if by_stage[Stage.AGGREGATE]:
             part = by_stage[Stage.AGGREGATE][0]
             kept = {} if kept is None else kept
-            entries, kept["state"] = part.apply(examples, kept.get("state", part.init(model)), rng)
+            # A plain mean hides nothing that a buffer could show.
+            with nullcontext() if part.mechanism.name == "mean" else unwritten(model):
+                entries, kept["state"] = part.apply(examples, kept.get("state", part.init(model)), rng)
             # Rounded to what the weights are stored in now, when the noise is there.
             stored = {n: p.dtype for n, p in model.named_parameters()}
             entries = {n: g.to(stored.get(n, g.dtype)) for n, g in entries.items()}
