@@ -22,6 +22,7 @@ Url = Annotated[str, typer.Option(help="address of the server", envvar="RASURA_U
 TokenFile = Annotated[
     Path | None, typer.Option(help="file with the token or with name:token, mode 0600; default: the variable RASURA_TOKEN")
 ]
+AllowHttp = Annotated[bool, typer.Option("--allow-http", help="send the token to another machine without encryption")]
 KeyFile = Annotated[Path, typer.Option(help="key file of the model; set RASURA_PASSPHRASE if it has a passphrase")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
 LOCAL = "http://127.0.0.1:8765"
@@ -63,7 +64,7 @@ def serve(
     )  # fmt: skip
 
 
-def _client(url: str, token_file: Path | None, key: Path | None = None) -> Any:
+def _client(url: str, token_file: Path | None, allow_http: bool, key: Path | None = None) -> Any:
     from rasura.server.client import Client
     from rasura.server.limits import private_text
 
@@ -72,7 +73,7 @@ def _client(url: str, token_file: Path | None, key: Path | None = None) -> Any:
     token = token.rpartition(":")[2].strip()
     if not token or len(token.split()) != 1:
         raise InputError("no token was given; set RASURA_TOKEN, or pass --token-file with a file that holds one token")
-    return Client(url, token, key=key, passphrase=os.environ.get("RASURA_PASSPHRASE"))
+    return Client(url, token, key=key, passphrase=os.environ.get("RASURA_PASSPHRASE"), allow_http=allow_http)
 
 
 def _print(found: Any, as_json: bool, line: str) -> None:
@@ -88,13 +89,14 @@ def upload(
     name: Annotated[str, typer.Argument(help="name of the model on the server")],
     url: Url = LOCAL,
     token_file: TokenFile = None,
+    allow_http: AllowHttp = False,
     as_json: AsJson = False,
 ) -> None:
     """Send an obfuscated model to the server.
 
     Example: rasura client upload served reviews --token-file token
     """
-    with _client(url, token_file) as known, err.status("uploading"):
+    with _client(url, token_file, allow_http) as known, err.status("uploading"):
         found = known.upload(folder, name)
     _print(found, as_json, f"{found['name']}: {found['kind']}, {found['vocabulary']} tokens, {found['bytes']} bytes")
 
@@ -105,12 +107,13 @@ def download(
     folder: Annotated[Path, typer.Argument(help="new folder for the configuration and the weights")],
     url: Url = LOCAL,
     token_file: TokenFile = None,
+    allow_http: AllowHttp = False,
 ) -> None:
     """Download a model from the server. Anyone with its key can run it.
 
     Example: rasura client download reviews-1 mine --token-file token
     """
-    with _client(url, token_file) as known, err.status("downloading"):
+    with _client(url, token_file, allow_http) as known, err.status("downloading"):
         found = known.download(model, folder)
     _print(None, False, f"{found}: run it with rasura.ObfuscatedTokenizer and the key of the model that was uploaded")
 
@@ -139,13 +142,14 @@ def train_remotely(
     wait: Annotated[bool, typer.Option("--wait", help="wait until the job has ended")] = False,
     url: Url = LOCAL,
     token_file: TokenFile = None,
+    allow_http: AllowHttp = False,
     as_json: AsJson = False,
 ) -> None:
     """Start a fine-tuning job on token ids.
 
     Example: rasura client train reviews train.jsonl reviews-1 --key my.key --token-file token --wait
     """
-    with _client(url, token_file, key) as known:
+    with _client(url, token_file, allow_http, key) as known:
         with err.status("encoding and sending the texts"):
             found = known.train(
                 model, data, output, truncate=truncate, method=method, epochs=epochs, batch_size=batch_size,
@@ -168,13 +172,14 @@ def status(
     job: Annotated[str | None, typer.Argument(help="id of a job; without it, all jobs and models")] = None,
     url: Url = LOCAL,
     token_file: TokenFile = None,
+    allow_http: AllowHttp = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the state of the jobs, and the models on the server.
 
     Example: rasura client status --token-file token
     """
-    with _client(url, token_file) as known:
+    with _client(url, token_file, allow_http) as known:
         if job is not None:
             found = known.status(job)
             return _print(found, as_json, _told(found))
@@ -191,6 +196,7 @@ def classify(
     truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
     url: Url = LOCAL,
     token_file: TokenFile = None,
+    allow_http: AllowHttp = False,
     as_json: AsJson = False,
 ) -> None:
     """Classify texts.
@@ -204,7 +210,7 @@ def classify(
         examples = load_examples(texts[0])
         texts = [e.text for e in examples]
         pairs = [e.text_pair or "" for e in examples] if any(e.text_pair for e in examples) else None
-    with _client(url, token_file, key) as known:
+    with _client(url, token_file, allow_http, key) as known:
         answers = known.classify(model, texts, pairs, truncate=truncate)
     found = [{"label": a.label, "probabilities": a.probabilities} for a in answers]
     _print(
@@ -223,13 +229,14 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="sampling seed")] = None,
     url: Url = LOCAL,
     token_file: TokenFile = None,
+    allow_http: AllowHttp = False,
     as_json: AsJson = False,
 ) -> None:
     """Generate a continuation of a text.
 
     Example: rasura client generate stories-1 "Once upon a time" --key my.key --token-file token
     """
-    with _client(url, token_file, key) as known:
+    with _client(url, token_file, allow_http, key) as known:
         pieces = known.generate(model, prompt, new_tokens=new_tokens, temperature=temperature, top_k=top_k, seed=seed)
         if as_json:
             return _print({"text": "".join(pieces)}, True, "")
@@ -245,10 +252,11 @@ def delete(
     model: Annotated[str, typer.Argument(help="name of the model on the server")],
     url: Url = LOCAL,
     token_file: TokenFile = None,
+    allow_http: AllowHttp = False,
 ) -> None:
     """Delete a model from the server.
 
     Example: rasura client delete reviews --token-file token
     """
-    with _client(url, token_file) as known:
+    with _client(url, token_file, allow_http) as known:
         known.delete(model)

@@ -31,14 +31,22 @@ class Client:
     """Talks to a model service: ``Client("http://127.0.0.1:8765", token, key="my.key")``.
 
     ``key``, the file of ``rasura protect obfuslm``, is needed for methods with texts: ``train``, ``classify``, ``generate``.
+    ``allow_http``: send the token to another machine without encryption, which is refused otherwise.
     All methods raise ``InputError``: with the server's reason if it refuses, or if it cannot be reached.
     """
 
     def __init__(
-        self, url: str, token: str, *, key: str | Path | None = None, passphrase: str | None = None, timeout: float = 120.0
+        self,
+        url: str,
+        token: str,
+        *,
+        key: str | Path | None = None,
+        passphrase: str | None = None,
+        timeout: float = 120.0,
+        allow_http: bool = False,
     ) -> None:
         self.url, self._key, self._passphrase = url, key, passphrase
-        self._server = Connection(url, token, timeout)
+        self._server = Connection(url, token, timeout, allow_http=allow_http)
         self._known: dict[str, Mapping[str, Any]] = {}
         self._tokenizers: dict[str, Any] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,9 +15,13 @@ from rasura.server.limits import Refused
 
 class Connection:
     """Sends requests to the server at ``url``. Every method raises ``InputError``: with the server's reason if it refuses,
-    or if it cannot be reached."""
+    or if it cannot be reached.
 
-    def __init__(self, url: str, token: str, timeout: float) -> None:
+    The token is sent with every request. So ``InputError`` for an address of another machine that is not https://, unless
+    ``allow_http``: who is on the way could read the token.
+    """
+
+    def __init__(self, url: str, token: str, timeout: float, *, allow_http: bool = False) -> None:
         try:
             import httpx
         except ImportError:
@@ -29,6 +34,12 @@ class Connection:
             self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout, trust_env=False)
         except (httpx.InvalidURL, UnicodeEncodeError):
             raise InputError(f"the address {url} or the token is invalid; expected http://HOST:PORT") from None
+        if self._http.base_url.scheme == "http" and not allow_http and not _here(self._http.base_url.host):
+            self.close()
+            raise InputError(
+                f"{url} is another machine without encryption, and who is on the way could read the token; expected "
+                "https://, or --allow-http (in Python allow_http=True)"
+            )
 
     def close(self) -> None:
         """Close the connections."""
@@ -109,6 +120,14 @@ class Connection:
         except self._failed as error:
             raise InputError(f"no answer from {self.url} ({type(error).__name__})") from None
         raise InputError("the server ended the text early; try again")
+
+
+def _here(host: str) -> bool:
+    """Whether ``host`` is this machine: nothing that is sent there leaves it."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _reason(status: int, content: bytes) -> str:
