@@ -18,6 +18,7 @@ from rasura.core.rng import generator
 from rasura.core.values import PerExample
 from rasura.defenses.dp_ftrl import dp_ftrl
 from rasura.defenses.dp_sgd import dp_sgd, normalised_gaussian
+from rasura.defenses.von_mises_fisher import unit
 from rasura.testing.tiny import VOCABULARY, batch_for, tiny
 from rasura.victims.per_example import as_one, by_owner, per_example
 from rasura.victims.step import message_for, step
@@ -163,3 +164,68 @@ def test_products_are_exact_whatever_the_process_says() -> None:
     for n, g in found.items():
         wanted = torch.stack([one[n].double() for one in each]).sum(0)
         assert float((g.double() - wanted).norm()) <= 1e-5 * float(wanted.norm()), n
+
+
+# --- gradients that are nearly zero
+
+
+def contribution(model: nn.Module, inputs: Any) -> float:
+    """The norm of what one text adds to the sum of ``normalised``, before the noise."""
+    found: list[Any] = []
+    examples = per_example(model, inputs, 1, mean=dict, told=lambda loss: None)
+
+    def weighted(weigh: Any, by_layer: bool = False) -> Any:
+        found.append(examples.weighted(weigh, by_layer))
+        return found[0]
+
+    normalised_gaussian(1.0).apply(PerExample(dict, examples.each, 1, weighted), None, generator(0))
+    return math.sqrt(sum(float(g.double().square().sum()) for g in found[0].values()))
+
+
+@pytest.mark.parametrize("margin", [0, 30, 46, 50, 54, 60, 68])
+def test_a_text_that_the_model_is_certain_of_adds_norm_one(margin: int) -> None:
+    model, batch = tiny("bert", "classification", num_labels=2), batch_for("classification", 1).inputs()
+    bias: Any = model.classifier.bias  # type: ignore[union-attr]
+    with torch.no_grad():
+        bias[int(batch["labels"][0])] += margin
+    assert contribution(model, batch) == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize("margin", [72, 80, 90, 100, 103, 120])
+def test_a_gradient_too_small_to_be_scaled_adds_at_most_norm_one(margin: int) -> None:
+    model, batch = tiny("bert", "classification", num_labels=2), batch_for("classification", 1).inputs()
+    bias: Any = model.classifier.bias  # type: ignore[union-attr]
+    with torch.no_grad():
+        bias[int(batch["labels"][0])] += margin
+    assert contribution(model, batch) <= 1.0001
+
+
+def test_positions_that_cancel_each_other_do_not_lose_the_norm() -> None:
+    # The gradient of the weight is what is left of a sum of products that are ten thousand times as large.
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.head = nn.Linear(64, 64, bias=False), nn.Linear(64, 2).requires_grad_(False)
+
+        def forward(self, features: Tensor, labels: Tensor) -> ModelOutput:
+            hidden = self.first(features)
+            logits = self.head(hidden[:, 0] - hidden[:, 1])
+            return ModelOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+    first = torch.randn((1, 1, 64), generator=generator(5))
+    moved = first + 1e-4 * torch.randn((1, 1, 64), generator=generator(6))
+    inputs = {"features": torch.cat([first, moved], 1), "labels": torch.ones(1, dtype=torch.long)}
+    assert contribution(Sum(), inputs) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("numbers", [[1.4e-45] * 2, [1.4e-45] * 6, [2.8e-45, 1.4e-45, 1.4e-45], [1e-42] * 10, [3e38] * 9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_direction_has_norm_one_whatever_the_gradient(numbers: list[float], dtype: torch.dtype) -> None:
+    vector = torch.tensor(numbers, dtype=torch.float32).to(dtype)
+    vector = vector * 1e-150 * 1e-150 if dtype == torch.float64 and numbers[0] > 1 else vector
+    found = unit(vector, generator(0))
+    assert found.dtype == dtype and float(found.double().norm()) == pytest.approx(1, abs=1e-6)
+    assert torch.allclose(found, vector / vector.max() / (vector / vector.max()).norm(), atol=1e-6), "and its direction"
+    tiny_one = unit(torch.tensor([1e-320, 0.0], dtype=torch.float64), generator(0))
+    assert tiny_one.tolist() == [1.0, 0.0]

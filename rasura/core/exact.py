@@ -44,5 +44,5 @@ def widened(tensor: Tensor) -> Tensor:
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
     """The Euclidean norm of all entries of ``tensors`` together, ``()`` float64. Squares are taken in float64, where those
-    of float32 numbers do not underflow."""
+    of float32 numbers do not underflow; those of float64 numbers below 1e-154 count as zero."""
     return sum((tensor.double().square().sum() for tensor in tensors), torch.zeros((), dtype=torch.float64)).sqrt()

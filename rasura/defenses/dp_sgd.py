@@ -30,6 +30,10 @@ RATE = 0.2
 """How fast the clip follows its quantile: the logarithm of its change over how far the fraction of norms is off."""
 
 
+LEAST = 1e-30
+"""The least norm that is scaled to 1. Below it, numbers of float32 have lost digits, or underflow."""
+
+
 def positive(name: str, knob: str, value: Any) -> float:
     """``value`` if it is a finite number above 0. Otherwise raises ``InputError``."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
@@ -151,12 +155,13 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
     """Scale every text's gradient to norm 1, sum, add Gaussian noise of ``sigma`` to every entry, divide by the size.
 
     It is close to DirDP-SGD without partitions, and a fair baseline for it. It hides the norms, which clipping shows if they
-    are below the clip. A zero gradient stays zero. The guarantee is that of DP-SGD at the same ``sigma``.
+    are below the clip. A gradient of zero, or of a norm below ``LEAST``, adds nothing. The guarantee is that of DP-SGD at
+    the same ``sigma``.
     """
     width = noise_width("normalised", sigma)
 
     def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
-        total = examples.weighted(lambda norms: torch.where(norms > 0, 1 / norms.clamp_min(1e-300), 0.0))
+        total = examples.weighted(lambda norms: torch.where(norms > LEAST, 1 / norms.clamp_min(LEAST), 0.0))
         return _released(total, examples, width, "gaussian", rng), None
 
     return Transform(Stage.AGGREGATE, Normalised(sigma), stateless, apply)

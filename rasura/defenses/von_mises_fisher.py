@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rasura.core.exact import norm
 from rasura.core.rng import Randomness, gamma, normal, uniform
 
 TOGETHER = 32
@@ -51,12 +52,13 @@ def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Randomness) 
 def unit(vector: Tensor, rng: Randomness) -> Tensor:
     """The direction of ``vector``. A vector that is zero or holds a number that is not finite has none, so one is drawn
     uniformly: the guarantee holds for every gradient."""
-    norm = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    if not 0 < float(norm) < math.inf:
+    largest = vector.abs().max()
+    if not 0 < float(largest) < math.inf:
         vector = normal(vector.shape, rng, vector.dtype)
-        norm = torch.linalg.vector_norm(vector, dtype=torch.float64)
-    direction: Tensor = (vector / norm).to(vector.dtype)
-    return direction
+        largest = vector.abs().max()
+    # Divided by its largest entry first: neither the squares nor the norm underflow.
+    vector = vector / largest
+    return vector / norm([vector])
 
 
 def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Randomness) -> Tensor | None:
