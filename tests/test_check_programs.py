@@ -115,6 +115,11 @@ NOT_UNDERSTOOD = {
     ),
     "a trainer in a list": TRAINER.replace("trainer.train()", "for t in [trainer]:\n    t.args.max_steps = 3\n"),
     "a trainer that is passed": TRAINER.replace("trainer.train()", "import mine\nmine.tweak(trainer)"),
+    "training before, in a lambda": BEGINNING + "go = lambda: optimizer.step()\ngo()\n" + MADE + LOOP,
+    "a loop over another loader": PROGRAM.replace("in loader", "in DataLoader(train, 5)"),
+    "a loop over another loader, in a function": BEGINNING + MADE
+    + "def step(b):\n    optimizer.step()\nfor batch in others:\n    step(batch)\n",
+    "another range": "def range(n):\n    return forever\n" + PROGRAM,
     "any attribute": after("optimizer.anything = 1"),
     "setattr": after("setattr(optimizer, name, 0.0)"),
     "a dictionary of attributes": after("optimizer.__dict__.update(settings)"),

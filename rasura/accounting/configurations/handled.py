@@ -284,6 +284,8 @@ class Handled:
     def _early(self, node: ast.AST, seen: frozenset[ast.AST]) -> bool:
         """Whether a node is in another function that is named before the call of the mechanism."""
         function = self.scopes.scope(node)
+        if isinstance(function, ast.Lambda):
+            return position(function) < position(self.node)
         if function in seen or function is self.scopes.scope(self.node) or not isinstance(function, ast.FunctionDef):
             return False
         named = self.scopes.loads.get(self.scopes.variable(function.name, function), [])

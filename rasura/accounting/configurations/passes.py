@@ -74,14 +74,17 @@ def _over_loader(one: Handled, node: ast.expr) -> bool:
     return variable is not None and one.roles.get(variable) == "loader"
 
 
+def _ranges(scopes: Scopes, node: ast.expr) -> bool:
+    """Whether an expression is ``range`` or ``trange``, of whatever length."""
+    node = _unwrapped(scopes, node)
+    named = isinstance(node, ast.Call) and last_name(node.func) in ("range", "trange")
+    return named and scopes.library(node) in ("", "tqdm")
+
+
 def _range(scopes: Scopes, node: ast.expr, read: Read) -> int | None:
     """The length of ``range(N)`` or ``range(A, B)`` with numbers that are written in the program."""
     node = _unwrapped(scopes, node)
-    if (
-        not isinstance(node, ast.Call)
-        or last_name(node.func) not in ("range", "trange")
-        or scopes.library(node.func) is None
-    ):
+    if not isinstance(node, ast.Call) or not _ranges(scopes, node):
         return None
     ends = [read(one) for one in node.args]
     if node.keywords or not 1 <= len(ends) <= 2 or not all(type(one) is int for one in ends):
@@ -90,11 +93,30 @@ def _range(scopes: Scopes, node: ast.expr, read: Read) -> int | None:
     return max(0, whole[-1] - (whole[0] if len(whole) == 2 else 0))
 
 
+def _loops(one: Handled, node: ast.AST, seen: frozenset[ast.AST]) -> list[ast.For]:
+    """The loops around a node, and around all calls of the function that it is in."""
+    found = []
+    child, around = node, one.scopes.parents.get(node)
+    while around is not None:
+        if isinstance(around, ast.For) and child in around.body:
+            found.append(around)
+        if isinstance(around, ast.FunctionDef) and around not in seen:
+            for call in one.scopes.loads.get(one.scopes.variable(around.name, around), []):
+                found += _loops(one, call, seen | {around})
+        child, around = around, one.scopes.parents.get(around)
+    return found
+
+
 def steps_elsewhere(one: Handled) -> Iterator[tuple[ast.AST, str]]:
     """Every ``step()`` that is not one of the mechanism's optimizer, or of a schedule of learning rates."""
     for node in ast.walk(one.scopes.tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or node.func.attr != "step":
             continue
         variable = one.scopes.read(root(node.func))
-        if variable is None or one.roles.get(variable) not in ("optimizer", "schedule"):
+        role = None if variable is None else one.roles.get(variable)
+        if role == "optimizer":
+            for loop in _loops(one, node, frozenset()):
+                if not _ranges(one.scopes, loop.iter) and not _over_loader(one, loop.iter):
+                    yield loop, f"the loop over {ast.unparse(loop.iter)} steps on other batches than those of its loader"
+        elif role != "schedule":
             yield node, f"{ast.unparse(node.func)} is not a step of what {one.name} returned"
