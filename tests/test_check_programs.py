@@ -120,6 +120,8 @@ NOT_UNDERSTOOD = {
     "a loop over another loader, in a function": BEGINNING + MADE
     + "def step(b):\n    optimizer.step()\nfor batch in others:\n    step(batch)\n",
     "another range": "def range(n):\n    return forever\n" + PROGRAM,
+    "a loader in the place of itself": "from opacus.utils.batch_memory_manager import BatchMemoryManager\n"
+    + after("with BatchMemoryManager(data_loader=loader, optimizer=optimizer) as loader:\n    pass"),
     "any attribute": after("optimizer.anything = 1"),
     "setattr": after("setattr(optimizer, name, 0.0)"),
     "a dictionary of attributes": after("optimizer.__dict__.update(settings)"),

@@ -90,17 +90,18 @@ class Handled:
         for variable, role in self._inputs():
             for one in self.scopes.loads.get(variable, []):
                 self._input_read(one, variable, role, kept)
-        waiting = list(self.roles)
+        waiting, seen = list(self.roles), set[Variable]()
         while waiting:
             variable = waiting.pop()
+            seen.add(variable)
             for bound in self.scopes.bound(variable):
                 if bound not in self.own and not self._before(bound) and self.roles[variable] != "schedule":
                     self.doubt(bound, f"{variable.name} is bound again")
             for one in self.scopes.loads.get(variable, []):
-                if self._early(one, frozenset()) and self.roles[variable] in ("model", "optimizer", "loader"):
+                if self._early(one, set()) and self.roles[variable] in ("model", "optimizer", "loader"):
                     self.doubt(one, f"{one.id} may be used before {self.name}, in a function that is called before")
                 if not self._before(one) and not self._within(one):
-                    waiting += self._used(one, variable, self.roles[variable])
+                    waiting += set(self._used(one, variable, self.roles[variable])) - seen
 
     def _kept(self) -> dict[str, Variable]:
         """The variables that hold what is returned, by role."""
@@ -269,19 +270,18 @@ class Handled:
         variable = self.scopes.read(call.func)
         found = self.scopes.bound(variable) if variable is not None else []
         one = found[0] if len(found) == 1 else None
-        plain = isinstance(one, ast.FunctionDef) and not one.decorator_list
-        return one if plain and isinstance(one, ast.FunctionDef) else None
+        return one if isinstance(one, ast.FunctionDef) and not one.decorator_list else None
 
     def schedule(self, call: ast.Call) -> bool:
         """Whether a call makes a schedule of learning rates."""
-        known = self.scopes.library(call.func) in ("", "torch", "transformers")
-        return known and bool(_SCHEDULES.fullmatch(self.scopes.original(call.func)))
+        fits = _SCHEDULES.fullmatch(self.scopes.original(call.func))
+        return bool(fits) and self.scopes.library(call.func) in ("", "torch", "transformers")
 
     def _reads(self, call: ast.Call) -> bool:
         """Whether a call only reads what it is given, such as ``len``."""
         return self.scopes.original(call.func) in _READERS and self.scopes.library(call.func) in ("", "tqdm")
 
-    def _early(self, node: ast.AST, seen: frozenset[ast.AST]) -> bool:
+    def _early(self, node: ast.AST, seen: set[ast.AST]) -> bool:
         """Whether a node is in another function that is named before the call of the mechanism."""
         function = self.scopes.scope(node)
         if isinstance(function, ast.Lambda):
@@ -289,7 +289,8 @@ class Handled:
         if function in seen or function is self.scopes.scope(self.node) or not isinstance(function, ast.FunctionDef):
             return False
         named = self.scopes.loads.get(self.scopes.variable(function.name, function), [])
-        return any(self._before(one) or self._early(one, seen | {function}) for one in named)
+        seen.add(function)
+        return any(self._before(one) or self._early(one, seen) for one in named)
 
     def _within(self, node: ast.AST) -> bool:
         return any(one is node for one in ast.walk(self.node))

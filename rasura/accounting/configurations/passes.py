@@ -53,7 +53,7 @@ def _called(
     one: Handled, function: ast.FunctionDef, inside: tuple[int, int], read: Read, seen: frozenset[ast.AST]
 ) -> tuple[int, int] | None:
     calls = one.scopes.loads.get(one.scopes.variable(function.name, function), [])
-    if function in seen or not calls:
+    if function in seen or not calls or len(seen) > 8:
         return None
     each = [_times(one, call, read, seen | {function}) for call in calls]
     known = [each_one for each_one in each if each_one is not None]
@@ -93,7 +93,7 @@ def _range(scopes: Scopes, node: ast.expr, read: Read) -> int | None:
     return max(0, whole[-1] - (whole[0] if len(whole) == 2 else 0))
 
 
-def _loops(one: Handled, node: ast.AST, seen: frozenset[ast.AST]) -> list[ast.For]:
+def _loops(one: Handled, node: ast.AST, seen: set[ast.AST]) -> list[ast.For]:
     """The loops around a node, and around all calls of the function that it is in."""
     found = []
     child, around = node, one.scopes.parents.get(node)
@@ -101,8 +101,9 @@ def _loops(one: Handled, node: ast.AST, seen: frozenset[ast.AST]) -> list[ast.Fo
         if isinstance(around, ast.For) and child in around.body:
             found.append(around)
         if isinstance(around, ast.FunctionDef) and around not in seen:
+            seen.add(around)
             for call in one.scopes.loads.get(one.scopes.variable(around.name, around), []):
-                found += _loops(one, call, seen | {around})
+                found += _loops(one, call, seen)
         child, around = around, one.scopes.parents.get(around)
     return found
 
@@ -115,7 +116,7 @@ def steps_elsewhere(one: Handled) -> Iterator[tuple[ast.AST, str]]:
         variable = one.scopes.read(root(node.func))
         role = None if variable is None else one.roles.get(variable)
         if role == "optimizer":
-            for loop in _loops(one, node, frozenset()):
+            for loop in _loops(one, node, set()):
                 if not _ranges(one.scopes, loop.iter) and not _over_loader(one, loop.iter):
                     yield loop, f"the loop over {ast.unparse(loop.iter)} steps on other batches than those of its loader"
         elif role != "schedule":
