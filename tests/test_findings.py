@@ -148,7 +148,8 @@ def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
                blind=scores(METRIC, *[GUESS] * size))
         for k, (v, size, s) in enumerate(((1.0, 1, 1.0), (0.5, 2, 0.5), (0.6, 4, None)))
     ]  # fmt: skip
-    rows += [record("tag", "none", 0.1, note=3), record("tag", "none", 0.1, scores=scores("sensitive", 1.0))]
+    tag = [record("tag", "none", 0.1, note=3), record("tag", "none", 0.1, scores=scores("sensitive", 1.0))]
+    rows += [{**r, "batch_size": 4} for r in tag]
     level, guess = pooled([1.0, 0.5, 0.6]), pooled([GUESS] * 4)
     assert level is not None and guess is not None
     assert findings(rows).sentence == (
@@ -316,13 +317,15 @@ def test_a_summary_is_the_findings_in_plain_values() -> None:
         fields: dict[str, Any] = {
             "attack": attack, "defense": defense, "level": None if level is None else level.__dict__, "blind": GUESS,
             "notes": 2, "n_cells": 2, "gave_up": 0, "crashed": 0, "verified": 0, "reasons": [],
+            "threat": "honest-server", "batch_size": 1,
         }  # fmt: skip
         return {**fields, **more}
 
     assert told == {
         "sentence": list(found.sentence), "recommendation": found.recommendation, "metric": METRIC,
         "blind": found.blind.__dict__, "verdicts": {d: v.to_dict() for d, v in found.verdicts.items()}, "judged": ["bf16"],
-        "highest_risk": pytest.approx(0.35), "not_scored": 0, "labels": [], "cells": 5, "gave_up": 1, "crashed": 1,
+        "highest_risk": pytest.approx(0.35), "without_risk": [], "not_scored": 0, "labels": [], "cells": 5, "gave_up": 1,
+        "crashed": 1,
         "matrix": [
             entry("span", "none"), entry("span", "bf16", gave_up=1, reasons=["it failed"]),
             entry("dlg", "bf16", n_cells=1, crashed=1, reasons=["it crashed"]),

@@ -134,15 +134,30 @@ def _attacks(f: Findings, made: Made) -> Section:
     known: Mapping[str, Mapping[str, str]] = made.about.get("attacks", {})
     nothing = tell("not recorded")
     table = [
-        (a, recorded(known[a]["about"]) if a in known else nothing, known[a]["source"] if a in known else nothing)
+        (
+            a,
+            _ended(a, f),
+            recorded(known[a]["about"]) if a in known else nothing,
+            known[a]["source"] if a in known else nothing,
+        )
         for a in f.attacks
     ]
     reads = tell(
         "Gradient inversion reads training texts from updates; the baseline guesses without looking at what was sent."
     )
     source = tell("NIST AI 100-2, on attacks and their terms; OWASP AI Testing Guide (gradient inversion)")
-    header = (tell("attack"), tell("what it does"), tell("published in"))
+    header = (tell("attack"), tell("how it ended"), tell("what it does"), tell("published in"))
     return Section(tell("Attacks that were run"), (reads,), (header, *table), source)
+
+
+def _ended(attack: str, f: Findings) -> str:
+    """How often the attack ended in which way, under all protections together."""
+    every = [e for (name, _), e in f.matrix.items() if name == attack]
+    tried, scored, gave_up, crashed = (sum(getattr(e, n) for e in every) for n in ("cells", "scored", "gave_up", "crashed"))
+    return tell(
+        "of {tried} attempts {scored} gave a guess, {gave_up} gave up, {crashed} crashed, {absent} did not apply",
+        tried=tried, scored=scored, gave_up=gave_up, crashed=crashed, absent=tried - scored - gave_up - crashed,
+    )  # fmt: skip
 
 
 def markdown(sections: Sequence[Section]) -> str:

@@ -7,47 +7,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rasura.report.entries import entry_of, notes_in, setting_of
 from rasura.report.gate import judged
 from rasura.report.labels import label_readings
 from rasura.report.language import tell
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Findings, Price
-from rasura.report.readings import (
-    BLIND,
-    gave_up,
-    guessing,
-    names_labels_alone,
-    notes_of,
-    of_labels,
-    reading,
-    without_a_figure,
-)
-from rasura.report.sentence import HEADLINE, sentence
+from rasura.report.readings import BLIND, gave_up, guessing, notes_of, of_labels, without_a_figure
+from rasura.report.sentence import HEADLINE, headline, sentence
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict
 
 
 def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str = "scores") -> list[float | None]:
     return [v for r in records for v in r[side].get(metric, {}).get("per_record", [])]
-
-
-def _entry(
-    attack: str, defense: str, records: Sequence[Mapping[str, Any]], notes: int, metric: str, of_text: bool = True
-) -> Entry:
-    blind = guessing(records, metric)
-    return Entry(
-        attack,
-        defense,
-        reading(attack, records, {}, metric).level if of_text else None,
-        blind.mean if blind else 0.0,
-        tuple(sorted({r["reason"] for r in records if r["reason"]})),
-        notes,
-        len(records),
-        sum(r["status"] == "ok" and not gave_up(r) for r in records),
-        sum(map(gave_up, records)),
-        sum(r["status"] == "crashed" for r in records),
-        sum(r["confidence"] == "verified" for r in records),
-        sum(r["wall_seconds"] for r in records) / len(records),
-        sum(map(names_labels_alone, records)),
-    )
 
 
 def column_of(update: str, defense: str) -> str:
@@ -77,10 +48,9 @@ def findings(
     for r in every:
         by_column[r["column"]].append(r)
         groups[r["attack"], r["column"]].append(r)
-    blank = {c: without_a_figure(some, metric) for c, some in by_column.items()}
-    notes = {c: len({n for r in some for n in notes_of(r)} - blank[c]) for c, some in by_column.items()}
+    notes = {c: notes_in(some, metric) for c, some in by_column.items()}
     silent = of_labels(every)
-    matrix = {(a, c): _entry(a, c, v, notes[c], metric, a not in silent) for (a, c), v in groups.items()}
+    matrix = {(a, c): entry_of(a, c, v, notes[c], metric, a not in silent) for (a, c), v in groups.items()}
     best: dict[str, Entry] = {}
     for c in columns:
         # Guessing is what the attacks are compared with, not one of them.
@@ -88,17 +58,18 @@ def findings(
         if means:
             best[c] = matrix[max(means, key=means.__getitem__), c]
     verdicts = {c: _verdict(by_column[c], every, metric, images) for c in columns}
-    blind = guessing(every, metric)
+    baseline = tuple(c for c in columns if plain(verdicts[c].defense))
+    blind = guessing(headline((*baseline, *columns), best, every)[1], metric)
     strongest = [r for r in every if r["status"] == "ok" and r["recovered"] and r["attack"] != BLIND]
     found = Findings(
         metric, tuple(attacks), tuple(columns), matrix, best, blind, (), "",
         {r["threat"]: r["threat_plain"] for r in every},
         tuple(_evidence(strongest)), tuple(sorted({len(r["examples"]) or r["batch_size"] for r in every})),
         len(every), sum(map(gave_up, every)), sum(r["status"] == "crashed" for r in every),
-        verdicts, tuple(c for c in columns if plain(verdicts[c].defense)), tuple(judged(verdicts)),
-        IMAGES if images else TEXTS, tuple(_figures(groups, attacks, columns)) if images else (),
+        verdicts, baseline, tuple(judged(verdicts)),
+        IMAGES if images else TEXTS, tuple(_figures(groups, matrix, attacks, columns)) if images else (),
         _prices(every, columns), (len(without_a_figure(every, metric)), len({n for r in every for n in notes_of(r)})),
-        label_readings(every, columns),
+        label_readings(every, columns), len({setting_of(r) for r in every}),
     )  # fmt: skip
     return replace(found, sentence=tuple(sentence(found, every)), recommendation=recommendation(found))
 
@@ -124,12 +95,16 @@ def _prices(records: Iterable[Mapping[str, Any]], defenses: Sequence[str]) -> di
 
 
 def _figures(
-    groups: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]], attacks: Sequence[str], defenses: Sequence[str]
+    groups: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]],
+    matrix: Mapping[tuple[str, str], Entry],
+    attacks: Sequence[str],
+    defenses: Sequence[str],
 ) -> Iterator[dict[str, Any]]:
     """Means of MSE and PSNR, which are not fractions, with the baseline beside them."""
     for defense in defenses:
         for attack in attacks:
-            scored = [r for r in groups.get((attack, defense), ()) if r["scores"]]
+            every = groups.get((attack, defense), ())
+            scored = [r for r in every if r["scores"] and setting_of(r) == matrix[attack, defense].setting]
             images = max(len(_values(scored, metric)) for metric in ("mse", "psnr"))
             row: dict[str, Any] = {"attack": attack, "defense": defense, "n": images}
             for metric in ("mse", "psnr"):
@@ -202,6 +177,15 @@ def summarise(records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | No
     return summary_of(findings(records, plan))
 
 
+def _highest_risk(f: Findings) -> dict[str, Any]:
+    """The highest share that was read in any setting of the judged columns. None where a setting has no figure, with the
+    columns of such settings."""
+    risks = {c: [v.risk for v in f.verdicts[c].settings] for c in f.judged}
+    unknown = [c for c, some in risks.items() if None in some]
+    known = [risk for some in risks.values() for risk in some if risk is not None]
+    return {"highest_risk": None if unknown else max(known, default=None), "without_risk": unknown}
+
+
 def summary_of(f: Findings) -> dict[str, Any]:
     """The sentence, the recommendation and the matrix in plain values."""
     return {
@@ -211,7 +195,7 @@ def summary_of(f: Findings) -> dict[str, Any]:
         "blind": f.blind.__dict__ if f.blind else None,
         "verdicts": {name: v.to_dict() for name, v in f.verdicts.items()},
         "judged": list(f.judged),
-        "highest_risk": max((r for c in f.judged if (r := f.verdicts[c].risk) is not None), default=None),
+        **_highest_risk(f),
         "not_scored": f.without_a_figure[0],
         "labels": [one.to_dict() for one in f.labels],
         "cells": f.cells,
@@ -221,7 +205,7 @@ def summary_of(f: Findings) -> dict[str, Any]:
             {
                 "attack": e.attack, "defense": e.defense, "level": e.level.__dict__ if e.level else None, "blind": e.blind,
                 "notes": e.notes, "n_cells": e.cells, "gave_up": e.gave_up, "crashed": e.crashed, "verified": e.verified,
-                "reasons": list(e.reasons),
+                "reasons": list(e.reasons), "threat": e.setting[0], "batch_size": e.setting[1],
             }
             for e in f.matrix.values()
         ],

@@ -36,6 +36,9 @@ class Wording:
         return replace(self, **said, more={part: recorded(text) for part, text in self.more.items()})
 
 
+Setting = tuple[str, int]
+"""A threat model and a batch size."""
+
 TEXTS = Wording("note", "notes", "of the words", "Words recovered, %", {"accumulate": ACCUMULATE, "sealing:all": SUMMED})
 
 
@@ -56,11 +59,12 @@ def risk_name(metric: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the matrix: an attack under a protection, over ``notes`` examples in ``cells`` updates.
+    """One entry of the matrix: an attack under a protection, in ``cells`` updates.
 
-    ``level``: of the examples that were measured, those where the attack gave up at the score of guessing. ``mark``: value,
-    ``labels`` (named labels and no text: see ``labels`` of the findings), ``·`` (gave up everywhere), ``!`` (crashed) or
-    ``–`` (not applicable).
+    ``level``: of the examples that were measured, those where the attack gave up at the score of guessing. Of several threat
+    models or batch sizes ``setting`` is the one where the attack read most; ``level``, ``blind``, ``seconds`` and ``notes``,
+    the number of examples that can be scored, are of it alone. ``mark``: value, ``labels`` (named labels and no text: see
+    ``labels`` of the findings), ``·`` (gave up everywhere), ``!`` (crashed) or ``–`` (not applicable).
     """
 
     attack: str
@@ -76,6 +80,7 @@ class Entry:
     verified: int
     seconds: float
     labels: int = 0
+    setting: Setting = ("honest-server", 1)
 
     @property
     def mark(self) -> str:
@@ -112,8 +117,8 @@ class Price:
 class Findings:
     """Everything that the page shows, for one metric. ``sizes``: how many examples the updates hold, which may be fewer than
     the batch size. ``baseline``: columns without protection, with which the others are compared; ``judged``: those that the
-    run is judged by. ``without_a_figure``: how many examples of how many cannot be scored.
-    ``labels``: what was read of labels."""
+    run is judged by. ``blind``: guessing in the setting of the headline. ``without_a_figure``: how many examples of how many
+    cannot be scored. ``labels``: what was read of labels. ``settings``: how many threat models and batch sizes there are."""
 
     metric: str
     attacks: tuple[str, ...]
@@ -137,3 +142,4 @@ class Findings:
     prices: Mapping[str, Price] = field(default_factory=dict)
     without_a_figure: tuple[int, int] = (0, 0)
     labels: tuple[LabelReading, ...] = ()
+    settings: int = 1

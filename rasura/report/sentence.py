@@ -5,17 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rasura.report.entries import setting_of
 from rasura.report.labels import label_sentence
 from rasura.report.language import tell
-from rasura.report.matrix import Findings
+from rasura.report.matrix import Entry, Findings
 from rasura.report.readings import notes_of
 
 HEADLINE = "token_recall"
 
 
+def headline(
+    columns: Iterable[str], best: Mapping[str, Entry], records: Sequence[Mapping[str, Any]]
+) -> tuple[str | None, list[Mapping[str, Any]]]:
+    """The first of ``columns`` that has a figure, and its records in the setting where most was read. None where no column
+    has a figure: the records of one setting then."""
+    name = next((c for c in columns if c in best), None)
+    if name is None:
+        return None, [r for r in records if setting_of(r) == setting_of(records[0])]
+    return name, [r for r in records if r["column"] == name and setting_of(r) == best[name].setting]
+
+
 def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The sentences that a report of an audit begins with."""
-    name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
+    name, here = headline((*f.baseline, *f.columns), f.best, records)
     blank, labels = left_out(f), label_sentence(f.labels, where(f.labels[0].column)) if f.labels else []
     if name is None or f.blind is None:
         return [
@@ -28,7 +40,8 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
         ]
     entry, words = f.best[name], f.words.here
     assert entry.level is not None
-    few, many = f.sizes[0], f.sizes[-1]
+    held = [len(r["examples"]) or r["batch_size"] for r in here]
+    few, many = min(held), max(held)
     sizes = f"{many} {words.many}" if few == many else tell("{few} to {many} {what}", few=few, many=many, what=words.many)
     sizes = tell("a single {what}", what=words.one) if many == 1 else sizes
     out = [
@@ -37,10 +50,18 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
             level=entry.level.text, share=words.share,
         )
     ]  # fmt: skip
+    if f.settings > 1:
+        threat, size = entry.setting
+        out.append(
+            tell(
+                "Of the threat models and batch sizes of this run, most was read under {threat} at batch size {size}.",
+                threat=threat, size=size,
+            )
+        )  # fmt: skip
     if entry.coverage:
         out.append(covered(*entry.coverage, words.many))
     out += [*blank, tell("Guessing without the update: {level}.", level=f.blind.text)]
-    sensitive = _sensitive(r for r in records if (r["attack"], r["column"]) == (entry.attack, name))
+    sensitive = _sensitive(r for r in here if r["attack"] == entry.attack)
     if sensitive:
         whole = sum(v >= 1.0 for v in sensitive)
         out.append(
@@ -69,7 +90,7 @@ def _unruled(records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _sensitive(records: Iterable[Mapping[str, Any]]) -> list[float]:
     """Of each note with names, numbers or dates, the largest share that came back from an update; 0 without a figure.
-    A note that stands in several updates (other batch sizes, seeds, adversaries) counts once."""
+    A note that stands in several updates counts once."""
     found: dict[int, float] = {}
     for r in records:
         for side in ("blind", "scores"):

@@ -91,6 +91,11 @@ class Verdict:
         """The verdict on the worst column by itself: what ``attack``, ``whole`` and ``guess`` are of."""
         return self.columns[0] if self.columns else self
 
+    @property
+    def settings(self) -> tuple[Verdict, ...]:
+        """The verdict on each threat model and batch size by itself."""
+        return tuple(one for column in self.columns for one in column.settings) or (self,)
+
     def within(self, limit: float, bound: float | None) -> bool:
         """Whether ``bound`` is known and at most ``limit``. Below ``texts_needed(limit)`` examples no bound is."""
         return not self.missing and bound is not None and bound <= limit
