@@ -81,6 +81,17 @@ def test_a_protection_is_not_told_from_guessing_only_if_all_who_know_it_ran() ->
     assert word([*STOPPED[:-1], record("invbert", HIDDEN, math.nan)]) == NOT_MEASURED
 
 
+def test_a_verdict_says_that_it_is_of_one_key_and_so_does_what_is_recommended() -> None:
+    key = "behind the one key of this run where it has a key"
+    for rows in (STOPPED, [*STOPPED, record("ednn", HIDDEN, 1.0)], [*STOPPED[:-1], record("invbert", HIDDEN, 0.4)]):
+        found = service_findings(rows, PLAN)
+        assert found.verdicts[HIDDEN].says.endswith(key) and found.verdicts[HIDDEN].to_dict()["says"].endswith(key)
+        assert key not in found.verdicts["none"].says, "without a protection there is no key"
+    held = service_findings(STOPPED, PLAN)
+    assert held.verdicts[HIDDEN].holds and f"{key}. This result is empirical" in held.recommendation
+    assert key not in service_findings(STOPPED[:-1], PLAN).verdicts[HIDDEN].says, "nothing was said for any key"
+
+
 def test_what_is_read_is_said_whatever_else_is_missing() -> None:
     assert word([record("knn", HIDDEN, 1.0)]) == READS
     assert word([*STOPPED[:-1], record("invbert", HIDDEN, 0.4)]) == ABOVE

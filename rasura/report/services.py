@@ -12,7 +12,7 @@ from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
 from rasura.report.readings import Level, pooled
 from rasura.report.sentence import covered, where
-from rasura.report.verdicts import worst_of
+from rasura.report.verdicts import plain, worst_of
 
 RISK = "bag_f1"
 """The headline: of the tokens, wherever they stand. Every attack has it, and it is never below the share in their places."""
@@ -39,7 +39,8 @@ class Measure:
 def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Findings:
     """What the records of a service say, as ``findings`` of an audit of updates. ``plan``: the identity of the run.
 
-    A verdict is the worst of those on what was asked and, of a model that generates, on what it answered.
+    A verdict is the worst of those on what was asked and, of a model that generates, on what it answered. It is of one key,
+    which an audit draws from its seed; no record says which protections have one, so all verdicts on protections say it.
     """
     attacked = [r for r in records if r["attack"] != CLIENT]
     order = {"defenses": plan["protections"], "updates": plan["weights"], "attacks": plan["attacks"]}
@@ -47,6 +48,8 @@ def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, An
     if any(ANSWERS in r["scores"] or ANSWERS in r["blind"] for r in attacked):
         answers = findings(attacked, order, ANSWERS).verdicts
         found = replace(found, verdicts={c: worst_of([v, answers[c]]) for c, v in found.verdicts.items()})
+    behind = {c: replace(v, one_key=not plain(v.defense)) for c, v in found.verdicts.items()}
+    found = replace(found, verdicts=behind)
     return replace(found, sentence=tuple(_sentence(found)), recommendation=recommendation(found))
 
 

@@ -68,7 +68,8 @@ class Verdict:
     the upper end of what is read above guessing; None where no attack gave a figure. ``n``: examples, each counted once.
     ``counted``: the yardsticks. ``columns``: of several threat models or batch sizes the verdict on each, the worst first;
     figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst. ``mixed``: how many of
-    ``whole`` were read only among the words of other examples.
+    ``whole`` were read only among the words of other examples. ``one_key``: all of it is behind one key, so that it
+    says nothing of other keys.
     """
 
     word: str
@@ -84,6 +85,7 @@ class Verdict:
     missing: tuple[str, ...] = ()
     many: str = "notes"
     mixed: int = 0
+    one_key: bool = False
     columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -114,6 +116,12 @@ class Verdict:
         """The verdict in words, with what it rests on."""
         if self.word == NOT_MEASURED:
             return unmeasured(self.missing)
+        if self.one_key:
+            return tell("{verdict}, behind the one key of this run where it has a key", verdict=self._rests_on)
+        return self._rests_on
+
+    @property
+    def _rests_on(self) -> str:
         word, many = recorded(self.word), recorded(self.many)
         if self.word == READS and self.whole > self.mixed:
             return tell(
