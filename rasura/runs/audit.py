@@ -156,22 +156,22 @@ class Audit:
             return self._record(cell, threat, "not_applicable", f"{reason}; pass --threat malicious-server")
         outcome = self._attempt(self.attacks[cell.attack], cell, truth, threat)
         blind = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
-        guess = Reconstruction((), details=outcome.details) if outcome.status == "failed" else outcome.guess
-        scored = guess is not None and (bool(guess.tokens) or guess.images is not None)
+        guess = outcome.guess or Reconstruction((), details=outcome.details)
+        scored = bool(guess.tokens) or guess.images is not None
         # Labels that the threat model grants are not read.
         told = Grant.LABELS in threat.grants and Grant.LABELS in self.attacks[cell.attack].uses
-        read = label_scores(None if guess is None or told else guess.labels, truth)
+        read = label_scores(None if told else guess.labels, truth)
         likely = [self.data.commonest_label] * len(truth.batch) if read else None
         return self._record(
             cell,
             threat,
             outcome.status,
             outcome.reason,
-            confidence=guess.confidence if guess is not None else "none",
-            scores={**(self.scores(guess, truth) if guess is not None and scored else {}), **read},
+            confidence=guess.confidence,
+            scores={**(self.scores(guess, truth) if scored else {}), **read},
             blind={**(self.scores(blind.guess, truth) if blind.guess is not None else {}), **label_scores(likely, truth)},
-            recovered=recovered(guess, truth, self.plan.show_text) if guess is not None and scored else [],
-            details=dict(guess.details) if guess is not None else {},
+            recovered=recovered(guess, truth, self.plan.show_text) if scored else [],
+            details=dict(guess.details),
             n_tokens=0 if self.data.images else sum(truth.text_batch.lengths),
             sent_bytes=_sent_bytes(truth.message),
             defense_seconds=truth.seconds,
@@ -211,9 +211,8 @@ class Audit:
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
     ) -> Outcome[Reconstruction]:
         adversary = self.models.adversary(self.updates[cell.update][0].adapter, truth.model)
-        reference = self.data.reference
         seen = observe(
-            truth, threat, adversary_model=adversary, reference_text=reference, language_model=self.language_model
+            truth, threat, adversary_model=adversary, reference_text=self.data.reference, language_model=self.language_model
         )
         if (missing := lacking(attack, seen, cell.threat)) is not None:
             return missing
