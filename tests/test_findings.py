@@ -192,6 +192,7 @@ def test_evidence_is_the_most_the_median_and_the_least_of_what_attacks_read() ->
     five = findings([recovered(0.2, None, 0.9), *unread, recovered(0.5, 0.7, update="fedavg-sgd:4")]).evidence
     assert five[0] == {
         "sent": "text 0.9", "score": 0.9, "attack": "span", "defense": "bf16", "confidence": "verified", "rank": "most read",
+        "threat": "honest-server", "batch_size": 1,
     }  # fmt: skip
     assert [(e["score"], e["rank"]) for e in five[1:]] == [(0.5, "median"), (None, "least read")]
     assert five[1]["defense"] == "bf16, fedavg-sgd:4"

@@ -98,11 +98,13 @@ def test_labels_have_figures_of_their_own_with_guessing_beside_them() -> None:
         record("labels", "bf16", note=4, status="crashed", examples=[4, 5], batch_size=2), *READ,
     ]  # fmt: skip
     none, other = summarise(rows)["labels"]
-    assert none == {"attack": "labels", "column": "none", "whole": 2, "updates": 3, "right": 5 / 6, "guess": 0.5}
-    assert other == {"attack": "labels", "column": "bf16", "whole": 0, "updates": 2, "right": 0.0, "guess": 0.5}
-    assert findings(rows).sentence[-1] == (
+    same = {"attack": "labels", "guess": 0.5, "threat": "honest-server", "batch_size": 2}
+    assert none == {**same, "column": "none", "whole": 2, "updates": 3, "right": 5 / 6}
+    assert other == {**same, "column": "bf16", "whole": 0, "updates": 2, "right": 0.0}
+    assert findings(rows).sentence[-2:] == (
         "Labels with no protection: labels named every label of 2 of 3 updates, 83 % of the labels. Naming the most "
-        "frequent class every time: 50 %."
+        "frequent class every time: 50 %.",
+        "Most labels were named under honest-server at batch size 2.",
     )
     assert summarise(READ)["labels"] == [] and "Labels" not in " ".join(findings(READ).sentence)
     assert "labels: names labels and no text" in str(summary(findings(rows)).renderables[3].caption)  # type: ignore[union-attr]

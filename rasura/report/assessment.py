@@ -154,10 +154,12 @@ def _ended(attack: str, f: Findings) -> str:
     """How often the attack ended in which way, under all protections together."""
     every = [e for (name, _), e in f.matrix.items() if name == attack]
     tried, scored, gave_up, crashed = (sum(getattr(e, n) for e in every) for n in ("cells", "scored", "gave_up", "crashed"))
-    return tell(
+    said = tell(
         "of {tried} attempts {scored} gave a guess, {gave_up} gave up, {crashed} crashed, {absent} did not apply",
         tried=tried, scored=scored, gave_up=gave_up, crashed=crashed, absent=tried - scored - gave_up - crashed,
     )  # fmt: skip
+    labels = sum(e.labels for e in every)
+    return f"{said}; {tell('{count} named labels and no text', count=labels)}" if labels else said
 
 
 def markdown(sections: Sequence[Section]) -> str:

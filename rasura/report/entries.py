@@ -6,13 +6,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rasura.report.matrix import Entry, Setting
-from rasura.report.readings import gave_up, guessing, names_labels_alone, notes_of, reading, without_a_figure
-
-
-def setting_of(record: Mapping[str, Any]) -> Setting:
-    """The threat model and the batch size of a record: no figure is of several together."""
-    return record["threat"], record["batch_size"]
+from rasura.report.matrix import Entry
+from rasura.report.readings import (
+    Setting,
+    gave_up,
+    guessing,
+    names_labels_alone,
+    notes_of,
+    reading,
+    setting_of,
+    without_a_figure,
+)
 
 
 def _by_setting(records: Iterable[Mapping[str, Any]]) -> dict[Setting, list[Mapping[str, Any]]]:

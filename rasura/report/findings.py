@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rasura.report.entries import entry_of, notes_in, setting_of
+from rasura.report.entries import entry_of, notes_in
 from rasura.report.gate import judged
 from rasura.report.labels import label_readings
 from rasura.report.language import tell
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Findings, Price
-from rasura.report.readings import BLIND, gave_up, guessing, notes_of, of_labels, without_a_figure
+from rasura.report.readings import BLIND, gave_up, guessing, notes_of, of_labels, setting_of, without_a_figure
 from rasura.report.sentence import HEADLINE, headline, sentence
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict
 
@@ -160,12 +160,14 @@ def recommendation(f: Findings) -> str:
 
 
 def _evidence(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What was read of the most, the median and the least read example, in the setting of the one that was read most."""
     rows = [
-        {**text, "attack": r["attack"], "defense": r["column"], "confidence": r["confidence"]}
+        {**text, **{name: r[name] for name in ("attack", "confidence", "threat", "batch_size")}, "defense": r["column"]}
         for r in records
         for text in r["recovered"]
     ]
     rows.sort(key=lambda row: -float(row["score"] or 0))
+    rows = [row for row in rows if setting_of(row) == setting_of(rows[0])]
     if len(rows) <= 3:
         return [dict(row, rank=name) for row, name in zip(rows, ("most read", "median", "least read"))]
     chosen = {"most read": rows[0], "median": rows[len(rows) // 2], "least read": rows[-1]}

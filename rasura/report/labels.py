@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.records import LABELS
 from rasura.report.language import tell
-from rasura.report.readings import Record
+from rasura.report.readings import Record, Setting, setting_of
 
 
 @dataclass(frozen=True)
 class LabelReading:
     """One attack under one protection: it named every label of ``whole`` of ``updates``, and ``right`` is the share of
-    labels that it named. ``guess``: that share where every text is given the class that is most frequent in the run's data.
+    labels that it named. ``guess``: that share where every text is given the class that is most frequent in the run's data;
+    None where no attack named a label in updates of ``batch_size``, since guessing was then not scored.
 
-    An update on which the attack gave up, or named a text without labels, counts as not read.
+    All of it is of one threat model and batch size, the one where most was named. An update on which the attack gave up, or
+    named a text without labels, counts as not read.
     """
 
     attack: str
@@ -25,7 +27,9 @@ class LabelReading:
     whole: int
     updates: int
     right: float
-    guess: float
+    guess: float | None
+    threat: str
+    batch_size: int
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``summary.json``."""
@@ -36,35 +40,42 @@ def label_readings(records: Sequence[Record], columns: Sequence[str]) -> tuple[L
     """A reading for each attack that named labels in some update of the run, under every protection on which it ended; by
     protection as in ``columns``, then by what was read."""
     naming = {r["attack"] for r in records if LABELS in r["scores"]}
-    named: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
-    guesses: dict[tuple[Any, ...], list[float]] = {}
+    named: dict[tuple[str, str, Setting], list[list[float]]] = defaultdict(list)
+    guesses: dict[int, dict[tuple[int, int], list[float]]] = defaultdict(dict)
     for r in records:
         if LABELS in r["blind"]:
-            guesses[r["batch_size"], r["seed"], r["batch"]] = _values(r["blind"])
+            guesses[r["batch_size"]][r["seed"], r["batch"]] = _values(r["blind"])
         if r["attack"] in naming and r["status"] in ("ok", "failed"):
-            named[r["attack"], r["column"]].append(_values(r["scores"]) or [0.0] * len(r["examples"]))
-    guess = _mean([v for some in guesses.values() for v in some])
-    found = [
-        LabelReading(attack, column, sum(map(all, updates)), len(updates), _mean([v for u in updates for v in u]), guess)
-        for (attack, column), updates in named.items()
-    ]
-    return tuple(sorted(found, key=lambda one: (columns.index(one.column), -one.right, one.attack)))
+            named[r["attack"], r["column"], setting_of(r)].append(_values(r["scores"]) or [0.0] * len(r["examples"]))
+    most: dict[tuple[str, str], LabelReading] = {}
+    for (attack, column, (threat, size)), updates in named.items():
+        whole, guess = sum(map(all, updates)), _mean(guesses[size].values())
+        one = LabelReading(attack, column, whole, len(updates), _mean(updates) or 0.0, guess, threat, size)
+        most[attack, column] = max(most.get((attack, column), one), one, key=_told)
+    return tuple(sorted(most.values(), key=lambda one: (columns.index(one.column), -one.right, one.attack)))
+
+
+def _told(one: LabelReading) -> tuple[float, bool]:
+    """What decides which setting is told: what was named, then whether guessing was scored."""
+    return one.right, one.guess is not None
 
 
 def _values(scores: Mapping[str, Any]) -> list[float]:
     return [float(v or 0) for v in scores.get(LABELS, {}).get("per_record", [])]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+def _mean(updates: Iterable[Sequence[float]]) -> float | None:
+    values = [v for some in updates for v in some]
+    return sum(values) / len(values) if values else None
 
 
 def label_sentence(readings: Sequence[LabelReading], where: str) -> list[str]:
-    """What the attack read that named most labels in the first column; nothing where none did. ``where``: that column, in a
-    sentence."""
+    """What the attack read that named most labels in the first column, where guessing was scored; nothing where none did.
+    ``where``: that column, in a sentence."""
     if not readings:
         return []
     most = readings[0]
+    assert most.guess is not None
     return [
         tell(
             "Labels {where}: {attack} named every label of {whole} of {n} updates, {right:.0f} % of the labels. Naming the "

@@ -8,7 +8,7 @@ from typing import Any
 
 from rasura.report.labels import LabelReading
 from rasura.report.language import recorded
-from rasura.report.readings import Level
+from rasura.report.readings import Level, Setting
 from rasura.report.verdicts import Verdict
 
 ACCUMULATE = "frozen-embeddings+accumulate:1.0d, which waits for as many different tokens as the model is wide"
@@ -35,9 +35,6 @@ class Wording:
         said = {name: recorded(getattr(self, name)) for name in ("one", "many", "share", "unit")}
         return replace(self, **said, more={part: recorded(text) for part, text in self.more.items()})
 
-
-Setting = tuple[str, int]
-"""A threat model and a batch size."""
 
 TEXTS = Wording("note", "notes", "of the words", "Words recovered, %", {"accumulate": ACCUMULATE, "sealing:all": SUMMED})
 

@@ -21,6 +21,9 @@ Record = Mapping[str, Any]
 Cell = tuple[int, int]
 """Seed and batch: what names one sent update within a column."""
 
+Setting = tuple[str, int]
+"""Threat model and batch size."""
+
 BLIND = "blind"
 PORTFOLIO = "best"
 """The attack that runs others and keeps one guess; what it ran stands in ``details["ran"]``, the winner in ``attack``."""
@@ -86,6 +89,11 @@ def notes_of(record: Record) -> tuple[int, ...]:
             "this run was made by an older version, which did not store the examples of each update; run the audit again"
         )
     return tuple(record["examples"])
+
+
+def setting_of(record: Record) -> Setting:
+    """The threat model and the batch size of a record: no figure is of several together."""
+    return record["threat"], record["batch_size"]
 
 
 def gave_up(record: Record) -> bool:

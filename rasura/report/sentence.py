@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rasura.report.entries import setting_of
 from rasura.report.labels import label_sentence
 from rasura.report.language import tell
 from rasura.report.matrix import Entry, Findings
-from rasura.report.readings import notes_of
+from rasura.report.readings import notes_of, setting_of
 
 HEADLINE = "token_recall"
 
@@ -28,7 +27,7 @@ def headline(
 def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
     """The sentences that a report of an audit begins with."""
     name, here = headline((*f.baseline, *f.columns), f.best, records)
-    blank, labels = left_out(f), label_sentence(f.labels, where(f.labels[0].column)) if f.labels else []
+    blank, labels = left_out(f), _labels(f)
     if name is None or f.blind is None:
         return [
             tell(
@@ -71,6 +70,16 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
             )
         )  # fmt: skip
     return [*out, *_unruled(records), *labels]
+
+
+def _labels(f: Findings) -> list[str]:
+    """What is said of labels: in the first column where guessing at them was scored too."""
+    told = [one for one in f.labels if one.guess is not None]
+    said = label_sentence(told, where(told[0].column)) if told else []
+    if told and f.settings > 1:
+        threat, size = told[0].threat, told[0].batch_size
+        said.append(tell("Most labels were named under {threat} at batch size {size}.", threat=threat, size=size))
+    return said
 
 
 def _unruled(records: Sequence[Mapping[str, Any]]) -> list[str]:

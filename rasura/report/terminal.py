@@ -32,6 +32,8 @@ def summary(f: Findings) -> Group:
     table.caption = "– not applicable    · gave up    ! crashed; reasons are in the report"
     if any(e.mark == "labels" for e in f.matrix.values()):
         table.caption += "    labels: names labels and no text"
+    if f.settings > 1:
+        table.caption += "    each figure: the threat model and batch size where the attack read most"
     return Group(Text(" ".join(f.sentence), style="bold"), Text(f.recommendation), Text(""), table, Text(""), verdicts(f))
 
 

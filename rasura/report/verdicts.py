@@ -19,7 +19,19 @@ from rasura.core.options import name_of
 from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
 from rasura.report.missing import AGAINST, adversaries_of, no_active_attack, no_yardstick, not_by_one_who_knows, seen_to_work
-from rasura.report.readings import PORTFOLIO, Cell, Level, Reading, Record, about_texts, cells_of, guessing, readings
+from rasura.report.readings import (
+    PORTFOLIO,
+    Cell,
+    Level,
+    Reading,
+    Record,
+    Setting,
+    about_texts,
+    cells_of,
+    guessing,
+    readings,
+    setting_of,
+)
 
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
 WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
@@ -160,12 +172,12 @@ def verdict(
     """
     records, baseline = list(records), list(baseline)
     records, baseline = (about_texts(some, [*records, *baseline]) for some in (records, baseline))
-    columns: dict[tuple[str, int], list[Record]] = defaultdict(list)
-    unprotected: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    columns: dict[Setting, list[Record]] = defaultdict(list)
+    unprotected: dict[Setting, list[Record]] = defaultdict(list)
     for r in records:
-        columns[r["threat"], r["batch_size"]].append(r)
+        columns[setting_of(r)].append(r)
     for r in baseline:
-        unprotected[r["threat"], r["batch_size"]].append(r)
+        unprotected[setting_of(r)].append(r)
     found = [_of_column(defense, some, unprotected[where], metric, images) for where, some in columns.items()]
     if not found:
         return Verdict(NOT_MEASURED, defense, 0, missing=(tell("nothing was run"),), many="images" if images else "notes")
