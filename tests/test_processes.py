@@ -47,6 +47,7 @@ def test_the_records_are_those_of_one_process(tmp_path: Path, model_folder: Path
     alone = list(audit(plan, out=tmp_path / "alone"))
     prepared = Audit(plan)
     store = RunStore(tmp_path / "two", prepared.plan.canonical())
+    prepared.describe(store)
     store.add(alone[0])  # what is stored already is not done again
     begun: list[Cell] = []
     with closing(Workers(prepared, 2, 1)) as workers:

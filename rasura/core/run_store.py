@@ -159,17 +159,19 @@ class RunStore:
 
     def describe(self, facts: Mapping[str, Any], *, fixed: Sequence[str] = ()) -> None:
         """Store ``facts`` about the run beside those stored before; mappings are merged. Raises ``InputError`` if a fact
-        named in ``fixed`` differs from the stored one, or is missing beside records: the folder then holds the results of
-        something else, or does not say of what."""
+        named in ``fixed``, or an entry of it, differs from the stored one, or is missing beside records: the folder then
+        holds the results of something else, or does not say of what."""
         held = self.about
         for name in fixed:
             if name not in held and len(self):
                 raise InputError(f"{self.folder} does not say of which {name} its results are; choose another --out")
-            if name in held and held[name] != facts[name]:
-                raise InputError(
-                    f"{self.folder} holds the results of another {name} (fingerprint {held[name]}, now {facts[name]}); "
-                    "choose another --out"
-                )
+            was, now = (v if isinstance(v, Mapping) else {"": v} for v in (held.get(name, {}), facts[name]))
+            for part in now:
+                if part in was and was[part] != now[part]:
+                    raise InputError(
+                        f"{self.folder} holds the results of another {name} (fingerprint {was[part]}, now {now[part]}); "
+                        "choose another --out"
+                    )
         merged = {k: {**held.get(k, {}), **v} if isinstance(v, Mapping) else v for k, v in facts.items()}
         told = {**held, **merged}
         if canonical(told) == canonical(held):

@@ -23,7 +23,7 @@ def describe_run(
     defenses: Mapping[str, DefenseSpec] | Mapping[str, ServiceProtectionSpec],
     attacks: Iterable[str],
     known: Mapping[str, AttackSpec] | Mapping[str, ServiceAttackSpec],
-    fixed: Mapping[str, str],
+    fixed: Mapping[str, str | Mapping[str, str]],
 ) -> None:
     """Store the fingerprint of ``model``, the number of ``cells`` that the run has, from the specs what each of
     ``protections`` and ``attacks`` is, and ``fixed``: by name, fingerprints of what else all results depend on.
@@ -58,4 +58,5 @@ def code_of(methods: Methods, attacks: Iterable[str], protections: Iterable[str]
 def _shipped(spec: MethodSpec) -> bool:
     """Whether ``spec`` is of the registry, and made by Rasura's own code."""
     made_in = str(getattr(getattr(spec, "make", None), "__module__", ""))
-    return any(table.get(spec.name) is spec for table in (ATTACKS, DEFENSES, METRICS)) and made_in.startswith("rasura.")
+    ours = made_in.partition(".")[0] == __name__.partition(".")[0]
+    return ours and any(table.get(spec.name) is spec for table in (ATTACKS, DEFENSES, METRICS))

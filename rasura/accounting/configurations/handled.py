@@ -20,7 +20,7 @@ RESULTS: Mapping[str, tuple[tuple[str, str], ...]] = {
 """What a mechanism returns, by its role, and the argument that it takes the place of."""
 
 LIBRARIES: Mapping[str, str] = {
-    **dict.fromkeys(("protect_training", "PrivateTrainer"), "rasura"),
+    **dict.fromkeys(("protect_training", "PrivateTrainer"), __name__.partition(".")[0]),
     **dict.fromkeys(("DPKerasConfig", "gaussian_privatizer", "clipped_grad", "CyclicPoissonSampling"), "jax_privacy"),
     **dict.fromkeys(("LocalDpMod", *flower.WRAPPERS), "flwr"),
     **dict.fromkeys(OPACUS, "opacus"),
