@@ -50,6 +50,25 @@ def test_the_headline_is_of_the_setting_where_most_was_read() -> None:
     assert found.blind == guess and entry.blind == pytest.approx(GUESS)
 
 
+def test_a_setting_where_an_attack_gave_up_is_not_the_one_where_it_read() -> None:
+    blind = {METRIC: {"per_record": [0.3]}}
+    own = [record("span", "none", note=k, blind=blind, status="failed", batch_size=1, scores={}) for k in range(NOTES)]
+    read = batches("span", "none", 2, 0.2, confidence="verified")
+    entry = findings([*own, *read]).matrix["span", "none"]
+    assert entry.setting == ("honest-server", 2) and entry.mark == "20" and entry.verified == len(read)
+    more = batches("span", "none", 1, 0.9, confidence="verified")
+    assert findings([*read, *more]).matrix["span", "none"].verified == len(more), "those of the setting alone"
+
+
+def test_a_protection_under_which_every_attack_gave_up_is_not_said_to_have_been_read(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    plan = plan_for(model_folder, attacks=("blind", "embedding-rows"), defenses=("none", "gaussian:10"), limit=2)
+    list(audit(plan, out=tmp_path))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert page.count("Every attack gave up, which counts as guessing") == 1 and page.count("embedding-rows read ") == 1
+
+
 def test_threat_models_are_apart_too_and_one_setting_alone_is_not_named() -> None:
     weaker = batches("span", "none", 1, 0.1, threat="honest-server")
     stronger = batches("span", "none", 1, 0.9, threat="with-labels")
