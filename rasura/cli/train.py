@@ -262,7 +262,7 @@ def tabled(results: list[dict[str, Any]], folder: Path) -> None:
     from rasura.core.errors import MissingExtra
     from rasura.metrics.learned import accuracy_interval, unlearned
     from rasura.report.page import write_report
-    from rasura.report.promises import alone, promises
+    from rasura.report.promises import alone, stated
     from rasura.report.training import sides
 
     names = list(results[0]["after"])
@@ -277,8 +277,7 @@ def tabled(results: list[dict[str, Any]], folder: Path) -> None:
     for said in unlearned(results):
         say(said, style="bold")
     for side in sides(results):
-        # One entry is the statement that nothing is proven for this protection.
-        for line in promises(side.results) if any(len(r["privacy"]) > 1 for r in side.results) else ():
+        for line in stated(side.results):
             say(f"{side.name}: {line}")
     if said := alone(results):
         say(said)

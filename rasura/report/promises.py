@@ -30,6 +30,11 @@ def promises(results: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines + _warnings(results)
 
 
+def stated(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """As ``promises``; empty where each training only says that nothing is proven for its protection."""
+    return promises(results) if any(len(r["privacy"]) > 1 for r in results) else []
+
+
 def alone(results: Sequence[Mapping[str, Any]]) -> str:
     """A sentence for trainings on the same texts of which any has a guarantee; empty for a single training."""
     if len(results) < 2 or not any(_guaranteed(r["privacy"]) for r in results):

@@ -97,7 +97,8 @@ class Audit:
     def run(
         self, store: RunStore, progress: Callable[[Cell], None] | None = None, workers: Workers | None = None
     ) -> Iterator[Record]:
-        """Run the cells that ``store`` lacks, on ``workers`` if given; store and yield each Record."""
+        """Run the cells that ``store`` lacks, on ``workers`` if given; store and yield each Record. Records are the same
+        whatever was done before."""
         self.describe(store)
         left = self.left(store)
         steps = (self.records(cells, progress) for cells in left) if workers is None else workers.run(left, progress)
@@ -109,10 +110,8 @@ class Audit:
     def describe(self, store: RunStore) -> None:
         """Store what the run is of. Raises ``InputError`` if ``store`` holds results of other weights, texts or methods."""
         model, known = self.victim.model, self.methods
-        # By its first text: a calibration verifies on texts behind those that it searched with.
-        fixed: dict[str, Any] = {"data set": {str(self.plan.skip): self.data_name}}
-        fixed["reference text"] = self.data.reference_name or "none"
-        fixed["code of own methods"] = code_of(known, self.attacks, self.defenses, self.metrics)
+        code = code_of(known, self.attacks, self.defenses, self.metrics)
+        fixed = {**self.data.fixed(self.plan.skip), "code of own methods": code}
         describe_run(store, model, len(self.cells), self.defenses, known.defenses, self.attacks, known.attacks, fixed)
 
     def left(self, store: RunStore) -> list[list[Cell]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -37,15 +38,20 @@ class AuditData:
         """The texts or the images."""
         return self.images or self.examples
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Sixteen hex digits that name the private data."""
         return _name(self.private)
 
-    @property
+    @cached_property
     def reference_name(self) -> str | None:
         """The same for the public text; None without any."""
         return None if self.reference is None else data_hash([Example(t) for t in self.reference])
+
+    def fixed(self, first: int) -> dict[str, str | Mapping[str, str]]:
+        """What all results of a run depend on. Private data count by their ``first`` row in the file, since a calibration
+        verifies on others than it searched with."""
+        return {"data set": {str(first): self.name}, "reference text": self.reference_name or "none"}
 
     @property
     def num_labels(self) -> int:

@@ -70,7 +70,7 @@ class DrawnLoader(DataLoader[Any]):
         masked: bool = False,
     ) -> None:  # fmt: skip
         data, size = checked_loader(loader)
-        collate: Callable[[list[Any]], Any] = partial(with_mask, loader.collate_fn) if masked else loader.collate_fn
+        collate = _collating(loader, masked)
 
         def collated(rows: list[Any]) -> Any:
             return collate(rows) if rows else _emptied(collate([data[0]]))
@@ -125,10 +125,9 @@ class OrderedLoader(DataLoader[Any]):
     def __init__(self, loader: Any, order: FixedOrder, *, masked: bool = False) -> None:
         data, _ = checked_loader(loader)
         self.order = order
-        collate: Callable[[list[Any]], Any] = partial(with_mask, loader.collate_fn) if masked else loader.collate_fn
         super().__init__(
             _Numbered(data, range(len(data))), batch_sampler=order.parts,
-            collate_fn=partial(_with_numbers, collate, ROW), num_workers=loader.num_workers,
+            collate_fn=partial(_with_numbers, _collating(loader, masked), ROW), num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
         )  # fmt: skip
 
@@ -153,6 +152,11 @@ class _Numbered(Dataset[Any]):
 
     def __getitem__(self, row: int) -> tuple[Any, int]:
         return self.data[row], self.numbers[row]
+
+
+def _collating(loader: Any, masked: bool) -> Callable[[list[Any]], Any]:
+    collate: Callable[[list[Any]], Any] = loader.collate_fn
+    return partial(with_mask, collate) if masked else collate
 
 
 def with_mask(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Any:

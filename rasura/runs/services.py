@@ -120,16 +120,8 @@ class ServiceAudit:
     def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
         """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
         model, attacks = self.victim.model, self.plan.attacks
-        describe_run(
-            store,
-            model,
-            len(self.cells),
-            self.columns,
-            SERVICE_PROTECTIONS,
-            attacks,
-            SERVICE_ATTACKS,
-            {"data set": self.data},
-        )
+        fixed = {"data set": self.data}
+        describe_run(store, model, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}

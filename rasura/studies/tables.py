@@ -12,7 +12,8 @@ from rasura.core.files import write_whole
 from rasura.core.records import CLIENT
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
-from rasura.report.promises import promises
+from rasura.report.promises import stated
+from rasura.report.training import sides
 from rasura.runs.plans import Plan
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
@@ -112,11 +113,8 @@ def tradeoff_section(
             row.append(f"{level_text(values, metric)} ({len(values)})")
         paper = [study.figure({"attack": plan.attacks[0], "defense": audited}, risky)] * bool(study.figures)
         lines.append(row_of([*row, *paper]))
-    told = {name: [r for r in results if r["defense"] == name] for name in dict.fromkeys(r["defense"] for r in results)}
-    stated = [
-        f"- {name}: {'; '.join(promises(some))}" for name, some in told.items() if any(len(r["privacy"]) > 1 for r in some)
-    ]
-    return "\n".join([*lines, "", *stated, ""])
+    said = {side.name: stated(side.results) for side in sides(results)}
+    return "\n".join([*lines, "", *(f"- {name}: {'; '.join(some)}" for name, some in said.items() if some), ""])
 
 
 def membership_section(
