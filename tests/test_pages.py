@@ -20,7 +20,20 @@ from rasura.cli import app
 from rasura.core.errors import InputError
 from rasura.core.threat import MODEL_USER, SERVICE_OPERATOR, THREATS
 from rasura.registry import ATTACKS, DEFENSES, SERVICE_ATTACKS, SERVICE_PROTECTIONS
-from rasura.report import assessment, calibration, head, language, matrix, notes, page, services, training, verdicts, ways
+from rasura.report import (
+    assessment,
+    calibration,
+    head,
+    language,
+    matrix,
+    missing,
+    notes,
+    page,
+    services,
+    training,
+    verdicts,
+    ways,
+)
 from rasura.report.assessment import markdown
 from rasura.report.findings import findings
 from rasura.report.language import LANGUAGES, catalogue, number, tell, written_in
@@ -62,7 +75,7 @@ def stored() -> set[str]:
     found |= {t.plain for t in (*THREATS.values(), MODEL_USER, SERVICE_OPERATOR)}
     for words in (matrix.TEXTS, matrix.IMAGES, services.WORDS):
         found |= {words.one, words.many, words.share, words.unit, *words.more.values()}
-    found |= {*verdicts.WORDS, verdicts.AGAINST, *notes.SURE.values(), head.UNKNOWN, *services.MEASURES.values()}
+    found |= {*verdicts.WORDS, missing.AGAINST, *notes.SURE.values(), head.UNKNOWN, *services.MEASURES.values()}
     found |= {page.ACTIVE, page.ACTIVE_SERVICE, page.REMEMBERED, assessment.NO_ADVICE, assessment.OPEN, assessment.TITLE}
     found |= {
         *calibration.WORDS.values(),

@@ -104,7 +104,8 @@ def test_an_active_attack_measures_where_it_worked_and_ended() -> None:
     assert with_crafted([1.0] * MANY, [None] * MANY, "failed").holds
     assert with_crafted([1.0] * MANY, [1.0] * MANY).word == READS
     told = "no active attack was run to its end"
-    for some in ([None] * MANY, [GUESS] * (MANY - 1) + [None]):
+    nothing: list[float | None] = [None]
+    for some in (nothing * MANY, [GUESS] * (MANY - 1) + nothing):
         for status in ("crashed", "not_applicable"):
             assert told in with_crafted([1.0] * MANY, some, status).missing
     assert with_crafted([GUESS] * MANY, [GUESS] * MANY).missing == ("no active attack was shown to work without protection",)
