@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from rasura.accounting import Draw, Ledger, Run
 from rasura.core.errors import InputError
 from rasura.core.rng import generator
-from rasura.runs.drawing import Batches, DrawnLoader
+from rasura.runs.drawing import ROW, Batches, DrawnLoader
 
 ROWS: Any = list(range(10, 34))
 
@@ -31,15 +31,15 @@ def test_shuffled_batches_hold_every_row_once() -> None:
         assert [len(rows) for rows in found] == [4, 4, 2] and sorted(row for rows in found for row in rows) == list(
             range(10)
         )
-    assert passes[0] != passes[1] and list(made.sizes) == [4, 4, 2] * 3
+    assert passes[0] != passes[1]
     assert (made.count, made.size, made.poisson, made.rate) == (10, 4, False, 0.4)
 
 
 def test_poisson_batches_are_as_many_and_each_row_joins_by_chance() -> None:
     made = Batches(500, 50, generator(0), poisson=True)
     found = list(made)
-    assert len(found) == len(made) == 10 and list(made.sizes) == [len(rows) for rows in found]
-    assert len(set(made.sizes)) > 3 and 400 < sum(made.sizes) < 600
+    sizes = [len(rows) for rows in found]
+    assert len(found) == len(made) == 10 and len(set(sizes)) > 3 and 400 < sum(sizes) < 600
     assert all(sorted(set(rows)) == sorted(rows) for rows in found) and len({row for rows in found for row in rows}) < 500
 
 
@@ -52,39 +52,70 @@ def test_a_pass_has_as_many_batches_as_its_rows_make(count: int, size: int, batc
         assert len(made) == batches == len(list(made)) and made.rate == rate
 
 
+def stacked(rows: list[int]) -> dict[str, Tensor]:
+    return {"ids": torch.tensor(rows)}
+
+
+def taken(loader: DrawnLoader, batch: dict[str, Tensor]) -> Draw:
+    """The draw of a batch that is then released."""
+    draw = loader.take(batch, batch[ROW].tolist())
+    loader.release()
+    return draw
+
+
 def test_batches_are_taken_once_in_the_order_in_which_they_were_handed_out() -> None:
-    loader = drawn(DataLoader(ROWS, 5, shuffle=True), poisson=False)
+    loader = drawn(DataLoader(ROWS, 5, shuffle=True, collate_fn=stacked), poisson=False)
     handed = list(loader)
-    assert [len(b) for b in handed] == [5, 5, 5, 5, 4] and sorted(torch.cat(handed).tolist()) == ROWS
-    assert loader.take(5) == Draw("disjoint", number=1)
-    with pytest.raises(InputError, match=r"^no batch of 6 texts is waiting: .*; to evaluate, use torch.no_grad\(\)$"):
-        loader.take(6)
-    assert len(loader.waiting) == 4
-    assert loader.take(4) == Draw("disjoint", number=1)
-    with pytest.raises(InputError, match="no batch of 5 texts is waiting"):
-        loader.take(5)  # the three before it were passed over
+    assert [len(b["ids"]) for b in handed] == [5, 5, 5, 5, 4]
+    assert sorted(torch.cat([b["ids"] for b in handed]).tolist()) == ROWS
+    assert all(b["ids"].tolist() == [ROWS[k] for k in b[ROW].tolist()] for b in handed)
+    with pytest.raises(
+        InputError, match=r"^expected batch 1 of 5 of this pass, with 5 texts, and this is another one: each"
+    ):
+        taken(loader, handed[1])
+    assert taken(loader, handed[0]) == Draw("disjoint", number=1)
+    with pytest.raises(InputError, match="expected batch 2 of 5"):
+        taken(loader, handed[0])
     part = iter(loader)
-    next(part)
-    next(part)
-    assert len(loader.waiting) == 2 and loader.take(5) == Draw("disjoint", number=2)
-    next(iter(loader))
-    assert len(loader.waiting) == 1, "a pass that was left is forgotten"
-    assert loader.take(5) == Draw("disjoint", number=3)
+    again = next(part)
+    assert torch.equal(again[ROW], handed[1][ROW]), "a pass that was left goes on where it was left"
+    assert [b[ROW].tolist() for b in part] == [b[ROW].tolist() for b in handed[2:]]
+    assert [taken(loader, b) for b in handed[1:]] == [Draw("disjoint", number=1)] * 4
+    with pytest.raises(
+        InputError, match=r"^this batch was not handed out in this pass.*use torch.no_grad\(\); to end early"
+    ):
+        taken(loader, handed[4])
+    assert taken(loader, next(iter(loader))) == Draw("disjoint", number=2)
+
+
+def test_a_pass_that_ended_without_one_of_its_batches_is_not_followed_by_another() -> None:
+    loader = drawn(DataLoader(ROWS, 5, collate_fn=stacked), poisson=False)
+    for k, batch in enumerate(loader):
+        if k < 4:
+            taken(loader, batch)
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"^batch 5 of 5 of this pass, with 4 texts, was left out, and the pass has ended"
+        ):
+            next(iter(loader))
+    assert taken(loader, batch).number == 1
+    assert [taken(loader, b).number for b in loader] == [2] * 5
 
 
 def test_a_poisson_draw_tells_its_rate_and_an_empty_batch_is_not_passed_over() -> None:
-    loader = drawn(DataLoader(ROWS, 1))
+    loader = drawn(DataLoader(ROWS, 1, collate_fn=stacked))
     handed = list(loader)
-    sizes = [len(b) for b in handed]
+    sizes = [len(b["ids"]) for b in handed]
     assert len(sizes) == 24 and sizes.count(0) > 1 and sum(sizes) > 0
     first, full = sizes.index(0), next(k for k, n in enumerate(sizes) if n and 0 in sizes[:k])
-    for size in sizes[:first]:
-        loader.take(size)
-    with pytest.raises(InputError, match=r"skipped; run its backward pass as well: its noise hides that it was empty$"):
-        loader.take(sizes[full])
-    for size in sizes[first:]:
-        assert loader.take(size) == Draw("poisson", 1 / 24)
-    assert not loader.waiting
+    for batch in handed[:first]:
+        taken(loader, batch)
+    with pytest.raises(InputError, match="with 0 texts, and this is another one"):
+        taken(loader, handed[full])
+    for batch in handed[first:]:
+        assert taken(loader, batch) == Draw("poisson", 1 / 24)
+    with pytest.raises(InputError, match="was not handed out in this pass"):
+        taken(loader, handed[0])
 
 
 class Endless(IterableDataset):  # type: ignore[type-arg]
@@ -122,14 +153,14 @@ def test_what_has_no_size_or_no_length_is_not_drawn_from(loader: Any) -> None:
 
 
 def test_the_loader_keeps_what_the_given_one_does_besides_drawing() -> None:
-    def doubled(rows: list[int]) -> Tensor:
-        return 2 * torch.tensor(rows)
+    def doubled(rows: list[int]) -> dict[str, Tensor]:
+        return {"ids": 2 * torch.tensor(rows)}
 
     given: DataLoader[Any] = DataLoader(ROWS, 24, collate_fn=doubled, num_workers=1, pin_memory=True)
     loader = drawn(given, poisson=False)
-    assert loader.num_workers == 1 and loader.pin_memory and id(loader.dataset) == id(ROWS)
+    assert loader.num_workers == 1 and loader.pin_memory and loader.dataset.data is ROWS  # type: ignore[attr-defined]  # of Numbered
     (batch,) = drawn(DataLoader(ROWS, 24, collate_fn=doubled), poisson=False)
-    assert sorted(batch.tolist()) == [2 * row for row in ROWS]
+    assert sorted(batch["ids"].tolist()) == [2 * row for row in ROWS]
 
 
 Pair = namedtuple("Pair", "ids, more")

@@ -276,8 +276,13 @@ def test_batches_from_elsewhere_of_another_size_or_changed_are_refused() -> None
     for wrong in (own, {**own, ROW: batch[ROW][:2]}, {**own, ROW: torch.tensor(0)}):
         refused(private, wrong, f"needs {ROW} in each batch")
     sampled = linear("dp-sgd:1.0", epochs=3)
-    with pytest.raises(InputError, match=f"needs {ROW} in each batch, one number a text, and no other has it"):
+    with pytest.raises(InputError, match="was not handed out in this pass by the loader itself"):
         sampled.model(**batch)
+    given = linear("dp-sgd:1.0", epochs=3, poisson=False)
+    with pytest.raises(InputError, match=f"the batches of a given loader, which have no {ROW}"):
+        given.model(**batch)
+    for name in own:
+        refused(private, {**batch, name: batch[name].flip(0)}, f"{name} of row .* is not as the loader handed it out")
     private.model(**{k: v.flip(0) for k, v in batch.items()}).loss.backward()  # its rows have no order
     assert private.ledger.releases == 1
 
@@ -324,7 +329,11 @@ def test_more_steps_than_planned_are_refused() -> None:
 def test_a_gradient_that_is_not_finite_releases_nothing_and_draws_no_noise() -> None:
     private = linear(epochs=1)
     batch = next(iter(private.loader))
-    refused(private, {**batch, "features": batch["features"] * math.nan}, "not a finite number")
+    weight: Any = private.model.head.weight  # type: ignore[union-attr]
+    before = weight.detach().clone()
+    weight.data.fill_(math.nan)
+    refused(private, batch, "not a finite number")
+    weight.data.copy_(before)
     private.model(**batch).loss.backward()
     assert private.ledger.releases == 1
 

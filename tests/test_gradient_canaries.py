@@ -147,9 +147,11 @@ def test_a_loss_without_its_backward_pass_counts_for_nobody() -> None:
         model, None, DataLoader(DATA, batch_size=12, collate_fn=collate), "dp-sgd:1.0", canaries=canaries
     )
     first, second = loader
-    model(**first)
+    loss = model(**first).loss
     assert ledger.releases == canaries.releases == 0
-    model(**second).loss.backward()
+    with pytest.raises(InputError, match="the batch before had no backward pass"):
+        model(**second)
+    loss.backward()
     assert ledger.releases == canaries.releases == 1
 
 

@@ -126,12 +126,14 @@ class Ledger:
 
     def load_state_dict(self, state: Any) -> None:
         """Resume from ``state``, as returned by ``state_dict``. Raises ``InputError`` for anything else, for another data
-        set or other protections, and if this ledger has already counted releases."""
+        set or other protections, and if this ledger has already counted releases or begun a pass."""
         self.check_resumable()
         if self.runs:
             raise InputError(
                 f"this ledger has already counted {self.releases} releases; load a state before training begins"
             )
+        if self._passes:
+            raise InputError("a pass has begun under this ledger; load a state before the first batch is trained on")
         runs, passes = read(state)
         theirs, own = (state["examples"], state.get("unit", "text")), (self.run.examples, self.run.unit)
         if theirs != own:

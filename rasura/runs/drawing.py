@@ -1,23 +1,22 @@
 """Loaders that draw texts as a guarantee assumes, and record their draws.
 
-Each batch can be released once: the protected model takes its draw from here, so a batch from elsewhere, or a batch that is
-used twice, is not counted as a random draw.
+Each batch can be released once, and in its turn: the protected model takes its draw from here. A batch from elsewhere, one
+that is used twice, and one after a batch that was left out are refused: they would be counted as draws and are none.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from rasura.accounting import Draw, Ledger
 from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
+from rasura.runs.collating import Numbered, numbering
+from rasura.runs.marks import Marks, changed, marks
 from rasura.victims.batching import by_person, drawn
 from rasura.victims.fixed_order import FixedOrder
 
@@ -25,7 +24,13 @@ OWNER = "rasura_owner"
 """The entry of a batch that says whose each row is, ``(rows,)`` int64."""
 
 ROW = "rasura_row"
-"""The entry of a batch in a fixed order that says which rows of the data set it holds, ``(rows,)`` int64."""
+"""The entry of a batch that says which rows of the data set it holds, ``(rows,)`` int64."""
+
+ONCE = (
+    "each batch of the loader that protect_training returned gets one backward pass, whole, unchanged and in the order of "
+    "the loader, whatever its loss is. None is left out, used twice or split (for the memory, pass physical_batch_size). To "
+    "evaluate, use torch.no_grad(); to end early, stop for good"
+)
 
 
 class Batches:
@@ -38,7 +43,6 @@ class Batches:
     ) -> None:
         self.count, self.size, self.rng, self.poisson = count, size, rng, poisson
         self.rows = None if owners is None else by_person(owners)
-        self.sizes: deque[int] = deque()
 
     def __len__(self) -> int:
         return -(-self.count // self.size)
@@ -55,80 +59,122 @@ class Batches:
             order = permutation(self.count, self.rng).tolist()
             found = [order[start : start + self.size] for start in range(0, self.count, self.size)]
         for some in found:
-            rows = some if self.rows is None else [row for owner in some for row in self.rows[owner]]
-            self.sizes.append(len(rows))
-            yield rows
+            yield some if self.rows is None else [row for owner in some for row in self.rows[owner]]
+
+
+class Pass:
+    """The batches of one pass, drawn when it begins. Each is the next one until it was released: a batch that was left out
+    comes again, and none is drawn anew. ``number``: of the pass, once texts were trained on in it."""
+
+    def __init__(self, drawn: Batches) -> None:
+        self.drawn, self.next = drawn, 0
+        self.rows: list[list[int]] = []
+        self.number: int | None = None
+        self.handed: dict[int, Marks] = {}
+
+    def begin(self) -> int:
+        """The place of the next batch, in a new pass if all batches were released."""
+        if not self.waiting:
+            self.rows, self.next, self.number, self.handed = list(self.drawn), 0, None, {}
+        return self.next
+
+    def __len__(self) -> int:
+        return len(self.drawn)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.begin()
+        yield from self.rows[first:]
+
+    @property
+    def waiting(self) -> int:
+        """How many batches of the pass were not released."""
+        return len(self.rows) - self.next
 
 
 class DrawnLoader(DataLoader[Any]):
-    """A ``DataLoader`` that records how each batch was drawn. An empty batch has the tensors of the first row, with zero
-    rows. ``owners``: the number of the person of each row, who are then drawn; each batch says at ``OWNER`` whose its rows
-    are. ``masked``: as ``with_mask``."""
+    """A ``DataLoader`` that records how each batch was drawn, and which rows are in it: a batch says so at ``ROW``. An empty
+    batch has the tensors of the first row, with zero rows. ``owners``: the number of the person of each row, who are then
+    drawn; each batch says at ``OWNER`` whose its rows are. ``masked``: as ``with_mask``.
+
+    Only the next batch of a pass can be released, whole and as it was handed out. A pass that was left before its end goes
+    on with the first batch that was not released.
+    """
 
     def __init__(
         self, loader: Any, ledger: Ledger, rng: Randomness, *, poisson: bool, owners: Sequence[int] | None = None,
         masked: bool = False,
     ) -> None:  # fmt: skip
         data, size = checked_loader(loader)
-        collate = _collating(loader, masked)
-
-        def collated(rows: list[Any]) -> Any:
-            return collate(rows) if rows else _emptied(collate([data[0]]))
-
         count = len(data) if owners is None else len(set(owners))
-        self.drawn = Batches(count, size, rng, poisson=poisson, owners=owners)
-        self.ledger = ledger
-        self.waiting: deque[tuple[int, Draw]] = deque()
+        self.drawn, self.ledger, self.owners = Batches(count, size, rng, poisson=poisson, owners=owners), ledger, owners
+        self.turn = Pass(self.drawn)
+        self.left_out = False
+        entries: dict[str, Sequence[int] | None] = {ROW: None, **({} if owners is None else {OWNER: owners})}
         super().__init__(
-            data if owners is None else _Numbered(data, owners), batch_sampler=self.drawn,
-            collate_fn=collated if owners is None else partial(_with_numbers, collated, OWNER),
+            Numbered(data), batch_sampler=self.turn, collate_fn=numbering(loader, masked, entries),
             num_workers=loader.num_workers, pin_memory=loader.pin_memory,
         )  # fmt: skip
 
     def __iter__(self) -> Any:
-        number = self.ledger.begin()
-        self.waiting.clear()
-        self.drawn.sizes.clear()
-        draw = Draw("poisson", self.drawn.rate) if self.drawn.poisson else Draw("disjoint", number=number)
-        for batch in super().__iter__():
-            self.waiting.append((self.drawn.sizes.popleft(), draw))
-            yield batch
-
-    def take(self, rows: int) -> Draw:
-        """The draw of the earliest batch of ``rows`` texts that was handed out and not released yet.
-
-        Raises ``InputError`` if there is none, and if an empty batch was skipped: a missing release would reveal that the
-        batch was empty.
-        """
-        sizes = [size for size, _ in self.waiting]
-        if rows not in sizes:
+        turn = self.turn
+        if self.left_out and turn.waiting:
             raise InputError(
-                f"no batch of {rows} texts is waiting: use each batch of the loader that protect_training "
-                "returned for one backward pass; to evaluate, use torch.no_grad()"
+                f"{self._place()} texts, was left out, and the pass has ended. To go on, run the backward pass of that "
+                f"batch: {ONCE}"
             )
-        place = sizes.index(rows)
-        if 0 in sizes[:place]:
-            raise InputError("an empty batch was skipped; run its backward pass as well: its noise hides that it was empty")
-        draw = self.waiting[place][1]
-        for _ in range(place + 1):
-            self.waiting.popleft()
-        return draw
+        self.left_out = False
+        first = turn.begin()
+        for place, batch in enumerate(super().__iter__(), first):
+            turn.handed[place] = marks(batch, len(batch[ROW]))
+            yield batch
+        self.left_out = turn.next > first  # the pass was trained on, not only looked at
+
+    def take(self, inputs: Mapping[str, Tensor], rows: Sequence[int], owners: Sequence[int] | None = None) -> Draw:
+        """The draw of the batch that holds ``rows`` of ``owners``, with the tensors ``inputs``. It stays the next one until
+        ``release``.
+
+        Raises ``InputError`` unless this is the next batch of the pass, whole and as it was handed out.
+        """
+        turn = self.turn
+        handed = turn.handed.get(turn.next)
+        if handed is None:
+            raise InputError(
+                f"this batch was not handed out in this pass by the loader itself, which must not be wrapped in another: {ONCE}"
+            )
+        drawn = turn.rows[turn.next]
+        if sorted(rows) != sorted(drawn):
+            raise InputError(f"expected {self._place()} texts, and this is another one: {ONCE}")
+        if self.owners is not None and list(owners or ()) != [self.owners[row] for row in rows]:
+            raise InputError(f"{OWNER} names other persons than those of the rows that were drawn; pass it on as it is")
+        check_values(handed, drawn, rows, inputs)
+        if turn.number is None:
+            turn.number = self.ledger.begin()
+        return Draw("poisson", self.drawn.rate) if self.drawn.poisson else Draw("disjoint", number=turn.number)
+
+    def release(self) -> None:
+        """The batch of ``take`` was released; the one after it is the next."""
+        self.turn.handed.pop(self.turn.next, None)
+        self.turn.next += 1
+
+    def _place(self) -> str:
+        turn = self.turn
+        return f"batch {turn.next + 1} of {len(turn.rows)} of this pass, with {len(turn.rows[turn.next])}"
 
 
 class OrderedLoader(DataLoader[Any]):
     """A ``DataLoader`` whose passes are alike: the batches of ``order``, each of which says at ``ROW`` which rows it holds.
 
-    A pass that is begun again after an interruption is refused. Only the next batch of the order can be released.
-    ``masked``: as ``with_mask``.
+    A pass that is begun again after an interruption is refused. Only the next batch of the order can be released, as it was
+    handed out. ``masked``: as ``with_mask``.
     """
 
     def __init__(self, loader: Any, order: FixedOrder, *, masked: bool = False) -> None:
         data, _ = checked_loader(loader)
         self.order = order
+        self.handed: dict[int, Marks] = {}
         super().__init__(
-            _Numbered(data, range(len(data))), batch_sampler=order.parts,
-            collate_fn=partial(_with_numbers, _collating(loader, masked), ROW), num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
+            Numbered(data), batch_sampler=order.parts, collate_fn=numbering(loader, masked, {ROW: None}),
+            num_workers=loader.num_workers, pin_memory=loader.pin_memory,
         )  # fmt: skip
 
     def __iter__(self) -> Any:
@@ -138,45 +184,37 @@ class OrderedLoader(DataLoader[Any]):
                 f"dp-ftrl: the pass before ended after {made} of its {len(self.order.parts)} batches, and a pass cannot be "
                 "begun again. Use every batch of a pass; to end a training early, stop for good"
             )
-        return super().__iter__()
+        return self._handed_out(super().__iter__())
+
+    def _handed_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for place, batch in enumerate(batches):
+            self.handed[place] = marks(batch, len(batch[ROW]))
+            yield batch
+
+    def take(self, inputs: Mapping[str, Tensor], rows: Sequence[int], owners: Sequence[int] | None = None) -> Draw:
+        """The draw of the batch that holds ``rows``, with the tensors ``inputs``. Raises ``InputError`` unless it is the
+        next one of the order, as it was handed out."""
+        draw = self.order.take(rows)
+        place = self.order.ledger.releases % len(self.order.parts)
+        if place not in self.handed:
+            raise InputError(f"dp-ftrl: this batch was not handed out by the loader: {ONCE}")
+        check_values(self.handed[place], self.order.parts[place], rows, inputs)
+        return draw
+
+    def release(self) -> None:
+        """The ledger counts the turns of an order."""
 
 
-class _Numbered(Dataset[Any]):
-    """Rows, each with a number: its own, or that of the person whose it is."""
-
-    def __init__(self, data: Any, numbers: Sequence[int]) -> None:
-        self.data, self.numbers = data, numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, row: int) -> tuple[Any, int]:
-        return self.data[row], self.numbers[row]
-
-
-def _collating(loader: Any, masked: bool) -> Callable[[list[Any]], Any]:
-    collate: Callable[[list[Any]], Any] = loader.collate_fn
-    return partial(with_mask, collate) if masked else collate
-
-
-def with_mask(collate: Callable[[list[Any]], Any], rows: list[Any]) -> Any:
-    """The batch of ``rows`` by ``collate``. Where it holds no attention mask, and no row was padded, it gets one of ones, as
-    the model would take it: without a mask it does not say that nothing was padded."""
-    batch = collate(rows)
-    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or "attention_mask" in batch:
-        return batch
-    whole = all(isinstance(row, Mapping) and len(row.get("input_ids", ())) == ids.shape[1] for row in rows)
-    return {**batch, "attention_mask": torch.ones_like(ids)} if whole else batch
-
-
-def _with_numbers(collated: Callable[[list[Any]], Any], entry: str, rows: list[tuple[Any, int]]) -> dict[str, Any]:
-    batch = collated([row for row, _ in rows])
-    if not isinstance(batch, Mapping):
-        what = "whose its rows are" if entry == OWNER else "which rows it holds"
-        raise InputError(f"a batch of {type(batch).__name__} cannot say {what}; let the collate function "
-            "return a dictionary")  # fmt: skip
-    return {**batch, entry: torch.tensor([number for _, number in rows], dtype=torch.long)}
+def check_values(handed: Marks, drawn: Sequence[int], rows: Sequence[int], inputs: Mapping[str, Tensor]) -> None:
+    """Raises ``InputError`` where an entry of ``inputs``, which holds ``rows``, is not as the batch was ``handed`` out that
+    holds the rows ``drawn``."""
+    places = {row: place for place, row in enumerate(drawn)}
+    found = changed(handed, [places[row] for row in rows], inputs)
+    if found is not None:
+        raise InputError(
+            f"{found[0]} of row {rows[found[1]]} is not as the loader handed it out. What a text becomes must depend on "
+            "that text alone: change it in the data set or in the collate function"
+        )
 
 
 def checked_loader(loader: Any) -> tuple[Any, int]:
@@ -206,14 +244,3 @@ def numbered(unit: Sequence[str | int], count: int) -> list[int]:
             raise InputError(f"unit: row {row} has the person {name!r}; expected text or a whole number for every row")
         found.setdefault(name, len(found))
     return [found[name] for name in unit]
-
-
-def _emptied(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return type(batch)({k: _emptied(v) for k, v in batch.items()})  # type: ignore[call-arg]  # a dict or its like
-    if isinstance(batch, (list, tuple)):
-        parts = [_emptied(v) for v in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    raise InputError(f"a batch of {type(batch).__name__} cannot be made empty; let the collate function return tensors")

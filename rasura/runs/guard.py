@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rasura.core.errors import InputError
+from rasura.runs.drawing import OWNER, ROW
 
 KEY = "_rasura_guard"
 """The attribute of a protected model that holds its guard."""
@@ -187,6 +188,7 @@ def _eager(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing(own: Callable[..., Any], *positional: Any, **inputs: Any) -> Any:
+    inputs = {k: v for k, v in inputs.items() if k not in (OWNER, ROW)}
     if torch.is_grad_enabled() and inputs.get("labels") is not None:
         raise InputError("this model is a copy of a protected one: protect the copy itself to train it; to evaluate, use "
                          "torch.no_grad()")  # fmt: skip

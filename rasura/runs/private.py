@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from rasura.accounting import Draw, Ledger, Run, formal
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
-from rasura.runs.drawing import OWNER, ROW, DrawnLoader, OrderedLoader
+from rasura.runs.drawing import ONCE, OWNER, ROW, DrawnLoader, OrderedLoader
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.guard import Guard, guarded, put, taken_off
 from rasura.runs.loop_checks import batching, check_trainable, drawing_loader, loop_defense, owners_of, planned_run
@@ -116,35 +116,31 @@ class _Protected:
             raise InputError(f"{', '.join(other)}: expected tensors with a row for each of the {len(labels)} texts")
         if self.loader is not None:
             check_padding(model, inputs, unsaid=True)
-        if (self.order is not None) != (numbers is not None) or (numbers is not None and numbers.shape != labels.shape[:1]):
-            raise InputError(f"a training under dp-ftrl needs {ROW} in each batch, one number a text, and no other has it; "
-                "use the loader that protect_training returned, and pass on all that its batches hold")  # fmt: skip
-        if self.owned != (owners is not None):
-            raise InputError(f"a training that protects persons needs {OWNER} in each batch, and no other has it; use the "
-                "loader that protect_training returned, and pass on all that its batches hold")  # fmt: skip
+        self._check_numbers(len(labels), numbers, owners)
         if owners is None:
-            return self._step(model, inputs, len(labels), numbers=numbers)
-        if owners.shape != labels.shape[:1]:
-            raise InputError(
-                f"{OWNER} has the shape {tuple(owners.shape)}; expected a number for each of {len(labels)} texts"
-            )
+            return self._step(model, inputs, len(labels), numbers)
         order = owners.argsort(stable=True)
         counts = owners[order].unique_consecutive(return_counts=True)[1].tolist()
-        return self._step(model, {k: v[order.to(v.device)] for k, v in inputs.items()}, len(labels), counts)
+        inputs = {k: v[order.to(v.device)] for k, v in inputs.items()}
+        return self._step(model, inputs, len(labels), numbers[order.to(numbers.device)], owners[order], counts)
 
-    def _drawn(self, rows: int, numbers: Tensor | None) -> Draw:
-        """How the batch was drawn that is trained on now."""
-        if self.order is not None and numbers is not None:
-            return self.order.take(numbers.tolist())
-        return self.loader.take(rows) if isinstance(self.loader, DrawnLoader) else Draw()
+    def _check_numbers(self, texts: int, numbers: Tensor | None, owners: Tensor | None) -> None:
+        """Raises ``InputError`` where the batch does not say which rows it holds, and whose they are."""
+        passing = "use the loader that protect_training returned, and pass on all that its batches hold"
+        if (self.loader is not None) != (numbers is not None) or (numbers is not None and numbers.shape != (texts,)):
+            needs = "this training takes the batches of a given loader, which have no" if self.loader is None else (
+                "a training whose draws are counted needs")  # fmt: skip
+            raise InputError(f"{needs} {ROW} in each batch, one number a text: {passing}")
+        if self.owned != (owners is not None):
+            raise InputError(f"a training that protects persons needs {OWNER} in each batch, and no other has it; {passing}")
+        if owners is not None and owners.shape != (texts,):
+            raise InputError(f"{OWNER} has the shape {tuple(owners.shape)}; expected a number for each of {texts} texts")
 
     def _step(
-        self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int, counts: Sequence[int] | None = None,
-        numbers: Tensor | None = None,
+        self, model: nn.Module, inputs: Mapping[str, Tensor], rows: int, numbers: Tensor | None,
+        owners: Tensor | None = None, counts: Sequence[int] | None = None,
     ) -> Any:  # fmt: skip
-        if self.last is not None and not self.last.done and not self.last.rows:
-            raise InputError("an empty batch had no backward pass; run it as well: its noise hides that the batch was empty")
-        draw = self._drawn(rows, numbers)
+        draw = self._draw(inputs, numbers, owners)
         self.ledger.room(draw)
         self.guard.watch()
         self.guard.forget()
@@ -155,8 +151,10 @@ class _Protected:
             # Not before: a step that nobody counted must not change the next one.
             self.kept = kept
             counted()
+            if self.loader is not None:
+                self.loader.release()
 
-        step = self.last = _Step(self.guard, self.ledger, draw, rows, isinstance(self.rng, SecretGenerator), released)
+        step = _Step(self.guard, self.ledger, draw, rows, isinstance(self.rng, SecretGenerator), released)
         self.guard.inside = True
         try:
             message, loss, _ = message_for(
@@ -171,8 +169,19 @@ class _Protected:
         ]
         from transformers.utils import ModelOutput
 
+        self.last = step
         value = torch.tensor(loss, device=next(iter(named.values())).device)
         return ModelOutput(loss=_Release.apply(value, step, *named.values()))  # type: ignore[no-untyped-call]  # of torch
+
+    def _draw(self, inputs: Mapping[str, Tensor], numbers: Tensor | None, owners: Tensor | None) -> Draw:
+        """How the batch was drawn that is trained on now. Raises ``InputError`` for another one than the next."""
+        if self.loader is None or numbers is None:
+            return Draw()
+        if self.order is None and self.last is not None and not self.last.done:
+            raise InputError(
+                f"the batch before had no backward pass: its loss was computed, and nothing was released; {ONCE}"
+            )
+        return self.loader.take(inputs, numbers.tolist(), None if owners is None else owners.tolist())
 
     def _among(self, model: nn.Module, draw: Draw) -> tuple[Defense, Callable[[], None]]:
         """The protection of one step with the canaries, and what to call when its release was counted."""

@@ -1,0 +1,51 @@
+"""Marks of a batch's rows: whether what is trained on is still what the loader handed out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Marks = Mapping[str, Tensor]
+"""For each entry of a batch, a number for each row, ``(rows,)`` int64 in main memory."""
+
+
+def marks(batch: Mapping[str, Any], rows: int) -> Marks:
+    """A number for each row of every tensor of ``batch`` that has ``rows`` rows. Equal rows have equal marks, and others
+    differ but for a chance of about 2 to the -60. Columns of zeros at the end count as none."""
+    tensors = {n: t for n, t in batch.items() if isinstance(t, Tensor) and t.shape[:1] == (rows,)}
+    return {n: _marks(t.detach()) for n, t in tensors.items()}
+
+
+def changed(before: Marks, order: Sequence[int], batch: Mapping[str, Tensor]) -> tuple[str, int] | None:
+    """The first entry of ``batch`` that was handed out with other values, and the first such row; None if all are as
+    they were. ``order``: which row of ``before`` each row of ``batch`` is. Entries of only one of both are not compared."""
+    now = marks({n: t for n, t in batch.items() if n in before}, len(order))
+    for name in before:
+        if name in batch:
+            found = now.get(name)
+            differs = torch.ones(1) if found is None else found != before[name][list(order)]
+            if bool(differs.any()):
+                return name, int(differs.nonzero()[0])
+    return None
+
+
+def _marks(values: Tensor) -> Tensor:
+    rows = len(values)
+    if not values.numel():
+        return torch.zeros(rows, dtype=torch.int64)
+    if values.is_floating_point() or values.is_complex():
+        kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+        values = values.contiguous().view(kinds.get(values.element_size(), torch.int64))
+    flat = values.reshape(rows, -1).to(torch.int64)
+    return (flat * _weights(flat.shape[1], flat.device)).sum(1).cpu()
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers that look random, ``(count,)`` int64, by Steele et al. 2014 (SplitMix64); products wrap around."""
+    z = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    z = (z ^ (z >> 30)) * -4658895280553007687
+    z = (z ^ (z >> 27)) * -7723592293110705685
+    return (z ^ (z >> 31)) | 1
