@@ -234,7 +234,7 @@ def test_a_loader_made_of_the_loader_is_refused_at_its_first_batch() -> None:
     """As accelerate makes one: what it hands out is not compared with what was drawn."""
     private = linear()
     made: Any = DataLoader(private.loader.dataset, batch_sampler=private.loader.turn, collate_fn=private.loader.collate_fn)
-    refused(private, next(iter(made)), "by the loader itself, which must not be wrapped in another")
+    refused(private, next(iter(made)), "by the loader itself, not by one made of it")
 
 
 # --- marks

@@ -139,7 +139,7 @@ class DrawnLoader(DataLoader[Any]):
         handed = turn.handed.get(turn.next)
         if handed is None:
             raise InputError(
-                f"this batch was not handed out in this pass by the loader itself, which must not be wrapped in another: {ONCE}"
+                f"this batch was not handed out in this pass by the loader itself, not by one made of it: {ONCE}"
             )
         drawn = turn.rows[turn.next]
         if sorted(rows) != sorted(drawn):
