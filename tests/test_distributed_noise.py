@@ -123,6 +123,9 @@ def test_the_ledger_counts_clients_that_disappeared_and_those_that_collude() -> 
     assert full.rho == pytest.approx(1 / 16 + 1 / 8, rel=1e-9)
     again = SumLedger.read(json.loads(json.dumps(full.state_dict())))
     assert again.epsilon(1e-5) == full.epsilon(1e-5) and "of a client" in again.statement(1e-5)
+    for words in ("in the 2 rounds that this ledger counted", "Rounds of other runs with the same clients are not counted",
+                  "metrics that an app sends in the clear beside the sum are not covered"):  # fmt: skip
+        assert words in again.statement(1e-5)
     with pytest.raises(InputError, match="nothing to state"):
         SumLedger(NORM, 10).epsilon(1e-5)
     for state in ({}, None, {**full.state_dict(), "version": 2}, {**full.state_dict(), "rounds": [[1]]},

@@ -55,4 +55,12 @@ def test_a_sum_with_noise_is_counted_by_a_ledger_of_as_many_entries() -> None:
     with pytest.raises(InputError, match=f"counts sums of {made.count - 1} entries, and an update has {made.count}"):
         SecureSums(made, 1, bytes(32), print, lambda stage, data: (), ledger)
     assert Collector(made).ledger.entries == made.count
+    for wrong in (ledger, SumLedger(NORM + 1, made.count)):
+        with pytest.raises(InputError, match=f"expected {made.count} entries of the norm {NORM}"):
+            Collector(made, earlier=wrong)
+    earlier = SumLedger(NORM, made.count)
+    earlier.made(NORM, 8, 2)
+    going_on = Collector(made, earlier=SumLedger.read(earlier.state_dict()))
+    going_on.ledger.made(NORM, 8, 2)
+    assert going_on.ledger.rho == 2 * earlier.rho, "a run that goes on from saved weights is no first run"
     SecureSums(made, 1, bytes(32), print, lambda stage, data: (), Collector(made).ledger)

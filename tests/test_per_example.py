@@ -175,6 +175,42 @@ def test_what_no_rule_covers_is_named_and_goes_one_by_one(use: Any, words: str) 
         assert torch.allclose(g, sum(x[n] for x in expected))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("norm", [nn.LayerNorm((6, 8)), nn.LayerNorm((6, 8), bias=False), nn.RMSNorm((6, 8))])
+def test_a_norm_over_positions_has_weights_for_each_of_them(norm: nn.Module) -> None:
+    """It was taken for one that treats all positions alike, and ended in a traceback."""
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.words, self.norm, self.classifier = nn.Embedding(300, 8), norm, nn.Linear(8, 3)
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            from transformers.modeling_outputs import SequenceClassifierOutput
+
+            logits = self.classifier(self.norm(self.words(input_ids)).tanh().mean(1))
+            return SequenceClassifierOutput(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+
+    model = Whole().eval().double()
+    inputs = {"input_ids": torch.arange(24).view(4, 6), "labels": torch.tensor([0, 1, 2, 1])}
+    assert fault(model, inputs, 4) is None
+    examples = per_example(model, inputs, 4, mean=dict, told=lambda loss: None)
+    expected = []
+    for k in range(4):
+        model.zero_grad()
+        model(**{n: t[k : k + 1] for n, t in inputs.items()}).loss.backward()
+        expected.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+    weights = torch.tensor([0.5, 1.0, 2.0, 0.25])
+    sizes = [float(torch.cat([g.reshape(-1) for g in one.values()]).norm()) for one in expected]
+
+    def weighing(norms: Tensor) -> Tensor:
+        assert norms.tolist() == pytest.approx(sizes, rel=1e-6)
+        return weights.to(norms)
+
+    for n, g in examples.weighted(weighing).items():
+        assert torch.allclose(g, sum(w * x[n] for w, x in zip(weights.double(), expected)), atol=1e-6), n  # type: ignore[arg-type]
+
+
 def test_batch_norm_in_training_is_refused_by_name() -> None:
     model = Head(lambda m, x: m.norm(m.first(x))).train()
     with pytest.raises(InputError, match=r"norm .*mixes the texts"):

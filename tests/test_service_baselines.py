@@ -164,6 +164,8 @@ def test_states_are_sent_in_place_of_ids_and_the_private_ones_stay_unseen(name: 
     made = service(name)
     truth = service_transcript(made, IDS, generator(0))
     seen = observe_service(truth)
+    if name == "dp-forward":
+        assert "for any two texts the sensitivity is twice the clip" in str(seen.mechanism.parameters["neighbours"])
     assert set(seen.ids[0]) == {CLS, SEP, UNKNOWN}
     assert [v.shape for v in seen.vectors] == [(len(t), 64) for t in IDS]
     for attack in ("knn", "ednn", "invbert", "mlc", "blind", "sda"):

@@ -85,6 +85,25 @@ def test_persons_are_those_who_were_drawn() -> None:
     assert private.ledger.releases == 2
 
 
+def test_a_collate_function_that_sorts_rows_is_refused_where_they_are_persons() -> None:
+    """Rows got the numbers of other persons, so that one person's rows were clipped as several persons'."""
+
+    def by_feature(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        return stacked(sorted(rows, key=lambda r: -float(r["features"][2])))
+
+    def masked(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = stacked(rows)
+        return {**batch, "features": batch["features"] * torch.rand(batch["features"].shape)}
+
+    unit = [k // 2 for k in range(40)]
+    for collate_fn in (by_feature, lambda rows: masked(sorted(rows, key=lambda r: r["labels"]))):
+        with pytest.raises(InputError, match=r"changes the order of the rows \("):
+            linear(unit=unit, collate_fn=collate_fn)
+        linear(collate_fn=collate_fn)
+    private = linear(unit=unit, collate_fn=masked)
+    private.model(**next(iter(private.loader))).loss.backward()
+
+
 @pytest.mark.parametrize("defense", DEFENSES)
 def test_no_batch_is_left_out_for_its_loss(defense: str) -> None:
     """Which steps were missing said who was there."""
@@ -224,7 +243,7 @@ def test_the_trainers_batches_say_their_rows(tmp_path: Path, options: dict[str, 
         disable_tqdm=True, **options,
     )  # fmt: skip
     model = tiny("bert", "classification", num_labels=2)
-    data = [{**row, "note": "left out by the Trainer"} for row in DATA]
+    data: Any = [{**row, "note": "left out by the Trainer"} for row in DATA]
     trainer = rasura.PrivateTrainer(model, arguments, collate, data, defense="dp-sgd:1.0")
     trainer.train()
     assert trainer.ledger is not None and trainer.ledger.releases == 12

@@ -62,7 +62,8 @@ def rho_epsilon(rho: float, delta: float) -> float:
 @dataclass
 class SumLedger:
     """The rounds that were made, each with the noise of one client and the number of clients whose noise counts.
-    ``norm`` and ``entries`` as in ``round_rho``."""
+    ``norm`` and ``entries`` as in ``round_rho``. It counts one run, and others only if it goes on from their state
+    (``read``)."""
 
     norm: int
     entries: int
@@ -91,9 +92,10 @@ class SumLedger:
     def statement(self, delta: float) -> str:
         """The guarantee in words, and what it is a guarantee of."""
         return (
-            f"({self.epsilon(delta):.4g}, {delta:g}) differential privacy of a client's updates in {len(self.rounds)} "
-            "rounds, seen as sums. Neighbours differ in whether the updates of one client are zero. As many clients collude "
-            "as was assumed, and all others add the agreed noise"
+            f"({self.epsilon(delta):.4g}, {delta:g}) differential privacy of a client's updates in the {len(self.rounds)} "
+            "rounds that this ledger counted, seen as sums. Rounds of other runs with the same clients are not counted, and "
+            "metrics that an app sends in the clear beside the sum are not covered. Neighbours differ in whether the "
+            "updates of one client are zero. As many clients collude as was assumed, and all others add the agreed noise"
         )
 
     def state_dict(self) -> dict[str, Any]:

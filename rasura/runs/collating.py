@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rasura.core.errors import InputError
+from rasura.runs.marks import marks
 
 Collate = Callable[[list[Any]], Any]
+
+SOME = 8
+"""Number of rows that show whether a collate function keeps their order."""
 
 
 class Numbered(Dataset[Any]):
@@ -40,6 +44,23 @@ def numbering(loader: Any, masked: bool, entries: Mapping[str, Sequence[int] | N
     batch without rows has the tensors of the first row, with zero rows."""
     collate: Collate = loader.collate_fn
     return partial(_with_numbers, partial(with_mask, collate) if masked else collate, loader.dataset, entries)
+
+
+def check_order(loader: Any) -> None:
+    """Raises ``InputError`` where the collate function of ``loader`` puts rows in an order of its own: they would be taken
+    for other persons' rows. A few rows are collated in both directions."""
+    rows = [loader.dataset[k] for k in range(min(SOME, len(loader.dataset)))]
+    one, other = (loader.collate_fn(some) for some in (rows, rows[::-1]))
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return  # refused at the first batch
+    first, second = marks(one, len(rows)), marks(other, len(rows))
+    for name in first.keys() & second.keys():
+        a, b = first[name], second[name].flip(0)
+        if not torch.equal(a, b) and torch.equal(a.sort().values, b.sort().values):
+            raise InputError(
+                f"the collate function changes the order of the rows ({name}), so they would count for other persons than "
+                "those who wrote them; keep the order in which it gets them"
+            )
 
 
 def with_mask(collate: Collate, rows: list[Any]) -> Any:

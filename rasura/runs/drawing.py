@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from rasura.accounting import Draw, Ledger
 from rasura.core.errors import InputError
 from rasura.core.rng import Randomness, permutation
-from rasura.runs.collating import Numbered, numbering
+from rasura.runs.collating import Numbered, check_order, numbering
 from rasura.runs.marks import Marks, changed, marks
 from rasura.victims.batching import by_person, drawn
 from rasura.victims.fixed_order import FixedOrder
@@ -64,7 +64,7 @@ class Batches:
 
 class Pass:
     """The batches of one pass, drawn when it begins. Each is the next one until it was released: a batch that was left out
-    comes again, and none is drawn anew. ``number``: of the pass, once texts were trained on in it."""
+    comes again, and none is drawn a second time. ``number``: of the pass, once texts were trained on in it."""
 
     def __init__(self, drawn: Batches) -> None:
         self.drawn, self.next = drawn, 0
@@ -105,6 +105,8 @@ class DrawnLoader(DataLoader[Any]):
         masked: bool = False,
     ) -> None:  # fmt: skip
         data, size = checked_loader(loader)
+        if owners is not None:
+            check_order(loader)
         count = len(data) if owners is None else len(set(owners))
         self.drawn, self.ledger, self.owners = Batches(count, size, rng, poisson=poisson, owners=owners), ledger, owners
         self.turn = Pass(self.drawn)

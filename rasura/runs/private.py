@@ -214,8 +214,8 @@ def protect_training(
     training mode and in eval mode. Every optimizer and schedule works with them. Any other backward pass to the model's
     weights raises ``InputError``, and so does ``optimizer.step()`` on gradients that were set by hand. Under
     ``torch.no_grad()`` the model is unchanged. The returned loader draws texts as the guarantee assumes (Poisson sampling
-    for DP-SGD, disjoint batches for DirDP-SGD, one fixed order for DP-FTRL); each of its batches can be released once. The
-    ledger counts each release, computes epsilon, and refuses a step beyond ``epochs`` passes, or beyond ``max_steps``.
+    for DP-SGD, disjoint batches for DirDP-SGD, one fixed order for DP-FTRL); each of its batches is released once, in turn,
+    whole and unchanged. The ledger counts each, computes epsilon, and refuses a step beyond ``epochs`` or ``max_steps``.
 
     ``target_epsilon``: ``defense`` names no noise (``"dp-sgd"``, ``"frozen-blocks:6+dp-sgd:clip=0.5"``) and gets the least
     noise with which the plan spends at most this epsilon at ``delta``. ``physical_batch_size``: texts in memory at once. It

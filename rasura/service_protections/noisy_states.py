@@ -42,7 +42,8 @@ def analytic_sigma(epsilon: float, delta: float) -> float:
 class MatrixGaussian(Change):
     """DP-Forward: a text's states, as one matrix, scaled down to Frobenius norm ``clip`` at most, and Gaussian noise.
 
-    Sensitivity is ``clip``, as in the authors' code; for any two texts it would be twice that. Noise is drawn again in every
+    Sensitivity is ``clip``, as in the authors' code: epsilon compares a text's states with zeros in their place. For any two
+    texts the sensitivity is twice that, and epsilon is larger. Noise is drawn again in every
     pass, as there: over several epochs the server gets several draws, which (epsilon, delta) does not count.
     """
 

@@ -80,6 +80,13 @@ def sentinel(
     return Service(model, made.model, vocabulary, told, made.tokens)
 
 
+NEIGHBOURS = (
+    "one pass over a text's states, or over zeros in their place; for any two texts the sensitivity is twice the clip, and "
+    "epsilon is larger"
+)
+"""What epsilon of DP-Forward is about, beside that figure wherever a result holds it."""
+
+
 def dp_forward(
     model: nn.Module, vocabulary: Vocabulary, *, epsilon: float = 8.0, delta: float = 1e-5, clip: float = 1.0, depth: int = 0
 ) -> Service:
@@ -87,7 +94,7 @@ def dp_forward(
 
     ``model`` is copied. The model is to be trained through ``served``.
     """
-    told: dict[str, Parameter] = {"epsilon": epsilon, "delta": delta, "clip": clip, "depth": depth}
+    told: dict[str, Parameter] = {"epsilon": epsilon, "delta": delta, "clip": clip, "depth": depth, "neighbours": NEIGHBOURS}
     return _split(model, vocabulary, "dp-forward", depth, MatrixGaussian(epsilon, delta, clip), told)
 
 

@@ -24,7 +24,7 @@ class NoRule(Exception):
 _LINEAR = (nn.Linear, Conv1D)
 
 _POSITION_WISE = (*_LINEAR, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
-"""Layers that treat all positions alike."""
+"""Layers that treat all positions alike; norms do so where they are of one dimension."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,18 @@ def _row_squares(ids: Tensor, back: Tensor, size: int) -> Tensor:
     return zeros.index_add_(0, used // size, rows.double().square().sum(1))
 
 
+def _over_positions(layer: nn.Module) -> bool:
+    """Whether a layer normalises several positions together, by weights of their own."""
+    return isinstance(layer, (nn.LayerNorm, nn.RMSNorm)) and len(layer.normalized_shape) > 1
+
+
 def summed(passed: Passed, weights: Tensor) -> dict[Any, Tensor]:
     """The sum of every text's gradient times its entry of ``weights`` ``(texts,)``, by parameter of the layer.
 
     For layers that treat all positions alike it is the gradient of one long text.
     """
     layer, taken, back = passed.layer, passed.taken, passed.back
-    if type(layer) not in _POSITION_WISE:
+    if type(layer) not in _POSITION_WISE or _over_positions(layer):
         scaled = back * weights.to(back).view(-1, *[1] * (back.dim() - 1))
         return {p: g.sum(0) for p, g in own_gradients(passed, taken, scaled).items()}
     each = weights.to(back).repeat_interleave(back[0, ..., 0].numel())

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rasura.accounting.distributed import SumLedger
 from rasura.core.ciphers import SigningKey
 from rasura.core.interfaces import InputError
 from rasura.integrations.flower.agreement import MIN_CLIENTS, Agreement, agree, local_part, needs_keys
@@ -165,6 +166,7 @@ def strategy(
     first_scale: Scale = 1e-3,
     allow_few_clients: bool = False,
     capture: Capture | None = None,
+    ledger: SumLedger | None = None,
     **options: Any,
 ) -> Any:
     """A ``FedAvg`` strategy that checks the clients' messages, adds up sealed values without reading them, and distributes
@@ -179,14 +181,17 @@ def strategy(
 
     The strategy's ``figures`` hold, by round, the number of clients asked and counted, the bytes to each client and from all
     clients, the wall-clock seconds of waiting and the CPU seconds of adding. With noise in the sum, ``rho`` is that of all
-    rounds so far (concentrated differential privacy). Its ``collector`` holds everything that the server knows.
+    rounds of this run so far (concentrated differential privacy). Its ``collector`` holds everything that the server knows.
+    A run that goes on from another passes its count as ``ledger`` (``SumLedger.read`` of the other's
+    ``collector.ledger.state_dict()``), and counts on.
 
     Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent.
     ``RoundFailed`` ends a run whose round has fewer than ``min_clients`` valid updates.
     """
     _, strategies = flower()
+    few = allow_few_clients
     collector = Collector(
-        agreement, min_clients, max_examples, first_scale, log, seen=capture, allow_few_clients=allow_few_clients
+        agreement, min_clients, max_examples, first_scale, log, capture, allow_few_clients=few, earlier=ledger
     )
     options = {**dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), min_clients), **options}
 

@@ -42,7 +42,8 @@ class Collector:
 
     ``agreement.keys`` is the public context; a secret one is refused. ``min_clients``: how many clients a round needs, at
     least ``MIN_CLIENTS`` unless ``allow_few_clients``: in a sum of few clients, each learns about the others. ``seen`` is
-    called with every valid message. ``ledger`` counts the rounds whose sum had noise.
+    called with every valid message. ``ledger`` counts the rounds whose sum had noise. A run that goes on from another
+    counts on in ``earlier``; ``InputError`` for one of other sums.
     """
 
     agreement: Agreement
@@ -57,11 +58,17 @@ class Collector:
     round: int = 0
     tickets: dict[int, Ticket] = field(default_factory=dict)
     secure: SecureSums | None = None
+    earlier: SumLedger | None = None
     ledger: SumLedger = field(init=False)
 
     def __post_init__(self) -> None:
         self.clear = dict(self.agreement.start)
-        self.ledger = SumLedger(NORM, max(1, self.agreement.count))
+        self.ledger = SumLedger(NORM, max(1, self.agreement.count)) if self.earlier is None else self.earlier
+        if (self.ledger.norm, self.ledger.entries) != (NORM, max(1, self.agreement.count)):
+            raise InputError(
+                f"the earlier ledger counts sums of {self.ledger.entries} entries of the norm {self.ledger.norm}; expected "
+                f"{self.agreement.count} entries of the norm {NORM}"
+            )
         if self.agreement.sealed:
             homomorphic_keys.server_context(self.agreement.keys)
             self.check_clients(self.min_clients)
