@@ -200,7 +200,6 @@ def test_what_is_not_understood_has_no_figure(tmp_path: Path, name: str) -> None
         (LOOP.replace("10", "100"), 100),
         ("for again in range(2):\n    " + LOOP.replace("\n", "\n    ") + "\n", 20),
         (LOOP + LOOP, 20),
-        (LOOP.replace("        optimizer.step()", "        for _ in range(3):\n            optimizer.step()"), 30),
         ("N = 40\ndef go(o, l):\n    for b in l:\n        o.step()\nfor e in range(0, N):\n    go(optimizer, loader)\n", 40),
     ],
 )  # fmt: skip

@@ -25,6 +25,7 @@ BatchSize = Annotated[int | None, typer.Option(help="examples in a step, on aver
 Epochs = Annotated[int | None, typer.Option(help="passes over the examples, in a round")]
 Sampling = Annotated[str | None, typer.Option(help="how batches are drawn: poisson, shuffled or fixed")]
 Weights = Annotated[str | None, typer.Option(help="equal, or the largest fraction of one client in the average")]
+Aggregation = Annotated[str | None, typer.Option(help="mean, if the server averages the updates, as FedAvg does")]
 Parameters = Annotated[int | None, typer.Option(help="number of entries of an update")]
 Version = Annotated[str | None, typer.Option(help="version of the framework")]
 Epsilon = Annotated[float | None, typer.Option(help="epsilon that is stated")]
@@ -50,6 +51,7 @@ def check_dp(
     epochs: Epochs = None,
     sampling: Sampling = None,
     weights: Weights = None,
+    aggregation: Aggregation = None,
     parameters: Parameters = None,
     version: Version = None,
     epsilon: Epsilon = None,
@@ -80,7 +82,7 @@ def check_dp(
     facts = Facts(
         examples=examples, clients=clients, clients_per_round=clients_per_round, rounds=rounds,
         rounds_per_client=rounds_per_client, batch_size=batch_size, epochs=epochs, sampling=sampling, delta=delta,
-        weights=_weights(weights), parameters=parameters, version=version,
+        weights=_weights(weights), parameters=parameters, version=version, aggregation=aggregation,
     )  # fmt: skip
     stated = None if epsilon is None else Stated.read(_given(epsilon=epsilon, delta=delta, unit=unit, per=per))
     with err.status("accounting"):

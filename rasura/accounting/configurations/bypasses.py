@@ -105,7 +105,7 @@ def _read(scopes: Scopes, node: ast.Attribute, known: frozenset[str], torch: boo
 
 
 def seeds(scopes: Scopes, names: tuple[str, ...]) -> Iterator[tuple[ast.AST, str]]:
-    """Every call that seeds the generator of the noise."""
+    """Every place that names a function that seeds the generator of the noise, whether or not it is called there."""
     for node in ast.walk(scopes.tree):
-        if isinstance(node, ast.Call) and scopes.original(node.func) in names:
-            yield node, f"{ast.unparse(node.func)} seeds the noise: anyone who knows the seed can subtract it"
+        if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load) and scopes.original(node) in names:
+            yield node, f"{ast.unparse(node)} seeds the noise: anyone who knows the seed can subtract it"

@@ -47,7 +47,8 @@ class Facts:
     in; all rounds if None. ``batch_size``: examples in a step, on average; ``epochs``: passes over the examples, in each
     round; ``steps``: steps in each round. ``weights``: "equal", or the largest fraction that one client has in a round's
     average. ``parameters``: entries of the update. ``version``: of the framework. ``client_mods``: mods of a Flower
-    ClientApp. ``drop_last``: the loader leaves out a last batch that is smaller.
+    ClientApp. ``drop_last``: the loader leaves out a last batch that is smaller. ``aggregation``: "mean" if the server
+    averages the updates, as FedAvg does.
     """
 
     examples: int | None = None
@@ -65,6 +66,7 @@ class Facts:
     version: str | None = None
     client_mods: tuple[str, ...] = ()
     drop_last: bool = False
+    aggregation: str | None = None
 
     def __post_init__(self) -> None:
         for name in COUNTS:
@@ -80,6 +82,8 @@ class Facts:
             raise InputError(f"weights is {weight!r}; expected equal, or the largest fraction of one client in the average")
         if not isinstance(self.client_mods, tuple) or not isinstance(self.drop_last, bool):
             raise InputError("client_mods is not a list, or drop_last is not true or false")
+        if self.aggregation is not None and not isinstance(self.aggregation, str):
+            raise InputError(f"aggregation is {self.aggregation!r}; expected mean, or the name of another one")
         if self.version is not None and not isinstance(self.version, str):
             raise InputError(f"version is {self.version!r}; expected a text such as '2.8.0'")
 

@@ -139,10 +139,17 @@ def _central(draft: Draft, multiplier: float, clip: float, confusable: float | N
     """Noise of deviation ``multiplier * clip / num_sampled_clients`` on the average (flwr ``compute_stdv``).
 
     The average is weighted by FedAvg, by the number of examples unless they are equal, and divided by the replies that
-    came. Flower draws a fixed number of clients without replacement; no amplification is counted. ``spare``: the fraction
+    came: no other aggregation has this sensitivity. Flower draws a fixed number of clients without replacement; no
+    amplification is counted. ``spare``: the fraction
     of delta that was spent before.
     """
     facts, configured = draft.facts, draft.count("num_sampled_clients")
+    if not draft.call.extra.get("program") and facts.aggregation != "mean":  # in a program the strategy itself is read
+        given = "not known" if facts.aggregation is None else repr(facts.aggregation)
+        raise Unknown(
+            f"how the updates are aggregated is {given}; the noise fits the mean of FedAvg and FedProx alone: "
+            'pass --aggregation mean, or aggregation = "mean" in [run]'
+        )
     answering = facts.clients_per_round or configured
     if facts.clients_per_round is None:
         draft.notes.append(f"assumes that exactly {configured} clients answer in each round; Flower only warns otherwise")

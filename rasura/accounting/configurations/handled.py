@@ -1,4 +1,4 @@
-"""What a program does with a mechanism and with what it returns. Only what is understood is accepted."""
+"""What a program does with a mechanism, its arguments and its results. Only what is understood is accepted."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import rasura.accounting.configurations.flower as flower
+import rasura.accounting.configurations.kinds as k
 from rasura.accounting.configurations.bypasses import TORCH_SEEDS, seeds
 from rasura.accounting.configurations.scopes import Scopes, Variable, position
+from rasura.accounting.configurations.strategies import not_averaging
 from rasura.accounting.configurations.trainings import argument, targets
 
 OPACUS = ("make_private", "make_private_with_epsilon")
 RESULTS: Mapping[str, tuple[tuple[str, str], ...]] = {
-    **dict.fromkeys(OPACUS, (("model", "module"), ("optimizer", "optimizer"), ("loader", "data_loader"))),
-    "protect_training": (("model", "model"), ("optimizer", "optimizer"), ("loader", "loader"), ("ledger", "")),
+    **dict.fromkeys(OPACUS, ((k.MODEL, "module"), (k.OPTIMIZER, "optimizer"), (k.LOADER, "data_loader"))),
+    "protect_training": ((k.MODEL, "model"), (k.OPTIMIZER, "optimizer"), (k.LOADER, "loader"), (k.LEDGER, "")),
 }
-"""What a mechanism returns, by its role, and the argument that it takes the place of."""
+"""What a mechanism returns, by its kind, and the argument that it takes the place of."""
 
 LIBRARIES: Mapping[str, str] = {
     **dict.fromkeys(("protect_training", "PrivateTrainer"), __name__.partition(".")[0]),
@@ -27,102 +29,94 @@ LIBRARIES: Mapping[str, str] = {
 }
 """The mechanisms whose use is followed, with the package of each."""
 
-POSITION = {"model": 0, "optimizer": 1, "loader": 2}
+POSITION = {k.MODEL: 0, k.OPTIMIZER: 1, k.LOADER: 2}
 """Positions of the arguments of ``protect_training``; Opacus takes none by position."""
 
-ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
-    "model": (
-        "train", "eval", "parameters", "named_parameters", "state_dict", "save_pretrained", "to", "cuda", "cpu", "config",
-        "device", "generate", "zero_grad", "module_state", "_module",
-    ),
-    "optimizer": ("step", "zero_grad", "state_dict", "param_groups"),
-    "loader": ("dataset", "batch_size"),
-    "schedule": ("step", "get_last_lr", "state_dict"),
-    "engine": ("get_epsilon", "accountant"),
-    "ledger": (
-        "planned", "spent", "epsilon", "save", "state_dict", "load_state_dict", "load", "guarantee",
-    ),
-    "object": (
-        "train", "evaluate", "predict", "save_model", "save_state", "save_metrics", "log_metrics", "guarantee", "ledger",
-        "start", "summary", "sensitivity", "l2_norm_bound", "init", "update", "batch_iterator",
-    ),
-}  # fmt: skip
-"""What may be read of what a mechanism returns: it changes neither noise nor clip nor sampling, and trains nothing else."""
+ATTRIBUTES = ("start", "summary", "sensitivity", "l2_norm_bound", "init", "update", "batch_iterator")
+"""What may be read of a mechanism of Flower or jax-privacy: it changes neither noise nor clip nor sampling."""
 
+_CALLBACKS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback", "TensorBoardCallback", "WandbCallback")
 _UNUSED = (ast.Expr, ast.Return, ast.NamedExpr, ast.AnnAssign, ast.Yield, ast.Await, ast.Starred)
-_READERS = ("len", "print", "enumerate", "iter", "next", "isinstance", "type", "id", "repr", "str", "tqdm", "zip")
-_SCHEDULES = re.compile(r"\w+LR|CosineAnnealingWarmRestarts|ReduceLROnPlateau|get_scheduler|get_(\w+_)?schedule\w*")
+_READERS = ("len", "print", "isinstance", "type", "id", "repr", "str")
 
 
 @dataclass
 class Handled:
-    """One call of a mechanism in a program: ``roles`` of the variables that hold what it returns; ``doubts`` by node;
-    ``own``: the nodes that bind those variables."""
+    """One call of a mechanism in a program: ``held``: the variables that hold what it returns; ``doubts`` by node."""
 
     scopes: Scopes
     node: ast.Call
     name: str
-    roles: dict[Variable, str] = field(default_factory=dict)
+    held: dict[str, Variable] = field(default_factory=dict)
     doubts: list[tuple[ast.AST, str]] = field(default_factory=list)
-    own: set[ast.AST] = field(default_factory=set)
+
+    @property
+    def followed(self) -> bool:
+        """Whether the training is in the program, so that its statements are followed."""
+        return self.name in RESULTS or self.name == "PrivateTrainer"
+
+    @property
+    def kinds(self) -> k.Kind:
+        """The kinds of what the mechanism returns."""
+        return tuple(kind for kind, _ in RESULTS[self.name]) if self.name in RESULTS else k.TRAINER
 
     def doubt(self, node: ast.AST, why: str) -> None:
         """Record something that is not understood."""
         self.doubts.append((node, why))
 
-    def followed(self) -> None:
-        """Follow what the mechanism returns through the program."""
+    def read(self) -> None:
+        """Read how the mechanism is called, and what else is done with its arguments and results."""
         expected = LIBRARIES[self.name]
         if self.name not in OPACUS and self.scopes.library(self.node.func) not in ("", expected):
             self.doubt(self.node, f"{self.name} is not imported from {expected}")
         if why := self.scopes.unsure(self.node):
             self.doubt(self.node, f"{self.name} may not run, or more than once: {why}")
-        kept = self._kept()
-        if LIBRARIES[self.name] == "flwr":
+        self._kept()
+        if self.name in OPACUS and isinstance(self.node.func, ast.Attribute):
+            self._engine(self.node.func.value)
+        if expected == "flwr":
             self.doubts += seeds(self.scopes, ("seed", "set_seed", "seed_everything"))
+        if self.name in flower.WRAPPERS:
+            self.doubts += not_averaging(self.scopes, self.node)
         if self.name == "PrivateTrainer":
             self._arguments(argument(self.node, "args", 1))
-        self.own.update(targets(self.scopes, self.node))
-        for variable in self.scopes.bindings:
-            made = self.scopes.assigned(variable)
-            if isinstance(made, ast.Call) and self.schedule(made):
-                self.roles[variable] = "schedule"
+            self._callbacks(argument(self.node, "callbacks", 99))
         for variable, role in self._inputs():
             for one in self.scopes.loads.get(variable, []):
-                self._input_read(one, variable, role, kept)
-        waiting, seen = list(self.roles), set[Variable]()
-        while waiting:
-            variable = waiting.pop()
-            seen.add(variable)
-            for bound in self.scopes.bound(variable):
-                if bound not in self.own and not self._before(bound) and self.roles[variable] != "schedule":
-                    self.doubt(bound, f"{variable.name} is bound again")
-            for one in self.scopes.loads.get(variable, []):
-                if self._early(one, set()) and self.roles[variable] in ("model", "optimizer", "loader"):
-                    self.doubt(one, f"{one.id} may be used before {self.name}, in a function that is called before")
-                if not self._before(one) and not self._within(one):
-                    waiting += set(self._used(one, variable, self.roles[variable])) - seen
+                self._input_read(one, variable, role)
+        if not self.followed:
+            for variable in self.held.values():
+                self._object(variable)
 
-    def _kept(self) -> dict[str, Variable]:
-        """The variables that hold what is returned, by role."""
+    def inputs(self) -> frozenset[Variable]:
+        """The variables of the plain model and of the modules that it is made of."""
+        found = {variable for variable, role in self._inputs(trainer=True) if role == k.MODEL}
+        for variable in list(found):
+            for bound in self.scopes.bound(variable):
+                around = self.scopes.parents.get(bound)
+                made = around.value if isinstance(around, ast.Assign) else None
+                if isinstance(made, ast.Call) and self.scopes.library(made.func) == "torch":
+                    names = [self.scopes.read(one) for one in ast.walk(made) if isinstance(one, ast.Name)]
+                    found |= {one for one in names if one is not None and isinstance(self.scopes.assigned(one), ast.Call)}
+        return frozenset(found)
+
+    def _kept(self) -> None:
+        """The variables that hold what is returned, by kind."""
         around, found = self.scopes.parents.get(self.node), targets(self.scopes, self.node)
-        roles = [role for role, _ in RESULTS.get(self.name, ())] or ["object"]
+        kinds = [kind for kind, _ in RESULTS.get(self.name, ())] or ["object"]
         names = [one for one in found if isinstance(one, ast.Name) and one.id != "_"]
-        kept = {role: self.scopes.variable(one.id, one) for role, one in zip(roles, names)}
-        if found and len(names) == len(found) == len(roles) == len(set(kept.values())):
-            self.roles |= {variable: role for role, variable in kept.items()}
+        kept = {kind: self.scopes.variable(one.id, one) for kind, one in zip(kinds, names)}
+        if found and len(names) == len(found) == len(kinds) == len(set(kept.values())):
+            self.held = kept
             if any(one.scope is not self.scopes.scope(self.node) for one in kept.values()):
                 self.doubt(self.node, f"what {self.name} returns is kept outside of its function")
-        elif roles != ["object"] or isinstance(around, _UNUSED) or found:
+        elif kinds != ["object"] or isinstance(around, _UNUSED) or found:
             self.doubt(self.node, f"what {self.name} returns is not used, or not kept in variables of its own")
         else:  # in a list or another call
             holder = self.scopes.statement(self.node)
             for one in holder.targets if isinstance(holder, ast.Assign) else ():
                 if isinstance(one, ast.Name):
-                    self.roles[self.scopes.variable(one.id, one)] = "object"
-        if self.name in OPACUS and isinstance(self.node.func, ast.Attribute):
-            self._engine(self.node.func.value)
-        return kept
+                    self.held["object"] = self.scopes.variable(one.id, one)
 
     def _engine(self, node: ast.expr) -> None:
         """Opacus' engine, which must be one, made in this program."""
@@ -137,9 +131,6 @@ class Handled:
             self.doubt(node, f"{self.name} is called on {ast.unparse(node)}, which is not a PrivacyEngine made in this file")
         elif not any(one.arg == "secure_mode" and ast.unparse(one.value) == "True" for one in made.keywords):
             self.doubts += seeds(self.scopes, TORCH_SEEDS)
-        if variable is not None and isinstance(made, ast.Call):
-            self.roles[variable] = "engine"
-            self.own.update(self.scopes.bound(variable))
 
     def _arguments(self, node: ast.expr | None) -> None:
         """The ``TrainingArguments``, which must stay as they were made."""
@@ -151,10 +142,17 @@ class Handled:
             if not self._within(one) and (not reads or called):
                 self.doubt(one, f"{one.id} may be changed after it was made")
 
-    def _inputs(self) -> Iterator[tuple[Variable, str]]:
-        """The variables of what is made private, by role. What is made in the call itself has none."""
-        for role, name in RESULTS.get(self.name, (("strategy", "strategy"),)):
-            place = 0 if role == "strategy" else POSITION.get(role, 99) if self.name == "protect_training" else 99
+    def _callbacks(self, node: ast.expr | None) -> None:
+        """The callbacks of a Trainer, which must be known: others may write weights, or end the training by its loss."""
+        for one in node.elts if isinstance(node, ast.List | ast.Tuple) else [] if node is None else [node]:
+            made = one.func if isinstance(one, ast.Call) else one
+            if self.scopes.original(made) not in _CALLBACKS or self.scopes.library(made) != "transformers":
+                self.doubt(one, f"the callback {ast.unparse(one)[:60]} is not known here")
+
+    def _inputs(self, *, trainer: bool = False) -> Iterator[tuple[Variable, str]]:
+        """The variables of what is made private, by kind. What is made in the call itself has none."""
+        for role, name in RESULTS.get(self.name, ((k.MODEL, "model"),) if trainer else ()):
+            place = POSITION.get(role, 0) if self.name not in OPACUS else 99
             given = argument(self.node, name, place) if name else None
             if given is None or isinstance(given, ast.Call | ast.Constant):
                 continue
@@ -164,47 +162,50 @@ class Handled:
             else:
                 yield variable, role
 
-    def _input_read(self, one: ast.Name, variable: Variable, role: str, kept: Mapping[str, Variable]) -> None:
-        """Doubt a reading of what is not yet private: after the call, or where it may train before."""
+    def _input_read(self, one: ast.Name, variable: Variable, role: str) -> None:
+        """Doubt a reading of what is not yet private: after the call, or where it may be used or kept before.
+
+        What is done with the plain model before is judged where the statements are followed.
+        """
         if self._within(one):
             return
         around = self.scopes.parents[one]
+        call = self.scopes.parents[around] if isinstance(around, ast.keyword) else around
         if not self._before(one):
-            if kept.get(role) != variable:
+            if self.held.get(role) != variable:
                 self.doubt(one, f"{one.id} is used without the protection")
         elif isinstance(around, ast.Attribute):
-            fine = {"optimizer": ("param_groups",), "loader": ("dataset", "batch_size")}.get(role)
+            fine = {k.OPTIMIZER: ("param_groups",), k.LOADER: ("dataset", "batch_size")}.get(role)
             if fine is not None and (around.attr not in fine or self._stores(around)):
                 self.doubt(one, f"{ast.unparse(around)} is used before {self.name}")
-        elif isinstance(around, ast.Call | ast.keyword):
-            call = self.scopes.parents[around] if isinstance(around, ast.keyword) else around
-            reads = isinstance(call, ast.Call) and (self._reads(call) or self.schedule(call))
-            if role != "model" and not reads:
+        elif isinstance(call, ast.Call):
+            if role != k.MODEL and not self._reads(call) and not re.fullmatch(k.SCHEDULES, self.scopes.original(call.func)):
                 self.doubt(one, f"{one.id} is used before {self.name}")
-        else:
+        elif not (role == k.MODEL and isinstance(around, ast.Expr)):
             self.doubt(one, f"{one.id} is used before {self.name}, or kept under another name")
 
-    def _used(self, one: ast.Name, variable: Variable, role: str) -> list[Variable]:
-        """Doubt a use that is not understood; the further variables that hold the same."""
-        around = self.scopes.parents[one]
-        if isinstance(around, ast.Attribute):
-            beyond = self.scopes.parents[around]
-            last = beyond.attr if isinstance(beyond, ast.Attribute) else ""
-            narrow = {"_module": ("state_dict", "save_pretrained"), "accountant": ("get_epsilon",), "param_groups": ("",)}
-            fine = around.attr in ATTRIBUTES[role] and last in narrow.get(around.attr, (last,))
-            if not fine or not isinstance(around.ctx, ast.Load) or self._stores(around):
-                self.doubt(around, f"{ast.unparse(around)} may change {self.name}, or go past it")
-            return []
-        if isinstance(around, ast.Call) and around.func is one and role in ("model", "object"):
-            return []
-        if isinstance(around, ast.Call | ast.keyword):
-            return self._passed(one, around, role)
-        loops = isinstance(around, ast.For | ast.comprehension) and around.iter is one and role == "loader"
-        told = isinstance(around, ast.Expr | ast.FormattedValue | ast.Compare)
-        listed = role == "object" and isinstance(around, ast.List) and isinstance(self.scopes.parents[around], ast.keyword)
-        if not (loops or told or listed or (isinstance(around, ast.Return) and role in ("model", "object"))):
-            self.doubt(one, f"{one.id} is kept under another name, or used in a way that is not understood")
-        return []
+    def _object(self, variable: Variable) -> None:
+        """Doubt each use of a mechanism of Flower or jax-privacy that is not understood."""
+        own = targets(self.scopes, self.node) or self.scopes.bound(variable)
+        if again := [one for one in self.scopes.bound(variable) if one not in own and not self._before(one)]:
+            self.doubt(again[0], f"{variable.name} is bound again")
+        for one in self.scopes.loads.get(variable, []):
+            around = self.scopes.parents[one]
+            call = self.scopes.parents[around] if isinstance(around, ast.keyword) else around
+            if (
+                self._before(one)
+                or self._within(one)
+                or isinstance(around, ast.Expr | ast.FormattedValue | ast.Compare | ast.Return)
+            ):
+                continue
+            if isinstance(around, ast.Attribute):
+                if around.attr not in ATTRIBUTES or self._stores(around) or not isinstance(around.ctx, ast.Load):
+                    self.doubt(around, f"{ast.unparse(around)} may change {self.name}, or go past it")
+            elif isinstance(call, ast.Call):
+                if call.func is not one and not self._reads(call) and self.scopes.library(call.func) != "flwr":
+                    self.doubt(one, f"{one.id} is passed to {ast.unparse(call.func)}, which is not known here")
+            elif not (isinstance(around, ast.List) and isinstance(self.scopes.parents[around], ast.keyword)):
+                self.doubt(one, f"{one.id} is kept under another name, or used in a way that is not understood")
 
     def _stores(self, node: ast.AST) -> bool:
         """Whether something below an attribute is assigned, apart from a learning rate."""
@@ -213,84 +214,9 @@ class Handled:
         learning_rate = isinstance(node, ast.Subscript) and ast.unparse(node.slice) == "'lr'"
         return isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load) and not learning_rate
 
-    def _passed(self, one: ast.Name, around: ast.AST, role: str) -> list[Variable]:
-        """The further variables where something is passed to a function of this file."""
-        call = self.scopes.parents[around] if isinstance(around, ast.keyword) else around
-        if not isinstance(call, ast.Call):
-            self.doubt(one, f"{one.id} is used in a way that is not understood")
-            return []
-        if self._reads(call) or role == "ledger" or (role == "optimizer" and self.schedule(call)):
-            return []
-        if self.scopes.original(call.func) == "BatchMemoryManager" and self.scopes.library(call.func) == "opacus":
-            item = self.scopes.parents[call]
-            names = item.optional_vars if isinstance(item, ast.withitem) else None
-            return [self._role(names, "loader")] if isinstance(names, ast.Name) else []
-        function = self.function(call)
-        if role == "object" and self.scopes.library(call.func) == "flwr":
-            return []
-        if function is None:
-            if role != "model":
-                self.doubt(one, f"{one.id} is passed to {ast.unparse(call.func)}, which is not known here")
-            return []
-        named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        index = next((number for number, value in enumerate(call.args) if value is one), len(named))
-        taken = [a for a in named if isinstance(around, ast.keyword) and a.arg == around.arg] or named[index : index + 1]
-        starred = any(isinstance(value, ast.Starred) for value in call.args)
-        if not taken or starred:
-            self.doubt(one, f"which parameter of {function.name} gets {one.id} is not understood")
-            return []
-        known = self.roles.get(self.scopes.variable(taken[0].arg, taken[0]))
-        if known not in (None, role) or not self._always(function, taken[0], role):
-            self.doubt(one, f"{taken[0].arg} of {function.name} is not always what {self.name} returned")
-        return [self._role(taken[0], role)] if known is None else []
-
-    def _role(self, node: ast.Name | ast.arg, role: str) -> Variable:
-        variable = self.scopes.variable(node.id if isinstance(node, ast.Name) else node.arg, node)
-        self.roles[variable] = role
-        self.own.add(node)
-        if [one for one in self.scopes.bound(variable) if one is not node]:
-            self.doubt(node, f"{variable.name} is bound again")
-        return variable
-
-    def _always(self, function: ast.FunctionDef | ast.AsyncFunctionDef, taken: ast.arg, role: str) -> bool:
-        """Whether every call of a function gives a parameter what has the role."""
-        named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
-        for one in self.scopes.loads.get(self.scopes.variable(function.name, function), []):
-            call = self.scopes.parents[one]
-            if not isinstance(call, ast.Call) or call.func is not one:
-                return False
-            given = argument(call, taken.arg, named.index(taken))
-            variable = None if given is None else self.scopes.read(given)
-            if variable is None or self.roles.get(variable) != role or self._before(call):
-                return role == "model"  # other models may be passed: those of an evaluation
-        return True
-
-    def function(self, call: ast.Call) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """The function of this file that is called, if there is one of that name."""
-        variable = self.scopes.read(call.func)
-        found = self.scopes.bound(variable) if variable is not None else []
-        one = found[0] if len(found) == 1 else None
-        return one if isinstance(one, ast.FunctionDef) and not one.decorator_list else None
-
-    def schedule(self, call: ast.Call) -> bool:
-        """Whether a call makes a schedule of learning rates."""
-        fits = _SCHEDULES.fullmatch(self.scopes.original(call.func))
-        return bool(fits) and self.scopes.library(call.func) in ("", "torch", "transformers")
-
     def _reads(self, call: ast.Call) -> bool:
         """Whether a call only reads what it is given, such as ``len``."""
-        return self.scopes.original(call.func) in _READERS and self.scopes.library(call.func) in ("", "tqdm")
-
-    def _early(self, node: ast.AST, seen: set[ast.AST]) -> bool:
-        """Whether a node is in another function that is named before the call of the mechanism."""
-        function = self.scopes.scope(node)
-        if isinstance(function, ast.Lambda):
-            return position(function) < position(self.node)
-        if function in seen or function is self.scopes.scope(self.node) or not isinstance(function, ast.FunctionDef):
-            return False
-        named = self.scopes.loads.get(self.scopes.variable(function.name, function), [])
-        seen.add(function)
-        return any(self._before(one) or self._early(one, seen) for one in named)
+        return self.scopes.original(call.func) in _READERS and self.scopes.library(call.func) == ""
 
     def _within(self, node: ast.AST) -> bool:
         return any(one is node for one in ast.walk(self.node))

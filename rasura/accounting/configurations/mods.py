@@ -21,7 +21,7 @@ def given_mods(scopes: Scopes, local: Sequence[Handled]) -> tuple[list[str], lis
     apps = [one for one in ast.walk(scopes.tree) if isinstance(one, ast.Call) and scopes.original(one.func) == "ClientApp"]
     mods: list[str] = []
     doubts: list[tuple[ast.AST, str]] = []
-    nodes, held = {one.node for one in local}, {variable for one in local for variable in one.roles}
+    nodes, held = {one.node for one in local}, {variable for one in local for variable in one.held.values()}
     for app in apps:
         given = argument(app, "mods", 1)
         listed = given.elts if isinstance(given, ast.List) else []

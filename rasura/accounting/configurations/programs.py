@@ -16,9 +16,11 @@ import rasura.accounting.configurations.jax_privacy as jax_privacy
 import rasura.accounting.configurations.nvflare as nvflare
 from rasura.accounting.configurations.bypasses import bypasses
 from rasura.accounting.configurations.facts import Call, Unknown, Unread, Value
+from rasura.accounting.configurations.following import followed
 from rasura.accounting.configurations.handled import LIBRARIES, Handled
+from rasura.accounting.configurations.kinds import Kind
+from rasura.accounting.configurations.models import loaded_weights, mixed_examples
 from rasura.accounting.configurations.mods import given_mods
-from rasura.accounting.configurations.passes import passes, steps_elsewhere
 from rasura.accounting.configurations.scopes import Scopes, changed, last_name
 from rasura.accounting.configurations.trainings import LOADER, Training, training
 
@@ -175,35 +177,53 @@ def program(text: str, path: str) -> tuple[list[Call], Training]:
             nodes.append(node)
         elif _LOOKS_PRIVATE.search(name) and name not in (*_HARMLESS, *_KNOWN_BESIDE):
             strange.append((node, f"{name} looks like a mechanism, but it is not known here"))
-    followed = {}
+    handled = {}
     for number, node in enumerate(nodes):
         if (name := scopes.original(node.func)) in LIBRARIES:
-            followed[number] = one = Handled(scopes, node, name)
-            one.followed()
+            handled[number] = one = Handled(scopes, node, name)
+            one.read()
             doubts += one.doubts
+    trained = {number: one for number, one in handled.items() if one.followed}
+    made, read, assumed = _followed(scopes, list(trained.values()), reader)
+    doubts += read
     calls = [
-        replace(call, extra={**call.extra, "passes": passes(followed[number], reader.value)}) if number in followed else call
+        replace(call, extra={**call.extra, "passes": made}) if number in trained else call
         for number, call in enumerate(calls)
     ]
-    held = {variable for one in followed.values() for variable in one.roles}
+    held = {variable for one in handled.values() for variable in one.held.values()}
     doubts += [(node, why) for node, why in strange if scopes.read(node.func) not in held]
-    mods, wrong = given_mods(scopes, [one for one in followed.values() if one.name == "LocalDpMod"])
+    mods, wrong = given_mods(scopes, [one for one in handled.values() if one.name == "LocalDpMod"])
     calls += [Call(one, {}, path) for one in mods]
     doubts += wrong
-    if followed:
-        doubts += _whole(scopes, list(followed.values()))
+    if handled:
+        doubts += _whole(scopes, list(handled.values()))
     found = training(scopes, nodes, lambda one: reader.call(one, f"{path}:{one.lineno}"), path)
+    found.assumed += assumed
     found.doubts += dict.fromkeys(f"{why} ({path}:{getattr(node, 'lineno', 1)})" for node, why in doubts)
     return calls, found
 
 
-def _whole(scopes: Scopes, followed: list[Handled]) -> Iterator[tuple[ast.AST, str]]:
+def _followed(
+    scopes: Scopes, trained: list[Handled], reader: _Reader
+) -> tuple[int | None, list[tuple[ast.AST, str]], list[str]]:
+    """The passes that the loops of a program make, what it does that is not understood, and what is taken for granted."""
+    if not trained:
+        return None, [], []
+    mechanisms: dict[ast.AST, Kind] = {one.node: one.kinds for one in trained}
+    inputs = frozenset(variable for one in trained for variable in one.inputs())
+    found = followed(scopes, mechanisms, inputs, reader.value)
+    weights, assumed = loaded_weights(scopes)
+    passes = list(found.passes.values())
+    whole = [one for one in passes if one is not None]
+    made = sum(whole) if whole and len(whole) == len(passes) else None
+    return made, [*found.doubts, *mixed_examples(scopes), *weights], assumed
+
+
+def _whole(scopes: Scopes, handled: list[Handled]) -> Iterator[tuple[ast.AST, str]]:
     """What is not understood in the rest of a program that has mechanisms."""
-    torch = [one for one in followed if LIBRARIES[one.name] in ("opacus", "rasura")]
+    torch = [one for one in handled if LIBRARIES[one.name] in ("opacus", "rasura")]
     known = frozenset((*POSITIONS, *flower.MODS))
     yield from bypasses(scopes, known, torch=bool(torch))
-    for one in torch[:1]:
-        yield from steps_elsewhere(one)
     calls = {node.func: node for node in ast.walk(scopes.tree) if isinstance(node, ast.Call)}
     for node in ast.walk(scopes.tree):
         name = scopes.original(node) if isinstance(node, ast.Name | ast.Attribute) else ""

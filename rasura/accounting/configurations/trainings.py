@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rasura.accounting.configurations.facts import Call, Unread, Value, positive
-from rasura.accounting.configurations.scopes import Scopes, last_name
+from rasura.accounting.configurations.scopes import Scopes, Variable, last_name, root
 
 LOADERS: Mapping[str, tuple[str, int]] = {
     "make_private": ("data_loader", 99),
@@ -30,11 +30,23 @@ _LOADER_BESIDE = (
     "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
     "pin_memory_device", "in_order",
 )  # fmt: skip
+_REPEATING = (
+    "ConcatDataset",
+    "ChainDataset",
+    "repeat",
+    "repeat_interleave",
+    "cat",
+    "concat",
+    "concatenate",
+    "tile",
+    "stack",
+)
+_GROWING = ("extend", "append", "insert", "add")
 _COUNTED = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps")
 _ARGUMENTS_BESIDE = (
     "output_dir", "overwrite_output_dir", "weight_decay", "max_grad_norm", "seed", "data_seed", "bf16", "fp16", "tf32",
     "use_cpu", "no_cuda", "report_to", "run_name", "disable_tqdm", "remove_unused_columns", "label_names", "do_train",
-    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "do_eval", "do_predict", "torch_compile",
+    "metric_for_best_model", "greater_is_better", "do_eval", "do_predict", "torch_compile",
     "per_device_eval_batch_size", "gradient_checkpointing", "gradient_checkpointing_kwargs", "learning_rate",
 )  # fmt: skip
 _BEGINNINGS = ("adam_", "lr_", "warmup_", "logging_", "save_", "eval_", "hub_", "push_to_", "optim", "dataloader_")
@@ -62,8 +74,9 @@ def training(scopes: Scopes, mechanisms: Sequence[ast.Call], read: Callable[[ast
     for node in mechanisms:
         name = scopes.original(node.func)
         if name in LOADERS:
-            _loader(found, made(scopes, node, *LOADERS[name], ("DataLoader", "torch")), read)
+            _loader(found, scopes, made(scopes, node, *LOADERS[name], ("DataLoader", "torch")), read)
         elif name == "PrivateTrainer":
+            _data(found, scopes, argument(node, "train_dataset", 3), argument(node, "data_collator", 2), read(node).place)
             _arguments(found, made(scopes, node, "args", 1, ("TrainingArguments", "transformers")), read)
     calls = [one for one in ast.walk(scopes.tree) if isinstance(one, ast.Call)]
     _rounds(found, scopes, [one for one in calls if _gives_rounds(one)], read, path)
@@ -105,7 +118,43 @@ def made(
     return given
 
 
-def _loader(found: Training, node: ast.Call | None, read: Callable[[ast.Call], Call]) -> None:
+def _repeats(scopes: Scopes, node: ast.expr) -> bool:
+    """Whether the expression of a data set may hold an example more than once, as far as its variable shows."""
+    variable = scopes.read(node)
+    made = [node]
+    for one in [*scopes.bound(variable), *scopes.loads.get(variable, [])] if variable is not None else ():
+        statement = scopes.statement(one)
+        if isinstance(statement, ast.AugAssign):
+            return True
+        stores = statement.targets if isinstance(statement, ast.Assign) else []
+        if isinstance(statement, ast.Assign) and any(_begins(scopes, store, variable) for store in stores):
+            made.append(statement.value)
+        around = scopes.parents.get(one)
+        while isinstance(around, ast.Attribute | ast.Subscript):
+            if isinstance(around, ast.Attribute) and around.attr in _GROWING:
+                return True
+            around = scopes.parents.get(around)
+    inner = [one for value in made for one in ast.walk(value)]
+    named = [scopes.original(one) for one in inner if isinstance(one, ast.Name | ast.Attribute)]
+    return bool(set(named) & set(_REPEATING)) or any(isinstance(one, ast.BinOp | ast.ListComp) for one in inner)
+
+
+def _begins(scopes: Scopes, node: ast.expr, variable: Variable | None) -> bool:
+    """Whether what is assigned is a variable, or a part of it."""
+    first = root(node)
+    return isinstance(first, ast.Name) and scopes.variable(first.id, first) == variable
+
+
+def _data(found: Training, scopes: Scopes, data: ast.expr | None, rows: ast.expr | None, place: str) -> None:
+    """The data set, which must not repeat an example, and what makes rows of its examples."""
+    if data is not None and _repeats(scopes, data):
+        found.doubts.append(f"the data set ({place}) may hold an example more than once: {ast.unparse(data)[:60]}")
+    found.assumed.append("the data set holds each example once, and none was prepared by looking at the others")
+    if rows is not None:
+        found.assumed.append(f"{ast.unparse(rows)[:60]} makes one row of each example")
+
+
+def _loader(found: Training, scopes: Scopes, node: ast.Call | None, read: Callable[[ast.Call], Call]) -> None:
     """The batch size of a PyTorch loader, and whether it leaves out the last batch."""
     if node is None:
         found.take("batch_size", None)
@@ -113,6 +162,7 @@ def _loader(found: Training, node: ast.Call | None, read: Callable[[ast.Call], C
         return
     call = read(node)
     given = {name: value for name, value in call.arguments.items() if value is not None}
+    _data(found, scopes, argument(node, "dataset", 0), argument(node, "collate_fn", 6), call.place)
     strange = [name for name in given if name not in (*LOADER, *_LOADER_BESIDE) or name in ("sampler", "batch_sampler")]
     drops = given.get("drop_last", False)
     if strange or not isinstance(drops, bool):
@@ -132,7 +182,10 @@ def _arguments(found: Training, node: ast.Call | None, read: Callable[[ast.Call]
         return
     call = read(node)
     given = call.arguments
-    known = (*_COUNTED, *_ARGUMENTS_BESIDE)
+    if (best := given.get("load_best_model_at_end")) not in (None, False):
+        says = "the choice of the best looks at texts, and no epsilon counts that"
+        found.doubts.append(f"load_best_model_at_end is {_shown(best)} ({call.place}): {says}")
+    known = (*_COUNTED, *_ARGUMENTS_BESIDE, "load_best_model_at_end")
     if strange := [one for one in given if one not in known and not one.startswith(_BEGINNINGS)]:
         found.doubts.append(f"TrainingArguments ({call.place}) has arguments that are not known here: {', '.join(strange)}")
     if "**" in given:

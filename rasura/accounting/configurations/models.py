@@ -1,0 +1,134 @@
+"""The models of a training program: what their ``forward`` does with a batch, and the files that they are read from.
+
+One example must not change what is computed for another: then a clip of each example bounds nothing.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from rasura.accounting.configurations.kinds import CHANGES
+from rasura.accounting.configurations.scopes import Scopes, last_name, root
+
+_FUNCTIONS = (
+    "relu", "gelu", "silu", "elu", "leaky_relu", "tanh", "sigmoid", "softplus", "hardtanh", "softmax", "log_softmax",
+    "max_pool1d", "max_pool2d", "avg_pool1d", "avg_pool2d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "dropout",
+    "layer_norm", "group_norm", "normalize", "pad", "interpolate", "flatten", "cat", "squeeze", "unsqueeze", "relu6",
+    "mish", "arange", "zeros", "ones", "len", "range", "enumerate", "zip", "int", "isinstance", "super",
+)  # fmt: skip
+_METHODS = (
+    "relu", "tanh", "sigmoid", "softmax", "log_softmax", "view", "reshape", "flatten", "squeeze", "unsqueeze", "mean",
+    "sum", "max", "size", "dim", "float", "long", "to", "contiguous", "masked_fill", "items", "values",
+)  # fmt: skip
+"""What computes for each example by itself, over the dimensions that ``_dimension`` accepts."""
+
+_OVER = ("softmax", "log_softmax", "mean", "sum", "max", "flatten", "cat")
+"""What runs over a dimension. It must be given, and must not be the first, which is that of the examples."""
+
+_DIMENSIONS = ("1", "2", "3", "-1", "-2", "(2, 3)", "[2, 3]", "(-2, -1)", "[-2, -1]", "(1, 2)", "[1, 2]")
+_TRANSPOSED = ("T", "mT", "H", "data", "grad")
+_BASES = ("Module", "LightningModule")
+_LOADS = ("load", "load_file", "from_pretrained", "load_model", "load_checkpoint")
+_SAVES = ("save", "save_file", "save_pretrained", "save_model", "save_checkpoint")
+
+
+def mixed_examples(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
+    """What the ``forward`` of a module of this file does and is not understood to keep examples apart."""
+    for node in ast.walk(scopes.tree):
+        if isinstance(node, ast.ClassDef) and any(last_name(base) in _BASES for base in node.bases):
+            for one in node.body:
+                if isinstance(one, ast.FunctionDef) and one.name not in ("__init__", "__repr__", "extra_repr"):
+                    for inner, what in _strange(scopes, one):
+                        yield inner, f"whether {one.name} of {node.name} keeps examples apart is not known: {what}"
+
+
+def _strange(scopes: Scopes, function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str]]:
+    shapes = 0
+    for node in (inner for statement in function.body for inner in ast.walk(statement)):
+        shown = ast.unparse(node)[:60] if isinstance(node, ast.expr) else ""
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield node, f"{shown} is assigned"
+        elif isinstance(node, ast.Attribute) and node.attr in _TRANSPOSED:
+            yield node, shown
+        elif isinstance(node, ast.Subscript) and not _all_rows(node, function):
+            yield node, f"{shown} takes some of the examples"
+        elif isinstance(node, ast.Call):
+            shapes += last_name(node.func) in ("view", "reshape")
+            if not _apart(scopes, node, function) or (shapes > 1 and last_name(node.func) in ("view", "reshape")):
+                yield node, shown
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+            yield node, shown
+
+
+def _of_self(node: ast.AST, function: ast.FunctionDef) -> bool:
+    """Whether an expression begins with the module itself."""
+    first, names = root(node), [one.arg for one in function.args.args]
+    return isinstance(first, ast.Name) and first.id in names[:1]
+
+
+def _all_rows(node: ast.Subscript, function: ast.FunctionDef) -> bool:
+    """Whether an index keeps all examples: ``x[:, 0]``, or an item by a name, of a shape, or of a layer."""
+    if isinstance(node.slice, ast.Tuple) and node.slice.elts:
+        first = node.slice.elts[0]
+        return isinstance(first, ast.Slice) and first.lower is first.upper is first.step is None
+    text = isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
+    layer = _of_self(node, function) and not any(isinstance(one, ast.Call) for one in ast.walk(node.value))
+    return text or layer or (isinstance(node.value, ast.Attribute) and node.value.attr == "shape")
+
+
+def _apart(scopes: Scopes, node: ast.Call, function: ast.FunctionDef) -> bool:
+    """Whether a call computes for each example by itself, as far as its name and its dimensions say."""
+    name, library = scopes.original(node.func), scopes.library(node.func)
+    if any(one.arg == "out" for one in node.keywords) or re.fullmatch(CHANGES, name):
+        return False
+    method = isinstance(node.func, ast.Attribute) and any(isinstance(one, ast.Call) for one in ast.walk(node.func))
+    if not method and _of_self(node.func, function):
+        return not name.startswith("register_")  # a layer, or a method of this class
+    if isinstance(node.func, ast.Name) and library is None:
+        return scopes.variable(node.func.id, node.func).scope is function  # a layer of a loop over layers
+    method = method or (isinstance(node.func, ast.Attribute) and library is None)
+    known = name in _METHODS if method else library in ("", "torch") and name in _FUNCTIONS
+    return known and (name not in _OVER or _dimension(node))
+
+
+def _dimension(node: ast.Call) -> bool:
+    """Whether a call names the dimension that it runs over, and it is not that of the examples."""
+    named = [one.value for one in node.keywords if one.arg in ("dim", "axis", "start_dim")]
+    given = ast.unparse((named or node.args or [ast.Constant(0)])[-1])
+    return given in _DIMENSIONS
+
+
+def loaded_weights(scopes: Scopes) -> tuple[list[tuple[ast.AST, str]], list[str]]:
+    """Files that weights are read from: a doubt where this program may write the same file, an assumption otherwise."""
+    calls = [one for one in ast.walk(scopes.tree) if isinstance(one, ast.Call)]
+    loads = [one for one in calls if last_name(one.func) in _LOADS and _of_weights(scopes, one.func)]
+    saves = [one for one in calls if last_name(one.func) in _SAVES]
+    written = {_place(scopes, arg) for one in saves for arg in (*one.args, *(each.value for each in one.keywords))}
+    doubts: list[tuple[ast.AST, str]] = []
+    assumed = []
+    for one in loads:
+        given = [*one.args, *(each.value for each in one.keywords)]
+        place = _place(scopes, given[0]) if given else ""
+        if place in written:
+            doubts.append(
+                (one, f"weights are read from {place}, which this program writes: earlier sessions are not counted")
+            )
+        else:
+            assumed.append(f"weights that are read from {place[:60]}, if any, were not trained on these examples")
+    return doubts, assumed
+
+
+def _of_weights(scopes: Scopes, function: ast.expr) -> bool:
+    """Whether a function that loads may load weights: not a text, a tokenizer, or the state of something of this program."""
+    if scopes.library(function) in ("json", "yaml", "tomllib") or "Tokenizer" in ast.unparse(function):
+        return False
+    return last_name(function) != "load" or scopes.library(function) is not None
+
+
+def _place(scopes: Scopes, node: ast.expr) -> str:
+    """The text of a path, through a name that is assigned once."""
+    variable = scopes.read(node)
+    made = scopes.assigned(variable) if variable is not None else None
+    return ast.unparse(made if made is not None else node)
