@@ -11,9 +11,10 @@ import rasura.accounting.configurations.dp_sgd as dp_sgd
 import rasura.accounting.configurations.flower as flower
 import rasura.accounting.configurations.jax_privacy as jax_privacy
 import rasura.accounting.configurations.nvflare as nvflare
+import rasura.accounting.configurations.opacus as opacus
 from rasura.accounting.configurations.drafts import Draft, Finding
 from rasura.accounting.configurations.facts import Call, Facts, Stated, Unknown
-from rasura.accounting.configurations.files import Contents, read_files
+from rasura.accounting.configurations.files import Contents, agreeing, read_files
 from rasura.accounting.configurations.handled import RESULTS
 from rasura.core.errors import InputError
 
@@ -25,8 +26,8 @@ CHECKS: Mapping[str, tuple[Callable[[Draft], None], tuple[str, ...]]] = {
     "DifferentialPrivacyClientSideAdaptiveClipping": (flower.client_adaptive, flower.ADAPTIVE),
     "SVTPrivacy": (nvflare.sparse_vector, nvflare.ARGUMENTS),
     **dict.fromkeys(nvflare.WITHOUT_NOISE, (nvflare.without_noise, ())),
-    "make_private": (dp_sgd.opacus, dp_sgd.OPACUS),
-    "make_private_with_epsilon": (dp_sgd.opacus_target, dp_sgd.OPACUS_TARGET),
+    "make_private": (opacus.opacus, opacus.OPACUS),
+    "make_private_with_epsilon": (opacus.opacus_target, opacus.OPACUS_TARGET),
     "DPKerasConfig": (jax_privacy.keras, jax_privacy.KERAS),
     "gaussian_privatizer": (jax_privacy.privatizer, ("stddev", "prng_key", "dtype", "intermediate_strategy")),
     "protect_training": (dp_sgd.ours, dp_sgd.OURS),
@@ -76,12 +77,20 @@ class Checked:
 
 
 def checked_files(paths: Iterable[Path], facts: Facts | None = None, stated: Stated | None = None) -> Checked:
-    """Check the configuration in ``paths``, with further ``facts`` and what is ``stated``, which replace those of the files.
+    """Check the configuration in ``paths``, with further ``facts`` and what is ``stated``, where the files do not say it.
 
-    Raises ``InputError`` for files that cannot be read.
+    Raises ``InputError`` for files that cannot be read, and for facts or a statement that contradict those of the files.
     """
     found = read_files(paths)
-    return check(replace(found, facts=(facts or Facts()).over(found.facts), stated=stated or found.stated))
+    both = agreeing(found.facts, facts or Facts(), "options", "the files say")
+    if stated is not None and found.stated is not None and stated != found.stated:
+        raise InputError(f"options state epsilon {_stated(stated)}, but the files state {_stated(found.stated)}")
+    return check(replace(found, facts=both, stated=stated or found.stated))
+
+
+def _stated(one: Stated) -> str:
+    at = "" if one.delta is None else f" at delta {one.delta:g}"
+    return f"{one.epsilon:g}{at} for one {one.unit or 'unit'} and one {one.per}"
 
 
 def check(found: Contents) -> Checked:
@@ -143,6 +152,8 @@ def _finding(call: Call, found: Contents, names: frozenset[str]) -> Finding:
         draft.bounds.clear()
         draft.one_round = draft.equal_noise = None
     draft.assumptions += [*found.assumed, assumed_of(call)]
+    if call.name in RESULTS and call.extra.get("program"):
+        draft.assumptions.append("the loss is the mean of one loss for each example, and no layer mixes examples")
     if all(one.epsilon is None for one in draft.bounds):
         draft.assumptions.clear()  # there is no figure that needs one
     return draft.finding()

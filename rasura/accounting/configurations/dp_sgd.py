@@ -13,18 +13,11 @@ from typing import NamedTuple
 
 from rasura.accounting.compositions import POISSON
 from rasura.accounting.configurations.drafts import ADDED, LEFT_OUT, Draft
-from rasura.accounting.configurations.facts import Stated, Unknown, Unread, positive
-from rasura.accounting.epsilon import sigma_for
+from rasura.accounting.configurations.facts import Unknown, Unread, positive
 from rasura.accounting.gaussian import gaussian_epsilon, sampled_epsilon
 from rasura.accounting.guarantees import Run, guarantee
 from rasura.core.values import Mechanism, Stage
 
-OPACUS = (
-    "module", "optimizer", "criterion", "data_loader", "noise_multiplier", "max_grad_norm", "batch_first",
-    "loss_reduction", "poisson_sampling", "clipping", "noise_generator", "grad_sample_mode", "wrap_model", "rand_on_empty",
-    "epochs",
-)  # fmt: skip
-OPACUS_TARGET = (*OPACUS, "target_epsilon", "target_delta")
 OURS = (
     "model", "optimizer", "loader", "defense", "epochs", "max_steps", "delta", "physical_batch_size", "poisson", "seed",
     "args", "data_collator", "train_dataset", "eval_dataset", "processing_class", "compute_metrics", "callbacks",
@@ -35,59 +28,6 @@ OWN = (
     "accounted_as", "delta",
 )  # fmt: skip
 NO_CLIENT = "DP-SGD protects single examples; nothing is proven for all examples of one client together"
-
-
-def opacus(draft: Draft) -> None:
-    """``PrivacyEngine.make_private`` (Opacus 1.6): noise of deviation ``noise_multiplier * max_grad_norm`` on the sum of
-    clipped gradients, Poisson sampling at 1 / len(loader), and as many steps in an epoch."""
-    _opacus_clip(draft)
-    multiplier = draft.noise("noise_multiplier")
-    rate, in_epoch = loader(draft, by_length=_opacus_draws(draft))
-    accounted(draft, multiplier, steps_made(draft, rate, in_epoch, _opacus_poisson(draft)), draft.delta("example"))
-
-
-def opacus_target(draft: Draft) -> None:
-    """``PrivacyEngine.make_private_with_epsilon``: the multiplier that meets ``target_epsilon`` after ``epochs``.
-
-    The noise is computed here by PLD to a thousandth, as Opacus does it by its own accountant.
-    """
-    _opacus_clip(draft)
-    target, epochs = draft.noise("target_epsilon"), draft.count("epochs")
-    delta = draft.delta("example", draft.number("target_delta"))
-    if draft.stated is None:
-        draft.stated = Stated(target, delta)
-    rate, in_epoch = loader(draft, by_length=True)  # at which Opacus searches the noise
-    # An epsilon within a thousandth of the target is the target's: both accountants round.
-    multiplier = 1.001 * sigma_for(target, rate, epochs * in_epoch, delta)
-    rate, _ = loader(draft, by_length=_opacus_draws(draft))
-    steps = steps_made(draft, rate, in_epoch, _opacus_poisson(draft))
-    if steps.made > epochs * in_epoch:
-        draft.hazard("steps", f"the noise is for {epochs} epochs of {in_epoch} steps, but {steps.made} steps are made")
-    accounted(draft, multiplier, steps, delta)
-
-
-def _opacus_draws(draft: Draft) -> bool:
-    return draft.value("poisson_sampling", True) is True
-
-
-def _opacus_poisson(draft: Draft) -> bool:
-    return _opacus_draws(draft) or draft.facts.sampling == "poisson"
-
-
-def _opacus_clip(draft: Draft) -> None:
-    norms = draft.value("max_grad_norm")
-    mode = draft.value("clipping", "flat")
-    if isinstance(norms, list) and mode == "per_layer":
-        # The noise fits the norm of all clips together (Opacus ``DPPerLayerOptimizer``).
-        if not norms or not all(positive(one) for one in norms):
-            draft.hazard("no-clip", f"max_grad_norm is {norms}: a layer is not clipped")
-            raise Unknown("without clipping there is no guarantee")
-    elif mode == "flat":
-        draft.clip("max_grad_norm")
-    else:
-        raise Unknown(f"clipping is {mode!r} with max_grad_norm {norms!r}; flat, and per_layer with a list, are known")
-    draft.secret_noise("noise_generator")
-    draft.notes.append("without secure_mode the noise is from PyTorch's generator, which is not secret by design")
 
 
 def own_loop(draft: Draft) -> None:
@@ -195,9 +135,12 @@ def loader(draft: Draft, *, by_length: bool = False) -> tuple[float, int]:
 
 def passes_made(draft: Draft) -> int:
     """Passes over the examples: those of a round times the rounds."""
-    epochs = draft.facts.epochs
-    if epochs is None and not isinstance(draft.call.arguments.get("epochs"), Unread | None):
-        epochs = draft.count("epochs")
+    epochs, given = draft.facts.epochs, draft.call.arguments.get("epochs")
+    if not isinstance(given, Unread | None):
+        planned = draft.count("epochs")
+        if epochs is not None and epochs < planned:
+            raise Unknown(f"epochs is {planned} in {draft.call.name}, and {epochs} elsewhere: they contradict each other")
+        epochs = epochs or planned
     if epochs is None:
         epochs = draft.fact("epochs")
     return epochs * (draft.facts.rounds_per_client or draft.facts.rounds or 1)

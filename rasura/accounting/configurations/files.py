@@ -36,17 +36,18 @@ def read_files(paths: Iterable[Path]) -> Contents:
         one = _read(path)
         if found.stated is not None and one.stated is not None:
             raise InputError(f"{path}: a second [stated] table; expected one for all files")
-        facts = _agreeing(found.facts, one.facts, path)
+        facts = agreeing(found.facts, one.facts, str(path), "another file says")
         doubts, assumed = found.doubts + one.doubts, found.assumed + one.assumed
         found = Contents(found.calls + one.calls, facts, found.stated or one.stated, doubts, assumed)
     return found
 
 
-def _agreeing(first: Facts, second: Facts, path: Path) -> Facts:
+def agreeing(first: Facts, second: Facts, place: str, other: str) -> Facts:
+    """The facts of both. Raises ``InputError`` where they contradict each other: ``place`` has the second."""
     for name, value in vars(second).items():
-        other = getattr(first, name)
-        if value not in (None, (), False) and other not in (None, (), False) and value != other:
-            raise InputError(f"{path}: {name} is {value}, but another file says {other}")
+        before = getattr(first, name)
+        if value not in (None, (), False) and before not in (None, (), False) and value != before:
+            raise InputError(f"{place}: {name} is {value}, but {other} {before}")
     return first.over(second)
 
 

@@ -36,12 +36,15 @@ def keras(draft: Draft) -> None:
         draft.hazard("delta", f"delta {delta:g} is not below 1 / {known} examples")
         raise Unknown(f"with delta {delta:g} there is no useful guarantee")
     draft.secret_noise("seed")
-    poisson = draft.value("poisson_sampling_in_fit", False) is True or draft.facts.sampling == "poisson"
+    poisson = draft.value("poisson_sampling_in_fit", False) is True
+    if not poisson and draft.facts.sampling == "poisson" and draft.call.extra.get("program"):
+        raise Unknown("sampling poisson is given, but poisson_sampling_in_fit is off in the program")
+    poisson = poisson or draft.facts.sampling == "poisson"
     if draft.value("noise_multiplier") is None:
         multiplier = 1.001 * sigma_for(target, min(1.0, size * parts / examples), steps, delta)
     else:
         multiplier = draft.noise("noise_multiplier")
-    made = draft.facts.steps or steps
+    made = max(steps, draft.facts.steps or 0)
     if made > steps:
         draft.hazard("steps", f"train_steps is {steps}, but {made} are made")
     rate, count = min(1.0, size / min(known, examples)), made * parts

@@ -1,0 +1,85 @@
+"""``rasura check-dp``: options and arguments that contradict a file, or that are not understood, never make a figure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rasura.accounting.configurations import Call, Facts, check
+from rasura.accounting.configurations.facts import Unread
+from rasura.accounting.configurations.files import Contents, read_files
+from rasura.cli import app
+
+pytest.importorskip("dp_accounting")
+
+SETTINGS = Path(__file__).parent / "dp_settings"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch-size", "64"], "batch_size is 64, but the files say 500"),
+        (["--epochs", "1"], "epochs is 1, but the files say 10"),
+        (["--examples", "60000"], "examples is 60000, but the files say 50000"),
+        (["--epsilon", "3", "--delta", "1e-6"], "options state epsilon 3"),
+        (["--epsilon", "2.5"], "options state epsilon 2.5"),
+    ],
+)
+def test_an_option_never_contradicts_a_file(options: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["check-dp", str(SETTINGS / "correct" / "opacus_make_private.toml"), *options])
+    assert done.exit_code not in (0, 3, 4) and words in str(done.exception) + done.output
+
+
+def test_an_option_that_repeats_a_file_is_accepted() -> None:
+    options = ["--batch-size", "500", "--epsilon", "2.5", "--delta", "1e-6", "--unit", "example"]
+    done = CliRunner().invoke(app, ["check-dp", str(SETTINGS / "correct" / "opacus_make_private.toml"), *options])
+    assert done.exit_code == 0, done.output
+
+
+def test_fewer_epochs_than_the_call_plans_are_a_contradiction() -> None:
+    facts = Facts(examples=1000, batch_size=100, epochs=1, delta=1e-5)
+    (finding,) = check(Contents((Call("protect_training", {"defense": "dp-sgd:1.0", "epochs": 3}),), facts)).findings
+    assert finding.bounds == () and "they contradict each other" in finding.unknown[0]
+
+
+TARGET = {"target_epsilon": 3.0, "target_delta": 1e-5, "epochs": 3, "max_grad_norm": 1.0}
+
+
+@pytest.mark.parametrize("accountant", ["gdp", "mine", Unread("args.accountant")])
+def test_a_noise_that_an_unknown_accountant_chooses_has_no_figure(accountant: object) -> None:
+    calls = (Call("PrivacyEngine", {"accountant": accountant}), Call("make_private_with_epsilon", TARGET))
+    (finding,) = check(Contents(calls, Facts(examples=10_000, batch_size=100))).findings
+    assert finding.bounds == () and finding.outcome == "not known"
+    assert "accountant" in finding.unknown[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [{}, {"accountant": "prv"}, {"accountant": "rdp"}])
+def test_a_noise_that_a_known_accountant_chooses_is_computed(arguments: dict[str, object]) -> None:
+    calls = (Call("PrivacyEngine", arguments), Call("make_private_with_epsilon", TARGET))
+    assert check(Contents(calls, Facts(examples=10_000, batch_size=100))).outcome == "holds"
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [{"batch_first": False}, {"grad_sample_mode": "ghost"}, {"loss_reduction": "none"}, {"wrap_model": False},
+     {"rand_on_empty": True}, {"criterion": Unread("c")}, {"batch_first": Unread("args.first")}],
+)  # fmt: skip
+def test_an_argument_of_opacus_that_is_not_understood_has_no_figure(argument: dict[str, object]) -> None:
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    facts = Facts(examples=1000, batch_size=100, epochs=3, delta=1e-5)
+    assert check(Contents((Call("make_private", arguments),), facts)).outcome == "computed"
+    (finding,) = check(Contents((Call("make_private", {**arguments, **argument}),), facts)).findings
+    assert finding.bounds == () and finding.outcome == "not known"
+
+
+@pytest.mark.parametrize("aggregation", [None, "median", "FedAdam"])
+def test_noise_on_anything_but_an_average_has_no_figure(aggregation: str | None) -> None:
+    for name in ("flower_server_fixed", "flower_server_adaptive", "flower_client_adaptive"):
+        contents = read_files(sorted((SETTINGS / "correct").glob(f"{name}.*")))
+        (finding,) = check(replace(contents, facts=replace(contents.facts, aggregation=aggregation))).findings
+        assert finding.bounds == () and finding.outcome == "not known"
+        assert "how the updates are aggregated" in finding.unknown[0]
