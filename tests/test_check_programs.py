@@ -172,6 +172,24 @@ NOT_UNDERSTOOD = {
     "a trainer that is not used": TRAINER.replace("trainer = ", "").replace("trainer.", "other."),
     "a plain trainer": TRAINER + "from transformers import Trainer\nTrainer(model, args).train()\n",
     "a trainer if": TRAINER.replace("trainer = ", "if private:\n    trainer = "),
+    "a trainer that keeps the best": TRAINER.replace("epochs=10)", "epochs=10, load_best_model_at_end=True)"),
+    "a trainer that may keep the best": TRAINER.replace("epochs=10)", "epochs=10, load_best_model_at_end=best)"),
+    "a trainer that stops early": "from transformers import EarlyStoppingCallback\n"
+    + TRAINER.replace("data,", "data, callbacks=[EarlyStoppingCallback()],"),
+    "a callback of one's own": TRAINER.replace("data,", "data, callbacks=[Mine()],"),
+    "callbacks that are not written": TRAINER.replace("data,", "data, callbacks=mine,"),
+    "a callback that is added": TRAINER.replace("trainer.train()", "trainer.add_callback(Mine())\ntrainer.train()"),
+    "a trainer that goes on": TRAINER.replace("train()", "train(resume_from_checkpoint=True)"),
+    "a trainer that goes on from a folder": TRAINER.replace("train()", 'train("out/checkpoint-500")'),
+    "a trainer that trains twice": TRAINER.replace("trainer.train()", "trainer.train()\ntrainer.train()"),
+    "a trainer in a loop": TRAINER.replace("trainer.train()", "for _ in range(3):\n    trainer.train()"),
+    "a trainer whose model is kept by its loss": TRAINER.replace(
+        "trainer.save_model", 'if trainer.evaluate()["eval_loss"] < 1:\n    trainer.save_model'
+    ),
+    "a trainer after another training": "from mine import polish\n"
+    + TRAINER.replace("trainer =", "polish(model, data)\ntrainer ="),
+    "a trainer and training by hand": TRAINER + "for p in model.parameters():\n    p.data.add_(1)\n",
+    "a trainer on copies": TRAINER.replace("dataset=data", "dataset=data + data"),
     "a mod that no app has": MOD.replace("mods=[mod]", ""),
     "a mod that is replaced": MOD.replace("app =", "mod = identity\napp ="),
     "a list of mods that is not written": MOD.replace("[mod]", "mods"),
@@ -179,6 +197,23 @@ NOT_UNDERSTOOD = {
     "a mod that one app has": MOD + "other = ClientApp()\n",
     "a clip that is not in an app": CLIP.replace("mods=[fixedclipping_mod]", "") + "mods = [fixedclipping_mod]\n",
     "a clip that may be left out": CLIP.replace("[fixedclipping_mod]", "[fixedclipping_mod] if clip else []"),
+    "a strategy that adapts": CLIP.replace("FedAvg", "FedAdam"),
+    "a strategy with momentum": CLIP.replace("FedAvg()", "FedAvg(server_momentum=0.9)").replace("FedAvg", "FedAvgM"),
+    "a median": CLIP.replace("FedAvg", "FedMedian"),
+    "a selection": CLIP.replace("FedAvg", "Krum"),
+    "a trimmed mean": CLIP.replace("FedAvg", "FedTrimmedAvg"),
+    "a strategy of one's own": CLIP.replace("plain = FedAvg()", "class Mine(FedAvg):\n    pass\nplain = Mine()"),
+    "a strategy of another library": CLIP.replace(", FedAvg", "\nfrom mine import FedAvg"),
+    "a strategy that is chosen": CLIP.replace("FedAvg()", "FedAvg() if mean else FedAdam()"),
+    "a strategy that is made elsewhere": CLIP.replace("plain = FedAvg()", "from mine import plain"),
+    "a strategy that is bound twice": CLIP.replace("plain = FedAvg()", "plain = FedAvg()\nplain = other(plain)"),
+    "a strategy with other arguments": CLIP.replace("FedAvg()", "FedAvg(aggregate=median)"),
+    "a strategy whose aggregation is replaced": CLIP.replace("strategy =", "plain.aggregate_train = median\nstrategy ="),
+    "a strategy on the server that adapts": CLIP.replace("ClientSide", "ServerSide").replace("FedAvg", "FedYogi"),
+    "a strategy under adaptive clipping": CLIP.replace("ClientSideFixed", "ServerSideAdaptive").replace("FedAvg", "FedAdam")
+    .replace("plain, 1.0, 1.0, 100", "plain, 1.0, 100"),
+    "a strategy under adaptive clipping of clients": CLIP.replace("ClientSideFixed", "ClientSideAdaptive")
+    .replace("FedAvg", "FedAdam").replace("plain, 1.0, 1.0, 100", "plain, 1.0, 100").replace("fixedc", "adaptivec"),
     "the plain strategy": CLIP + "plain.start(grid=grid)\n",
     "a strategy that is changed": CLIP + "strategy.noise_multiplier = 0.0\n",
 }  # fmt: skip

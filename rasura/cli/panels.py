@@ -32,7 +32,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "physical_batch_size",
     ),
     "Clients and rounds": (
-        "examples", "clients", "clients_per_round", "rounds", "rounds_per_client", "sampling", "weights", "parameters",
+        "examples", "clients", "clients_per_round", "rounds", "rounds_per_client", "sampling", "weights", "aggregation", "parameters",
         "version",
     ),
     "Statement": ("unit", "per"),

@@ -66,7 +66,8 @@ class Statements(Assignments):
                 return self._leave(node, where._replace(private=True))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             for default in (*node.decorator_list, *node.args.defaults, *(one for one in node.args.kw_defaults if one)):
-                self.kind(default, where.bar("it stands in the head of a function"))
+                if strange := parts(self.kind(default, where.bar("it stands in the head of a function"))) - {k.PUBLIC}:
+                    self.doubt(default, f"the {min(strange)} is kept in the head of {node.name}")
         elif isinstance(node, ast.ClassDef):
             self.block([one for one in node.body if not isinstance(one, ast.FunctionDef)], where.bar("it stands in a class"))
         elif isinstance(node, ast.Match | ast.AsyncFor | ast.AsyncWith | ast.TryStar):

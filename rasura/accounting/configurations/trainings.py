@@ -134,6 +134,11 @@ def _repeats(scopes: Scopes, node: ast.expr) -> bool:
             if isinstance(around, ast.Attribute) and around.attr in _GROWING:
                 return True
             around = scopes.parents.get(around)
+    for value in list(made):  # a function of this file that makes the data set
+        called = scopes.read(value.func) if isinstance(value, ast.Call) else None
+        for function in scopes.bound(called) if called is not None else ():
+            if isinstance(function, ast.FunctionDef):
+                made += [one.value for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
     inner = [one for value in made for one in ast.walk(value)]
     named = [scopes.original(one) for one in inner if isinstance(one, ast.Name | ast.Attribute)]
     return bool(set(named) & set(_REPEATING)) or any(isinstance(one, ast.BinOp | ast.ListComp) for one in inner)

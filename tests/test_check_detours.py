@@ -1,0 +1,134 @@
+"""``rasura check-dp``: detours by which values, batches or weights reach the model. None of them has a figure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from check_setting import STEP, loop, program, read
+
+pytest.importorskip("dp_accounting")
+
+DETOURS = {
+    "a view that is changed": program(loop("z = x.detach()\nz -= z.mean(0)\n" + STEP)),
+    "a view of NumPy that is written": program(loop("z = x.numpy()\nz[:] = z - z.mean(0)\n" + STEP)),
+    "a view in a list": program(loop("z = [x][0]\nz -= z.mean(0)\n" + STEP)),
+    "the first batch again": program("first = None\n" + loop("if first is None:\n    first = x\nx = first\n" + STEP)),
+    "a batch that is kept": program("held = []\n" + loop("held.append(x)\nx = held[0]\n" + STEP)),
+    "another batch, by a condition": program(loop("x = x if epoch == 0 else train_set.x\n" + STEP)),
+    "an output that is written": program(loop("out = model(x)\nv = out.detach()\nv *= 0\n" + STEP)),
+    "a loss that is changed": program(loop(STEP.replace("loss.backward()", "l = loss\nl += penalty\nloss.backward()"))),
+    "a loss in a list that is changed": program(
+        loop(STEP.replace("loss.backward()", "l = [loss]\nl[0] += penalty\nloss.backward()"))
+    ),
+    "a sum in place of a mean": program(
+        loop(STEP.replace("F", "F").replace("criterion(model(x), y)", "F.cross_entropy(model(x), y, reduction='sum')"))
+    ),
+    "losses that are averaged by hand": program(
+        loop(STEP.replace("criterion(model(x), y)", "F.cross_entropy(model(x), y, reduction='none').mean()"))
+    ),
+    "an end of the program": program(loop(STEP + "if loss.item() < 1:\n    exit()\n")),
+    "an error in a helper": program(
+        "def check(l):\n    if l.item() > 2:\n        raise ValueError\n" + loop(STEP + "check(loss)\n")
+    ),
+    "a function named log": program(
+        loop(STEP.replace("loss.backward()", "log(loss)\nloss.backward()")), "from mine import log"
+    ),
+    "a module that logs": program(loop(STEP.replace("loss.backward()", "mine.log(loss)\nloss.backward()")), "import mine"),
+    "a model with its argument": program(
+        "import functools\nf = functools.partial(model, train_set.x)\n" + loop(STEP.replace("model(x)", "f()"))
+    ),
+    "a model that is mapped": program(loop(STEP.replace("model(x)", "torch.vmap(model)(x)"))),
+    "a copy of the model": program("import copy\nm = copy.deepcopy(model)\n" + loop()),
+    "a compiled model": program("model = torch.compile(model)\n" + loop()),
+    "a parallel model": program("model = nn.DataParallel(model)\n" + loop()),
+    "an average of losses that decides": program(
+        loop(STEP + "ema = 0.9 * ema + 0.1 * loss.item()\nif ema > 1:\n    optimizer.step()\n")
+    ),
+    "a match": program(loop("match epoch:\n    case 1:\n        optimizer.step()\n" + STEP)),
+    "a while inside": program(loop("while True:\n    optimizer.step()\n    break\n" + STEP)),
+    "a block that is not known": program(
+        "with ctx():\n    " + loop().replace("\n", "\n    ") + "\n", "from mine import ctx"
+    ),
+    "starred arguments": program(
+        "def fit(*args):\n    m, o, x, y = args\n    F.cross_entropy(m(x), y).backward()\n    o.step()\n"
+        + loop("fit(model, optimizer, x, y)\nfit(model, optimizer, x, y)\n")
+    ),
+    "named arguments in a dictionary": program(
+        "def fit(**kw):\n    F.cross_entropy(kw['m'](kw['x']), kw['y']).backward()\n    kw['o'].step()\n"
+        + loop("fit(m=model, o=optimizer, x=x, y=y)\n")
+    ),
+    "a function that calls itself": program(
+        "def fit(n):\n    optimizer.step()\n    if n:\n        fit(n - 1)\n" + loop(STEP + "fit(3)\n")
+    ),
+    "a default that holds the model": program(
+        "def fit(m=model):\n    F.cross_entropy(m(train_set.x), train_set.y).backward()\n" + loop("fit()\n" + STEP)
+    ),
+    "a loader that is swapped": program("def swap():\n    nonlocal loader\n    loader = test_loader\nswap()\n" + loop()),
+    "a thread": program(
+        "import threading\nthreading.Thread(target=fit, args=(model,)).start()\n" + loop(), "from mine import fit"
+    ),
+    "a decorator that repeats": program(
+        "@repeat(5)\ndef fit(x, y):\n    F.cross_entropy(model(x), y).backward()\n    optimizer.step()\n"
+        + loop("fit(x, y)\n"),
+        "from mine import repeat",
+    ),
+    "a loader in a class": program(
+        "class L:\n    def __init__(self, l):\n        self.l = l\nloader = L(loader)\n" + loop()
+    ),
+    "a batch in a dictionary": program(
+        loop("b = {'x': x, 'y': y}\n" + STEP.replace("model(x), y", "model(b['x']), b['y']"))
+    ),
+    "a model in a dictionary": program("d = {'m': model}\n" + loop(STEP.replace("model(x)", "d['m'](x)"))),
+    "an optimizer in a list": program(
+        "os = [optimizer]\n" + loop(STEP.replace("optimizer.step()", "for o in os:\n    o.step()"))
+    ),
+    "a rate of the batch": program(loop("optimizer.param_groups[0]['lr'] = 1 / len(x)\n" + STEP)),
+    "weights of the optimizer": program(
+        "for g in optimizer.param_groups:\n    for p in g['params']:\n        p.sub_(1)\n" + loop()
+    ),
+    "a data set that grows": program(loop(), before="train_set.samples.extend(train_set.samples)"),
+    "a data set that is doubled": program(loop(), before="train_set.samples = train_set.samples * 2"),
+    "a data set that a function doubles": program(loop(), "def build():\n    return train_set + train_set\n").replace(
+        "DataLoader(train_set,", "DataLoader(build(),"
+    ),
+    "the graph of the loss": program(loop(STEP.replace("loss.backward()", "loss.grad_fn\nloss.backward()"))),
+    "the model's forward": program(loop(STEP.replace("model(x)", "model.forward(x)"))),
+    "a layer of the model": program(loop(STEP.replace("model(x)", "model.fc(x)"))),
+    "a graph that is kept": program(loop(STEP.replace("backward()", "backward(retain_graph=True)"))),
+    "another block that is not known": program("with torch.enable_grad():\n    " + loop().replace("\n", "\n    ")),
+    "another range": program(loop(), "from mine import range"),
+    "another criterion": program("class CrossEntropyLoss:\n    pass\n" + loop(), "", "criterion = CrossEntropyLoss()"),
+    "another module F": program(
+        loop(STEP.replace("criterion(model(x), y)", "F.cross_entropy(model(x), y)")), "import mine as F"
+    ),
+    "more steps now and then": program(
+        loop()
+        .replace("for x, y in loader", "for i, (x, y) in enumerate(loader)")
+        .replace("optimizer.step()", "optimizer.step()\n        if i % 2:\n            optimizer.step()")
+    ),
+    "a batch that is deleted": program(loop("del x\nx = train_set.x\n" + STEP)),
+    "a model that is returned": program(loop() + "return model\n")
+    .replace("\nmain()\n", "\nm = main()\npolish(m)\n")
+    .replace("from data", "from mine import polish\nfrom data"),
+    "weights that are returned": program(loop() + "return list(model.parameters())\n").replace(
+        "\nmain()\n", "\nm = main()\nfor p in m:\n    p.add_(1)\n"
+    ),
+    "an average of the model": program(
+        "avg = torch.optim.swa_utils.AveragedModel(model)\n" + loop(STEP + "avg.update_parameters(model)\n")
+    ),
+    "a loader over its own copies": program(loop().replace("in loader", "in tqdm(list(loader))"), "from tqdm import tqdm"),
+    "an end after a pass": program("import sys\n" + loop() + "    if loss.item() < 1:\n        sys.exit()\n"),
+    "a generator that repeats": program(
+        loop(around="for epoch in range(3):").replace("in loader", "in twice(loader)"),
+        "def twice(loader):\n    for b in loader:\n        yield b\n        yield b\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DETOURS)
+def test_a_detour_has_no_figure(tmp_path: Path, name: str) -> None:
+    found = read(tmp_path, DETOURS[name])
+    assert found.exit_code == 4 and found.outcome == "not known", found
+    assert not any(one.bounds or one.equal_noise or one.hazards for one in found.findings)
