@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from check_setting import STEP, loop, program, read
 
 pytest.importorskip("dp_accounting")
@@ -124,6 +123,47 @@ DETOURS = {
         loop(around="for epoch in range(3):").replace("in loader", "in twice(loader)"),
         "def twice(loader):\n    for b in loader:\n        yield b\n        yield b\n",
     ),
+    "a list of two names": program(
+        "a = b = []\n" + loop(STEP + "a.append(loss.item())\n") + "    if b[-1] < 1:\n        break\n"
+    ),
+    "a list that has another name": program(
+        "a = []\nb = a\n" + loop(STEP + "a.append(loss.item())\n") + "    if b[-1] < 1:\n        break\n"
+    ),
+    "a list in a dictionary": program(
+        "s = {'a': []}\na = s['a']\n" + loop(STEP + "a.append(loss.item())\n") + "    if s['a'][-1] < 1:\n        break\n"
+    ),
+    "a list that a function fills": program(
+        "a = []\n" + loop(STEP + "note(a, loss.item())\n") + "    if a[-1] < 1:\n        break\n",
+        "def note(held, value):\n    held.append(value)\n",
+    ),
+    "a list that a function returns": program(
+        "a = []\nb = same(a)\n" + loop(STEP + "b.append(loss.item())\n") + "    if a[-1] < 1:\n        break\n",
+        "def same(held):\n    return held\n",
+    ),
+    "lists in a loop": program(
+        "a = []\n" + loop(STEP + "for held in [a]:\n    held.append(loss.item())\n") + "    if a[-1] < 1:\n        break\n"
+    ),
+    "the environment": program(
+        "import os\n"
+        + loop(STEP + "os.environ['a'] = str(loss.item())\n")
+        + "    if os.environ['a'] < '1':\n        break\n"
+    ),
+    "the configuration of the model": program(loop(STEP + "model.config.scale = loss.item()\n")),
+    "a model that inherits": program(
+        loop(),
+        "class A(nn.Module):\n    pass\nclass B(A):\n    def forward(self, x):\n        return x - x.mean(0)\n",
+        "model = B()",
+    ),
+    "a model of another base": program(
+        loop(), "from mine import A\nclass B(A):\n    def forward(self, x):\n        return x - x.mean(0)\n", "model = B()"
+    ),
+    "a model with a helper of its base": program(
+        loop(),
+        "class A:\n    def mix(self, x):\n        return x - x.mean(0)\nclass B(A, nn.Module):\n"
+        "    def forward(self, x):\n        return self.mix(x)\n",
+        "model = B()",
+    ),
+    "a layer over the batch": program(loop(), before="model = nn.Sequential(nn.LSTM(10, 2))"),
 }
 
 

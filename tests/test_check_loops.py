@@ -6,7 +6,6 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
 from check_setting import STEP, loop, program, read
 
 pytest.importorskip("dp_accounting")

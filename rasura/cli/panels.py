@@ -32,8 +32,8 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "physical_batch_size",
     ),
     "Clients and rounds": (
-        "examples", "clients", "clients_per_round", "rounds", "rounds_per_client", "sampling", "weights", "aggregation", "parameters",
-        "version",
+        "examples", "clients", "clients_per_round", "rounds", "rounds_per_client", "sampling", "weights", "aggregation",
+        "parameters", "version",
     ),
     "Statement": ("unit", "per"),
     "Run": ("seeds", "seed", "device", "engine", "address", "workers", "cells"),
@@ -101,8 +101,8 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
     "check-dp": {
         **dict.fromkeys(("examples", "clients", "rounds", "batch_size", "epochs", "parameters", "version"), "not known"),
         "clients_per_round": "as the noise assumes", "rounds_per_client": "all", "sampling": "that of the framework",
-        "weights": "not known", "epsilon": "that of the files", "delta": "that of the files", "unit": "the mechanism's",
-        "model": "no attack", "data": "no attack",
+        "weights": "not known", "aggregation": "not known", "epsilon": "that of the files", "delta": "that of the files",
+        "unit": "the mechanism's", "model": "no attack", "data": "no attack",
     },
     "bundle": {"file": "bundle.json in the folder"},
 }  # fmt: skip

@@ -30,8 +30,17 @@ class Assignments(Calls):
             if strange := found - k.DATA - {k.PUBLIC}:
                 self.doubt(node, f"{ast.unparse(node)[:80]} changes the {min(strange)}")
             kind = k.FIGURE if found & k.DATA else k.PUBLIC
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
             self.bind(target, kind, where)
+            self.shares(target, node.value)
+            self.shares(target, targets[0])
+
+    def shares(self, target: ast.expr, value: ast.expr) -> None:
+        """Note what the variables of a target hold a part of."""
+        for one in ast.walk(target):
+            if isinstance(one, ast.Name):
+                self.share(self.scopes.variable(one.id, one), value)
 
     def bind(self, target: ast.expr, kind: Kind, where: Where) -> None:
         """Bind a target of an assignment."""
@@ -84,7 +93,9 @@ class Assignments(Calls):
         elif parts(base) != {k.PUBLIC} and not parts(base) <= {k.FIGURE, k.PUBLIC}:
             self.doubt(target, f"{shown} is assigned")
         elif found <= k.DATA | {k.PUBLIC}:
-            if found & k.DATA and isinstance(first, ast.Name):
+            if found & k.DATA and isinstance(first, ast.Name) and self.scopes.library(first) is not None:
+                self.doubt(target, f"private values are kept in {shown}, from which they may be read again")
+            elif found & k.DATA and isinstance(first, ast.Name):
                 self.taint(first, found)
             if isinstance(target, ast.Attribute) and target.attr in ("data", "grad", "weight", "bias"):
                 self.doubt(target, f"{shown} is assigned")

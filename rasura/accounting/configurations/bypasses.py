@@ -24,14 +24,10 @@ _HARMLESS = re.compile(
     r"lr_scheduler|\w*LRScheduler|get_scheduler|get_(\w+_)?schedule\w*|SchedulerType|noise_addition|clip|clip_grad_(norm|value)_"
 )
 _SPECIAL = ("__name__", "__init__", "__file__", "__version__", "__doc__", "__len__", "__getitem__")
-_GRADIENTS = ("grad", "grad_sample", "grad_samples", "summed_grad")
 
 
-def bypasses(scopes: Scopes, known: frozenset[str], *, torch: bool) -> Iterator[tuple[ast.AST, str]]:
-    """Each node that may change a mechanism, with what it does. ``known``: names that are read as calls.
-
-    ``torch``: gradients of PyTorch are protected, so that reading one may bypass the protection.
-    """
+def bypasses(scopes: Scopes, known: frozenset[str]) -> Iterator[tuple[ast.AST, str]]:
+    """Each node that may change a mechanism, with what it does. ``known``: names that are read as calls."""
     for node in ast.walk(scopes.tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from ((node, why) for why in _imported(node, known))
@@ -45,7 +41,7 @@ def bypasses(scopes: Scopes, known: frozenset[str], *, torch: bool) -> Iterator[
             if why := _stored(scopes, node):
                 yield node, why
         elif isinstance(node, ast.Attribute):
-            if why := _read(scopes, node, known, torch):
+            if why := _read(scopes, node, known):
                 yield node, why
         elif isinstance(node, ast.Call) and last_name(node.func) == "getattr":
             name = node.args[1] if len(node.args) > 1 else None
@@ -88,7 +84,7 @@ def _stored(scopes: Scopes, node: ast.Attribute | ast.Subscript) -> str:
     return f"{text} is assigned"
 
 
-def _read(scopes: Scopes, node: ast.Attribute, known: frozenset[str], torch: bool) -> str:
+def _read(scopes: Scopes, node: ast.Attribute, known: frozenset[str]) -> str:
     """Whether reading an attribute reaches what a mechanism does not cover."""
     around = scopes.parents.get(node)
     called = isinstance(around, ast.Call) and around.func is node
@@ -97,8 +93,6 @@ def _read(scopes: Scopes, node: ast.Attribute, known: frozenset[str], torch: boo
         return f"{text} of Opacus is not known here"
     if node.attr.startswith("__") and node.attr not in _SPECIAL:
         return f"{text} may change any value"
-    if torch and node.attr in _GRADIENTS:
-        return f"{text} reads a gradient, which may not be protected"
     if _suspect(node.attr, known) and (called or node.attr[0].isupper()):
         return f"{text} is not known here"
     return ""

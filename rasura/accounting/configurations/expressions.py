@@ -54,7 +54,8 @@ class Where(NamedTuple):
 @dataclass
 class Expressions:
     """The kinds of expressions. ``env``: the kinds of variables now; ``evaluating``: the model is in eval mode;
-    ``ever``: all kinds that a variable had; ``deferred``: what makes learning rates at another time."""
+    ``ever``: all kinds that a variable had; ``deferred``: what makes learning rates at another time;
+    ``same``: the variables that may hold a part of the same object."""
 
     scopes: Scopes
     env: dict[Variable, Kind] = field(default_factory=dict)
@@ -63,11 +64,31 @@ class Expressions:
     evaluating: bool = False
     ever: dict[Variable, list[Kind]] = field(default_factory=dict)
     deferred: list[ast.expr] = field(default_factory=list)
+    same: dict[Variable, set[Variable]] = field(default_factory=dict)
 
     def put(self, variable: Variable, kind: Kind) -> None:
         """Give a variable a kind."""
         self.env[variable] = kind
         self.ever.setdefault(variable, []).append(kind)
+
+    def taint(self, name: ast.Name, kinds: set[str]) -> None:
+        """A value that something private was put into is private from now on, under all of its names."""
+        variable = self.scopes.variable(name.id, name)
+        if self.scopes.library(name) is not None:
+            return
+        for one in self.same.get(variable, {variable}):
+            found = parts(self.env.get(one, k.PUBLIC)) | kinds
+            if found <= k.DATA | {k.PUBLIC}:
+                self.put(one, k.figure(found, held=True))
+            else:
+                self.doubt(name, f"private values are put into the {min(found - k.DATA - {k.PUBLIC})}")
+
+    def share(self, variable: Variable, node: ast.expr) -> None:
+        """Note that a variable may hold what an expression holds, or a part of it."""
+        names = [one for one in _held(node) if self.scopes.library(one) is None]
+        found = {variable, *(self.scopes.variable(one.id, one) for one in names)}
+        every = {other for one in found for other in self.same.get(one, {one})}
+        self.same |= dict.fromkeys(every, every)
 
     def doubt(self, node: ast.AST, why: str) -> None:
         """Record something that is not understood."""
@@ -215,3 +236,17 @@ class Expressions:
         if node.attr in k.REACHES and not (isinstance(first, ast.Name) and first.id == "self"):
             return k.PARAMETERS
         return k.PUBLIC
+
+
+def _held(node: ast.expr) -> list[ast.Name]:
+    """The names whose objects an expression may hold: its beginning, the elements of a list, the arguments of a call."""
+    if isinstance(node, ast.Name):
+        return [node]
+    if isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.NamedExpr):
+        return _held(node.value)
+    if isinstance(node, ast.Call):
+        inner = [*node.args, *(one.value for one in node.keywords)] if isinstance(node.func, ast.Name) else [node.func]
+        return [name for one in inner for name in _held(one)]
+    if isinstance(node, ast.List | ast.Tuple | ast.Set | ast.Dict | ast.IfExp | ast.BoolOp):
+        return [name for one in ast.iter_child_nodes(node) if isinstance(one, ast.expr) for name in _held(one)]
+    return []

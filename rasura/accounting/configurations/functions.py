@@ -11,7 +11,7 @@ from rasura.accounting.configurations.expressions import Expressions, Where
 from rasura.accounting.configurations.kinds import Kind, parts
 from rasura.accounting.configurations.scopes import root
 
-_OPTIMIZERS = re.compile(r"SGD|Adam\w*|RMSprop|Adagrad|Adadelta|NAdam|RAdam|Adamax|Adafactor|LBFGS")
+_OPTIMIZERS = re.compile(r"SGD|Adam\w*|RMSprop|Adagrad|Adadelta|NAdam|RAdam|Adamax|ASGD|Rprop|Adafactor|LBFGS")
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Functions(Expressions):
         if given & {k.PLAIN, k.PARAMETERS} and not given & k.DATA:
             return self._of_plain(node, name, library, given)
         if not given - {k.PUBLIC}:
-            known = name in (*k.TOLD, *k.BUILTINS, *k.COMPUTED) or library in k.BESIDE or name == "empty_cache"
+            known = name in (*k.TOLD, *k.BUILTINS, *k.COMPUTED) or library in k.BESIDE or name in ("empty_cache", "synchronize")
             if where.batch is not None and not known:
                 self.doubt(node, f"{ast.unparse(node.func)[:80]} in the loop over the loader is not known here")
             return k.PUBLIC
@@ -120,14 +120,6 @@ class Functions(Expressions):
             return k.PUBLIC
         self.doubt(node, f"the {min(given - {k.PUBLIC})} is passed to {shown}, which is not known here")
         return k.FIGURE
-
-    def taint(self, name: ast.Name, kinds: set[str]) -> None:
-        """A value that something private was put into is private from now on."""
-        variable = self.scopes.variable(name.id, name)
-        if self.scopes.library(name) is None:
-            kind = self.env.get(variable, k.PUBLIC)
-            found = parts(kind) | kinds
-            self.put(variable, k.figure(found, held=True) if found <= k.DATA | {k.PUBLIC} else kind)
 
     def _of_plain(self, node: ast.Call, name: str, library: str | None, given: set[str]) -> Kind:
         """A function that takes the plain model or its weights, before they are private."""

@@ -29,6 +29,11 @@ _OVER = ("softmax", "log_softmax", "mean", "sum", "max", "flatten", "cat")
 
 _DIMENSIONS = ("1", "2", "3", "-1", "-2", "(2, 3)", "[2, 3]", "(-2, -1)", "[-2, -1]", "(1, 2)", "[1, 2]")
 _TRANSPOSED = ("T", "mT", "H", "data", "grad")
+_SEQUENCES = (
+    "LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoderLayer", "TransformerDecoderLayer",
+)  # fmt: skip
+"""Layers that take the first dimension for that of time, unless they are told otherwise."""
+
 _BASES = ("Module", "LightningModule")
 _LOADS = ("load", "load_file", "from_pretrained", "load_model", "load_checkpoint")
 _SAVES = ("save", "save_file", "save_pretrained", "save_model", "save_checkpoint")
@@ -36,12 +41,33 @@ _SAVES = ("save", "save_file", "save_pretrained", "save_model", "save_checkpoint
 
 def mixed_examples(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
     """What the ``forward`` of a module of this file does and is not understood to keep examples apart."""
-    for node in ast.walk(scopes.tree):
-        if isinstance(node, ast.ClassDef) and any(last_name(base) in _BASES for base in node.bases):
-            for one in node.body:
-                if isinstance(one, ast.FunctionDef) and one.name not in ("__init__", "__repr__", "extra_repr"):
-                    for inner, what in _strange(scopes, one):
-                        yield inner, f"whether {one.name} of {node.name} keeps examples apart is not known: {what}"
+    for node in _modules(scopes.tree):
+        for one in node.body:
+            if isinstance(one, ast.FunctionDef) and one.name not in ("__init__", "__repr__", "extra_repr"):
+                for inner, what in _strange(scopes, one):
+                    yield inner, f"whether {one.name} of {node.name} keeps examples apart is not known: {what}"
+    for call in ast.walk(scopes.tree):
+        if isinstance(call, ast.Call) and scopes.original(call.func).removeprefix("DP") in _SEQUENCES:
+            first = [one.value for one in call.keywords if one.arg == "batch_first"]
+            if not first or ast.unparse(first[0]) != "True":
+                yield call, f"without batch_first=True, {ast.unparse(call.func)} may run over the examples of a batch"
+
+
+def _modules(tree: ast.AST) -> list[ast.ClassDef]:
+    """The classes of a program that are modules, or that a module of this program inherits from, or is inherited by."""
+    classes = [one for one in ast.walk(tree) if isinstance(one, ast.ClassDef)]
+    names = {
+        one.name
+        for one in classes
+        if any(last_name(base) in _BASES for base in one.bases)
+        or any(isinstance(inner, ast.FunctionDef) and inner.name in ("forward", "__call__") for inner in one.body)
+    }
+    for _ in classes:  # as often as a name can be handed on
+        for one in classes:
+            bases = {last_name(base) for base in one.bases}
+            if one.name in names or bases & names:
+                names |= {one.name, *(bases & {other.name for other in classes})}
+    return [one for one in classes if one.name in names]
 
 
 def _strange(scopes: Scopes, function: ast.FunctionDef) -> Iterator[tuple[ast.AST, str]]:

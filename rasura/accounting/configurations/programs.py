@@ -196,7 +196,7 @@ def program(text: str, path: str) -> tuple[list[Call], Training]:
     calls += [Call(one, {}, path) for one in mods]
     doubts += wrong
     if handled:
-        doubts += _whole(scopes, list(handled.values()))
+        doubts += _whole(scopes)
     found = training(scopes, nodes, lambda one: reader.call(one, f"{path}:{one.lineno}"), path)
     found.assumed += assumed
     found.doubts += dict.fromkeys(f"{why} ({path}:{getattr(node, 'lineno', 1)})" for node, why in doubts)
@@ -219,15 +219,12 @@ def _followed(
     return made, [*found.doubts, *mixed_examples(scopes), *weights], assumed
 
 
-def _whole(scopes: Scopes, handled: list[Handled]) -> Iterator[tuple[ast.AST, str]]:
+def _whole(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
     """What is not understood in the rest of a program that has mechanisms."""
-    torch = [one for one in handled if LIBRARIES[one.name] in ("opacus", "rasura")]
     known = frozenset((*POSITIONS, *flower.MODS))
-    yield from bypasses(scopes, known, torch=bool(torch))
-    calls = {node.func: node for node in ast.walk(scopes.tree) if isinstance(node, ast.Call)}
+    yield from bypasses(scopes, known)
+    called = {node.func for node in ast.walk(scopes.tree) if isinstance(node, ast.Call)}
     for node in ast.walk(scopes.tree):
         name = scopes.original(node) if isinstance(node, ast.Name | ast.Attribute) else ""
-        if name in LIBRARIES and node not in calls:
+        if name in LIBRARIES and node not in called:
             yield node, f"{name} is not called where it is named"
-        if torch and node in calls and name.endswith("Trainer") and name != "PrivateTrainer":
-            yield node, f"{name} may train without the protection"

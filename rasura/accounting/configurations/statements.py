@@ -182,6 +182,7 @@ class Statements(Assignments):
         elif not self._ranges(node.iter):
             inner = inner.bar(f"it stands in a loop over {ast.unparse(node.iter)[:60]}, which is not the loader")
         element = self.element(node.iter, kind)
+        self.shares(node.target, node.iter)
         leaves = self._repeated(node.body, inner, lambda: self.bind(node.target, element, inner))
         return leaves | self.block(node.orelse, where)
 
@@ -250,6 +251,10 @@ class Statements(Assignments):
         bound: dict[str, Kind] = {}
         for name, value in zip(named, call.args):
             bound[name] = self.kind(_plain(value), where)
+            self.share(Variable(function, name), _plain(value))
+        for one in call.keywords:
+            if one.arg is not None:
+                self.share(Variable(function, one.arg), one.value)
         beyond = [self.kind(_plain(one), where) for one in call.args[len(named) :]]
         bound |= {one.arg: self.kind(one.value, where) for one in call.keywords if one.arg is not None}
         every = {*named, *(one.arg for one in function.args.kwonlyargs)}

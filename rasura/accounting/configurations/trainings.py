@@ -141,7 +141,8 @@ def _repeats(scopes: Scopes, node: ast.expr) -> bool:
                 made += [one.value for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
     inner = [one for value in made for one in ast.walk(value)]
     named = [scopes.original(one) for one in inner if isinstance(one, ast.Name | ast.Attribute)]
-    return bool(set(named) & set(_REPEATING)) or any(isinstance(one, ast.BinOp | ast.ListComp) for one in inner)
+    grows = [one for one in inner if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add | ast.Mult)]
+    return bool(set(named) & set(_REPEATING) or grows) or any(isinstance(one, ast.ListComp) for one in inner)
 
 
 def _begins(scopes: Scopes, node: ast.expr, variable: Variable | None) -> bool:
