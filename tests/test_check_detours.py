@@ -164,6 +164,7 @@ DETOURS = {
         "model = B()",
     ),
     "a layer over the batch": program(loop(), before="model = nn.Sequential(nn.LSTM(10, 2))"),
+    "a while without a condition": program(loop(around="while True:")),
 }
 
 

@@ -144,6 +144,8 @@ class Statements(Assignments):
     def _while(self, node: ast.While, where: Where) -> Leaves:
         if where.batch is not None:
             where = where.bar("it stands under while, in the loop over the loader")
+        if isinstance(node.test, ast.Constant):
+            where = where.bar("it stands under while without a condition, so that nothing says how often it runs")
         where = where._replace(times=None)
         leaves = self._repeated(node.body, where, lambda: self.kind(node.test, where))
         return leaves | self.block(node.orelse, where)
