@@ -165,6 +165,43 @@ DETOURS = {
     ),
     "a layer over the batch": program(loop(), before="model = nn.Sequential(nn.LSTM(10, 2))"),
     "a while without a condition": program(loop(around="while True:")),
+    "a list of a module": program(
+        "import mine\n" + loop(STEP + "mine.kept.append(loss.item())\n") + "    if mine.kept[-1] < 1:\n        break\n"
+    ),
+    "a model that is added to": program("model += 1\n" + loop()),
+    "a name for the model, by the loss": program(loop() + "    if loss.item() > 1:\n        net = model\n"),
+    "a starred part": program(loop("first, *x = x\n" + STEP)),
+    "parts of the model": program("a, b = model\n" + loop()),
+    "a table by the loss": program(
+        "t = {}\n" + loop(STEP + "t[int(loss.item())] = 1\n") + "    if len(t) > 3:\n        break\n"
+    ),
+    "weights that are set": program(loop(), before="for p in model.parameters():\n    p.data = start"),
+    "a model in an attribute": program("held.model = model\n" + loop(), "from mine import held"),
+    "weights of a layer": program(loop() + "for p in head.parameters():\n    p.add_(1)\n", before="head = model.fc"),
+    "the model on the optimizer": program(loop(STEP.replace("model(x)", "model(optimizer)"))),
+    "a mean that is written": program(loop("x.mean(0, out=x)\n" + STEP)),
+    "an item of the model": program(loop(STEP.replace("model(x)", "model[0](x)"))),
+    "weights in a list": program(loop() + "kept = [p for p in model.parameters()]\nfor p in kept:\n    p.add_(1)\n"),
+    "models in a list": program("several = [model for _ in range(3)]\n" + loop()),
+    "parts of a pair": program(loop("for z in (x, y):\n    F.cross_entropy(model(z), y).backward()\noptimizer.step()\n")),
+    "layers of the model": program("for layer in model:\n    layer.reset_parameters()\n" + loop()),
+    "a loss of the model": program(loop(STEP.replace("model(x)", "model"))),
+    "a bar of the loss": program(loop() + "    for x, y in tqdm(loader, total=int(loss.item())):\n        print(epoch)\n"),
+    "an enumerated model": program("for i, layer in enumerate(model):\n    print(i)\n" + loop()),
+    "a memory of another loader": program(
+        "with BatchMemoryManager(data_loader=test_loader, max_physical_batch_size=8, optimizer=optimizer) as memory:\n"
+        + "    for x, y in memory:\n"
+        + "        F.cross_entropy(model(x), y).backward()\n        optimizer.step()\n",
+        "from opacus.utils.batch_memory_manager import BatchMemoryManager",
+    ),
+    "rates by a function of the loss": program(
+        "losses = []\ndef rate(e):\n    return losses[-1]\n"
+        "rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)\n"
+        + loop(STEP + "losses.append(loss.item())\nrates.step()\n")
+    ),
+    "a schedule made of the loss": program(
+        loop() + "    rates = torch.optim.lr_scheduler.StepLR(optimizer, int(loss.item()))\n"
+    ),
 }
 
 
@@ -173,3 +210,54 @@ def test_a_detour_has_no_figure(tmp_path: Path, name: str) -> None:
     found = read(tmp_path, DETOURS[name])
     assert found.exit_code == 4 and found.outcome == "not known", found
     assert not any(one.bounds or one.equal_noise or one.hazards for one in found.findings)
+
+
+NET = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(10, 10)])
+
+    def forward(self, x):
+        {}
+        return self.layers[0](x)
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x = x.T", "x = x[0]", "x = x[:8]", "x = x @ x.mT", "x.relu_()", "x = x.mean(0)", "x = x.mean()",
+     "x = torch.cat([x, x])", "x = torch.cat([x, x], dim=0)", "x = torch.roll(x, 1)", "x = mix(x)", "x = x.softmax(0)",
+     "x = x.view(2, -1).view(-1, 10)", "self.kept = x", "x[0] = 1", "x = torch.relu(x, out=x)",
+     "x = torch.einsum('ij,kj->ij', x, x)", "x = F.batch_norm(x)"],
+)  # fmt: skip
+def test_a_model_that_may_mix_examples_has_no_figure(tmp_path: Path, line: str) -> None:
+    found = read(tmp_path, program(loop(), NET.format(line), "model = Net()"))
+    assert found.exit_code == 4 and "keeps examples apart is not known" in str(found.unknown), found
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["x = x[:, 0]", "x = x.mean(dim=1)", "x = torch.cat([x, x], dim=1)", "x = F.relu(x).flatten(1)", "x = x.view(-1, 10)",
+     "for layer in self.layers:\n            x = torch.relu(layer(x))", "x = F.log_softmax(self.layers[0](x), dim=-1)"],
+)  # fmt: skip
+def test_a_model_that_keeps_examples_apart_has_a_figure(tmp_path: Path, line: str) -> None:
+    found = read(tmp_path, program(loop(), NET.format(line), "model = Net()"))
+    assert found.exit_code == 0, found
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [STEP.replace("criterion(model(x), y)", "F.nll_loss(model(x).log_softmax(1), y)"),
+     STEP.replace("model(x)", "model(x.view(x.size(0), -1))"), STEP.replace("model(x)", "model(x.flatten(1))"),
+     "t = (x, y)\n" + STEP.replace("model(x)", "model(t[0])"), STEP.replace("criterion(model(x), y)", "model(x)['loss']"),
+     STEP.replace("criterion(model(x), y)", "F.nll_loss(F.log_softmax(model(x), dim=1), y)")],
+)  # fmt: skip
+def test_parts_of_a_batch_and_their_losses_have_a_figure(tmp_path: Path, inner: str) -> None:
+    found = read(tmp_path, program(loop(inner)))
+    assert found.exit_code == 0, found
+
+
+def test_rates_by_a_function_have_a_figure(tmp_path: Path) -> None:
+    made = "def rate(e):\n    return 0.9**e\nrates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)\n"
+    assert read(tmp_path, program(made + loop(STEP + "rates.step()\n"))).exit_code == 0

@@ -66,10 +66,6 @@ class Assignments(Calls):
             for one, each in zip(target.elts, kind):
                 self.bind(one, each, where)
             return
-        if kind == k.NUMBERED and len(target.elts) == 2:
-            self.bind(target.elts[0], k.PUBLIC, where)
-            self.bind(target.elts[1], k.BATCH, where)
-            return
         each = k.COLUMN if kind == k.BATCH else k.figure(parts(kind), held=True) if parts(kind) & k.DATA else kind
         if isinstance(each, tuple) or each not in (k.COLUMN, k.FIGURE, k.VIEW, k.PUBLIC, k.PARAMETERS, k.PLAIN, k.WEIGHTS):
             self.doubt(target, f"{ast.unparse(target)} takes parts of what is not understood")

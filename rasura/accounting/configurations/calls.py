@@ -130,8 +130,6 @@ class Calls(Functions):
         if kind == k.LOSS and name == "backward":
             if node.args or node.keywords:
                 self.doubt(node, f"{ast.unparse(node)[:80]} has arguments that are not understood")
-            if where.blind:
-                self.doubt(node, f"{ast.unparse(node)[:80]} takes a gradient where none is kept")
             if self.trains(node, "the gradient", where) and where.batch is not None:
                 where.batch.backwards[node, where.calls] = None
             return k.PUBLIC

@@ -74,7 +74,9 @@ class Expressions:
     def taint(self, name: ast.Name, kinds: set[str]) -> None:
         """A value that something private was put into is private from now on, under all of its names."""
         variable = self.scopes.variable(name.id, name)
-        if self.scopes.library(name) is not None:
+        if (library := self.scopes.library(name)) is not None:
+            if library not in k.TRACKERS:
+                self.doubt(name, f"private values are put into {name.id}, from which they may be read again")
             return
         for one in self.same.get(variable, {variable}):
             found = parts(self.env.get(one, k.PUBLIC)) | kinds

@@ -75,7 +75,7 @@ class Functions(Expressions):
         if given & {k.PLAIN, k.PARAMETERS} and not given & k.DATA:
             return self._of_plain(node, name, library, given)
         if not given - {k.PUBLIC}:
-            known = name in (*k.TOLD, *k.BUILTINS, *k.COMPUTED) or library in k.BESIDE or name in ("empty_cache", "synchronize")
+            known = library in k.BESIDE or name in (*k.TOLD, *k.BUILTINS, *k.COMPUTED, "empty_cache", "synchronize")
             if where.batch is not None and not known:
                 self.doubt(node, f"{ast.unparse(node.func)[:80]} in the loop over the loader is not known here")
             return k.PUBLIC
