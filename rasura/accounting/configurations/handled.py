@@ -39,6 +39,9 @@ _CALLBACKS = ("PrinterCallback", "ProgressCallback", "NotebookProgressCallback",
 _UNUSED = (ast.Expr, ast.Return, ast.NamedExpr, ast.AnnAssign, ast.Yield, ast.Await, ast.Starred)
 _READERS = ("len", "print", "isinstance", "type", "id", "repr", "str")
 
+_NO_MODULE = ("device", "parse_args", "len", "int", "max", "min", "round")
+"""Calls that make no module, though the call that makes a model may take what they return."""
+
 
 @dataclass
 class Handled:
@@ -97,8 +100,12 @@ class Handled:
                 made = around.value if isinstance(around, ast.Assign) else None
                 if isinstance(made, ast.Call) and self.scopes.library(made.func) == "torch":
                     names = [self.scopes.read(one) for one in ast.walk(made) if isinstance(one, ast.Name)]
-                    found |= {one for one in names if one is not None and isinstance(self.scopes.assigned(one), ast.Call)}
+                    found |= {one for one in names if one is not None and self._may_be_a_module(one)}
         return frozenset(found)
+
+    def _may_be_a_module(self, variable: Variable) -> bool:
+        made = self.scopes.assigned(variable)
+        return isinstance(made, ast.Call) and self.scopes.original(made.func) not in _NO_MODULE
 
     def _kept(self) -> None:
         """The variables that hold what is returned, by kind."""
