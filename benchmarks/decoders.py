@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, logging
 
-from rasura.attacks.shared.verify import pad
+from rasura.attacks.shared.labelings import pad
 from rasura.attacks.updates.span import Span
 from rasura.core.interfaces import AttackFailed, Budget
 from rasura.core.rng import derive, generator

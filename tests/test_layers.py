@@ -202,7 +202,8 @@ def test_the_walls_see_modules_that_are_imported_from_their_package() -> None:
 
 def test_values_and_errors_import_nothing_of_ours() -> None:
     assert ours("rasura.core.batches") == set() and ours("rasura.core.errors") == set()
-    assert ours("rasura.core.values") == {"rasura.core.batches"}
+    assert ours("rasura.core.vocabulary") == set()
+    assert ours("rasura.core.values") == {"rasura.core.batches", "rasura.core.vocabulary"}
     assert ours("rasura.core.answers") == {"rasura.core.batches", "rasura.core.values"}
 
 

@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from rasura.attacks.shared import verify
 from rasura.attacks.shared.comparing import cosine, relative_error
 from rasura.attacks.shared.decoys import decoys, weakest
+from rasura.attacks.shared.labelings import labelings, pad, turned
 from rasura.attacks.shared.verify import (
     apart,
     check,
     entries,
     in_span,
-    labelings,
-    pad,
     prove,
     prove_rows,
     told,
@@ -34,6 +33,7 @@ from rasura.core.threat import HONEST_SERVER, WITH_LABELS, observe
 from rasura.core.updates import announced_update, changed
 from rasura.core.values import UNKNOWN, Grant, Message, Observation, Proof
 from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, PAD, SEP, VOCABULARY, WORDS, batch_of, tiny
+from rasura.victims.models import parts
 from rasura.victims.step import step
 
 TEXT = [CLS, 40, 3, 41, 9, 42, SEP]
@@ -369,6 +369,54 @@ def test_a_single_number_tells_nothing_however_far_decoys_are() -> None:
     assert not told(1, 0.0, 1e300, 0, 2) and told(2, 0.0, 1e300, 0, 2)
 
 
+# --- labels and the sign of a file
+
+
+def of_a_file(seen: Observation, sign: float = 1.0) -> Observation:
+    """The same update in a file of which nobody said whether it holds a gradient or a change of weights."""
+    entries = {n: sign * g for n, g in seen.gradients.items()}
+    return replace(seen, message=replace(seen.message, gradients=entries, signed=False))
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_of_two_classes_a_file_tells_the_text_and_no_label(label: int) -> None:
+    seen = seen_of(tiny("bert", "classification", num_labels=2), [TEXT], [label])
+    known = prove(seen, [TEXT])
+    assert known is not None and known.labels == (label,), "the audit made the update itself"
+    for sign in (1.0, -0.01):
+        proof = prove(of_a_file(seen, sign), [TEXT])
+        assert proof is not None and proof.tokens == (tuple(TEXT),) and proof.labels is None
+    stated = replace(of_a_file(seen, -1.0).message, signed=True)
+    wrong = prove(replace(seen, message=stated), [TEXT])
+    assert wrong is not None and wrong.labels == (1 - label,), "a gradient, says the user"
+
+
+def test_of_three_classes_or_granted_labels_a_file_tells_the_label() -> None:
+    three = of_a_file(seen_of(tiny("bert", "classification"), [TEXT], [2]))
+    proof = prove(three, [TEXT])
+    assert proof is not None and proof.labels == (2,)
+    two = tiny("bert", "classification", num_labels=2)
+    granted = prove(of_a_file(seen_of(two, [TEXT], [1], threat=WITH_LABELS)), [TEXT])
+    assert granted is not None and granted.labels == (1,)
+
+
+def test_a_batch_whose_texts_all_turn_around_tells_no_labels() -> None:
+    model = tiny("bert", "classification", num_labels=2)
+    head = parts(model).head
+    assert head is not None
+    with torch.no_grad():
+        model.get_parameter(head.weight).mul_(1e-6)  # each label as likely
+    seen = seen_of(model, [TEXT, SHORT], [1, 0])
+    proof, blind = prove(seen, [TEXT, SHORT]), prove(of_a_file(seen), [TEXT, SHORT])
+    assert proof is None or proof.labels == (1, 0)
+    assert blind is None or blind.labels is None
+
+
+def test_the_likeliest_other_classes() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [0.0, 1.0, 2.0]])
+    assert turned(logits, torch.tensor([0, 1, 0])).tolist() == [1, 0, 2]
+
+
 # --- rows
 
 
@@ -405,7 +453,8 @@ def test_a_proven_guess_says_its_proof_its_labels_and_its_error() -> None:
 
 
 def test_a_believed_guess_says_what_it_is_given() -> None:
-    said = in_span(((CLS, 40, SEP),), VOCABULARY, believed=True)
+    seen = seen_of(tiny("bert", "classification"), [TEXT])
+    said = in_span(((CLS, 40, SEP),), seen, believed=True)
     assert (
         said.confidence == "span"
         and said.ordered is True
@@ -413,8 +462,8 @@ def test_a_believed_guess_says_what_it_is_given() -> None:
         and said.details == {}
         and said.proof is None
     )
-    said = in_span(((CLS, 40),), VOCABULARY, believed=False, residual=0.25, ordered=False, details={"rank": 3})
+    said = in_span(((CLS, 40),), seen, believed=False, residual=0.25, ordered=False, details={"rank": 3})
     assert (said.confidence, said.ordered, said.residual, said.details) == ("matched", False, 0.25, {"rank": 3})
     with pytest.raises(AttackFailed, match="only special tokens were found, which every text contains"):
-        in_span(((CLS, UNKNOWN), (SEP, PAD)), VOCABULARY, believed=True)
-    assert in_span(((CLS, SEP), (CLS, 40)), VOCABULARY, believed=True).tokens == ((CLS, SEP), (CLS, 40))
+        in_span(((CLS, UNKNOWN), (SEP, PAD)), seen, believed=True)
+    assert in_span(((CLS, SEP), (CLS, 40)), seen, believed=True).tokens == ((CLS, SEP), (CLS, 40))

@@ -14,10 +14,11 @@ from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.core.threat import adversary_copy
 from rasura.testing.tiny import ENCODERS, FAMILIES, PAD, VOCABULARY, batch_for, tiny
-from rasura.victims.loading import load, vocabulary
+from rasura.victims.loading import load
 from rasura.victims.models import is_eager, parts, register
 from rasura.victims.positions import position_ids
 from rasura.victims.step import capture, step
+from rasura.victims.tokenizers import vocabulary
 
 SMALL = {"vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 

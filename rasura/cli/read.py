@@ -43,7 +43,7 @@ Dropout = Annotated[float, typer.Option(help="dropout probability when the updat
 FrozenEmbeddings = Annotated[bool, typer.Option("--frozen-embeddings", help="do not use the gradients of the embeddings")]
 Reference = Annotated[Path | None, typer.Option(help="file with texts of the same kind")]
 Scorer = Annotated[str | None, typer.Option(help="causal model that scores the order of words")]
-Kind = Annotated[str, typer.Option("--update", help="kind of update; see: rasura list update-kinds")]
+Kind = Annotated[str | None, typer.Option("--update", help="kind of update; see: rasura list update-kinds")]
 Before = Annotated[Path | None, typer.Option(help="weights before the round, if UPDATE holds those after it")]
 BeforeRound = Annotated[int | None, typer.Option(help="the round of these weights, found beside UPDATE")]
 NamesFrom = Annotated[Path | None, typer.Option(help="adapter or model that names the arrays of a list")]
@@ -69,7 +69,7 @@ def read(
     frozen_embeddings: FrozenEmbeddings = False,
     reference: Reference = None,
     language_model: Scorer = None,
-    how: Kind = "fedsgd",
+    how: Kind = None,
     before: Before = None,
     before_round: BeforeRound = None,
     names_from: NamesFrom = None,
@@ -186,4 +186,6 @@ def _told(found: ReadResult, as_json: bool, path: Path | None = None) -> None:
     if not found.texts:
         out.print(f"nothing was recovered: {found.reason or 'the attack returned no text'}", markup=False)
         return
+    for line in found.notes:
+        out.print(f"\n{line}", markup=False, highlight=False)
     out.print(f"\n{found.confidence} by {found.attack} in {found.seconds:.1f} s", markup=False)

@@ -2,13 +2,14 @@
 
 One way through: ``Batch`` -> ``PerExample`` -> ``Message`` -> ``Transcript`` (the truth) -> ``Observation`` (what one
 adversary sees) -> ``Reconstruction`` (a guess). Every value is frozen: each stage returns a new one. The values of trained
-models and model services are in ``rasura.core.answers``. This module imports only ``rasura.core.batches`` from the package.
+models and model services are in ``rasura.core.answers``. This module imports only ``rasura.core.batches`` and
+``rasura.core.vocabulary`` from the package.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from rasura.core.batches import Batch, ImageBatch
+from rasura.core.vocabulary import NO_TEXT as NO_TEXT
+from rasura.core.vocabulary import Vocabulary as Vocabulary
 
 Task = Literal["classification", "causal", "vision"]
 Confidence = Literal["verified", "span", "matched", "none"]
@@ -60,31 +63,6 @@ class Mechanism:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """The facts of the public tokenizer: sizes, special ids, and how ids become text.
-
-    ``prefix`` and ``suffix`` are the ids that the tokenizer puts around each text (BERT: ``[CLS]`` and ``[SEP]``).
-    """
-
-    size: int
-    decode: Callable[[Sequence[int]], str]
-    encode: Callable[[str], list[int]]
-    prefix: tuple[int, ...] = ()
-    suffix: tuple[int, ...] = ()
-    pad_id: int | None = None
-    special_ids: frozenset[int] = frozenset()
-    unused_ids: frozenset[int] = frozenset()
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The text of ``ids`` without special, unknown and out-of-range ids."""
-        return self.decode([i for i in ids if 0 <= i < self.size and i not in self.special_ids])
-
-
-NO_TEXT = Vocabulary(0, decode=lambda ids: "", encode=lambda text: [])
-"""The vocabulary of a step on images."""
-
-
 Gradients = Mapping[str, Tensor]
 """One tensor per parameter name, as in ``model.named_parameters()``."""
 
@@ -123,7 +101,8 @@ class Message:
     ``gradients`` holds the clear tensors. ``visible`` (bool, same shapes; a missing name means all visible) is false where
     an entry was sealed, or dropped in a way that the receiver can see; the clear tensor holds zeros there. ``sealed`` holds
     ciphertexts. ``kind`` is the update kind; ``"fedsgd"`` is one gradient. ``header`` holds what the receiver must know
-    about the sealing: the scheme, which keys, and a digest of the mask.
+    about the sealing: the scheme, which keys, and a digest of the mask. ``signed``: whether the sign of the entries is
+    known. A captured file may hold a gradient or a change of weights, which goes the other way, unless somebody says so.
     """
 
     gradients: Gradients
@@ -131,6 +110,7 @@ class Message:
     sealed: Mapping[str, bytes] = field(default_factory=dict)
     kind: str = "fedsgd"
     header: Mapping[str, Parameter] = field(default_factory=dict)
+    signed: bool = True
 
 
 @dataclass(frozen=True)

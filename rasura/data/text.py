@@ -17,6 +17,7 @@ import torch
 from rasura.core.batches import Batch
 from rasura.core.interfaces import InputError
 from rasura.core.values import Task
+from rasura.core.vocabulary import readable, unknown_ids
 from rasura.data.columns import NAMES, Chosen, Columns, Labels, model_classes, taken
 from rasura.data.rows import MAX_CELL, Source, shown
 
@@ -232,7 +233,8 @@ def encode(
         labels = torch.tensor([e.label for e in examples])
     texts = tuple(e.text if not e.text_pair else f"{e.text} {e.text_pair}" for e in examples)
     special = frozenset(tokenizer.all_special_ids)
-    seen = tuple(str(tokenizer.decode([i for i in r if i not in special])) for r in rows)
+    unknown = unknown_ids(tokenizer)
+    seen = tuple(readable(r, lambda some: str(tokenizer.decode(list(some))), special - unknown, unknown) for r in rows)
     return Batch(ids, mask, labels, texts, seen, segments, special)
 
 

@@ -37,6 +37,7 @@ from rasura.registry.tables import (
     usual_membership,
     usual_metrics,
 )
+from rasura.registry.trust import trusted
 
 __all__ = [
     "ATTACKS",
@@ -74,6 +75,7 @@ __all__ = [
     "parts",
     "service_attack",
     "strengths",
+    "trusted",
     "usual_membership",
     "usual_metrics",
 ]  # fmt: skip

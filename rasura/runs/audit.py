@@ -34,6 +34,7 @@ from rasura.registry import (
     named_attacks,
     named_defenses,
     named_metrics,
+    trusted,
 )
 from rasura.registry import attack as make_attack
 from rasura.runs.attempt import Outcome, attempt, lacking, peak_mb
@@ -218,7 +219,7 @@ class Audit:
         rng = generator(cell.seed, "attack", cell.attack, *cell.protected_update, cell.threat, cell.batch_size, cell.batch)
 
         def guess() -> Reconstruction:
-            made = attack(seen, rng=rng, budget=self.plan.work)
+            made = trusted(attack(seen, rng=rng, budget=self.plan.work), seen, attack)
             return replace(made, texts=tuple(truth.vocabulary.text(t) for t in made.tokens))
 
         return attempt(guess)

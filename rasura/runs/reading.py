@@ -19,7 +19,7 @@ from rasura.core.threat import observe_update
 from rasura.core.values import UNKNOWN, Mechanism, Message, Observation, Parameter, Reconstruction
 from rasura.data.text import load_examples
 from rasura.registry import attack as make_attack
-from rasura.registry import parse_update
+from rasura.registry import parse_update, trusted
 from rasura.runs.attempt import Outcome, Status, attempt
 from rasura.runs.update_files import Update, holding, load_hidden, load_update, of_round, open_update
 from rasura.victims.loading import Victim, load
@@ -37,7 +37,8 @@ class ReadRequest:
     not use the embeddings' gradients. ``hidden``: a file that marks the entries which the adversary does not see
     (``load_hidden``). ``reference``: a file of texts of the same kind. ``language_model``: the folder or hub id of a causal
     model. ``update``: how the update was computed, as in ``rasura audit --update``; with ``fedavg-sgd:4:0.01`` the file
-    holds the weights after minus the weights before. ``before``: a file or folder with the weights before the round, if the
+    holds the weights after minus the weights before; with ``fedsgd``, a gradient. None: one gradient, or what one step made
+    of it, whose sign is not known. ``before``: a file or folder with the weights before the round, if the
     update's file holds the weights after it; ``before_round``: the round of these global weights, which are searched for
     beside the file. ``names_from``: an adapter or model whose weights are in a list without names.
 
@@ -53,7 +54,7 @@ class ReadRequest:
     hidden: str | Path | None = None
     reference: str | Path | None = None
     language_model: str | None = None
-    update: str = "fedsgd"
+    update: str | None = None
     budget: Budget = field(default_factory=Budget)
     seed: int = 0
     before: str | Path | None = None
@@ -97,7 +98,7 @@ class ReadRequest:
     @cached_property
     def parsed_update(self) -> tuple[Local, Defense]:
         """``update`` as local training, and what was then applied to the message."""
-        return parse_update(self.update)
+        return parse_update(self.update or "fedsgd")
 
     @cached_property
     def scorer(self) -> Victim | None:
@@ -118,7 +119,8 @@ class ReadRequest:
     def mechanism(self) -> tuple[Mechanism, ...]:
         """The public description of how the update was computed."""
         local, wire = self.parsed_update
-        made: list[Mechanism] = [local.mechanism, *(p.mechanism for p in wire)] if self.update != "fedsgd" else []
+        stated = self.update not in (None, "fedsgd")
+        made: list[Mechanism] = [local.mechanism, *(p.mechanism for p in wire)] if stated else []
         made += [FrozenEmbeddings()] if self.frozen_embeddings else []
         return (*made, Dropout(self.dropout)) if self.dropout else tuple(made)
 
@@ -131,7 +133,7 @@ class ReadResult:
     ``verified``, ``span``, ``matched`` or ``none``, as in ``Reconstruction``. ``attack``: the attack that gave the answer.
     ``tokens``: the token ids of each text, None where a position stayed open. ``labels``: a class id for each text.
     ``ordered``: false for a bag of tokens. ``seconds``: duration of the attack. ``file``: the recognised format of the
-    update's file, and how its names were matched, one line each.
+    update's file, and how its names were matched, one line each. ``notes``: what the texts do not show, one line each.
     """
 
     status: Status
@@ -145,6 +147,7 @@ class ReadResult:
     seconds: float = 0.0
     details: Mapping[str, Parameter] = field(default_factory=dict)
     file: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``rasura read --json`` prints them."""
@@ -156,7 +159,7 @@ class ReadResult:
             return {**read, "seconds": None, "reason": self.reason}
         return {
             **read, "ordered": self.ordered, "labels": list(self.labels) if self.labels is not None else None,
-            "seconds": self.seconds, "details": dict(self.details),
+            "notes": list(self.notes), "seconds": self.seconds, "details": dict(self.details),
         }  # fmt: skip
 
     @property
@@ -169,7 +172,8 @@ class ReadResult:
         if not self.texts:
             return f"<p>nothing was recovered: {escape(self.reason or 'the attack returned no text')}</p>"
         rows = "".join(f"<li>{escape(text)}</li>" for text in self.lines)
-        return f"<ul>{rows}</ul><p><b>{self.confidence}</b> by {escape(self.attack)} in {self.seconds:.1f} s</p>"
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"<ul>{rows}</ul>{notes}<p><b>{self.confidence}</b> by {escape(self.attack)} in {self.seconds:.1f} s</p>"
 
 
 def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = None) -> ReadResult:
@@ -184,7 +188,8 @@ def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = 
         def guess() -> Reconstruction:
             if all(n in seen.visible and not bool(seen.visible[n].any()) for n in seen.gradients):
                 raise NotApplicable("every entry of the update is hidden, so there is nothing to read")
-            return request.method(seen, rng=generator(request.seed, "read"), budget=request.budget)
+            made = request.method(seen, rng=generator(request.seed, "read"), budget=request.budget)
+            return trusted(made, seen, request.method)
 
         outcome = attempt(guess, raises=(Exception,))
     return replace(_result(outcome, victim, request), file=update.notes)
@@ -222,7 +227,7 @@ def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observati
     entries |= {n: entries[n] * mask for n, mask in visible.items()}
     prior = request.scorer
     return observe_update(
-        Message(entries, visible, kind=local.kind),
+        Message(entries, visible, kind=local.kind, signed=request.update is not None),
         victim.task,
         model=victim.model,
         vocabulary=victim.vocabulary,
@@ -250,4 +255,17 @@ def _result(outcome: Outcome[Reconstruction], victim: Victim, request: ReadReque
         guess.labels,
         seconds,
         guess.details,
+        notes=_notes(guess, victim, request),
     )
+
+
+def _notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple[str, ...]:
+    words = victim.vocabulary
+    tokens = [t for text in guess.tokens for t in text if t != UNKNOWN and t not in words.special_ids - words.unknown_ids]
+    unknown, twins = sum(t in words.unknown_ids for t in tokens), guess.details.get("twins")
+    out = [f"{unknown} of {len(tokens)} tokens are words that the tokenizer does not know"] if unknown else []
+    if twins:
+        out.append(f"{twins} tokens stay open, since the embeddings of other words are equal or nearly so")
+    if guess.confidence == "verified" and guess.labels is None and request.update is None and victim.task != "causal":
+        out.append("the labels depend on the sign of the file; --update fedsgd says that it holds a gradient")
+    return tuple(out)

@@ -21,6 +21,7 @@ from rasura.victims.hub import check_hub_id
 from rasura.victims.on_disk import check_stored, needs_disk, stored_model
 from rasura.victims.positions import positions
 from rasura.victims.structure import verify_parts
+from rasura.victims.tokenizers import has_tokenizer, load_tokenizer, vocabulary
 from rasura.victims.weights import (
     check_config,
     check_files,
@@ -56,25 +57,6 @@ class Victim:
     def longest(self, limit: int | None) -> int:
         """Tokens that a text may have: ``limit``, if that is given and not more than the model takes."""
         return min(self.max_length, limit or self.max_length)
-
-
-def vocabulary(tokenizer: Any, size: int) -> Vocabulary:
-    """The facts of the public tokenizer, for a model whose word embedding has ``size`` rows."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    full = tokenizer("a")["input_ids"]
-    start = next((i for i in range(len(full) - len(bare) + 1) if full[i : i + len(bare)] == bare), 0)
-    tokens = tokenizer.convert_ids_to_tokens(list(range(min(size, len(tokenizer)))))
-    unused = {i for i, t in enumerate(tokens) if t is None or str(t).startswith("[unused")} | set(range(len(tokens), size))
-    return Vocabulary(
-        size=size,
-        decode=lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)),
-        encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
-        prefix=tuple(full[:start]),
-        suffix=tuple(full[start + len(bare) :]),
-        pad_id=tokenizer.pad_token_id,
-        special_ids=frozenset(tokenizer.all_special_ids),
-        unused_ids=frozenset(unused),
-    )
 
 
 def _weights(folder: Path, allow_pickle: bool) -> None:
@@ -143,7 +125,7 @@ def load(
         model, fresh = with_adapter(model, path if adapter is None else Path(adapter), fresh)
     if not check_stored(model, name):
         check_finite(model, name)
-    tokenizer = _tokenizer(source if _has_tokenizer(path) else base, trust_remote_code)
+    tokenizer = load_tokenizer(source if has_tokenizer(path) else base, trust_remote_code)
     return _victim(model, tokenizer, task, name, device, attacked, fresh, seed)
 
 
@@ -233,22 +215,6 @@ def _positions(model: nn.Module) -> int:
         return found
     text = model.config.get_text_config()  # type: ignore[operator, union-attr]  # a Hugging Face model
     return int(getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or 10**9)
-
-
-def _has_tokenizer(path: Path) -> bool:
-    names = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
-    return any((path / name).is_file() for name in names)
-
-
-def _tokenizer(source: str, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    if Path(source).is_dir() and not _has_tokenizer(Path(source)):
-        raise InputError(f"{source} holds no tokenizer: expected tokenizer.json or vocab.txt beside the weights")
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
-    except Exception as error:
-        raise InputError(f"{source}: the tokenizer cannot be loaded ({first_line(error)})") from None
 
 
 def _model(

@@ -8,14 +8,13 @@ import torch
 from torch import Generator, Tensor
 
 from rasura.attacks.shared.dummies import ordinary_ids
+from rasura.attacks.shared.twins import Texts, nearest, twins
 from rasura.core.updates import changed
 from rasura.core.values import Observation, Vocabulary
 from rasura.victims.models import parts
 
 MAX_TEXTS = 4
 """Texts of a batch that get decoys of their own: those whose share of the loss's gradient is smallest, so the worst told."""
-
-Texts = tuple[tuple[int, ...], ...]
 
 
 def free_places(tokens: Sequence[Sequence[int]], vocabulary: Vocabulary) -> list[list[int]]:
@@ -28,17 +27,26 @@ def decoys(
 ) -> Iterator[Texts]:
     """Batches of the lengths of ``tokens``, the hardest to tell first.
 
-    For each of the ``weakest`` texts: its least influential token replaced by the word nearest to it, a token by a random
-    word, its two least influential neighbours exchanged, a token exchanged with the next text's at its place. Last, random
-    words everywhere.
+    Of every text: each word that has twins replaced by each of them (``twins``). For each of the ``weakest`` texts: the word
+    that weighs least replaced by the word nearest to it, a token by a random word, its two least influential neighbours
+    exchanged, a token exchanged with the next text's at its place. Last, the nearest words everywhere, and random ones.
+    A word weighs by its gradient and by how far the nearest other word is from it.
     ``inputs``: the guess as keyword arguments of the model. A text without a free place yields none.
     """
+    for (row, n), words in twins(seen, tokens).items():
+        for word in words:
+            yield _with(tokens, {(row, n): word})
     model, vocabulary = seen.model, seen.vocabulary
     places, ordinary = free_places(tokens, vocabulary), ordinary_ids(vocabulary)
     name = parts(model).word_embedding
-    table = model.get_parameter(name).detach().cpu()
-    sizes = table.square().sum(1)
     influence = changed(model, inputs, [name])[0][name].norm(dim=1)
+    free = [(row, n) for row, some in enumerate(places) for n in some]
+    own = sorted({tokens[row][n] for row, n in free})
+    if not own or len(ordinary) < 2:
+        return
+    ids, far = nearest(model.get_parameter(name), own, ordinary, 1)
+    beside = dict(zip(own, ids[:, 0].tolist()))
+    weight = {word: float(influence[word]) * apart for word, apart in zip(own, far[:, 0].tolist())}
 
     def other(token: int) -> int:
         rest = ordinary[ordinary != token]
@@ -46,28 +54,27 @@ def decoys(
 
     for row in weakest:
         text = tokens[row]
-        if not places[row] or len(ordinary) < 2:
+        if not places[row]:
             continue
-        least = min(places[row], key=lambda n: float(influence[text[n]]))
-        rest = ordinary[ordinary != text[least]]
-        nearest = rest[int((sizes[rest] - 2 * (table @ table[text[least]])[rest]).argmin())]
-        yield _with(tokens, {(row, least): int(nearest)})
+        least = min(places[row], key=lambda n: weight[text[n]])
+        yield _with(tokens, {(row, least): beside[text[least]]})
         place = places[row][int(torch.randint(len(places[row]), (), generator=rng))]
         yield _with(tokens, {(row, place): other(text[place])})
         pairs = [(a, b) for a, b in zip(places[row], places[row][1:]) if text[a] != text[b]]
         if pairs:
             a, b = min(pairs, key=lambda pair: float(influence[text[pair[0]]] + influence[text[pair[1]]]))
             yield _with(tokens, {(row, a): text[b], (row, b): text[a]})
-        beside = (row + 1) % len(tokens)
-        shared = [n for n in places[row] if n in places[beside] and text[n] != tokens[beside][n]]
+        after = (row + 1) % len(tokens)
+        shared = [n for n in places[row] if n in places[after] and text[n] != tokens[after][n]]
         if shared:
             n = shared[int(torch.randint(len(shared), (), generator=rng))]
-            moved = _with(tokens, {(row, n): tokens[beside][n], (beside, n): text[n]})
+            moved = _with(tokens, {(row, n): tokens[after][n], (after, n): text[n]})
             if sorted(moved) != sorted(tokens):  # texts that differ in one token would only change names
                 yield moved
-    anew = {(row, n): other(tokens[row][n]) for row, free in enumerate(places) for n in free}
-    if anew:
-        yield _with(tokens, anew)
+    near = _with(tokens, {(row, n): beside[tokens[row][n]] for row, n in free})
+    if sorted(near) != sorted(tokens):
+        yield near
+    yield _with(tokens, {(row, n): other(tokens[row][n]) for row, n in free})
 
 
 def _with(tokens: Texts, new: dict[tuple[int, int], int]) -> Texts:

@@ -7,7 +7,6 @@ kind of proof is defined in ``docs/attacks.md``.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -15,13 +14,14 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.comparing import relative_error
-from rasura.attacks.shared.decoys import Texts, decoys, free_places, weakest
+from rasura.attacks.shared.decoys import decoys, free_places, weakest
 from rasura.attacks.shared.dummies import ordinary_ids
+from rasura.attacks.shared.labelings import labelings, pad, targets, turned
+from rasura.attacks.shared.twins import Texts, twins
 from rasura.core.interfaces import AttackFailed
 from rasura.core.rng import generator
 from rasura.core.updates import announced_update, changed
 from rasura.core.values import UNKNOWN, Confidence, Grant, Observation, Parameter, Proof, Reconstruction, Vocabulary
-from rasura.victims.models import layer_inputs, parts
 
 VERIFIED = 1e-3
 """Largest relative error of a verified guess. Exact guesses in float32 stay below 2e-4, whatever the number of threads; the
@@ -41,70 +41,9 @@ PRECISION = 1e-6
 CHANCE = 1e-6
 """Expected number of texts that may fit as well by chance, over all texts of these lengths."""
 
-MAX_LABELINGS = 64
-
 LARGE, HELD = 2**20, 0.1
 """Updates of more entries are told from a decoy's by their last tensors where these suffice: those that hold this fraction
 of the squared norm. Their gradients take a short way back."""
-
-
-def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
-    """Id sequences as ``input_ids`` and ``attention_mask``, both ``(batch, longest)``."""
-    longest = max(map(len, tokens))
-    ids = torch.tensor([[*t, *[pad_id] * (longest - len(t))] for t in tokens], dtype=torch.long)
-    mask = torch.arange(longest) < torch.tensor([len(t) for t in tokens])[:, None]
-    return ids, mask.long()
-
-
-def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:
-    """Which labels to try for the guessed texts: the granted ones, the ones that the head's gradient gives, or all of them.
-
-    Rows may come in another order than the batch's, so granted labels are tried in every order.
-    """
-    if seen.task == "causal":
-        return [_targets(ids, mask)]
-    batch = len(ids)
-    if Grant.LABELS in seen and batch <= 4:
-        return [torch.tensor(p) for p in sorted(set(itertools.permutations(seen.labels.tolist())))]
-    solved = None if announced_update(seen).adaptive else _labels_from_head(seen, ids, mask, types)
-    if solved is not None:
-        return [solved]
-    classes = int(getattr(seen.model.config, "num_labels", 2))
-    if classes**batch > MAX_LABELINGS:
-        return []
-    return [torch.tensor(y) for y in itertools.product(range(classes), repeat=batch)]
-
-
-def _targets(ids: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask.bool(), ids, torch.full_like(ids, -100))
-
-
-def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> Tensor | None:
-    """Head gradient = sum_b (softmax_b - onehot_b) h_b^T / B: linear in the one-hots, and everything else is known."""
-    model = seen.model
-    head = parts(model).head
-    if head is None or head.weight not in seen.gradients or head.weight in seen.visible or head.transposed:
-        return None
-    if len(ids) > parts(model).hidden:
-        return None
-    extra = {} if types is None else {"token_type_ids": types}
-    with torch.no_grad():
-        logits = model(input_ids=ids, attention_mask=mask, **extra).logits.double()
-        # RoBERTa's head reads (batch, hidden); decoders score every position and use the last real one.
-        states = layer_inputs(model, [head.module], input_ids=ids, attention_mask=mask, **extra)[head.module].double()
-    if states.dim() == 3:
-        states = states[torch.arange(len(ids)), mask.sum(1) - 1]
-    gradient = seen.gradients[head.weight].double()
-    deltas = (gradient @ torch.linalg.pinv(states)).T / announced_update(seen).steps  # up to the clipping's scale
-    shares = logits.softmax(1) - deltas * len(ids)
-    labels = []
-    owed: dict[tuple[int, ...], Tensor] = {}
-    for row, text in enumerate(map(tuple, ids.tolist())):
-        # Copies of a text have one mean share in common, so what one takes the others no longer need.
-        share = owed.setdefault(text, shares[row] * sum(text == tuple(other) for other in ids.tolist()))
-        labels.append(int(share.argmax()))
-        share[labels[-1]] -= 1
-    return torch.tensor(labels)
 
 
 def _inputs(
@@ -219,7 +158,7 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     Their recomputed update must be within ``VERIFIED`` of the observed one, that of every decoy must miss it by ``MARGIN``
     times as much (the last tensors of a large one may show that), and the visible entries must be too many for a chance fit.
     None under active dropout, since nothing can be recomputed there, and for a text of special tokens alone, which has no
-    decoys.
+    decoys. It holds no labels where the update does not tell them, since its sign is not known (``Message.signed``).
     """
     error, labels = _fitted(seen, tokens, types)
     if not error < VERIFIED or labels is None:
@@ -236,14 +175,24 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     min_decoy, far = math.inf, _Decoys(seen, shown)
     for decoy in decoys(seen, guess, inputs=inputs | {"labels": labels}, weakest=weak, rng=generator(0, "decoys")):
         other = _inputs(seen, decoy, types)[0]
-        other["labels"] = labels if seen.task != "causal" else _targets(other["input_ids"], other["attention_mask"])
+        other["labels"] = labels if seen.task != "causal" else targets(other["input_ids"], other["attention_mask"])
         missed = far.missed(other, error)
         if not apart(error, missed):  # nor is one whose update is no number
             return None
         min_decoy = min(min_decoy, missed)
     if not told(shown, error, min_decoy, sum(map(len, free)), len(ordinary_ids(seen.vocabulary))):
         return None
-    return _worded(Proof("gradient", guess, error, min_decoy, _flat(seen, labels)), seen.vocabulary)
+    known = _signed(seen, inputs, logits, labels, error)
+    return _worded(Proof("gradient", guess, error, min_decoy, _flat(seen, labels if known else None)), seen.vocabulary)
+
+
+def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, labels: Tensor, error: float) -> bool:
+    """Whether the update tells ``labels``: its sign is known, or they are, or no other labels fit it turned around."""
+    if seen.message.signed or Grant.LABELS in seen or seen.task == "causal":
+        return True
+    update = announced_update(seen)
+    guess, _ = changed(seen.model, {**inputs, "labels": turned(logits, labels)}, list(seen.gradients), update)
+    return apart(error, relative_error({n: -g for n, g in guess.items()}, seen.gradients, seen.visible))
 
 
 def prove_rows(
@@ -276,7 +225,7 @@ def verified(proof: Proof, details: Mapping[str, Parameter]) -> Reconstruction:
 
 def in_span(
     tokens: Texts,
-    vocabulary: Vocabulary,
+    seen: Observation,
     *,
     believed: bool,
     residual: float | None = None,
@@ -285,9 +234,20 @@ def in_span(
 ) -> Reconstruction:
     """``span`` for ``tokens`` that were ``believed`` by the attack's null (``span.null``), else ``matched``.
 
-    Raises ``AttackFailed`` where no text holds a word: special tokens are in every update.
+    ``span`` leaves the places open of words that have twins (``attacks.shared.twins``); ``details`` says how many, as
+    ``twins``. Raises ``AttackFailed`` where no text holds a word: special tokens are in every update.
     """
-    if not any(token != UNKNOWN and token not in vocabulary.special_ids for text in tokens for token in text):
+    if not _worded_at_all(tokens, seen):
         raise AttackFailed("only special tokens were found, which every text contains")
+    details = dict(details or {})
+    if believed and (alike := twins(seen, tokens)):
+        left = tuple(tuple(UNKNOWN if (k, n) in alike else t for n, t in enumerate(text)) for k, text in enumerate(tokens))
+        believed = _worded_at_all(left, seen)
+        if believed:
+            tokens, details["twins"] = left, len(alike)
     confidence: Confidence = "span" if believed else "matched"
-    return Reconstruction(tokens, confidence, ordered=ordered, residual=residual, details=details or {})
+    return Reconstruction(tokens, confidence, ordered=ordered, residual=residual, details=details)
+
+
+def _worded_at_all(tokens: Texts, seen: Observation) -> bool:
+    return any(token != UNKNOWN and token not in seen.vocabulary.special_ids for text in tokens for token in text)

@@ -40,7 +40,8 @@ def _settled(guess: Reconstruction, seen: Observation) -> bool:
         return True
     lengths = sorted(seen.lengths) == sorted(map(len, guess.tokens)) if Grant.LENGTHS in seen else True
     worded = all(any(t not in seen.vocabulary.special_ids for t in text) for text in guess.tokens)
-    whole = bool(guess.tokens) and worded and all(UNKNOWN not in text for text in guess.tokens)
+    holes = sum(t == UNKNOWN for text in guess.tokens for t in text)
+    whole = bool(guess.tokens) and worded and holes == guess.details.get("twins", 0)  # no attack tells twins apart
     return guess.confidence == "span" and guess.ordered and whole and lengths
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor
 
 from rasura.attacks.shared.verify import ROWS_VERIFIED, in_span, prove, prove_rows, verified
+from rasura.attacks.updates.row_evidence import rows_of_words
 from rasura.attacks.updates.tied_rows import without_output_part
 from rasura.attacks.updates.trained_rows import opposed, weights_of, without_decay
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -175,8 +176,9 @@ class EmbeddingRows:
 
     One text with positions: its tokens in place, repeats included; ``verified`` (proof ``embedding-rows``) when the place
     rows reproduce every word row exactly, and no other arrangement of them does. More texts, or no position embedding
-    (Llama): the bag of distinct tokens (``ordered=False``), given once for every text because it cannot be told apart. Under
-    noise the rows that stand out are kept (``matched``). Of what a training changed, the rows that decay does not explain.
+    (Llama): the bag of distinct tokens (``ordered=False``), given once for every text because it cannot be told apart; it is
+    ``span`` where its rows look like those of words (``row_evidence``), else ``matched``. Under noise the rows that stand
+    out are kept. Of what a training changed, the rows that decay does not explain.
 
     A causal model that ties its output layer to the embedding fills every row; the input rows are separated by the low rank
     of the output part. Its last token enters no loss and stays ``UNKNOWN``. Of AdamW's changes of such a model, only the
@@ -233,7 +235,8 @@ class EmbeddingRows:
                     return self._judged(seen, tokens, words, places, taken, exact, details)
         bag = tuple(sorted(int(i) for i in words.index))
         bags = (bag,) * (size or 1)
-        return in_span(bags, seen.vocabulary, believed=not words.noisy, ordered=False, details=details)
+        believed = not words.noisy and rows_of_words(seen, words.index, gradient, mask)
+        return in_span(bags, seen, believed=believed, ordered=False, details=details)
 
     @staticmethod
     def _judged(
@@ -253,7 +256,7 @@ class EmbeddingRows:
         if proof is not None:
             return verified(proof, details)
         # A hole in exactly solved places is the causal model's last token.
-        return in_span((tokens,), seen.vocabulary, believed=exact and seen.task == "causal", details=details)
+        return in_span((tokens,), seen, believed=exact and seen.task == "causal", details=details)
 
     @staticmethod
     def _places(seen: Observation, found: Parts, noisy: bool) -> Rows | None:

@@ -218,7 +218,7 @@ class JointPursuit:
             return self._text(seen, inputs, found, believed, details)
         bag = tuple(sorted({token for _, token in found.rows}))
         return in_span(
-            (bag,) * max(1, size), seen.vocabulary, believed=believed, residual=found.left, ordered=False, details=details
+            (bag,) * max(1, size), seen, believed=believed, residual=found.left, ordered=False, details=details
         )  # fmt: skip
 
     @staticmethod
@@ -234,7 +234,7 @@ class JointPursuit:
         proof = prove(seen, [text])
         if proof is not None:
             return verified(proof, details)
-        return in_span((text,), seen.vocabulary, believed=believed, residual=found.left, details=details)
+        return in_span((text,), seen, believed=believed, residual=found.left, details=details)
 
     @staticmethod
     def _nearest(seen: Observation, space: Tensor, inputs: Inputs, ids: Tensor, size: int) -> Reconstruction:
@@ -248,7 +248,7 @@ class JointPursuit:
         special = torch.tensor(sorted(seen.vocabulary.special_ids), dtype=torch.long)
         share[torch.isin(ids, special)] = 0.0
         bag = tuple(sorted(ids[share.topk(min(basis.shape[1], len(share))).indices].tolist()))
-        return in_span((bag,) * size, seen.vocabulary, believed=False, ordered=False, details={"signs": True})
+        return in_span((bag,) * size, seen, believed=False, ordered=False, details={"signs": True})
 
 
 SPEC = AttackSpec(

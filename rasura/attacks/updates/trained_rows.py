@@ -94,7 +94,7 @@ def opposed(seen: Observation, change: Tensor, size: int) -> Reconstruction:
     if not bag:
         raise AttackFailed("no word's row moved against what its weights predict")
     return in_span(
-        (bag,) * size, seen.vocabulary, believed=False, ordered=False, details={"distinct_tokens": len(bag), "tied": True}
+        (bag,) * size, seen, believed=False, ordered=False, details={"distinct_tokens": len(bag), "tied": True}
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.attacks.shared.dummies import token_table
-from rasura.attacks.shared.verify import MAX_LABELINGS, pad
+from rasura.attacks.shared.labelings import MAX_LABELINGS, pad
 from rasura.attacks.updates.gradient_matching.factors import Factoriser
 from rasura.attacks.updates.gradient_matching.judging import CHUNK
 from rasura.attacks.updates.gradient_matching.objective import Distance, Kind, soft_cross_entropy

@@ -195,7 +195,7 @@ class Span:
             if guess.confidence == "verified":
                 return guess
         return in_span(
-            (bag,) * max(1, size), seen.vocabulary, residual=max(r.residual for r in rows), ordered=False,
+            (bag,) * max(1, size), seen, residual=max(r.residual for r in rows), ordered=False,
             believed=tokens_believed(scan.space, scan.inputs, scan.ids, [[(t, 0) for t in bag]], positional=False),
         )  # fmt: skip
 
@@ -250,7 +250,7 @@ class Span:
         proof = None if active else prove(seen, tokens, [[s for _, s in text] for text in texts])
         if proof is not None:
             return verified(proof, details)
-        return in_span(tokens, seen.vocabulary, believed=believed(), residual=residual, details=details)
+        return in_span(tokens, seen, believed=believed(), residual=residual, details=details)
 
 
 def dager() -> Span:

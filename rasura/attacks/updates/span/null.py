@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from rasura.attacks.shared.twins import NEAR
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.passing import FALSE, fitted_chance
 from rasura.attacks.updates.span.rows import DOUBT, RowSpace
@@ -120,15 +121,21 @@ def stand_clear(residuals: Tensor, others: Tensor, limit: float) -> bool:
 
 
 def others_of(inputs: Inputs, ids: Tensor, found: set[int]) -> Tensor:
-    """Tokens other than those ``found``: the nearest ones to each, and some from the whole vocabulary ``ids``."""
+    """Tokens other than those ``found``: the nearest ones to each, and some from the whole vocabulary ``ids``.
+
+    A twin of a token that was found is none of them, since no row space tells the two apart: ``verify.in_span`` leaves such
+    places open."""
     table = inputs.model.get_parameter(inputs.parts.word_embedding).detach()
-    rest: Tensor = ids[~torch.isin(ids, torch.tensor(sorted(found)))]
+    own = torch.tensor(sorted(found))
+    squares = table.square().sum(1)
+    far = squares - 2 * table[own] @ table.T  # the squared distance, but for what all share
+    alike = (far + squares[own, None] <= NEAR**2 * squares[own, None]).any(0)
+    alike[own] = True
+    rest: Tensor = ids[~alike[ids]]
     if len(rest) <= OTHERS:
         return rest
     spread = rest[torch.linspace(0, len(rest) - 1, OTHERS).long()]
-    own = torch.tensor(sorted(found))
-    far = table.square().sum(1) - 2 * table[own] @ table.T  # the squared distance, but for what all share
-    far[:, torch.cat([own, _without(ids, len(table))])] = torch.inf
+    far[:, torch.cat([alike.nonzero().flatten(), _without(ids, len(table))])] = torch.inf
     near = far.topk(min(NEIGHBOURS, len(rest)), largest=False).indices
     return torch.tensor(sorted({*spread.tolist(), *near.flatten().tolist()}))
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rasura.attacks.shared.verify import pad
+from rasura.attacks.shared.labelings import pad
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import RowSpace, row_space, visible_gradients
 from rasura.attacks.updates.span.tokens import Row

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.shared.dummies import nearest_tokens
-from rasura.attacks.shared.verify import pad
+from rasura.attacks.shared.labelings import pad
 from rasura.attacks.updates.span_matching.objective import Body, Objective
 
 Beam = list[tuple[float, Body]]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rasura.attacks.shared.verify import pad
+from rasura.attacks.shared.labelings import pad
 from rasura.attacks.updates.span.rows import RowSpace, row_space, visible_gradients
 from rasura.core.values import Observation, Vocabulary
 from rasura.victims.models import layer_inputs, parts

@@ -1,0 +1,84 @@
+"""Which labels guessed texts may have: the granted ones, those that the head's gradient gives, or all that can be tried."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rasura.core.updates import announced_update
+from rasura.core.values import Grant, Observation
+from rasura.victims.models import layer_inputs, parts
+
+MAX_LABELINGS = 64
+
+
+def pad(tokens: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
+    """Id sequences as ``input_ids`` and ``attention_mask``, both ``(batch, longest)``."""
+    longest = max(map(len, tokens))
+    ids = torch.tensor([[*t, *[pad_id] * (longest - len(t))] for t in tokens], dtype=torch.long)
+    mask = torch.arange(longest) < torch.tensor([len(t) for t in tokens])[:, None]
+    return ids, mask.long()
+
+
+def labelings(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> list[Tensor]:
+    """Which labels to try for the guessed texts: the granted ones, the ones that the head's gradient gives, or all of them.
+
+    Rows may come in another order than the batch's, so granted labels are tried in every order.
+    """
+    if seen.task == "causal":
+        return [targets(ids, mask)]
+    batch = len(ids)
+    if Grant.LABELS in seen and batch <= 4:
+        return [torch.tensor(p) for p in sorted(set(itertools.permutations(seen.labels.tolist())))]
+    solved = None if announced_update(seen).adaptive else _labels_from_head(seen, ids, mask, types)
+    if solved is not None:
+        return [solved]
+    classes = int(getattr(seen.model.config, "num_labels", 2))
+    if classes**batch > MAX_LABELINGS:
+        return []
+    return [torch.tensor(y) for y in itertools.product(range(classes), repeat=batch)]
+
+
+def targets(ids: Tensor, mask: Tensor) -> Tensor:
+    """The labels of a causal loss: the texts' own tokens, -100 where a text is padded."""
+    return torch.where(mask.bool(), ids, torch.full_like(ids, -100))
+
+
+def _labels_from_head(seen: Observation, ids: Tensor, mask: Tensor, types: Tensor | None) -> Tensor | None:
+    """Head gradient = sum_b (softmax_b - onehot_b) h_b^T / B: linear in the one-hots, and everything else is known."""
+    model = seen.model
+    head = parts(model).head
+    if head is None or head.weight not in seen.gradients or head.weight in seen.visible or head.transposed:
+        return None
+    if len(ids) > parts(model).hidden:
+        return None
+    extra = {} if types is None else {"token_type_ids": types}
+    with torch.no_grad():
+        logits = model(input_ids=ids, attention_mask=mask, **extra).logits.double()
+        # RoBERTa's head reads (batch, hidden); decoders score every position and use the last real one.
+        states = layer_inputs(model, [head.module], input_ids=ids, attention_mask=mask, **extra)[head.module].double()
+    if states.dim() == 3:
+        states = states[torch.arange(len(ids)), mask.sum(1) - 1]
+    gradient = seen.gradients[head.weight].double()
+    deltas = (gradient @ torch.linalg.pinv(states)).T / announced_update(seen).steps  # up to the clipping's scale
+    shares = logits.softmax(1) - deltas * len(ids)
+    labels = []
+    owed: dict[tuple[int, ...], Tensor] = {}
+    for row, text in enumerate(map(tuple, ids.tolist())):
+        # Copies of a text have one mean share in common, so what one takes the others no longer need.
+        share = owed.setdefault(text, shares[row] * sum(text == tuple(other) for other in ids.tolist()))
+        labels.append(int(share.argmax()))
+        share[labels[-1]] -= 1
+    return torch.tensor(labels)
+
+
+def turned(logits: Tensor, labels: Tensor) -> Tensor:
+    """The labels ``(batch,)`` whose gradient is most like that of ``labels`` turned around: the likeliest other classes.
+
+    With two classes a text's gradient under either is the other's at a negative scale: ``softmax - onehot`` is ``(q, -q)``
+    or ``(-p, p)``. With more, what the other classes get has the wrong sign.
+    """
+    return logits.scatter(-1, labels[:, None], -torch.inf).argmax(-1)

@@ -1,0 +1,38 @@
+"""Whether the rows of an embedding's gradient are those of words, or noise that was made sparse before it was sent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rasura.attacks.updates.span.rows import block_spaces, visible_blocks
+from rasura.core.updates import announced_update
+from rasura.core.values import Observation
+
+FILLED = 0.9
+"""Least fraction of a row's visible entries that are not zero. The gradient of a word's embedding is zero nowhere; what is
+left of noise by its largest entries fills few entries of a row."""
+
+
+def rows_of_words(seen: Observation, index: Tensor, gradient: Tensor, mask: Tensor | None) -> bool:
+    """Whether the rows ``index`` of the word embedding's ``gradient`` are believed to be the words of the batch.
+
+    Each is filled. Most other rows are in sight, which are zero: where a mask shows the largest entries alone, nothing is
+    known of the others. And there are no more words than the row space of block 0 holds, where that block is in sight; AdamW
+    and decay leave none.
+    """
+    shown = torch.ones_like(gradient[index], dtype=torch.bool) if mask is None else mask[index]
+    filled = (gradient[index] * shown != 0).sum(1) >= FILLED * shown.sum(1)
+    if not bool(filled.all()):
+        return False
+    if mask is not None:
+        others = torch.ones(len(gradient), dtype=torch.bool)
+        others[index] = False
+        if 2 * int(mask[others].any(1).sum()) <= int(others.sum()):
+            return False
+    first = [block for block in visible_blocks(seen) if block.index == 0]
+    local = announced_update(seen)
+    if not first or local.adaptive or local.round.decay:
+        return True
+    space = block_spaces(seen, first).get(0)
+    return space is not None and len(index) <= space.rank

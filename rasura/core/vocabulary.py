@@ -1,0 +1,58 @@
+"""The facts of a public tokenizer. This module imports nothing else from the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+UNREADABLE = "·"
+"""Stands in a text for a token that the tokenizer puts in place of what it does not know."""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The facts of the public tokenizer: sizes, special ids, and how ids become text.
+
+    ``prefix`` and ``suffix`` are the ids that the tokenizer puts around each text (BERT: ``[CLS]`` and ``[SEP]``).
+    ``unknown_ids``: special ids that stand for words of the text which the tokenizer does not know (BERT: ``[UNK]``).
+    """
+
+    size: int
+    decode: Callable[[Sequence[int]], str]
+    encode: Callable[[str], list[int]]
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    pad_id: int | None = None
+    special_ids: frozenset[int] = frozenset()
+    unused_ids: frozenset[int] = frozenset()
+    unknown_ids: frozenset[int] = frozenset()
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ``ids`` without special and out-of-range ids, with ``UNREADABLE`` for unknown words."""
+        return readable(
+            [i for i in ids if 0 <= i < self.size], self.decode, self.special_ids - self.unknown_ids, self.unknown_ids
+        )  # fmt: skip
+
+
+NO_TEXT = Vocabulary(0, decode=lambda ids: "", encode=lambda text: [])
+"""The vocabulary of a step on images."""
+
+
+def readable(
+    ids: Sequence[int], decode: Callable[[Sequence[int]], str], left_out: Collection[int], unknown: Collection[int]
+) -> str:
+    """The text of ``ids`` without those ``left_out``, with ``UNREADABLE`` for each that is ``unknown``."""
+    runs = [(one, list(some)) for one, some in groupby((i for i in ids if i not in left_out), key=lambda i: i in unknown)]
+    if not any(one for one, _ in runs):
+        return decode([i for _, some in runs for i in some])
+    return " ".join(" ".join(UNREADABLE for _ in some) if one else decode(some).strip() for one, some in runs)
+
+
+def unknown_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids with which a Hugging Face ``tokenizer`` stands for what it does not know; none where it has no token for that
+    alone (GPT-2 ends its texts with the same)."""
+    names = ("pad", "bos", "eos", "cls", "sep", "mask")
+    others = {getattr(tokenizer, f"{name}_token_id", None) for name in names}
+    return frozenset({tokenizer.unk_token_id} - others - {None})

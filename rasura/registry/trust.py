@@ -1,0 +1,20 @@
+"""What is believed of an attack that is not Rasura's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rasura.attacks.shared.verify import prove, verified
+from rasura.core.values import Observation, Reconstruction
+
+
+def trusted(guess: Reconstruction, seen: Observation, attack: object) -> Reconstruction:
+    """``guess``; of an ``attack`` that is not Rasura's, ``verified`` only where the update proves it here, else ``matched``.
+
+    Anybody can build a ``Proof``, and a verdict rests on it.
+    """
+    ours = type(attack).__module__.split(".")[0] == __name__.split(".")[0]
+    if ours or guess.confidence not in ("verified", "span"):
+        return guess
+    proof = prove(seen, guess.tokens) if guess.confidence == "verified" and guess.images is None else None
+    return replace(guess, confidence="matched", proof=None) if proof is None else verified(proof, guess.details)
