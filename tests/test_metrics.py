@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from rasura.metrics.text import (
 )  # fmt: skip
 from rasura.registry import METRICS
 from rasura.registry import metric as make_metric
-from rasura.runs.scoring import score
+from rasura.runs.scoring import recovered, score
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.step import step
 
@@ -49,6 +50,21 @@ def truth(*rows: list[int], texts: tuple[str, ...] | None = None) -> Transcript:
     if texts:
         batch = Batch(batch.input_ids, batch.attention_mask, batch.labels, texts, texts, special_ids=batch.special_ids)
     return Transcript(batch, nn.Identity(), Message({}), (), 0.0, "classification", VOCABULARY)
+
+
+KNOWN = replace(VOCABULARY, special_ids=VOCABULARY.special_ids | {7}, unknown_ids=frozenset({7}))
+"""A tokenizer that puts id 7 in place of every word which it does not know."""
+
+
+def test_words_that_the_tokenizer_does_not_know_count_as_not_read() -> None:
+    said = replace(truth([40, 7, 41, 7], [42, 43], [7, 7]), vocabulary=KNOWN)
+    exact = guess([40, 7, 41, 7], [42, 43], [7, 7])
+    for metric, first in ((token_recall(), 0.5), (position_exact(), 0.5), (exact_match(), 0.0), (token_precision(), 1.0)):
+        one, other, none = metric(exact, said)
+        assert (one, other) == (first, 1.0) and math.isnan(none)
+    assert KNOWN.text([CLS, 40, 7, 7, 41, SEP]) == "w40 · · w41" and VOCABULARY.text([CLS, 40, SEP]) == "w40"
+    first, second, _ = recovered(exact, said, True)
+    assert first["unknown"] == [2, 4] and "unknown" not in second
 
 
 def guess(*rows: list[int], ordered: bool = True) -> Reconstruction:

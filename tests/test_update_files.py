@@ -167,7 +167,18 @@ def test_what_is_read_is_a_value_with_a_plain_form(tmp_path: Path, victim: Victi
     save_file({NAME: torch.tensor([0.5, -2.0])}, tmp_path / "u.safetensors")
     found = read_update(tmp_path / "u.safetensors", victim, ReadRequest("blind", lengths=[5]))
     plain = found.to_dict()
-    assert list(plain) == ["texts", "confidence", "attack", "tokens", "file", "ordered", "labels", "seconds", "details"]
+    assert list(plain) == [
+        "texts",
+        "confidence",
+        "attack",
+        "tokens",
+        "file",
+        "ordered",
+        "labels",
+        "notes",
+        "seconds",
+        "details",
+    ]
     assert json.loads(json.dumps(plain)) == plain and plain["texts"] == list(found.texts) != []
     assert (found.status, found.reason, found.attack, found.seconds) == ("ok", "", "blind", plain["seconds"])
 

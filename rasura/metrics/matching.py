@@ -18,8 +18,14 @@ def own_tokens(ids: Sequence[int], truth: Transcript) -> list[int]:
     return [i for i in ids if i not in special and i != UNKNOWN]
 
 
+def unknown_words(ids: Sequence[int], truth: Transcript) -> int:
+    """How many of ``ids`` stand for words of the text that the tokenizer does not know. Nobody reads them from an update, so
+    a text that has some is never read whole."""
+    return sum(i in truth.vocabulary.unknown_ids for i in ids)
+
+
 def read_texts(guess: Reconstruction, truth: Transcript) -> list[str]:
-    """The recovered texts without special and unknown tokens."""
+    """The recovered texts without special tokens."""
     return list(guess.texts) or [truth.vocabulary.text(t) for t in guess.tokens]
 
 

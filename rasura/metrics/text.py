@@ -14,8 +14,8 @@ import numpy as np
 
 from rasura.core.interfaces import Unavailable
 from rasura.core.specs import MetricSpec
-from rasura.core.values import Reconstruction, Transcript
-from rasura.metrics.matching import assign, own_tokens, paired, read_texts
+from rasura.core.values import UNKNOWN, Reconstruction, Transcript
+from rasura.metrics.matching import assign, own_tokens, paired, read_texts, unknown_words
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def wordnet() -> str | None:
 @dataclass(frozen=True)
 class TokenMetric:
     """A score of (private ids, recovered ids), special tokens left out; texts assigned by common tokens. NaN for a text
-    without a token of its own."""
+    without a token of its own. Words that the tokenizer does not know count as ``UNKNOWN``: never recovered."""
 
     name: str
     score: Callable[[Sequence[int], Sequence[int]], float]
@@ -143,14 +143,15 @@ class TokenMetric:
         out = []
         for row, place in enumerate(places):
             found, own = read[place] if place >= 0 else (), plain(whole[row])
+            unread = [UNKNOWN] * unknown_words(whole[row], truth)
             if not own:
                 out.append(nan)
             elif self.special == "drop":
-                out.append(self.score(own, plain(found)))
+                out.append(self.score(own + unread, plain(found)))
             else:
                 kept = set(own)
                 hits = [guess.ordered and k < len(found) and found[k] == t for k, t in enumerate(whole[row]) if t in kept]
-                out.append(sum(hits) / len(own))
+                out.append(sum(hits) / len(own + unread))
         return out
 
 
@@ -164,7 +165,8 @@ def token_precision() -> TokenMetric:
 
 
 def token_recall() -> TokenMetric:
-    """Fraction of the private tokens that were recovered, in any order, counting repeats."""
+    """Fraction of the private tokens that were recovered, in any order, counting repeats; a word that the tokenizer does not
+    know is a token that was not."""
     return TokenMetric("token_recall", lambda a, b: _common(a, b) / len(a))
 
 

@@ -16,7 +16,7 @@ Word = tuple[str, bool, bool]
 """A word, whether it came back, and whether it is sensitive."""
 
 SURE = {
-    "verified": "verified: there is a proof, since the update tells this text from texts that are almost the same",
+    "verified": "verified: there is a proof, since the update tells these tokens from others that are almost the same",
     "span": "every token fits the update, as hardly any other token would; no proof of the whole text",
     "matched": "the best match that was found; no proof",
     "none": "a guess without a check",

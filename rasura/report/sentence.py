@@ -69,7 +69,7 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
                 whole=whole, n=len(sensitive),
             )
         )  # fmt: skip
-    return [*out, *_unruled(records), *labels]
+    return [*out, *_unknown(records), *_unruled(records), *labels]
 
 
 def _labels(f: Findings) -> list[str]:
@@ -93,6 +93,21 @@ def _unruled(records: Sequence[Mapping[str, Any]]) -> list[str]:
         tell(
             "In {count} of {of} notes the rules cannot tell names: they know only capitals of the Latin, Greek, Cyrillic "
             "and Armenian scripts.", count=count, of=of,
+        )
+    ]  # fmt: skip
+
+
+def _unknown(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How many words the tokenizer does not know, where it does not know some."""
+    found = {n: row["unknown"] for r in records for n, row in zip(notes_of(r), r["recovered"]) if row.get("unknown")}
+    of = len({n for r in records for n in notes_of(r)})
+    if not found:
+        return []
+    count, tokens = (sum(some) for some in zip(*found.values()))
+    return [
+        tell(
+            "In {notes} of {of} notes {count} of {tokens} tokens are words that the tokenizer does not know. They count as "
+            "not recovered.", notes=len(found), of=of, count=count, tokens=tokens,
         )
     ]  # fmt: skip
 

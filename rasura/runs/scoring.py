@@ -20,7 +20,7 @@ from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.labels import label_hits
-from rasura.metrics.matching import own_tokens, paired, read_texts
+from rasura.metrics.matching import own_tokens, paired, read_texts, unknown_words
 from rasura.metrics.sensitive import marked_words, tells_names
 from rasura.metrics.text import rouge
 from rasura.registry import SERVICE_METRICS
@@ -88,17 +88,21 @@ def likeness(
 
 
 def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict[str, Any]]:
-    """What was recovered from each text, word by word: (word, recovered?, sensitive?); masked unless ``show``. For images,
-    the original and the guess as ``data:`` URLs; unless ``show``, only their similarity.
+    """What was recovered from each text, word by word: (word, recovered?, sensitive?); masked unless ``show``. ``unknown``:
+    where the tokenizer does not know a word, how many it does not know, and of how many. For images, the original and the
+    guess as ``data:`` URLs; unless ``show``, only their similarity.
     """
     if guess.images is not None:
         return _recovered_images(guess, truth, show)
     texts = read_texts(guess, truth)
     metric = rouge("rouge1")
     out = []
-    for text, (score, place) in zip(truth.text_batch.texts, paired(truth.text_batch.seen, texts, metric.score)):
+    batch = truth.text_batch
+    for row, (text, (score, place)) in enumerate(zip(batch.texts, paired(batch.seen, texts, metric.score))):
         read = texts[place] if place >= 0 else ""
-        out.append(_recovered_text(text, read, score, show))
+        unknown = unknown_words(batch.ids(row), truth)
+        told = {"unknown": [unknown, unknown + len(own_tokens(batch.ids(row), truth))]} if unknown else {}
+        out.append({**_recovered_text(text, read, score, show), **told})
     return out
 
 

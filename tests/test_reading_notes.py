@@ -1,0 +1,65 @@
+"""What is said beside the texts that were read from a file: labels that depend on its sign, unknown words, open places."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from rasura.cli import app
+from rasura.runs.reading import ReadRequest, read_update
+from rasura.testing.tiny import tiny, tokenizer_folder
+from rasura.victims.loading import Victim, load
+from rasura.victims.models import parts
+from rasura.victims.step import capture
+
+TEXT = "w40 the w41 w42"
+
+
+@pytest.fixture(scope="module")
+def victim(tmp_path_factory: pytest.TempPathFactory) -> Victim:
+    folder = tmp_path_factory.mktemp("model")
+    return load(tokenizer_folder(tiny("bert", "classification", num_labels=2), folder), "classification")
+
+
+def captured(victim: Victim, path: Path, *, sign: float = 1.0, label: int = 1) -> Path:
+    inputs = dict(victim.tokenizer([TEXT], return_tensors="pt"), labels=torch.tensor([label]))
+    capture(victim.model, inputs, path)
+    save_file({n: sign * t for n, t in load_file(path).items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("sign", [1.0, -0.01])
+def test_a_file_of_two_classes_tells_no_label_unless_somebody_says_what_it_holds(
+    victim: Victim, tmp_path: Path, sign: float
+) -> None:
+    path = captured(victim, tmp_path / "u.safetensors", sign=sign)
+    found = read_update(path, victim, ReadRequest(attack="span", batch_size=1))
+    assert found.texts == (TEXT,) and found.confidence == "verified" and found.labels is None
+    assert found.notes == ("the labels depend on the sign of the file; --update fedsgd says that it holds a gradient",)
+    assert found.to_dict()["notes"] == list(found.notes) and found.notes[0] in found._repr_html_()
+    if sign > 0:
+        stated = read_update(path, victim, ReadRequest(attack="span", batch_size=1, update="fedsgd"))
+        assert stated.labels == (1,) and stated.confidence == "verified" and not stated.notes
+
+
+def test_the_command_says_it_too(victim: Victim, tmp_path: Path) -> None:
+    path = captured(victim, tmp_path / "u.safetensors")
+    done = CliRunner().invoke(app, ["read", str(path), "--model", victim.name, "--batch-size", "1", "--attack", "span"])
+    assert done.exit_code == 0 and "the labels depend on the sign of the file" in done.output
+
+
+def test_a_place_that_stays_open_is_told(victim: Victim, tmp_path: Path) -> None:
+    table = victim.model.get_parameter(parts(victim.model).word_embedding)
+    kept = table.detach().clone()
+    with torch.no_grad():
+        table[200] = table[41]
+    path = captured(victim, tmp_path / "u.safetensors")
+    found = read_update(path, victim, ReadRequest(attack="span", batch_size=1, frozen_embeddings=True))
+    with torch.no_grad():
+        table.copy_(kept)
+    assert found.texts == ("w40 the w42",) and found.confidence == "span"
+    assert found.notes == ("1 of 4 tokens stay open, since the embeddings of other words are equal or nearly so",)

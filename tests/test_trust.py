@@ -1,0 +1,74 @@
+"""What is believed of an attack that is not Rasura's, whatever it says of its guess."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from torch import Generator
+
+import rasura
+from rasura.attacks.updates.span import Span
+from rasura.core.interfaces import Budget
+from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
+from rasura.core.values import Confidence, Grant, Observation, Proof, Reconstruction
+from rasura.registry import trusted
+from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny, tokenizer_folder
+from rasura.victims.step import step
+
+TEXT = (CLS, 40, 3, 41, 9, 42, SEP)
+
+
+@dataclass(frozen=True)
+class Says:
+    """Names one text, and says that it is proven."""
+
+    text: tuple[int, ...] = TEXT
+    confidence: Confidence = "verified"
+    name: str = "says"
+    needs: frozenset[Grant] = frozenset({Grant.MODEL, Grant.BASE_MODEL})
+    uses: frozenset[Grant] = field(default=frozenset())
+
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        proof = Proof("gradient", (self.text,), 0.0, 1.0, (0,)) if self.confidence == "verified" else None
+        return Reconstruction((self.text,), self.confidence, labels=(0,), proof=proof)
+
+
+@pytest.fixture(scope="module")
+def seen() -> Observation:
+    sent = step(tiny("bert", "classification"), batch_of([list(TEXT)], "classification", [1]),
+                task="classification", vocabulary=VOCABULARY, rng=generator(0))  # fmt: skip
+    return observe(sent, HONEST_SERVER)
+
+
+def said(attack: Says | Span, seen: Observation) -> Reconstruction:
+    return trusted(attack(seen, rng=generator(0), budget=Budget("quick")), seen, attack)
+
+
+def test_a_proof_of_another_attack_is_made_again(seen: Observation) -> None:
+    right, wrong = said(Says(), seen), said(Says((CLS, 40, 3, 41, 9, 43, SEP)), seen)
+    assert right.confidence == "verified" and right.labels == (1,) and right.proof is not None and right.proof.decoys < 1
+    assert wrong.confidence == "matched" and wrong.proof is None and wrong.tokens == ((CLS, 40, 3, 41, 9, 43, SEP),)
+    assert said(Says(confidence="span"), seen).confidence == "matched"
+    assert said(Says(confidence="matched"), seen) == Says(confidence="matched")(seen, rng=generator(0), budget=Budget())
+
+
+def test_what_ours_say_stays(seen: Observation) -> None:
+    guess = Span()(seen, rng=generator(0), budget=Budget("quick"))
+    assert trusted(guess, seen, Span()) is guess and guess.confidence == "verified"
+
+    class Mine(Span):
+        pass
+
+    again = trusted(replace(guess, labels=(2,)), seen, Mine())
+    assert again.confidence == "verified" and again.labels == (1,)
+
+
+def test_an_audit_does_not_take_a_plug_in_at_its_word(tmp_path: Path) -> None:
+    folder = tokenizer_folder(tiny("bert", "classification", num_labels=2), tmp_path / "model")
+    texts = ["w40 the w41 w42"]
+    records = rasura.audit(model=str(folder), data=texts, attacks=[Says(), "blind"], defenses=["none"], out=tmp_path / "run")
+    (record,) = [r for r in records if r.attack == "says"]
+    assert record.status == "ok" and record.confidence == "matched"
