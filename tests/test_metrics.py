@@ -59,9 +59,9 @@ KNOWN = replace(VOCABULARY, special_ids=VOCABULARY.special_ids | {7}, unknown_id
 def test_words_that_the_tokenizer_does_not_know_count_as_not_read() -> None:
     said = replace(truth([40, 7, 41, 7], [42, 43], [7, 7]), vocabulary=KNOWN)
     exact = guess([40, 7, 41, 7], [42, 43], [7, 7])
-    for metric, first in ((token_recall(), 0.5), (position_exact(), 0.5), (exact_match(), 0.0), (token_precision(), 1.0)):
-        one, other, none = metric(exact, said)
-        assert (one, other) == (first, 1.0) and math.isnan(none)
+    for metric, share in ((token_recall(), 0.5), (position_exact(), 0.5), (exact_match(), 0.0), (token_precision(), 1.0)):
+        some, other, none = metric(exact, said)
+        assert (some, other) == (share, 1.0) and math.isnan(none)
     assert KNOWN.text([CLS, 40, 7, 7, 41, SEP]) == "w40 · · w41" and VOCABULARY.text([CLS, 40, SEP]) == "w40"
     first, second, _ = recovered(exact, said, True)
     assert first["unknown"] == [2, 4] and "unknown" not in second

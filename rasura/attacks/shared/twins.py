@@ -24,6 +24,9 @@ MOST = 8
 CHUNK = 4096
 """Rows of a table that are compared at once."""
 
+FEW = 2048
+"""Words among which twins are looked for pair by pair. No batch accepts more."""
+
 FLOOR = 1e-9
 """A row below this fraction of another is none."""
 
@@ -62,7 +65,8 @@ def twins(seen: Observation, tokens: Sequence[Sequence[int]]) -> dict[tuple[int,
     """
     found = parts(seen.model)
     last = found.head if seen.task == "causal" and not found.tied else None
-    inner, ends = [], []
+    inner: list[tuple[int, int]] = []
+    ends: list[tuple[int, int]] = []
     for row, text in enumerate(tokens):
         for n in _free(text, seen):
             (ends if last is not None and n == len(text) - 1 else inner).append((row, n))
@@ -84,8 +88,8 @@ def _twins_at(
     seen: Observation, name: str, transposed: bool, tokens: Sequence[Sequence[int]], places: Sequence[tuple[int, int]]
 ) -> dict[tuple[int, int], list[int]]:
     words = sorted({int(tokens[row][n]) for row, n in places})
-    table = seen.model.get_parameter(name)
-    table = table.T if transposed else table
+    weights: Tensor = seen.model.get_parameter(name)
+    table = weights.T if transposed else weights
     among = torch.tensor([i for i in range(min(seen.vocabulary.size, len(table))) if i not in seen.vocabulary.unused_ids])
     if not words or len(among) < 2:
         return {}
@@ -105,3 +109,24 @@ def _told(seen: Observation, word: int, other: int) -> bool:
     if gradient is None or (mask is not None and not bool(mask[[word, other]].all())):
         return False
     return float(gradient[other].norm()) <= FLOOR * float(gradient[word].norm()) > 0
+
+
+def row_norms(seen: Observation) -> Tensor | None:
+    """The norms of the rows of the word embedding's gradient; None where it is not in the update."""
+    rows = seen.gradients.get(parts(seen.model).word_embedding)
+    return None if rows is None else rows.detach().float().cpu().norm(dim=1)
+
+
+def one_of_twins(table: Tensor, ids: Tensor, standing: Tensor | None) -> Tensor:
+    """Places in ``ids`` of words that are no twins of each other by their rows of ``table``, in order.
+
+    Of twins it is the one that stands out most by ``standing`` (``row_norms``), otherwise the first. Where all were kept, as
+    many texts would fit as there are ways to exchange them.
+    """
+    if not 1 < len(ids) <= FEW:
+        return torch.arange(len(ids))
+    rows = _rows(table, ids)
+    alike = torch.cdist(rows, rows) <= NEAR * rows.norm(dim=1)[:, None]
+    weight = -torch.arange(len(ids), dtype=torch.float) if standing is None else standing[ids]
+    best = torch.where(alike | torch.eye(len(ids), dtype=torch.bool), weight, -torch.inf).argmax(1)
+    return torch.tensor(sorted(set(best.tolist())))

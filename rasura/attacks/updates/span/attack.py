@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from rasura.attacks.shared.mechanism import announced_dropout
+from rasura.attacks.shared.twins import row_norms
 from rasura.attacks.shared.verify import in_span, prove, verified
 from rasura.attacks.updates.span.assembling import MAX_COPIES, Sentences, arranged, assembled, completed
 from rasura.attacks.updates.span.attended import Attended, attended
@@ -79,7 +80,8 @@ class Span:
             raise AttackFailed(f"the gradients show no row space: either the batch holds {most}, or noise hides it")
         inputs = Inputs(seen.model)
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(space.rank for space in spaces.values()) + 1
-        scan = Scan(spaces[0], inputs, candidates(seen.vocabulary), longest) if 0 in spaces else None
+        ids = candidates(seen.vocabulary)
+        scan = Scan(spaces[0], inputs, ids, longest, row_norms(seen)) if 0 in spaces else None
         dropout = announced_dropout(seen) if self.adaptive else 0.0
         if known.causal and any(k > 0 for k in spaces) and not dropout:
             texts = self._decoder(observed, seen, spaces, inputs, scan)
@@ -254,8 +256,7 @@ class Span:
 
 
 def dager() -> Span:
-    """DAGER as published: the plain test of blocks 0 and 1. It takes hidden entries as zeros and assumes that dropout is
-    off."""
+    """DAGER as published: the plain test of blocks 0 and 1. Hidden entries count as zeros, and dropout is taken for off."""
     return Span("dager", uses=frozenset({Grant.BATCH_SIZE, Grant.LABELS, Grant.LENGTHS}), adaptive=False)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rasura.attacks.shared.twins import NEAR
+from rasura.attacks.shared.twins import one_of_twins, row_norms
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import RowSpace
 from rasura.attacks.updates.span.scan import Scan
@@ -27,9 +27,6 @@ TOLERANCE = 1e-3
 
 LEVELS = (0.1, 0.3, 1.0)
 """Fractions of the tolerance by which texts are chosen: true tokens stay below the first one where nothing was rounded."""
-
-MOST = 2048
-"""Continuations of a prefix among which twins are looked for. No batch has more."""
 
 LONGEST_RUN = 16
 """Maximum number of consecutive tokens that explain nothing new."""
@@ -85,8 +82,7 @@ class Grower:
         self.scan = scan
         self.deep = [b for b in inputs.parts.blocks if b.index in spaces and b.index > 0][:2]
         self.vocabulary = seen.vocabulary
-        rows = seen.gradients.get(inputs.parts.word_embedding)
-        self._rows = None if rows is None else rows.norm(dim=1)
+        self.standing = row_norms(seen)
         self._bag: dict[int, Tensor] = {}
 
     @property
@@ -128,19 +124,9 @@ class Grower:
         residual, states = self.states(torch.tensor(prefix.tokens, dtype=torch.long), allowed)
         order = residual.argsort()
         order = order[residual[order] < 1]
-        kept = self._one_of_twins(allowed[order])
+        table = self.inputs.model.get_parameter(self.inputs.parts.word_embedding)
+        kept = one_of_twins(table, allowed[order], self.standing)
         return [self._longer(prefix, int(allowed[i]), float(residual[i]), states[i]) for i in order[kept].tolist()]
-
-    def _one_of_twins(self, ids: Tensor) -> Tensor:
-        """Places in ``ids`` of words that are no twins of each other, in order. Of twins it is the one that stands out most
-        in the embedding's gradient, if that is there, otherwise the first: texts of all would be too many to grow."""
-        if not 1 < len(ids) <= MOST:
-            return torch.arange(len(ids))
-        table = self.inputs.model.get_parameter(self.inputs.parts.word_embedding).detach()[ids].float()
-        alike = torch.cdist(table, table) <= NEAR * table.norm(dim=1)[:, None]
-        weight = -torch.arange(len(ids), dtype=torch.float) if self._rows is None else self._rows[ids]
-        best = torch.where(alike | torch.eye(len(ids), dtype=torch.bool), weight, -torch.inf).argmax(1)
-        return torch.tensor(sorted(set(best.tolist())))
 
     def _longer(self, prefix: Prefix, token: int, residual: float, x: Tensor) -> Prefix:
         basis = _widened(self.space, prefix.basis, x[None])

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rasura.attacks.shared.twins import one_of_twins
 from rasura.attacks.updates.span.folding import Form, form
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import DOUBT, RowSpace
@@ -36,11 +37,11 @@ class Left:
 class Scan:
     """Tests of all ``ids`` at the first ``places`` (as many as the model has; one where none is added) against ``space``.
 
-    What was found at a place is kept.
+    What was found at a place is kept. ``standing``: which of several twins is taken (``attacks.shared.twins``).
     """
 
-    def __init__(self, space: RowSpace, inputs: Inputs, ids: Tensor, places: int) -> None:
-        self.space, self.inputs, self.ids = space, inputs, ids
+    def __init__(self, space: RowSpace, inputs: Inputs, ids: Tensor, places: int, standing: Tensor | None = None) -> None:
+        self.space, self.inputs, self.ids, self.standing = space, inputs, ids, standing
         rows = positions(inputs.model)
         self.places = 1 if rows is None else min(places, rows)
         self.form = form(inputs.model)
@@ -51,7 +52,8 @@ class Scan:
         return self.left(position, segment)[0]
 
     def within(self, position: int, least: float, segment: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Indices of the ids whose residual is in ``space.tolerance``, best first, their inputs and residuals in float64."""
+        """Indices of the ids whose residual is in ``space.tolerance``, best first, their inputs and residuals in float64. Of
+        twins it is one."""
         missing, doubt = self.left(position, segment)
         near = missing < (2 * (DOUBT * doubt).clamp(max(1.5e-3, least), 0.5)).square()
         hits = near.nonzero().flatten()
@@ -59,6 +61,8 @@ class Scan:
         residual = self.space.residual(states)
         order = residual.argsort()
         order = order[(residual < self.space.tolerance(states, least))[order] & (states[order].norm(dim=1) > 0)]
+        table = self.inputs.model.get_parameter(self.inputs.parts.word_embedding)
+        order = order[one_of_twins(table, self.ids[hits[order]], self.standing)]
         return hits[order], states[order], residual[order]
 
     def left(self, position: int, segment: int) -> tuple[Tensor, Tensor]:
