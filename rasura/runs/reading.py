@@ -265,9 +265,8 @@ def _notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple
     unknown, twins = sum(t in words.unknown_ids for t in tokens), guess.details.get("twins")
     out = [f"{unknown} of {len(tokens)} tokens are words that the tokenizer does not know"] if unknown else []
     if twins:
-        out.append(
-            f"{twins} of {len(tokens) + int(twins)} tokens stay open, since the embeddings of other words are equal or nearly so"
-        )
+        of = len(tokens) + int(twins)
+        out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
     if guess.confidence == "verified" and guess.labels is None and request.update is None and victim.task != "causal":
         out.append("the labels depend on the sign of the file; --update fedsgd says that it holds a gradient")
     return tuple(out)

@@ -34,17 +34,20 @@ Texts = tuple[tuple[int, ...], ...]
 
 
 def nearest(table: Tensor, tokens: Sequence[int], among: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` words of ``among`` (fewer if there are fewer) nearest to each of ``tokens`` by the rows of ``table``.
+    """The ``count`` words of ``among`` nearest to each of ``tokens`` by the rows of ``table``; infinitely far where there are none.
 
     Returns their ids and the distances, both ``(tokens, count)``, nearest first; a word is no neighbour of itself.
     """
     own = torch.tensor(list(tokens), dtype=torch.long)
     rows = _rows(table, own)
+    barred = torch.ones(len(table), dtype=torch.bool)
+    barred[among] = False
     found, far = torch.zeros(len(own), 0, dtype=torch.long), torch.zeros(len(own), 0)
-    for some in torch.split(among, CHUNK):
-        others = _rows(table, some)
+    for start in range(0, len(table), CHUNK):
+        others = table[start : start + CHUNK].detach().float().cpu()
         squares = others.square().sum(1) - 2 * rows @ others.T  # the squared distance, but for what all share
-        squares[own[:, None] == some] = torch.inf
+        some = torch.arange(start, start + len(others))
+        squares[(own[:, None] == some) | barred[some]] = torch.inf
         found, far = torch.cat([found, some.expand(len(own), -1)], 1), torch.cat([far, squares], 1)
         far, order = far.topk(min(count, far.shape[1]), largest=False)
         found = found.gather(1, order)
@@ -103,7 +106,7 @@ def _twins_at(
 
 
 def _told(seen: Observation, word: int, other: int) -> bool:
-    """Whether the word embedding's gradient has a row for ``word`` and none for ``other``, both in sight."""
+    """Whether the word embedding's gradient has a row for ``word`` and none for ``other``, both visible."""
     name = parts(seen.model).word_embedding
     gradient, mask = seen.gradients.get(name), seen.visible.get(name)
     if gradient is None or (mask is not None and not bool(mask[[word, other]].all())):

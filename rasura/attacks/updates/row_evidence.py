@@ -17,9 +17,9 @@ left of noise by its largest entries fills few entries of a row."""
 def rows_of_words(seen: Observation, index: Tensor, gradient: Tensor, mask: Tensor | None) -> bool:
     """Whether the rows ``index`` of the word embedding's ``gradient`` are believed to be the words of the batch.
 
-    Each is filled. Most other rows are in sight, which are zero: where a mask shows the largest entries alone, nothing is
-    known of the others. And there are no more words than the row space of block 0 holds, where that block is in sight; AdamW
-    and decay leave none.
+    Each is filled. Most other rows are visible and zero: where a mask shows the largest entries alone, the others may hold
+    anything. And there are no more words than the row space of block 0 holds, where that block is visible; AdamW and decay
+    leave none.
     """
     shown = torch.ones_like(gradient[index], dtype=torch.bool) if mask is None else mask[index]
     filled = (gradient[index] * shown != 0).sum(1) >= FILLED * shown.sum(1)

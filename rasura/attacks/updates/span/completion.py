@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rasura.attacks.updates.span.rows import GAP, masked_gradients
-from rasura.core.values import Grant, Message, Observation
+from rasura.core.values import Grant, Observation
 from rasura.victims.models import Linear, parts
 
 FITS = 1e-5
@@ -212,5 +212,5 @@ def uncovered(seen: Observation, max_blocks: int | None = None) -> Observation:
             gradients |= filled
             visible = {name: mask for name, mask in visible.items() if name not in filled}
             ranks = [rank] if rank else ranks  # the same tokens pass every block
-    message = Message(gradients, visible, seen.message.sealed, seen.message.kind)
+    message = replace(seen.message, gradients=gradients, visible=visible)
     return replace(seen, message=message)
