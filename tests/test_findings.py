@@ -307,6 +307,27 @@ def test_notes_in_which_the_rules_cannot_tell_names_are_counted() -> None:
     assert "the rules" not in " ".join(findings(READ).sentence)
 
 
+def test_words_that_the_tokenizer_does_not_know_are_counted_once_and_no_text_with_them_is_whole() -> None:
+    def rows_of(*unknown: int) -> list[dict[str, Any]]:
+        return [{"sent": "", "read": "", "words": [], "score": 0.5, **({"unknown": list(unknown)} if unknown else {})}]
+
+    rows = [
+        record(a, value=0.25, note=n, recovered=rows_of(*u), confidence="verified")
+        for a in ("span", "dager")
+        for n, u in enumerate(((6, 8), (3, 4)))
+    ]
+    found = findings(rows)
+    assert found.sentence[-1] == (
+        "In 2 of 2 notes 9 of 12 tokens are words that the tokenizer does not know. They count as not recovered."
+    )
+    assert found.verdicts["none"].word == READS
+    assert found.verdicts["none"].says == (
+        "reads (span: 2 of 2 notes proven, but for words that the tokenizer does not know)"
+    )
+    mixed = findings([*rows[:1], record("span", value=1.0, note=1, confidence="verified")])
+    assert mixed.verdicts["none"].says == "reads (span: 1 of 2 notes nearly whole)"
+
+
 def test_a_summary_is_the_findings_in_plain_values() -> None:
     rows = [*READ[:2], *column("span", "bf16", [0.5, None], "failed"), record("dlg", "bf16", status="crashed")]
     plan = {"defenses": ["bf16", "none"], "attacks": ["span"]}

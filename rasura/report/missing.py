@@ -112,4 +112,6 @@ def of_a_trained_model(parts: tuple[str, ...], records: Sequence[Record], asked:
 
 def _of_all(attack: str, status: str, texts: int) -> Reading:
     none: frozenset[tuple[int, int]] = frozenset()
-    return Reading(attack, texts, {}, {}, frozenset(), frozenset(), none, status == "ok", Counter({status: texts}))
+    return Reading(
+        attack, texts, {}, {}, frozenset(), frozenset(), frozenset(), none, status == "ok", Counter({status: texts})
+    )

@@ -174,7 +174,8 @@ class Reading:
     """One attack in one column.
 
     ``read``, ``guessed``: example -> its score, and what guessing scored on it. ``whole``: examples that were read nearly
-    whole in any seed. ``mixed``: those of them that were read only among the words of others. ``ended``: updates of which
+    whole in any seed. ``mixed``: those of them that were read only among the words of others. ``proven``: those whose
+    tokens were verified, though not nearly all of their words are known to the tokenizer. ``ended``: updates of which
     every example was measured. ``ended_as``: status -> examples.
     """
 
@@ -184,6 +185,7 @@ class Reading:
     guessed: Mapping[int, float]
     whole: frozenset[int]
     mixed: frozenset[int]
+    proven: frozenset[int]
     ended: frozenset[Cell]
     complete: bool
     ended_as: Mapping[str, int]
@@ -244,6 +246,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
     values: dict[int, list[tuple[float, float]]] = defaultdict(list)
     whole: set[int] = set()
     apart: set[int] = set()
+    full: set[int] = set()
     ended: set[Cell] = set()
     statuses: dict[str, set[int]] = defaultdict(set)
     for r in records:
@@ -256,6 +259,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         own = dict(zip(notes, _values(r["scores"], "token_precision", len(notes))))
         for note, value, guess in found:
             values[note].append((value, guess))
+            full.update({note} if value >= WHOLE else ())
             if (value >= WHOLE and value - guess >= CLEARLY) or (verified and value > guess):
                 whole.add(note)
                 share_of_own = own[note]
@@ -268,6 +272,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         {n: sum(g for _, g in pairs) / len(pairs) for n, pairs in values.items()},
         frozenset(whole),
         frozenset(whole - apart),
+        frozenset(whole - full),
         frozenset(ended),
         bool(cells) and ended == set(cells),
         Counter({status: len(notes) for status, notes in statuses.items()}),

@@ -80,8 +80,8 @@ class Verdict:
     the upper end of what is read above guessing; None where no attack gave a figure. ``n``: examples, each counted once.
     ``counted``: the yardsticks. ``columns``: of several threat models or batch sizes the verdict on each, the worst first;
     figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst. ``mixed``: how many of
-    ``whole`` were read only among the words of other examples. ``one_key``: all of it is behind one key, so that it
-    says nothing of other keys.
+    ``whole`` were read only among the words of other examples. ``proven``: how many are
+    verified and yet not nearly whole. ``one_key``: all of it is behind one key, so that it says nothing of other keys.
     """
 
     word: str
@@ -97,6 +97,7 @@ class Verdict:
     missing: tuple[str, ...] = ()
     many: str = "notes"
     mixed: int = 0
+    proven: int = 0
     one_key: bool = False
     columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
 
@@ -135,10 +136,15 @@ class Verdict:
     @property
     def _rests_on(self) -> str:
         word, many = recorded(self.word), recorded(self.many)
-        if self.word == READS and self.whole > self.mixed:
+        if self.word == READS and self.whole > self.mixed + self.proven:
             return tell(
                 "{word} ({attack}: {whole} of {n} {many} nearly whole)", word=word, attack=self.attack,
-                whole=self.whole - self.mixed, n=self.n, many=many,
+                whole=self.whole - self.mixed - self.proven, n=self.n, many=many,
+            )  # fmt: skip
+        if self.word == READS and self.proven:
+            return tell(
+                "{word} ({attack}: {count} of {n} {many} proven, but for words that the tokenizer does not know)", word=word,
+                attack=self.attack, count=self.proven, n=self.n, many=many,
             )  # fmt: skip
         if self.word == READS and self.whole:
             return tell(
@@ -237,6 +243,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         tuple(missing),
         "images" if images else "notes",
         len(strongest.mixed) if strongest is not None else 0,
+        len(strongest.proven) if strongest is not None else 0,
     )
 
 

@@ -34,7 +34,7 @@ Texts = tuple[tuple[int, ...], ...]
 
 
 def nearest(table: Tensor, tokens: Sequence[int], among: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The ``count`` words of ``among`` nearest to each of ``tokens`` by the rows of ``table``; infinitely far where there are none.
+    """The ``count`` words of ``among`` nearest to each of ``tokens`` by the rows of ``table``, if there are as many.
 
     Returns their ids and the distances, both ``(tokens, count)``, nearest first; a word is no neighbour of itself.
     """
