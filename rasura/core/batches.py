@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,14 @@ class Batch:
             self.texts, self.seen, types, self.special_ids,
         )  # fmt: skip
 
+    def copied(self) -> Batch:
+        """The same batch with tensors of its own."""
+        types = None if self.token_type_ids is None else self.token_type_ids.clone()
+        return Batch(
+            self.input_ids.clone(), self.attention_mask.clone(), self.labels.clone(), self.texts, self.seen, types,
+            self.special_ids,
+        )  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ImageBatch:
@@ -91,3 +100,35 @@ class ImageBatch:
     def to(self, device: torch.device | str) -> ImageBatch:
         """The same batch with its tensors on ``device``."""
         return ImageBatch(self.pixel_values.to(device), self.labels.to(device), self.names)
+
+    def copied(self) -> ImageBatch:
+        """The same batch with tensors of its own."""
+        return ImageBatch(self.pixel_values.clone(), self.labels.clone(), self.names)
+
+
+def contents(batch: Batch | ImageBatch, labels: bool = False) -> list[Hashable]:
+    """What the model sees of each text or image of an encoded batch; with ``labels``, what it is asked about them, too.
+
+    Texts that differ only in what the tokenizer drops, or in what was cut, are equal. Every count of different texts rests
+    on this.
+    """
+    found: list[Hashable]
+    if isinstance(batch, ImageBatch):
+        found = [one.numpy().tobytes() for one in batch.pixel_values]
+    else:
+        parts = [batch.input_ids] if batch.token_type_ids is None else [batch.input_ids, batch.token_type_ids]
+        kept = [mask.bool() for mask in batch.attention_mask]
+        found = [tuple(tuple(part[k][some].tolist()) for part in parts) for k, some in enumerate(kept)]
+    if not labels or batch.labels.dim() == 2:  # the labels of a causal model are its tokens
+        return found
+    return [(one, int(label)) for one, label in zip(found, batch.labels)]
+
+
+def places_of_each(found: Iterable[Hashable], known: Iterable[Hashable] = ()) -> list[int]:
+    """The places of what is new in ``found``: neither among ``known``, nor earlier in ``found``."""
+    seen, out = set(known), []
+    for place, one in enumerate(found):
+        if one not in seen:
+            seen.add(one)
+            out.append(place)
+    return out

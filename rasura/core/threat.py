@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ def observe(
         Grant.BASE_MODEL: lambda: truth.vocabulary,
         Grant.LABELS: lambda: truth.batch.labels.clone(),
         Grant.BATCH_SIZE: lambda: len(truth.batch),
-        Grant.MECHANISM: lambda: truth.mechanism,
+        Grant.MECHANISM: lambda: copy.deepcopy(truth.mechanism),
     }
     if isinstance(truth.batch, Batch):
         lengths = truth.batch.lengths
@@ -221,3 +221,10 @@ def observe_service(truth: ServiceTranscript, *, reference_text: tuple[str, ...]
         adversary_copy(truth.public), adversary_copy(truth.served), sent, truth.vocabulary, truth.mechanism, reference_text,
         truth.vectors or (), None if truth.uploaded is None else adversary_copy(truth.uploaded),
     )  # fmt: skip
+
+
+def own_copy(seen: ServiceObservation) -> ServiceObservation:
+    """``seen`` with models and states of its own, for one attack: it shares no memory with what others see."""
+    public, served, uploaded = copy.deepcopy((seen.public, seen.served, seen.uploaded))
+    vectors = tuple(v.clone() for v in seen.vectors)
+    return replace(seen, public=public, served=served, uploaded=uploaded, vectors=vectors)

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from rasura.core.errors import AttackFailed, NotApplicable, broken
 from rasura.core.interfaces import Adversary
+from rasura.core.unchanged import CHANGED
 from rasura.core.values import Granted, Parameter
 
 G = TypeVar("G")
@@ -66,6 +67,11 @@ def attempt(
     return Outcome(
         status, reason, guess, details, time.perf_counter() - wall, time.process_time() - cpu, peak_mb()
     )  # fmt: skip
+
+
+def meddled(outcome: Outcome[G]) -> Outcome[G]:
+    """``outcome`` of an attack that changed what it was given: a crash, whatever it guessed."""
+    return Outcome("crashed", CHANGED, None, {}, outcome.wall_seconds, outcome.cpu_seconds, outcome.peak_mb)
 
 
 def lacking(attack: Adversary, seen: Granted, threat: str) -> Outcome[Any] | None:

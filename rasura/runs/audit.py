@@ -19,9 +19,9 @@ from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicab
 from rasura.core.records import Record
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
-from rasura.core.threat import THREATS, ThreatModel, observe
-from rasura.core.values import Grant, Message, Reconstruction, Task, Transcript
-from rasura.core.wire import to_bytes
+from rasura.core.threat import THREATS, ThreatModel
+from rasura.core.unchanged import CHANGED
+from rasura.core.values import Grant, Reconstruction, Task, Transcript
 from rasura.registry import (
     REGISTERED,
     Adversaries,
@@ -42,11 +42,13 @@ from rasura.runs.audit_data import encoded_data, load_data
 from rasura.runs.audit_models import AuditModels, load_language_model, load_victim
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
-from rasura.runs.described import code_of, describe_run
+from rasura.runs.described import code_of, describe_run, own_methods
 from rasura.runs.estimate import FIRST, cell_seconds, image_seconds, load_of, measured_step
+from rasura.runs.guesses import well_formed
+from rasura.runs.lending import Lending
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
-from rasura.runs.scoring import label_scores, recovered, score, versions
+from rasura.runs.scoring import label_scores, no_value, recovered, scored, sent_bytes, versions
 from rasura.victims.loading import Victim, in_memory
 from rasura.victims.step import step
 
@@ -71,13 +73,14 @@ class Audit:
         self.attacks, self.updates, self.metrics = chosen.attacks, chosen.updates, chosen.metrics
         self.defenses = chosen.defenses
         self.victim = victim or load_victim(plan, data.num_labels, device)
-        self.language_model = load_language_model(plan)
-        self.models = AuditModels(self.victim, (local.adapter for local, _ in self.updates.values()), plan.seed)
+        self.own = own_methods(methods, self.attacks, self.defenses, self.metrics)
+        adapters = (local.adapter for local, _ in self.updates.values())
+        self.models = AuditModels(self.victim, adapters, plan.seed, bool(self.own))
+        self.lending = Lending(self.models, partial(load_language_model, plan))
         encoded = encoded_data(data, plan, self.victim, self.defenses)
         self.batches, self.examples_in = encoded.batches, encoded.examples
         self.cells = list(enumerated(plan, data, self.defenses, encoded.names))
-        self.data_name = data.name
-        self.unavailable: dict[str, str] = {}
+        self.data_name, self.unavailable = data.name, dict[str, str]()
 
     def estimate(self, store: RunStore | None = None, *, first: float = FIRST) -> dict[str, float]:
         """Rough CPU seconds of each cell, by its key, without those that ``store`` holds. Three steps are taken for it.
@@ -110,57 +113,62 @@ class Audit:
 
     def describe(self, store: RunStore) -> None:
         """Store what the run is of. Raises ``InputError`` if ``store`` holds results of other weights, texts or methods."""
-        model, known = self.victim.model, self.methods
-        code = code_of(known, self.attacks, self.defenses, self.metrics)
-        fixed = {**self.data.fixed(self.plan.skip), "code of own methods": code}
-        describe_run(store, model, len(self.cells), self.defenses, known.defenses, self.attacks, known.attacks, fixed)
+        known, fixed = self.methods, {**self.data.fixed(self.plan.skip), "code of own methods": code_of(self.own)}
+        describe_run(
+            store, self.victim.model, len(self.cells), self.defenses, known.defenses, self.attacks, known.attacks, fixed
+        )
 
     def left(self, store: RunStore) -> list[list[Cell]]:
         """The cells that ``store`` lacks, grouped by the step that they share."""
         return by_step(self.cells, store)
 
     def records(self, cells: Sequence[Cell], progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
-        """The Records of ``cells`` that share a step. The step is computed once."""
+        """The Records of ``cells`` that share a step. The step is computed once, and again after a method changed it."""
         truth: Transcript | tuple[str, str] | None = None
         for cell in cells:
             if progress is not None:
                 progress(cell)
-            truth = truth or self._step(cell)
+            if truth is None or self.lending.stale:
+                truth = self._step(cell)
             yield self._cell(cell, truth)
 
     def _step(self, cell: Cell) -> Transcript | tuple[str, str]:
         """The step that the cell attacks. If there is none, the status and the reason for its cells."""
         # Seeded by the cell's place, not by what ran before, so that a resumed run takes the same step.
         rng = generator(cell.seed, "step", *cell.protected_update, cell.batch_size, cell.batch)
-        batch = self.batches[cell.defense, cell.batch_size][cell.batch]
-        v = self.victim
+        batch, v = self.batches[cell.defense, cell.batch_size][cell.batch], self.victim
         local, wire = self.updates[cell.update]
-        defense = (*self.defenses[cell.defense], *wire)
-        public = self.models.public(local.adapter)
+        defense, public = (*self.defenses[cell.defense], *wire), self.models.public(local.adapter)
+        self.lending.begin(local.adapter)
+        found: Transcript | tuple[str, str]
         try:
             model = self.models.trained(local.adapter, self.attacks[cell.attack], cell)
-            return step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public)
+            found = step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public)
         except (NotSent, NotApplicable) as reason:
-            return "not_applicable", str(reason)
+            found = "not_applicable", str(reason)
         except InputError:
             raise
         except Exception as error:
-            return "crashed", f"the training step failed: {broken(error)}"
+            found = "crashed", f"the training step failed: {broken(error)}"
+        if self.lending.put_back():
+            found = "crashed", "the training step failed: a method of the step changed the model"
+        self.lending.begin(local.adapter, None if isinstance(found, tuple) else found)
+        return found
 
     def _cell(self, cell: Cell, truth: Transcript | tuple[str, str]) -> Record:
-        threat = THREATS[cell.threat]
+        threat, attack = THREATS[cell.threat], self.attacks[cell.attack]
         if isinstance(truth, tuple):
             return self._record(cell, threat, *truth)
-        if isinstance(self.attacks[cell.attack], ActiveAttack) and not threat.active:
+        if isinstance(attack, ActiveAttack) and not threat.active:
             reason = f"it needs crafted weights, but the server of {cell.threat} sends the model unchanged"
             return self._record(cell, threat, "not_applicable", f"{reason}; pass --threat malicious-server")
-        outcome = self._attempt(self.attacks[cell.attack], cell, truth, threat)
+        size = sent_bytes(truth.message)
         blind = self._attempt(make_attack("blind"), replace(cell, attack="blind"), truth, threat)
+        outcome = self.lending.checked(self._attempt(attack, cell, truth, threat))
         guess = outcome.guess or Reconstruction((), details=outcome.details)
         scored = bool(guess.tokens) or guess.images is not None
-        # Labels that the threat model grants are not read.
-        told = Grant.LABELS in threat.grants and Grant.LABELS in self.attacks[cell.attack].uses
-        read = label_scores(None if told else guess.labels, truth)
+        told = Grant.LABELS in threat.grants and Grant.LABELS in attack.uses
+        read = label_scores(None if told else guess.labels, truth)  # labels that the threat model grants are not read
         likely = [self.data.commonest_label] * len(truth.batch) if read else None
         return self._record(
             cell,
@@ -173,7 +181,7 @@ class Audit:
             recovered=recovered(guess, truth, self.plan.show_text) if scored else [],
             details=dict(guess.details),
             n_tokens=0 if self.data.images else sum(truth.text_batch.lengths),
-            sent_bytes=_sent_bytes(truth.message),
+            sent_bytes=size,
             defense_seconds=truth.seconds,
             crafted=truth.model is not self.models.public(self.updates[cell.update][0].adapter),
             wall_seconds=outcome.wall_seconds,
@@ -210,36 +218,30 @@ class Audit:
     def _attempt(
         self, attack: Attack[Reconstruction], cell: Cell, truth: Transcript, threat: ThreatModel
     ) -> Outcome[Reconstruction]:
-        adversary = self.models.adversary(self.updates[cell.update][0].adapter, truth.model)
-        seen = observe(
-            truth, threat, adversary_model=adversary, reference_text=self.data.reference, language_model=self.language_model
-        )
+        seen = self.lending.observed(truth, threat, self.data.reference)
         if (missing := lacking(attack, seen, cell.threat)) is not None:
             return missing
         rng = generator(cell.seed, "attack", cell.attack, *cell.protected_update, cell.threat, cell.batch_size, cell.batch)
 
         def guess() -> Reconstruction:
-            made = trusted(attack(seen, rng=rng, budget=self.plan.work), seen, attack)
+            made = well_formed(attack(seen, rng=rng, budget=self.plan.work), len(truth.batch))
+            made = trusted(made, seen, attack)
             return replace(made, texts=tuple(truth.vocabulary.text(t) for t in made.tokens))
 
         return attempt(guess)
 
     def scores(self, guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
         """All metrics of one guess. A metric that this machine cannot compute is recorded with the remedy instead of a
-        value."""
-        out = {}
+        value, and one that fails, or changes what it was given, with the reason."""
+        out, own = {}, {spec.name for spec in self.own}
         for name, metric in self.metrics.items():
             try:
-                out[name] = score(metric, guess, truth)
+                out[name] = scored(metric, guess, truth)
             except Unavailable as error:
                 self.unavailable[name] = str(error)
+            if name in own and self.lending.put_back():
+                out[name] = no_value(metric, CHANGED, len(truth.batch))
         return out
-
-
-def _sent_bytes(message: Message) -> int:
-    clear = sum(g.numel() * g.element_size() for g in message.gradients.values())
-    whole = len(to_bytes(message)) if message.sealed else clear
-    return int(str(message.header.get("sent_bytes", whole)))
 
 
 def audit(

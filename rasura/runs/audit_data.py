@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from rasura.core.accumulation import gathered, needed_tokens, tokens_in
-from rasura.core.batches import ImageBatch
+from rasura.core.batches import contents
 from rasura.core.interfaces import Defense, InputError
 from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
 from rasura.data.overlap import refuse_shared
@@ -69,16 +69,6 @@ def _name(private: Sequence[Any]) -> str:
     return images_hash(private) if private and isinstance(private[0], ImageExample) else data_hash(private)
 
 
-def _contents(batch: Any) -> list[Any]:
-    """What the model sees of each text or image of an encoded batch. Texts that differ only in what the tokenizer drops, or
-    in what was cut, are equal."""
-    if isinstance(batch, ImageBatch):
-        return [one.numpy().tobytes() for one in batch.pixel_values]
-    parts = [batch.input_ids] if batch.token_type_ids is None else [batch.input_ids, batch.token_type_ids]
-    kept = [mask.bool() for mask in batch.attention_mask]
-    return [tuple(tuple(part[k][some].tolist()) for part in parts) for k, some in enumerate(kept)]
-
-
 def load_data(plan: Plan) -> AuditData:
     """The data of a checked plan. Raises ``InputError`` for unreadable files, empty texts, a ``skip`` that leaves nothing,
     and a reference that contains private texts."""
@@ -132,7 +122,7 @@ def encoded_data(data: AuditData, plan: Plan, victim: Victim, defenses: Mapping[
     batches = {size: [_encoded(group, plan, victim) for group in private[size]] for size in plan.batch_sizes}
     given: dict[Any, int] = {}
     numbers = {
-        size: [[given.setdefault(one, len(given)) for one in _contents(batch)] for batch in some]
+        size: [[given.setdefault(one, len(given)) for one in contents(batch)] for batch in some]
         for size, some in batches.items()
     }
     sent: dict[tuple[str, int], list[Any]] = {}

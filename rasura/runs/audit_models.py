@@ -1,4 +1,5 @@
-"""The models of an audit: the trained ones, those that a server crafted, and the adversary's copies."""
+"""The models of an audit: the trained ones, those that a server crafted, and the adversary's copies. What a method did to
+one of them is found and undone here."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from rasura.core.interfaces import ActiveAttack, Attack
+from rasura.core.interfaces import ActiveAttack, Attack, InputError
 from rasura.core.local import Adapter
 from rasura.core.rng import generator
 from rasura.core.threat import THREATS, adversary_copy
+from rasura.core.unchanged import Assembled, Clean, Lent, tensors_of
 from rasura.core.values import Reconstruction, Vocabulary
 from rasura.runs.cells import Cell
 from rasura.runs.plans import Plan
@@ -41,15 +43,49 @@ def load_language_model(plan: Plan) -> tuple[nn.Module, Vocabulary] | None:
 
 
 class AuditModels:
-    """For each of the ``adapters``, the model that is trained and the adversary's copy of it."""
+    """For each of the ``adapters``, the model that is trained and the adversary's copy of it. ``keep``: a clean copy of the
+    weights is kept, so that they can be put back; ``put_back`` says of what."""
 
-    def __init__(self, victim: Victim, adapters: Iterable[Adapter], seed: int) -> None:
+    def __init__(self, victim: Victim, adapters: Iterable[Adapter], seed: int, keep: bool = False) -> None:
         self.task = victim.task
         self._public = {
             adapter: with_fresh_adapter(victim.model, victim.task, adapter, seed) for adapter in sorted(set(adapters))
         }
+        self._clean = {adapter: Clean(model, keep) for adapter, model in self._public.items()}
+        self._assembled = {adapter: Assembled(model) for adapter, model in self._public.items()}
         self._copies = {adapter: adversary_copy(model) for adapter, model in self._public.items()}
+        self._lent: dict[Adapter, tuple[Lent, Assembled]] = {}
         self._crafted: dict[tuple[str, Adapter, int], nn.Module] = {}
+
+    def lend(self, adapter: Adapter) -> None:
+        """Remember how the models of ``adapter`` are, before a method has them."""
+        if adapter not in self._lent:
+            mine, theirs = self._public[adapter], self._copies[adapter]
+            self._lent[adapter] = Lent(lambda: tensors_of(mine, theirs)), Assembled(theirs)
+
+    def put_back(self, adapter: Adapter) -> bool:
+        """Undo whatever was done to the models of ``adapter`` since ``lend``: to their modules, modes and numbers. Returns
+        whether a number had changed. Raises ``InputError`` if one had, and no clean copy was kept."""
+        lent, theirs = self._lent[adapter]
+        changed = lent.changed
+        self._assembled[adapter].put_back()
+        theirs.put_back()
+        if not changed:
+            return False
+        self._clean[adapter].put_back()
+        if not self._clean[adapter].whole and lent.changed:
+            raise InputError(
+                "a method changed the weights of the model, and weights above 4 GiB are not kept to put them back. So the "
+                "run ends here; the method must copy what it changes"
+            )
+        self._copies[adapter] = adversary_copy(self._public[adapter])
+        del self._lent[adapter]
+        self.lend(adapter)
+        return True
+
+    def forget_crafted(self) -> None:
+        """Forget what was crafted, since a method changed it: it is crafted again when it is asked for."""
+        self._crafted = {}
 
     def public(self, adapter: Adapter) -> nn.Module:
         """The model that an honest server sends."""

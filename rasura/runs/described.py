@@ -43,16 +43,22 @@ def describe_run(
     store.describe(about, fixed=("model", *fixed))
 
 
-def code_of(methods: Methods, attacks: Iterable[str], protections: Iterable[str], metrics: Iterable[str]) -> str:
-    """A fingerprint of those of the named methods that are not Rasura's own; "none" if all are. A name alone does not say
-    what a researcher's method does."""
+def own_methods(
+    methods: Methods, attacks: Iterable[str], protections: Iterable[str], metrics: Iterable[str]
+) -> list[MethodSpec]:
+    """Those of the named methods that are not Rasura's own: given as objects, or of a plug-in."""
     names = {name.partition("/")[0] for text in protections for name, _ in parts(text)}
     kinds: tuple[tuple[Mapping[str, MethodSpec], Iterable[str]], ...] = (
         (methods.attacks, attacks), (methods.defenses, names), (methods.metrics, metrics),
     )  # fmt: skip
     used = [specs[name] for specs, some in kinds for name in sorted(some) if name in specs]
-    own = {f"{type(spec).__name__} {spec.name}": identity_of(spec) for spec in used if not _shipped(spec)}
-    return identity_of(own) if own else "none"
+    return [spec for spec in used if not _shipped(spec)]
+
+
+def code_of(own: Iterable[MethodSpec]) -> str:
+    """A fingerprint of ``own_methods``; "none" without any. A name alone does not say what a researcher's method does."""
+    told = {f"{type(spec).__name__} {spec.name}": identity_of(spec) for spec in own}
+    return identity_of(told) if told else "none"
 
 
 def _shipped(spec: MethodSpec) -> bool:

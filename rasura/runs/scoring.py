@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from typing import Any
 
 from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.batches import Batch
-from rasura.core.errors import InputError
+from rasura.core.errors import InputError, Unavailable, broken
 from rasura.core.interfaces import Metric
 from rasura.core.records import LABELS, MASK
 from rasura.core.so_far import SoFar
-from rasura.core.values import UNKNOWN, Reconstruction, Transcript, Vocabulary
+from rasura.core.values import UNKNOWN, Message, Reconstruction, Transcript, Vocabulary
+from rasura.core.wire import to_bytes
 from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
@@ -31,12 +33,34 @@ OPEN = "·"
 
 def score(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
     """The values of ``metric`` for every example, their mean with its interval, and the worst of them. A text without a
-    token of its own has NaN, not measured, whatever the metric says."""
-    values = [float(v) for v in metric(guess, truth)]
+    token of its own has NaN, not measured, whatever the metric says. Raises ``InputError`` unless there is a value for
+    each."""
+    images = None if guess.images is None else guess.images.clone()
+    given = replace(guess, images=images), replace(truth, batch=truth.batch.copied())  # a metric may write into them
+    values = [float(v) for v in metric(*given)]
+    if len(values) != len(truth.batch):
+        raise InputError(f"{metric.name} has {len(values)} values for {len(truth.batch)} examples")
     if isinstance(truth.batch, Batch):
         worded = [bool(own_tokens(truth.batch.ids(row), truth)) for row in range(len(truth.batch))]
         values = [v if there else math.nan for v, there in zip(values, worded, strict=True)]
     return score_of(values, metric.unit, metric.higher_is, metric.bounds)
+
+
+def scored(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcript) -> dict[str, Any]:
+    """As ``score``, whatever the metric does: one that fails has no value, and says why. Raises ``Unavailable`` as it
+    does."""
+    try:
+        return score(metric, guess, truth)
+    except Unavailable:
+        raise
+    except Exception as error:
+        return no_value(metric, broken(error), len(truth.batch))
+
+
+def no_value(metric: Metric[Reconstruction], why: str, n: int) -> dict[str, Any]:
+    """As ``score``, of a metric that has no value for any of ``n`` examples. It is not left out: an attack without any score
+    would have given up."""
+    return {**score_of([math.nan] * n, metric.unit, metric.higher_is, metric.bounds), "reason": f"no value: {why}"}
 
 
 def score_of(values: list[float], unit: str, higher_is: str, bounds: tuple[float, float] | None) -> dict[str, Any]:
@@ -147,6 +171,13 @@ def _recovered_images(guess: Reconstruction, truth: Transcript, show: bool) -> l
         row = {"sent": data_url(image), "read": data_url(read)} if show else {"sent": "", "read": ""}
         out.append({**row, "words": [], "image": True, "score": ssim(image, read)})
     return out
+
+
+def sent_bytes(message: Message) -> int:
+    """The size of ``message`` on the wire if something is sealed, otherwise of its entries, in bytes."""
+    clear = sum(g.numel() * g.element_size() for g in message.gradients.values())
+    whole = len(to_bytes(message)) if message.sealed else clear
+    return int(str(message.header.get("sent_bytes", whole)))
 
 
 def versions() -> dict[str, str]:

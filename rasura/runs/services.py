@@ -21,11 +21,12 @@ from rasura.core.interfaces import Budget
 from rasura.core.records import CLIENT, Record, cell_key
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
-from rasura.core.threat import SERVICE_OPERATOR, observe_service, service_transcript
+from rasura.core.threat import SERVICE_OPERATOR, observe_service, own_copy, service_transcript
+from rasura.core.unchanged import Lent, tensors_of
 from rasura.data.overlap import refuse_shared, shared
 from rasura.data.text import Example, columns_of, load_examples
 from rasura.registry import SERVICE_ATTACKS, SERVICE_PROTECTIONS, service_attack
-from rasura.runs.attempt import MACHINE, Outcome, attempt, peak_mb
+from rasura.runs.attempt import MACHINE, Outcome, attempt, meddled, peak_mb
 from rasura.runs.described import describe_run
 from rasura.runs.scoring import likeness, recovered_texts, service_scores, versions
 from rasura.runs.service_plan import ServicePlan
@@ -201,11 +202,16 @@ class ServiceAudit:
             return self._record(cell, sent.status, f"the protected service cannot be built: {sent.reason}")
         truth, seen = sent.guess.truth, sent.guess.seen
 
+        mine = own_copy(seen)
+        models = [m for m in (mine.public, mine.served, mine.uploaded) if m is not None]
+        lent = Lent(lambda: tensors_of(*models) | {f"states {k}": v for k, v in enumerate(mine.vectors)})
+
         def read() -> tuple[TokenReading, dict[str, Any]]:
-            guess = self._guess(cell.attack, seen)
+            guess = self._guess(cell.attack, mine)
             return guess, self.scores(guess, truth)
 
         outcome = attempt(read, raises=MACHINE)
+        outcome = meddled(outcome) if lent.changed else outcome
         guess, scores = outcome.guess or (None, {})
         return self._record(
             cell, outcome.status, outcome.reason, scores=scores, blind=sent.guess.blind,

@@ -16,6 +16,7 @@ from rasura.core.batches import Batch, ImageBatch
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import FEDSGD, Local
 from rasura.core.rng import Randomness, drawing, permutation, secret_generator
+from rasura.core.unchanged import Assembled, Clean
 from rasura.core.updates import changed
 from rasura.core.values import Gradients, Message, Stage, Task, Transcript, Vocabulary
 from rasura.victims.per_example import by_owner, in_parts, per_example
@@ -30,10 +31,16 @@ Record = Callable[[Sequence[int]], None]
 
 @contextmanager
 def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
-    """Apply the MODEL part of ``defense`` (frozen layers, dropout) inside the block, and restore the model afterwards."""
+    """Apply the MODEL part of ``defense`` (frozen layers, dropout) inside the block, and restore the model afterwards. Of a
+    part without ``undo``, everything that the model holds is kept and put back."""
     done: list[tuple[Any, Any]] = []
+    parts = [p for p in defense if p.stage is Stage.MODEL]
+    lasting = [part.mechanism.name for part in parts if part.undo is None]
+    were = (Assembled(model), Clean(model, weights=True)) if lasting else ()
+    if were and not were[1].whole:
+        raise InputError(f"{lasting[0]} has no undo, and the model is too large to keep a copy of it; give it one")
     try:
-        for part in (p for p in defense if p.stage is Stage.MODEL):
+        for part in parts:
             model, state = part.apply(model, part.init(model), secret_generator())
             done.append((part, state))
         yield model
@@ -41,6 +48,8 @@ def defended(model: nn.Module, defense: Defense) -> Iterator[nn.Module]:
         for part, state in reversed(done):
             if part.undo is not None:
                 model = part.undo(model, state)
+        for kept in were:
+            kept.put_back()
 
 
 def gradients(
@@ -157,7 +166,7 @@ def step(
         )
     if local.plan is not None and local.plan.examples not in (0, len(batch)):
         raise InputError(f"update local: the round needs {local.plan.examples} examples but got {len(batch)}")
-    original = batch
+    original, batch = batch, batch.copied()  # a protection may write into what it is given
     start = time.perf_counter()
     for part in (p for p in defense if p.stage is Stage.DATA):
         batch, _ = part.apply(batch, part.init((public or model, vocabulary)), rng)
