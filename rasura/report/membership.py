@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +12,9 @@ from rasura.report.commands import Step
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
 from rasura.report.missing import of_a_trained_model
-from rasura.report.template import COLOURS, filled
+from rasura.report.roc import roc_plot
+from rasura.report.template import filled
 from rasura.report.verdicts import names_of, plain, unmeasured
-
-MIN_RATE = 1e-3
-"""Where the logarithmic axes of the plot begin, unless there are texts for less."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def _sentences(
     real = [r for r in done if r["attack"] != "blind"]
     if not real:
         return [tell("No attack on the model gave a result: not measured.")]
-    out = _figures(real, rates, plan, missing)
+    out = _figures(real, rates, plan, missing, _off(done))
     if _off(done):
         out.append(
             tell(
@@ -113,7 +110,7 @@ def _apart(auc: Mapping[str, Any]) -> bool:
 
 
 def _figures(
-    real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any], missing: Sequence[str]
+    real: Sequence[Mapping[str, Any]], rates: Sequence[str], plan: Mapping[str, Any], missing: Sequence[str], off: bool
 ) -> list[str]:
     members, others = plan["n_members"], plan["n_others"]
     if not rates:
@@ -124,7 +121,7 @@ def _figures(
                 "member above another text with a chance of {auc}; guessing is .5.", members=members, others=others,
                 attack=best["attack"], auc=_auc(best["scores"]["auc"]),
             ),
-            _verdict(real, None, missing),
+            _verdict(real, None, missing, off),
             tell(
                 "There are too few texts to measure how many members are found at a low false positive rate: a rate of 1 % "
                 "needs 100 texts of each kind."
@@ -137,11 +134,14 @@ def _figures(
         "finds {rate} of the members. It takes {fpr:g} % of the others for members; guessing then finds {fpr:g} %.",
         members=members, others=others, attack=best["attack"], rate=_rate(score), fpr=100 * fpr,
     )  # fmt: skip
-    return [says, _verdict(real, rates[0], missing)]
+    return [says, _verdict(real, rates[0], missing, off)]
 
 
-def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None, missing: Sequence[str]) -> str:
-    """What the attacks that gave a figure say together: each beyond its interval, or nothing, if none is ``missing``."""
+def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None, missing: Sequence[str], off: bool) -> str:
+    """What the attacks that gave a figure say together: each beyond its interval, or nothing, if none is ``missing``. Where
+    the texts themselves are ``off``, a figure says nothing of the model."""
+    if off:
+        return tell("Not measured: members and others differ as texts.")
     if rate is not None and any(r["scores"][rate]["low"] > float(rate[4:]) for r in real):
         return tell("Above guessing: the model reveals which texts it was trained on.")
     ranked = [r["attack"] for r in real if _above(r)]
@@ -195,6 +195,13 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
             chance=float(done[0]["scores"]["largest_leakage"]["chance"]),
         )
     )
+    if plan.get("n_repeated"):
+        out.append(
+            tell(
+                "{count} repeated rows were left out. A text counts once, as the model sees it, with its label.",
+                count=plan["n_repeated"],
+            )
+        )
     if plan.get("epsilon") is not None:
         bound = auc_bound(plan["epsilon"], plan.get("delta", 0.0))
         above = [r["attack"] for r in done if max(r["scores"]["auc"]["low"], 1 - r["scores"]["auc"]["high"]) > bound]
@@ -233,22 +240,24 @@ def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, A
         count=plan["shadow_models"], machine=machine(made),
     )  # fmt: skip
     who = recorded(str(records[0]["threat_plain"])) if records else ""
-    missing = _missing(records, plan)
+    missing, done = _missing(records, plan), [r for r in records if r["status"] == "ok"]
+    off = bool(done) and _off(done)
     return filled(
-        "membership.html", f=membership_findings(records, plan), plan=plan, plot=_plot(records, plan), made=made,
-        lines=[_line(r, missing) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
+        "membership.html", f=membership_findings(records, plan), plan=plan, plot=roc_plot(records, plan), made=made,
+        lines=[_line(r, missing, off) for r in sorted(records, key=lambda r: plan["attacks"].index(r["attack"]))],
         head=origin(plan, records, made, who=who, means=means, source=str(plan["members"])), settings=settings(plan),
         step=_step(records, plan, missing),
     )  # fmt: skip
 
 
-def _line(record: Mapping[str, Any], missing: Sequence[str]) -> dict[str, Any]:
+def _line(record: Mapping[str, Any], missing: Sequence[str], off: bool) -> dict[str, Any]:
     """An attack in the plot of verdicts: its AUC in percent."""
     if record["status"] != "ok":
         word, dot = tell("not measured"), None
     else:
         quiet = tell("not told from guessing by this attack alone") if missing else tell("not told from guessing")
         word = tell("above guessing") if _above(record) else quiet
+        word = tell("not measured: members and others differ as texts") if off else word
         dot = tuple(100 * record["scores"]["auc"][end] for end in ("mean", "low", "high"))
     name, baseline = record["attack"], record["attack"] == "blind"
     return {"name": name, "anchor": f"attack-{name}", "word": word, "dot": dot, "baseline": baseline, "chosen": False}
@@ -269,26 +278,3 @@ def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing
     if missing:
         return Step(tell("Add the attacks that know this protection."))
     return Step(tell("Measure with more texts and more shadow models before you rely on this."))
-
-
-def _plot(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> dict[str, Any]:
-    """ROC curves on logarithmic axes, where few false alarms can be seen: pixels in a box of 340 x 300."""
-    least = min(MIN_RATE, 1.0 / max(1, plan["n_others"]), 1.0 / max(1, plan["n_members"]))
-    decades = math.ceil(-math.log10(least) - 1e-9)
-
-    def place(rate: float) -> float:
-        return max(0.0, 1 + math.log10(max(rate, 1e-12)) / decades)
-
-    def point(false: float, true: float) -> str:
-        return f"{60 + 340 * place(false):.1f},{310 - 300 * place(true):.1f}"
-
-    order = {name: k for k, name in enumerate(plan["attacks"])}
-    curves: list[dict[str, Any]] = []
-    for r in sorted((r for r in records if r["status"] == "ok"), key=lambda r: order[r["attack"]]):
-        points = " ".join(point(a, b) for a, b in r["details"]["roc"])
-        colour = "var(--faint)" if r["attack"] == "blind" else COLOURS[len(curves) % len(COLOURS)]
-        curves.append({"name": r["attack"], "points": points, "colour": colour, "y": 24 + 18 * len(curves)})
-    steps = [10.0**-k for k in range(decades + 1)]
-    guess = " ".join(point(10 ** (-decades * (1 - k / 40)), 10 ** (-decades * (1 - k / 40))) for k in range(41))
-    ticks = [{"label": f"{number(100 * s, 'g')} %", "x": 60 + 340 * place(s), "y": 310 - 300 * place(s)} for s in steps]
-    return {"curves": curves, "ticks": ticks, "guess": guess}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,16 +20,16 @@ from rasura.core.records import Record, cell_key
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import MODEL_USER, adversary_copy, observe_model
+from rasura.core.unchanged import Lent, tensors_of
 from rasura.core.values import Grant
-from rasura.data.overlap import wording_of
-from rasura.data.text import Example, columns_of, data_hash, load_examples, place_of
+from rasura.data.text import data_hash
 from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
 from rasura.registry import membership_adversaries, membership_attack
-from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, peak_mb
+from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, meddled, peak_mb
 from rasura.runs.membership_models import QueriedModels
 from rasura.runs.membership_plan import MembershipPlan
+from rasura.runs.membership_texts import MembershipTexts
 from rasura.runs.scoring import versions
-from rasura.runs.training import encoded
 from rasura.victims.fingerprint import fingerprint
 from rasura.victims.outputs import answers
 from rasura.victims.protected_rows import protected
@@ -59,79 +60,37 @@ class MembershipAudit:
     def __init__(self, plan: MembershipPlan, folder: str | Path, *, device: str = "cpu") -> None:
         self.plan = plan = plan.checked()
         self.folder, self.device = Path(folder), device
-        self.label_names: tuple[str, ...] | None = None
-        sides = self._sides()
-        other = self._read(plan.reference) if plan.reference else []
-        self._apart(sides, other)
-        if min(map(len, sides)) < 2:
-            raise InputError(f"{len(sides[0])} members and {len(sides[1])} others; expected at least 2 of each")
-        self.fprs = plan.fprs or tuple(f for f in FPRS if min(map(len, sides)) >= needed(f))
-        for fpr in self.fprs:  # refused now, not when the models are trained
-            tpr_at([0.0] * sum(map(len, sides)), [True] * len(sides[0]) + [False] * len(sides[1]), fpr)
-        everything = [*sides[0], *sides[1]]
-        # Members stand first in the files: shuffled, a candidate's place says nothing.
-        order = torch.randperm(len(everything), generator=generator(plan.recipe.seed, "candidates")).tolist()
-        self.examples = [everything[k] for k in order]
-        self.members = torch.tensor([k < len(sides[0]) for k in order])
-        labels = [e.label or 0 for e in [*everything, *other]]
+        read = MembershipTexts(plan)
+        self._measurable(*map(len, read.sides))
+        labels = [e.label or 0 for some in (*read.sides, read.reference) for e in some]
         count = plan.num_labels or classes_for(plan.model, 1 + max(labels))
         self.models = QueriedModels(plan, count, device)
         self.victim = self.models.victim
-        limits: Any = {"max_length": plan.max_length, "truncate": plan.truncate}
-        self.rows = tuple(encoded(self.victim, self.examples, **limits))
-        self.reference = tuple(encoded(self.victim, other, **limits))
-        if self.victim.task == "causal":
-            _predicted([*self.rows, *self.reference], [*self.examples, *other])
+        inside, outside, beside, repeated = read.distinct(self.victim)
+        self._measurable(len(inside), len(outside))
+        everything = [*inside, *outside]
+        # Members stand first in the files: shuffled, a candidate's place says nothing.
+        order = torch.randperm(len(everything), generator=generator(plan.recipe.seed, "candidates")).tolist()
+        self.examples, self.rows = [everything[k][0] for k in order], tuple(everything[k][1] for k in order)
+        self.members = torch.tensor([k < len(inside) for k in order])
+        self.reference = tuple(row for _, row in beside)
         self.models.kept = (self.rows, self.reference)
         self.data = data_hash(self.examples)
         self.identity = {
             **json.loads(json.dumps(asdict(plan))), "kind": "membership", "data_hash": self.data,
-            "n_members": len(sides[0]), "n_others": len(sides[1]), "n_reference": len(other),
+            "n_members": len(inside), "n_others": len(outside), "n_reference": len(beside),
         }  # fmt: skip
-        self.identity |= {"label_names": list(self.label_names)} if self.label_names else {}
+        self.identity |= {"label_names": list(read.label_names)} if read.label_names else {}
+        self.identity |= {"n_repeated": repeated} if repeated else {}
         self._shadow_models: tuple[ShadowModel, ...] | None = None
 
-    def _sides(self) -> list[list[Example]]:
-        """Members and others."""
-        plan = self.plan
-        inside = self._read(plan.members, plan.limit if plan.rows is None else None)
-        others = None if plan.non_members is None else self._read(plan.non_members, plan.limit)
-        if plan.rows is None:
-            return [inside, others or []]
-        everything = inside
-        try:
-            told = json.loads(Path(plan.rows).read_text(encoding="utf-8"))
-            numbers = [k for name in ("trained", "held_out") for k in told[name]]
-            if not all(type(k) is int and 0 <= k < len(everything) for k in numbers) or len(set(numbers)) < len(numbers):
-                raise ValueError
-            trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            raise InputError(
-                f"{plan.rows} does not list rows of {plan.members}; expected the rows.json of its training run"
-            ) from None
-        if others is None:  # a text that occurs twice may stand on both sides: it was trained on
-            seen = set(map(wording_of, trained))
-            others = [e for e in held if wording_of(e) not in seen]
-        return [trained[: plan.limit], others[: plan.limit]]
-
-    def _read(self, source: str, limit: int | None = None) -> list[Example]:
-        """A file's texts. Labels are numbered by the names in the first file read (the members), or otherwise by those of
-        the model."""
-        read = load_examples(
-            source, limit=limit, columns=columns_of(self.plan), label_names=self.label_names, model=self.plan.model
-        )
-        self.label_names = read.label_names if self.label_names is None else self.label_names
-        return read
-
-    def _apart(self, sides: Sequence[Sequence[Example]], other: Sequence[Example]) -> None:
-        plan = self.plan
-        inside, outside, beside = (set(map(wording_of, some)) for some in (*sides, other))
-        for name, what, both in (
-            (plan.non_members, "members", outside & inside),
-            (plan.reference, "candidates", beside & (inside | outside)),
-        ):
-            if both:
-                raise InputError(f"{name} contains texts that are also {what} ({len(both)}); remove them")
+    def _measurable(self, members: int, others: int) -> None:
+        """Refuse, before any model is trained, what so few texts cannot measure."""
+        if min(members, others) < 2:
+            raise InputError(f"{members} members and {others} others; expected at least 2 of each")
+        self.fprs = self.plan.fprs or tuple(f for f in FPRS if min(members, others) >= needed(f))
+        for fpr in self.fprs:
+            tpr_at([0.0] * (members + others), [True] * members + [False] * others, fpr)
 
     def shadow_models(self, progress: Callable[[str, int, int], None] | None = None) -> tuple[ShadowModel, ...]:
         """The adversary's shadow models: trained in pairs, one on a random half of all texts, one on the other half.
@@ -221,10 +180,13 @@ class MembershipAudit:
     def _attempt(self, name: str, progress: Callable[[str, int, int], None] | None) -> Outcome[Told]:
         attack, v = membership_attack(name), self.victim
         weights = Grant.BASE_MODEL in attack.needs | attack.uses
+        # Each attack has its own copies: of the weights here, of what models answer wherever they are asked.
+        base = copy.deepcopy(adversary_copy(self.models.base.model)) if weights else None
         seen = observe_model(
             MODEL_USER, v.task, ask=self.models.ask, ask_reference=self.models.ask_reference, candidates=self.rows,
-            reference=self.reference, base=(adversary_copy(self.models.base.model), v.vocabulary) if weights else None,
-            shadow_models=lambda: self.shadow_models(progress), mechanism=tuple(p.mechanism for p in self.plan.parts),
+            reference=self.reference, base=None if base is None else (base, v.vocabulary),
+            shadow_models=lambda: copy.deepcopy(self.shadow_models(progress)),
+            mechanism=tuple(copy.deepcopy(p.mechanism) for p in self.plan.parts),
         )  # fmt: skip
         if (missing := lacking(attack, seen, MODEL_USER.name)) is not None:
             return missing
@@ -235,7 +197,16 @@ class MembershipAudit:
             guess = attack(seen, rng=generator(self.plan.recipe.seed, "membership", name))
             return Told(self.scores(guess), {**guess.details, "roc": self._curve(guess)})
 
-        return attempt(told, raises=MACHINE)
+        rows = [*self.rows, *self.reference]
+        given = [(k, name, t) for k, row in enumerate(rows) for name, t in row.inputs().items()]
+        were = [t.clone() for _, _, t in given]
+        lent = Lent(lambda: {f"{k} {name}": t for k, name, t in given} | ({} if base is None else tensors_of(base)))
+        outcome = attempt(told, raises=MACHINE)
+        if not lent.changed:
+            return outcome
+        for (_, _, tensor), was in zip(given, were, strict=True):
+            tensor.data.copy_(was)
+        return meddled(outcome)
 
     def scores(self, guess: Membership) -> dict[str, Any]:
         """AUC, true positive rate at each requested false positive rate, and privacy leakage, with their intervals.
@@ -261,13 +232,6 @@ class MembershipAudit:
         last = np.flatnonzero(np.append(np.diff(false) > 0, True))  # the highest point over each false positive rate
         some = np.unique(np.geomspace(1, len(last), POINTS).round().astype(int)) - 1
         return [(round(float(false[k]), 6), round(float(true[k]), 6)) for k in last[some]]
-
-
-def _predicted(rows: Sequence[Batch], examples: Sequence[Example]) -> None:
-    """Raises ``InputError`` for a text of which a causal model predicts no token: it has no loss."""
-    for number, (row, example) in enumerate(zip(rows, examples, strict=True), 1):
-        if not bool((row.labels[:, 1:] != -100).any()):
-            raise InputError(f"{place_of(example, number)}: a causal model predicts no token of this text; remove the row")
 
 
 def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[Record]:

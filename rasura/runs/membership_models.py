@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cached_property
@@ -67,12 +68,12 @@ class QueriedModels:
     def _answers(self, which: str, rows: Sequence[Batch]) -> Answers:
         kept = any(rows is some for some in self.kept)
         if kept and (which, id(rows)) in self._known:
-            return self._known[which, id(rows)]
+            return copy.deepcopy(self._known[which, id(rows)])  # an attack may write into what it was told
         audited = which == "audited" or self.switch is not None
         with self.switch() if which == "reference" and self.switch is not None else nullcontext():
             found = answers((self.victim if audited else self.base).model, rows, self.pad, tokens=kept)
         if kept:
-            self._known[which, id(rows)] = found
+            self._known[which, id(rows)] = copy.deepcopy(found)
         return found
 
 

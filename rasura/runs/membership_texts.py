@@ -1,0 +1,98 @@
+"""The texts of an attack on a trained model: members, others, and texts of the same kind, each once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+
+from rasura.core.batches import Batch, contents, places_of_each
+from rasura.core.errors import InputError
+from rasura.data.overlap import wording_of
+from rasura.data.text import Example, columns_of, load_examples, place_of
+from rasura.runs.membership_plan import MembershipPlan
+from rasura.runs.training import encoded
+from rasura.victims.loading import Victim
+
+Encoded = list[tuple[Example, Batch]]
+
+
+class MembershipTexts:
+    """The files of ``plan``: ``sides`` are members and others. ``label_names``: the names of labels that are text.
+
+    Raises ``InputError`` for files that cannot be read, and for texts that stand on two sides.
+    """
+
+    def __init__(self, plan: MembershipPlan) -> None:
+        self.plan = plan
+        self.label_names: tuple[str, ...] | None = None
+        self.sides = self._sides()
+        self.reference = self._read(plan.reference) if plan.reference else []
+        self._refuse_shared()
+
+    def distinct(self, victim: Victim) -> tuple[Encoded, Encoded, Encoded, int]:
+        """Members, others and reference texts as ``victim`` sees them, each once; and how many rows that leaves out.
+
+        A text repeated forty times would count as forty, and one that stands on two sides, once cut, was trained on. Labels
+        count: a classifier is asked about both together.
+        """
+        known: list[Hashable] = []
+        found: list[Encoded] = []
+        for examples in (*self.sides, self.reference):
+            rows = encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
+            if victim.task == "causal":
+                _predicted(rows, examples)
+            seen = [one for row in rows for one in contents(row, labels=True)]
+            found.append([(examples[k], rows[k]) for k in places_of_each(seen, known)])
+            known += seen
+        inside, outside, beside = found
+        return inside, outside, beside, len(known) - sum(map(len, found))
+
+    def _sides(self) -> list[list[Example]]:
+        """Members and others."""
+        plan = self.plan
+        inside = self._read(plan.members, plan.limit if plan.rows is None else None)
+        others = None if plan.non_members is None else self._read(plan.non_members, plan.limit)
+        if plan.rows is None:
+            return [inside, others or []]
+        everything = inside
+        try:
+            told = json.loads(Path(plan.rows).read_text(encoding="utf-8"))
+            numbers = [k for name in ("trained", "held_out") for k in told[name]]
+            if not all(type(k) is int and 0 <= k < len(everything) for k in numbers) or len(set(numbers)) < len(numbers):
+                raise ValueError
+            trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            raise InputError(
+                f"{plan.rows} does not list rows of {plan.members}; expected the rows.json of its training run"
+            ) from None
+        if others is None:  # a text that occurs twice may stand on both sides: it was trained on
+            seen = set(map(wording_of, trained))
+            others = [e for e in held if wording_of(e) not in seen]
+        return [trained[: plan.limit], others[: plan.limit]]
+
+    def _read(self, source: str, limit: int | None = None) -> list[Example]:
+        """A file's texts. Labels are numbered by the names in the first file read (the members), or otherwise by those of
+        the model."""
+        read = load_examples(
+            source, limit=limit, columns=columns_of(self.plan), label_names=self.label_names, model=self.plan.model
+        )
+        self.label_names = read.label_names if self.label_names is None else self.label_names
+        return read
+
+    def _refuse_shared(self) -> None:
+        plan = self.plan
+        inside, outside, beside = (set(map(wording_of, some)) for some in (*self.sides, self.reference))
+        for name, what, both in (
+            (plan.non_members, "members", outside & inside),
+            (plan.reference, "candidates", beside & (inside | outside)),
+        ):
+            if both:
+                raise InputError(f"{name} contains texts that are also {what} ({len(both)}); remove them")
+
+
+def _predicted(rows: Sequence[Batch], examples: Sequence[Example]) -> None:
+    """Raises ``InputError`` for a text of which a causal model predicts no token: it has no loss."""
+    for number, (row, example) in enumerate(zip(rows, examples, strict=True), 1):
+        if not bool((row.labels[:, 1:] != -100).any()):
+            raise InputError(f"{place_of(example, number)}: a causal model predicts no token of this text; remove the row")

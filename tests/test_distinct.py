@@ -1,0 +1,99 @@
+"""A text counts once, as the model sees it: in attacks on trained models, for candidates, and in calibrations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from audit_setting import model_folder
+from test_membership_runs import WORDS_OF
+from test_membership_runs import plan_for as membership_plan
+from test_membership_verdict import PLAN, row
+
+from rasura.core.batches import Batch, ImageBatch, contents, places_of_each
+from rasura.core.interfaces import InputError
+from rasura.report.membership import membership_findings, render_membership
+from rasura.runs.membership import MembershipAudit
+
+__all__ = ["model_folder"]
+
+
+def written(path: Path, texts: list[str], labels: list[int] | None = None) -> str:
+    rows = [{"text": t, "label": (labels or [0] * len(texts))[k]} for k, t in enumerate(texts)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return str(path)
+
+
+def words(start: int, count: int) -> list[str]:
+    return [" ".join(WORDS_OF[(k // 9**p) % 9] for p in range(4)) for k in range(start, start + count)]
+
+
+def batch(ids: list[list[int]], labels: Any, mask: Any = None) -> Batch:
+    held = torch.tensor(ids)
+    names = tuple(map(str, range(len(ids))))
+    return Batch(held, torch.ones_like(held) if mask is None else torch.tensor(mask), torch.tensor(labels), names, names)
+
+
+def test_what_a_model_sees_is_ids_without_padding_and_with_labels_where_it_is_asked_for_them() -> None:
+    rows = batch([[1, 5, 0], [1, 5, 9], [1, 5, 2]], [0, 1, 1], [[1, 1, 0], [1, 1, 0], [1, 1, 1]])
+    assert places_of_each(contents(rows)) == [0, 2] and places_of_each(contents(rows, labels=True)) == [0, 1, 2]
+    causal = batch([[1, 5], [1, 5]], [[-100, 5], [-100, 5]])
+    assert places_of_each(contents(causal, labels=True)) == [0]
+    images = ImageBatch(torch.tensor([0.0, 1.0, 0.0]).view(3, 1, 1, 1), torch.tensor([0, 0, 1]), ("a", "b", "c"))
+    assert places_of_each(contents(images)) == [0, 1] and places_of_each(contents(images, labels=True)) == [0, 1, 2]
+    assert places_of_each("abcab", "a") == [1, 2]
+
+
+def test_repeated_texts_of_a_trained_model_count_once(model_folder: Path, tmp_path: Path) -> None:
+    inside, outside = words(0, 6), words(40, 6)
+    more: dict[str, Any] = {
+        "members": written(tmp_path / "in.jsonl", [*inside, *inside, inside[0].upper(), inside[1]], [0] * 13 + [1]),
+        "non_members": written(tmp_path / "out.jsonl", outside * 3),
+        "reference": written(tmp_path / "more.jsonl", words(60, 3) * 2),
+    }
+    found = MembershipAudit(membership_plan(model_folder, tmp_path, fprs=(), **more), tmp_path / "run")
+    counts = {k: found.identity.get(k) for k in ("n_members", "n_others", "n_reference", "n_repeated")}
+    assert counts == {"n_members": 7, "n_others": 6, "n_reference": 3, "n_repeated": 7 + 12 + 3}
+    assert len(found.rows) == len(found.examples) == len(found.members) == 13 and int(found.members.sum()) == 7
+    with pytest.raises(InputError, match="7 members and 6 others are too few"):
+        MembershipAudit(membership_plan(model_folder, tmp_path, fprs=(0.1,), **more), tmp_path / "run")
+
+
+def test_a_text_that_is_a_member_once_it_is_cut_is_no_other_text(model_folder: Path, tmp_path: Path) -> None:
+    inside = words(0, 6)
+    more: dict[str, Any] = {
+        "members": written(tmp_path / "in.jsonl", inside),
+        "non_members": written(tmp_path / "out.jsonl", [f"{inside[0]} echo", *(f"met {t}" for t in inside)]),
+        "max_length": 6, "truncate": True,
+    }  # fmt: skip
+    found = MembershipAudit(membership_plan(model_folder, tmp_path, fprs=(), **more), tmp_path / "run").identity
+    assert (found["n_members"], found["n_others"], found["n_repeated"]) == (6, 6, 1)
+
+
+def test_repeated_rows_are_named_on_the_page() -> None:
+    rows = [row("blind"), row("loss")]
+    plan = {**PLAN, "attacks": ["blind", "loss"]}
+    assert "repeated" not in " ".join(membership_findings(rows, plan).checks)
+    told = " ".join(membership_findings(rows, {**plan, "n_repeated": 22}).checks)
+    assert "22 repeated rows were left out. A text counts once, as the model sees it, with its label." in told
+
+
+@pytest.mark.parametrize("side", ["auc", "words"])
+@pytest.mark.parametrize("auc", [0.95, 0.5])
+def test_where_members_and_others_differ_as_texts_nothing_is_said_of_the_model(side: str, auc: float) -> None:
+    middle = {"mean": 0.5, "low": 0.37, "high": 0.63, "n": 60}
+    apart = {"auc": middle, "words": middle, side: {"mean": 0.9, "low": 0.8, "high": 0.95, "n": 60}}
+    rate = {"mean": 0.9, "low": 0.5, "high": 0.95, "n": 60}
+    rows = [row(a, auc=auc, defense="none", blind=apart) for a in ("blind", "loss")]
+    for r in rows:
+        r["scores"]["tpr@0.01"] = rate
+    plan = {**PLAN, "attacks": ["blind", "loss"], "defense": "none"}
+    told = membership_findings(rows, plan).sentences
+    assert "Not measured: members and others differ as texts." in told
+    assert not any("guessing:" in s or "reveals" in s or "ot told" in s for s in told)
+    page = " ".join(render_membership(rows, plan).split())
+    assert page.count("not measured: members and others differ as texts") >= 2, "in the plot, an attack each"
+    assert "above guessing" not in page and "not told from guessing" not in page
