@@ -14,9 +14,9 @@ from rasura.attacks.updates.candidates import agreement, fall, last_weights, sco
 from rasura.core.interfaces import InputError
 from rasura.core.updates import changed
 from rasura.data.text import Example
-from rasura.metrics.membership import auc
+from rasura.metrics.membership import auc, tpr_at
 from rasura.registry import parse_update
-from rasura.runs.candidates import ENOUGH, inputs_of, judged, read_candidates, rows_of, simulate
+from rasura.runs.candidates import ENOUGH, CandidatesRead, inputs_of, judged, read_candidates, reliability, rows_of, simulate
 from rasura.runs.reading import ReadRequest
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.loading import Victim, load
@@ -84,9 +84,9 @@ def test_nothing_is_said_of_an_empty_update() -> None:
 def test_simulated_rounds_say_what_the_score_is_worth() -> None:
     one, (local, _) = victim(), parse_update("local:batch=2/lr=1e-3")
     names = [n for n, _ in one.model.named_parameters()]
-    values, members = simulate(one, ROWS, names, local, 3, 2, seed=0)
-    assert len(values) == 16 and sum(members) == 6
-    assert (values, members) == simulate(one, ROWS, names, local, 3, 2, seed=0)
+    rounds = simulate(one, ROWS, names, local, 3, 2, seed=0)
+    assert [(len(values), sum(members)) for values, members in rounds] == [(8, 3), (8, 3)]
+    assert rounds == simulate(one, ROWS, names, local, 3, 2, seed=0)
     with pytest.raises(InputError, match="expected more"):
         simulate(one, ROWS, names, local, 8, 1, seed=0)
 
@@ -110,3 +110,36 @@ def test_candidates_of_a_file(tmp_path: Path, minilm_path: Path) -> None:
     with pytest.raises(InputError, match="1 of the candidates"):
         (tmp_path / "others.jsonl").write_text(json.dumps({"text": texts[0], "label": 1}) + "\n", encoding="utf-8")
         read_candidates(tmp_path / "update.safetensors", files["given"], one, request)
+
+
+def test_references_count_once_as_the_model_sees_them(tmp_path: Path, minilm_path: Path) -> None:
+    one = load(minilm_path, "classification")
+    batch = rows_of(one, [Example("the court sits at noon", None, 1)])[0]
+    sent, _ = changed(one.model, batch.inputs(), [n for n, _ in one.model.named_parameters() if "classifier" in n])
+    save_file({n: g.contiguous() for n, g in sent.items()}, str(tmp_path / "update.safetensors"))
+
+    def read(*references: str, simulated: int = 0) -> CandidatesRead:
+        for name, some in (("given", ("a letter came",)), ("others", references)):
+            lines = [json.dumps({"text": t, "label": k % 2}) + "\n" for k, t in enumerate(some)]
+            (tmp_path / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        request = ReadRequest(reference=tmp_path / "others.jsonl")
+        return read_candidates(tmp_path / "update.safetensors", tmp_path / "given.jsonl", one, request, simulated)
+
+    found = read(*["snow fell", "Snow  fell", "it rained"] * 60, simulated=3)
+    assert (found.references, found.repeated, found.candidates[0].verdict) == (2, 178, "no level")
+    assert found.auc is not None and (found.auc.n, found.tpr) == (2, None) and found.auc.high - found.auc.low > 0.9
+    with pytest.raises(InputError, match="contains 1 of the candidates"):
+        read("snow fell", "A letter  came")
+
+
+def test_more_rounds_of_the_same_texts_are_not_more_texts() -> None:
+    members = [True] * 100 + [False] * 100
+    one = ([float(m) for m in members], members)
+    other = ([float(not m) for m in members], members)
+    ranked, rate = reliability([one] * 40)
+    assert (ranked, rate) == (auc(*one), tpr_at(*one, 0.01)), "as in one round"
+    ranked, rate = reliability([one, other])
+    assert rate is not None and (ranked.mean, rate.mean) == (0.5, 0.5) and (rate.low, rate.n) == (0.0, 100)
+    assert ranked.low < 0.45 and ranked.high > 0.55 and ranked.n == 200
+    short = ([float(m) for m in members[1:]], members[1:])
+    assert reliability([short] * 40)[1] is None

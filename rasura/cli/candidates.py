@@ -31,6 +31,8 @@ def candidates_read(update: Path, candidates: Path, victim: Any, request: Any, s
     for one in found.candidates:
         p = "" if one.p is None else f" p {one.p:.3f}"
         say(f"{one.verdict}: score {one.score:.4f}{p}: {one.text[:80]}")
+    if found.repeated:
+        out.print(f"{found.repeated} repeated reference texts were left out: a text counts once, as the model sees it")
     if found.references < ENOUGH:
         out.print(f"no answer: {found.references} reference texts that were not in the round; an answer needs {ENOUGH}")
     if found.auc is not None:

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from rasura.core.batches import Batch
+from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.interfaces import InputError
 from rasura.core.local import Local
 from rasura.core.rng import generator, permutation
 from rasura.core.updates import changed
 from rasura.data.text import Example, encode, load_examples
+from rasura.metrics.intervals import pairs_interval
 from rasura.metrics.membership import Rate, auc, needed, tpr_at
 from rasura.registry.candidates import scores
 from rasura.runs.reading import ReadRequest, observed
@@ -27,7 +28,11 @@ LEVEL = 0.01
 """Maximum false positive rate, among texts that were not in the round, of the answer that a candidate was in it."""
 
 ENOUGH = needed(LEVEL) - 1
-"""Minimum number of reference texts for an answer at that level."""
+"""Minimum number of different reference texts for an answer at that level."""
+
+
+Round = tuple[list[float], list[bool]]
+"""The score of each text in a simulated round, and whether the round trained on it."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +52,14 @@ class Candidate:
 class CandidatesRead:
     """The candidates in the file's order, and the reliability of the score: its AUC and its true positive rate at 1 % false
     positives in ``simulated`` rounds of reference texts; None without simulated rounds, or with fewer texts than the level
-    needs."""
+    needs. ``references``: different reference texts, as the model sees them; ``repeated``: rows that were left out."""
 
     candidates: tuple[Candidate, ...]
     references: int
     simulated: int = 0
     auc: Rate | None = None
     tpr: Rate | None = None
+    repeated: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as ``rasura read --candidates --json`` prints them."""
@@ -73,19 +79,20 @@ def read_candidates(
     request = request or ReadRequest()
     given = load_examples(candidates)
     references = [] if request.reference is None else list(load_examples(request.reference))
-    known = {e.text.strip() for e in given}
-    if both := sum(e.text.strip() in known for e in references):
+    asked, read, local = rows_of(victim, given), rows_of(victim, references), request.local
+    known, other = ([one for row in some for one in contents(row)] for some in (asked, read))
+    if both := sum(one in set(known) for one in other):
         raise InputError(f"{request.reference} contains {both} of the candidates; expected other texts of the same kind")
-    rows, local = rows_of(victim, references), request.local
+    rows = [read[k] for k in places_of_each(other)]
     with observed(path, victim, request) as (_, seen):
         sent, visible = seen.gradients, seen.visible
-        found = scores(victim.model, inputs_of(rows_of(victim, given)), sent, local, visible)
+        found = scores(victim.model, inputs_of(asked), sent, local, visible)
         others = scores(victim.model, inputs_of(rows), sent, local, visible)
         told = tuple(Candidate(e.text, s, *judged(s, others)) for e, s in zip(given, found))
         if not simulated:
-            return CandidatesRead(told, len(references))
-        values, members = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed)
-    return CandidatesRead(told, len(references), simulated, auc(values, members), _at_level(values, members))
+            return CandidatesRead(told, len(rows), repeated=len(read) - len(rows))
+        rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed)
+    return CandidatesRead(told, len(rows), simulated, *reliability(rounds), len(read) - len(rows))
 
 
 def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:
@@ -106,16 +113,16 @@ def simulate(
     size: int | None,
     rounds: int,
     seed: int,
-) -> tuple[list[float], list[bool]]:
-    """Scores of ``rows`` in ``rounds`` rounds that each trained the parameters ``names`` on ``size`` of them (half if the
-    size is unknown); and which rows were in. The mean score outside a round is subtracted from the scores of that round."""
+) -> list[Round]:
+    """The scores of ``rows`` in each of ``rounds`` rounds that trained the parameters ``names`` on ``size`` of them (half if
+    the size is unknown), and which of them were in it. The mean score outside a round is subtracted from its scores."""
     inside = size or len(rows) // 2
     if inside < 1 or len(rows) - inside < 1:
         raise InputError(
-            f"{len(rows)} reference texts for rounds of {inside} texts; expected more, so that some stay outside each round"
+            f"{len(rows)} different reference texts for rounds of {inside} texts; expected more, so that some stay outside "
+            "each round"
         )
-    values: list[float] = []
-    members: list[bool] = []
+    out: list[Round] = []
     for number in range(rounds):
         rng = generator(seed, "candidates", number)
         order = permutation(len(rows), rng).tolist()
@@ -124,13 +131,25 @@ def simulate(
         order_of = partial(permutation, rng=rng)
         sent, _ = changed(victim.model, batch.to(device).inputs(), names, local, order_of)
         found = torch.tensor(scores(victim.model, inputs_of([rows[k] for k in order]), sent, local), dtype=torch.double)
-        values += (found - found[inside:].mean()).tolist()
-        members += [True] * inside + [False] * (len(rows) - inside)
-    return values, members
+        out.append(((found - found[inside:].mean()).tolist(), [True] * inside + [False] * (len(rows) - inside)))
+    return out
 
 
-def _at_level(values: Sequence[float], members: Sequence[bool]) -> Rate | None:
-    return tpr_at(values, members, LEVEL) if min(sum(members), len(members) - sum(members)) >= needed(LEVEL) else None
+def reliability(rounds: Sequence[Round]) -> tuple[Rate, Rate | None]:
+    """The mean AUC and true positive rate of ``rounds`` of the same texts; no rate where a round has too few texts.
+
+    More rounds are no more texts, so both intervals are as wide as those of one round: that of the AUC is of its mean with
+    as many texts as one round has, and that of the rate holds the intervals of all rounds.
+    """
+    inside = sum(rounds[0][1])
+    outside = len(rounds[0][1]) - inside
+    mean = sum(auc(*one).mean for one in rounds) / len(rounds)
+    ranked = Rate(mean, *pairs_interval(mean, inside, outside), inside + outside)
+    if min(inside, outside) < needed(LEVEL):
+        return ranked, None
+    rates = [tpr_at(*one, LEVEL) for one in rounds]
+    found = sum(r.mean for r in rates) / len(rates)
+    return ranked, Rate(found, min(r.low for r in rates), max(r.high for r in rates), rates[0].n)
 
 
 def inputs_of(rows: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
