@@ -11,7 +11,7 @@ from rows import GUESS, MANY, METRIC, READ, column, record
 
 from rasura.report.findings import findings, summarise
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Price
-from rasura.report.readings import pooled
+from rasura.report.pooled import pooled
 from rasura.report.terminal import summary
 from rasura.report.verdicts import NOT_MEASURED, NOT_TOLD, READS
 

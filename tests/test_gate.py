@@ -13,7 +13,7 @@ from rows import GUESS, MANY, READ, column, runs
 from rasura.core.interfaces import InputError
 from rasura.report.findings import findings
 from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED, ROUNDING, gate, judged
-from rasura.report.readings import Level
+from rasura.report.pooled import Level
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, Verdict, texts_needed
 
 

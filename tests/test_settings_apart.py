@@ -13,7 +13,7 @@ from rasura.report.assessment import assessment, markdown
 from rasura.report.findings import findings, summarise
 from rasura.report.head import Made
 from rasura.report.page import write_report
-from rasura.report.readings import pooled
+from rasura.report.pooled import pooled
 from rasura.report.terminal import summary
 from rasura.runs.audit import audit
 

@@ -20,7 +20,8 @@ from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import NOT_JUDGED, gate
-from rasura.report.readings import Level, gave_up, notes_of, pooled, reading, scored
+from rasura.report.pooled import Level, pooled
+from rasura.report.readings import NAMED, gave_up, notes_of, reading, scored
 from rasura.report.verdicts import (
     ABOVE,
     HOLDS_WITHIN,
@@ -533,7 +534,7 @@ def test_words_among_those_of_other_texts_are_not_a_text_nearly_whole() -> None:
     def read(own: float | None) -> list[dict[str, Any]]:
         precision = {} if own is None else {"token_precision": {"per_record": [own]}}
         scores = {METRIC: {"per_record": [1.0]}, **precision}
-        return [record("embedding-rows", note=k, scores=scores) for k in range(MANY)]
+        return [record("embedding-rows", note=k, scores=scores, details={NAMED: [1.0]}) for k in range(MANY)]
 
     mixed = of(read(0.02), "none")
     assert mixed.word == READS and (mixed.whole, mixed.mixed) == (MANY, MANY)

@@ -20,8 +20,8 @@ from rasura.report.language import recorded, size, written_in
 from rasura.report.matrix import Findings
 from rasura.report.membership import membership_findings, render_membership
 from rasura.report.notes import attempts, masked, notes_in
+from rasura.report.pooled import Level
 from rasura.report.protections import plot, protection_rows
-from rasura.report.readings import Level
 from rasura.report.sentence import where
 from rasura.report.services import MEASURES, continued, measures, service_findings
 from rasura.report.sums import conclusion, curve, sum_rows

@@ -11,7 +11,7 @@ from rasura.report.findings import recommended
 from rasura.report.head import UNKNOWN, Made, per
 from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import Entry, Findings
-from rasura.report.readings import Level
+from rasura.report.pooled import Level
 from rasura.report.verdicts import HOLDS_WITHIN, Verdict, names_of, plain
 
 PRIVATE = "differential privacy"

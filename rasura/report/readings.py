@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.records import LABELS
-from rasura.metrics.intervals import mean_or_interval
 from rasura.report.language import tell
+from rasura.report.pooled import Level, interval, pooled, share
 
 Record = Mapping[str, Any]
 Cell = tuple[int, int]
@@ -35,48 +35,12 @@ CLEARLY = 0.3
 """... where guessing scored at least so much less on the same example."""
 
 OWN = 0.5
-"""Below this share of own tokens in its guess, the words of an example are not told from those of others."""
+"""Below this share of own tokens in its guess, the words of an example are not told from those of others; below this share
+of tokens of the whole batch, nothing was read: who names every word names the right ones, too."""
 
-
-@dataclass(frozen=True)
-class Level:
-    """A pooled score: mean, ends of its 95 % interval (NaN for a metric without a range), worst case, number of examples."""
-
-    mean: float
-    low: float
-    high: float
-    worst: float
-    n: int
-
-    @property
-    def text(self) -> str:
-        """In whole percent with its interval."""
-        mean, low, high = (100 * x for x in (self.mean, self.low, self.high))
-        return tell("{mean:.0f} % (95 %: {low:.0f} to {high:.0f}, n = {n})", mean=mean, low=low, high=high, n=self.n)
-
-
-_kept = lru_cache(maxsize=4096)(mean_or_interval)
-
-
-def interval(values: Iterable[float], bounds: tuple[float, float] | None = (0.0, 1.0)) -> tuple[float, float, float]:
-    """``mean_or_interval`` of values within ``bounds``. Kept, since a report asks for the same several times."""
-    return _kept(tuple(sorted(values)), bounds)
-
-
-def share(value: float) -> float:
-    """``value`` in [0, 1]: a similarity below 0 reads nothing."""
-    return min(1.0, max(0.0, value))
-
-
-def pooled(values: Iterable[float | None], bounds: tuple[float, float] | None = (0.0, 1.0)) -> Level | None:
-    """The mean of ``values``, one an example, with an interval that covers at every n; null (not measured) is left out.
-
-    ``bounds``: the range of the metric; None where it has none, and then there is no interval.
-    """
-    kept = [float(v) for v in values if v is not None and v == v]
-    if not kept:
-        return None
-    return Level(*interval(kept, bounds), max(kept), len(kept))
+NAMED, NAMED_BLIND = "in_batch", "blind_in_batch"
+"""In the details of a record: for each example, the share of the tokens in the guess at it that stand anywhere in the batch;
+the same of guessing."""
 
 
 def notes_of(record: Record) -> tuple[int, ...]:
@@ -176,7 +140,8 @@ class Reading:
     ``read``, ``guessed``: example -> its score, and what guessing scored on it. ``whole``: examples that were read nearly
     whole in any seed. ``mixed``: those of them that were read only among the words of others. ``proven``: those whose
     tokens were verified, though not nearly all of their words are known to the tokenizer. ``ended``: updates of which
-    every example was measured. ``ended_as``: status -> examples.
+    every example was measured. ``ended_as``: status -> examples. ``named``, ``named_blind``: example -> the share of the
+    tokens in the guess, and in that of guessing, that stand anywhere in the batch; without those of which it is not known.
     """
 
     attack: str
@@ -189,6 +154,8 @@ class Reading:
     ended: frozenset[Cell]
     complete: bool
     ended_as: Mapping[str, int]
+    named: Mapping[int, float] = field(default_factory=dict)
+    named_blind: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def level(self) -> Level | None:
@@ -210,10 +177,20 @@ class Reading:
         """The upper end of what is read above guessing, where it is above; 1 where nothing was measured."""
         return interval(max(0.0, g) for g in self.gains)[2] if self.gains else 1.0
 
+    @cached_property
+    def precise(self) -> bool:
+        """Whether at least ``OWN`` of the tokens that it names stand in the batch, as far as that is known."""
+        return not self.named or _mean(self.named) >= OWN
+
+    @cached_property
+    def inflated(self) -> bool:
+        """Whether what it scores above guessing may come from naming more tokens than guessing, and fewer of them right."""
+        return self.above and not self.precise and bool(self.named_blind) and _mean(self.named) < _mean(self.named_blind)
+
     @property
     def reads(self) -> bool:
         """Whether any example was read nearly whole, or more than half of all by the interval, and above guessing."""
-        return bool(self.whole) or (self.level is not None and self.level.low > 0.5 and self.above)
+        return bool(self.whole) or (self.level is not None and self.level.low > 0.5 and self.above and self.precise)
 
     @property
     def works(self) -> bool:
@@ -223,8 +200,8 @@ class Reading:
     @property
     def yardstick(self) -> bool:
         """Whether the attack works on these examples: of an unprotected column, all of which was measured, it reads at least
-        half of the examples nearly whole, or is above guessing by the interval."""
-        return self.complete and (2 * len(self.whole) >= self.notes > 0 or self.above)
+        half of the examples nearly whole, or is above guessing by the interval and ``precise``."""
+        return self.complete and (2 * len(self.whole) >= self.notes > 0 or (self.above and self.precise))
 
     @property
     def inapplicable(self) -> bool:
@@ -249,6 +226,8 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
     full: set[int] = set()
     ended: set[Cell] = set()
     statuses: dict[str, set[int]] = defaultdict(set)
+    named: dict[int, list[float]] = defaultdict(list)
+    blind: dict[int, list[float]] = defaultdict(list)
     for r in records:
         notes, found, cell = notes_of(r), scored(r, metric), (r["seed"], r["batch"])
         due = cells.get(cell, ())
@@ -257,10 +236,15 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
             ended.add(cell)
         verified = r["status"] == "ok" and r["confidence"] == "verified"
         own = dict(zip(notes, _values(r["scores"], "token_precision", len(notes))))
+        here, there = _named(r, notes) if r["status"] == "ok" and not gave_up(r) else ({}, {})
         for note, value, guess in found:
             values[note].append((value, guess))
+            named[note] += [here[note]] if note in here else []
+            blind[note] += [there[note]] if note in there else []
             full.update({note} if value >= WHOLE else ())
-            if (value >= WHOLE and value - guess >= CLEARLY) or (verified and value > guess):
+            if here.get(note, 1.0) >= OWN and (
+                (value >= WHOLE and value - guess >= CLEARLY) or (verified and value > guess)
+            ):
                 whole.add(note)
                 share_of_own = own[note]
                 if share_of_own is None or share_of_own >= OWN:
@@ -276,7 +260,25 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         frozenset(ended),
         bool(cells) and ended == set(cells),
         Counter({status: len(notes) for status, notes in statuses.items()}),
+        {n: sum(some) / len(some) for n, some in named.items() if some},
+        {n: sum(some) / len(some) for n, some in blind.items() if some},
     )
+
+
+def _named(record: Record, notes: Sequence[int]) -> tuple[dict[int, float], dict[int, float]]:
+    """``NAMED`` and ``NAMED_BLIND`` of a record. One that does not say gives at most the sum of its precisions: no token is
+    in fewer texts than that."""
+    kept = record.get("details", {})
+    if NAMED in kept:
+        pairs = [dict(zip(notes, kept.get(name) or ())) for name in (NAMED, NAMED_BLIND)]
+        here, there = ({n: float(v) for n, v in one.items() if v is not None and v == v} for one in pairs)
+        return here, there
+    known = [v for v in _values(record["scores"], "token_precision", len(notes)) if v is not None]
+    return (dict.fromkeys(notes, min(1.0, sum(known))) if known else {}), {}
+
+
+def _mean(found: Mapping[int, float]) -> float:
+    return sum(found.values()) / len(found)
 
 
 def readings(records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> dict[str, Reading]:

@@ -10,7 +10,7 @@ from rasura.core.records import CLIENT
 from rasura.report.findings import column_of, findings, recommendation
 from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
-from rasura.report.readings import Level, pooled
+from rasura.report.pooled import Level, pooled
 from rasura.report.sentence import covered, where
 from rasura.report.verdicts import plain, worst_of
 

@@ -19,10 +19,10 @@ from rasura.core.options import name_of
 from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
 from rasura.report.missing import AGAINST, adversaries_of, no_active_attack, no_yardstick, not_by_one_who_knows, seen_to_work
+from rasura.report.pooled import Level
 from rasura.report.readings import (
     PORTFOLIO,
     Cell,
-    Level,
     Reading,
     Record,
     Setting,
@@ -217,12 +217,17 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
     yardsticks = [a for a, r in worked.items() if r.yardstick and a != PORTFOLIO]
     many = recorded("images" if images else "notes")
     missing = [
+        *(
+            tell("{attack} names more words than guessing, and fewer of them are right", attack=a)
+            for a, r in here.items()
+            if r.inflated
+        ),
         *([tell("none of the {many} can be scored", many=many)] if not notes else []),
         *no_yardstick(here, finished, yardsticks, worked, bool(baseline), many),
         *no_active_attack(records, finished, yardsticks),
         *not_by_one_who_knows(adversaries_of(names_of(defense), records), here, finished, yardsticks, images),
     ]
-    told = [(r, r.level) for r in here.values() if r.level is not None]
+    told = [(r, r.level) for r in here.values() if r.level is not None and not r.inflated]
     guess = guessing(records, metric)
     strongest = max(told, key=lambda one: (one[0].reads, one[0].above, one[1].mean))[0] if told else None
     word = NOT_MEASURED if missing else NOT_TOLD

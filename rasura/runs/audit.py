@@ -48,7 +48,7 @@ from rasura.runs.guesses import well_formed
 from rasura.runs.lending import Lending
 from rasura.runs.plans import Plan
 from rasura.runs.processes import Workers
-from rasura.runs.scoring import label_scores, no_value, recovered, scored, sent_bytes, versions
+from rasura.runs.scoring import label_scores, naming, no_value, recovered, scored, sent_bytes, versions
 from rasura.victims.loading import Victim, in_memory
 from rasura.victims.step import step
 
@@ -179,7 +179,7 @@ class Audit:
             scores={**(self.scores(guess, truth) if scored else {}), **read},
             blind={**(self.scores(blind.guess, truth) if blind.guess is not None else {}), **label_scores(likely, truth)},
             recovered=recovered(guess, truth, self.plan.show_text) if scored else [],
-            details=dict(guess.details),
+            details=dict(guess.details) | (naming(guess, blind.guess, truth) if scored else {}),
             n_tokens=0 if self.data.images else sum(truth.text_batch.lengths),
             sent_bytes=size,
             defense_seconds=truth.seconds,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -24,8 +25,9 @@ from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.labels import label_hits
 from rasura.metrics.matching import own_tokens, paired, read_texts, unknown_words
 from rasura.metrics.sensitive import marked_words, tells_names
-from rasura.metrics.text import rouge
+from rasura.metrics.text import TokenMetric, rouge
 from rasura.registry import SERVICE_METRICS
+from rasura.report.readings import NAMED, NAMED_BLIND
 
 OPEN = "·"
 """Stands for a place of a text where no token was found yet."""
@@ -55,6 +57,25 @@ def scored(metric: Metric[Reconstruction], guess: Reconstruction, truth: Transcr
         raise
     except Exception as error:
         return no_value(metric, broken(error), len(truth.batch))
+
+
+def named_in_batch(guess: Reconstruction, truth: Transcript) -> list[float]:
+    """For each text of the batch, the share of the tokens in the guess at it that stand in any of the texts, counting
+    repeats. A bag of the words of all texts is right about each of them, and one of the whole vocabulary about none."""
+    batch = truth.text_batch
+    every = Counter(i for row in range(len(batch)) for i in own_tokens(batch.ids(row), truth))
+
+    def right(_: Sequence[int], found: Sequence[int]) -> float:
+        return sum((Counter(found) & every).values()) / len(found) if found else 0.0
+
+    return list(TokenMetric("named_in_batch", right)(guess, truth))
+
+
+def naming(guess: Reconstruction, blind: Reconstruction | None, truth: Transcript) -> dict[str, list[float]]:
+    """``named_in_batch`` of ``guess`` and of guessing, as the details of a record; nothing of images."""
+    if not isinstance(truth.batch, Batch):
+        return {NAMED: [], NAMED_BLIND: []}
+    return {NAMED: named_in_batch(guess, truth), NAMED_BLIND: named_in_batch(blind or Reconstruction(()), truth)}
 
 
 def no_value(metric: Metric[Reconstruction], why: str, n: int) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from math import isnan, nan
 from typing import Any
 
 from rasura.metrics.intervals import crossed_interval
-from rasura.report.readings import notes_of, pooled
+from rasura.report.pooled import pooled
+from rasura.report.readings import notes_of
 
 
 def spread_text(values: Sequence[float], metric: str) -> str:

@@ -1,0 +1,51 @@
+"""Scores pooled over examples: their mean with its interval. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rasura.metrics.intervals import mean_or_interval
+from rasura.report.language import tell
+
+
+@dataclass(frozen=True)
+class Level:
+    """A pooled score: mean, ends of its 95 % interval (NaN for a metric without a range), worst case, number of examples."""
+
+    mean: float
+    low: float
+    high: float
+    worst: float
+    n: int
+
+    @property
+    def text(self) -> str:
+        """In whole percent with its interval."""
+        mean, low, high = (100 * x for x in (self.mean, self.low, self.high))
+        return tell("{mean:.0f} % (95 %: {low:.0f} to {high:.0f}, n = {n})", mean=mean, low=low, high=high, n=self.n)
+
+
+_kept = lru_cache(maxsize=4096)(mean_or_interval)
+
+
+def interval(values: Iterable[float], bounds: tuple[float, float] | None = (0.0, 1.0)) -> tuple[float, float, float]:
+    """``mean_or_interval`` of values within ``bounds``. Kept, since a report asks for the same several times."""
+    return _kept(tuple(sorted(values)), bounds)
+
+
+def share(value: float) -> float:
+    """``value`` in [0, 1]: a similarity below 0 reads nothing."""
+    return min(1.0, max(0.0, value))
+
+
+def pooled(values: Iterable[float | None], bounds: tuple[float, float] | None = (0.0, 1.0)) -> Level | None:
+    """The mean of ``values``, one an example, with an interval that covers at every n; null (not measured) is left out.
+
+    ``bounds``: the range of the metric; None where it has none, and then there is no interval.
+    """
+    kept = [float(v) for v in values if v is not None and v == v]
+    if not kept:
+        return None
+    return Level(*interval(kept, bounds), max(kept), len(kept))
