@@ -102,3 +102,19 @@ def test_of_runs_that_are_alike_few_are_called_changed() -> None:
         a, b = ([float(draw.random() < 0.5) for _ in range(12)] for _ in range(2))
         called += words(run(column("span", "bf16", a)), run(column("span", "bf16", b)))["span", "bf16"] == CHANGED
     assert called <= 10
+
+
+def test_settings_are_compared_apart() -> None:
+    def both(one: float, two: float) -> list[dict[str, Any]]:
+        other = [{**r, "batch_size": 2, "batch": r["batch"] + MANY} for r in column("span", "bf16", [two] * MANY)]
+        return [*column("span", "bf16", [one] * MANY), *other]
+
+    found = compared(run(both(1.0, 0.0)), run(both(0.0, 1.0)))
+    told = {c.where: (c.word, c.before, c.after) for c in found.changes}
+    assert told == {
+        "honest-server, batch size 1": (CHANGED, 1.0, 0.0), "honest-server, batch size 2": (CHANGED, 0.0, 1.0),
+    }  # fmt: skip
+    missing = compared(run(both(1.0, 0.0)), run(column("span", "bf16", [1.0] * MANY)))
+    assert {c.where[-1]: c.word for c in missing.changes} == {"1": SAME, "2": UNKNOWN}
+    alone = compared(run(both(1.0, 0.0)[:MANY]), run(both(1.0, 0.0)[MANY:]))
+    assert [(c.where, c.word) for c in alone.changes] == [("", CHANGED)], "the settings say that it differs"

@@ -16,7 +16,10 @@ from test_membership_verdict import PLAN, row
 from rasura.core.batches import Batch, ImageBatch, contents, places_of_each
 from rasura.core.interfaces import InputError
 from rasura.report.membership import membership_findings, render_membership
+from rasura.runs.calibration import Calibration
+from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.membership import MembershipAudit
+from rasura.runs.plans import Plan
 
 __all__ = ["model_folder"]
 
@@ -97,3 +100,28 @@ def test_where_members_and_others_differ_as_texts_nothing_is_said_of_the_model(s
     page = " ".join(render_membership(rows, plan).split())
     assert page.count("not measured: members and others differ as texts") >= 2, "in the plot, an attack each"
     assert "above guessing" not in page and "not told from guessing" not in page
+
+
+@pytest.mark.parametrize(
+    ("rows", "says", "fresh"),
+    [
+        (words(0, 8), "other texts, other seeds", words(4, 4)),
+        (words(0, 4) * 2, "the same texts, other seeds: there are fewer than 4 other texts", words(0, 4)),
+        ([*words(0, 4), *words(0, 2), *words(4, 4)], "other texts, other seeds", words(4, 4)),
+        ([*words(0, 4), *(t.upper() for t in words(0, 4)), *words(4, 3)], "the same texts", words(0, 4)),
+        (words(0, 2) * 2 + words(4, 2), "other texts, other seeds", words(4, 2)),
+    ],
+)  # fmt: skip
+def test_a_calibration_verifies_on_no_text_that_it_searched_with(
+    rows: list[str], says: str, fresh: list[str], model_folder: Path, tmp_path: Path
+) -> None:
+    plan = Plan(
+        str(model_folder), data=written(tmp_path / "notes.jsonl", rows), limit=4, attacks=("span",), budget="quick",
+        defenses=("gaussian",), metrics=("token_recall",),
+    )  # fmt: skip
+    prepared = Calibration(CalibrationPlan(plan=plan, risk="token_recall"), tmp_path / "run")
+    found = prepared.fresh_data
+    texts = [e.text for e in found.examples] if found is not None else rows[: plan.limit]
+    prepared.close()
+    assert prepared.which.startswith(says) and texts == fresh
+    assert prepared.n_different == len(set(rows[:4])) and f"{prepared.n_different} texts" in prepared.too_few()[0]

@@ -87,7 +87,7 @@ def test_a_target_is_missed_only_where_nothing_stronger_is_unknown() -> None:
     points: list[dict[str, Any]] = [
         {"bound": b, "risk": {}, "unjudged": why} for b, why in ((1.0, []), (None, ["b", "a"]), (None, ["a", "c"]))
     ]
-    assert not_found(points, 0.5) == {"status": "not measured", "unjudged": ["b", "a", "c"]}
+    assert not_found(points, 0.5) == {"status": "not measured", "unjudged": ["a", "c"]}, "of the strongest"
     assert not_found([{"bound": None, "risk": {}, "unjudged": ["a"]}, *points[:1]], 0.5)["unjudged"] == []
 
 

@@ -53,7 +53,7 @@ def test_an_older_record_is_judged_by_its_precisions() -> None:
     def rows(precision: float) -> list[dict[str, Any]]:
         scores = {"token_recall": {"per_record": [1.0, 1.0]}, "token_precision": {"per_record": [precision] * 2}}
         blind = {"token_recall": {"per_record": [GUESS] * 2}}
-        more = {"examples": [0, 1], "scores": scores, "blind": blind, "batch_size": 2}
+        more: dict[str, Any] = {"examples": [0, 1], "scores": scores, "blind": blind, "batch_size": 2}
         return [record("all", "bf16", **more)]
 
     assert of(rows(0.01), "bf16").word == NOT_MEASURED

@@ -54,7 +54,7 @@ def _print(found: Comparison) -> None:
         mean = ["–" if v is None else f"{100 * v:.0f}" for v in (c.before, c.after)]
         span = "–" if c.low is None or c.high is None else f"{100 * c.low:+.0f} to {100 * c.high:+.0f}"
         n = str(c.n[0]) if c.n[0] == c.n[1] else f"{c.n[0]}, {c.n[1]}"
-        table.add_row(c.attack, c.column, *mean, span, n, c.word)
+        table.add_row(c.attack, f"{c.column} ({c.where})" if c.where else c.column, *mean, span, n, c.word)
     out.print(table)
     out.print(found.says)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rasura.core.errors import InputError
@@ -13,7 +13,7 @@ from rasura.report.findings import column_of
 from rasura.report.gate import NOT_JUDGED, PASSED
 from rasura.report.head import Made
 from rasura.report.matrix import Findings
-from rasura.report.readings import Reading, Record, about_texts, cells_of, reading
+from rasura.report.readings import Reading, Record, about_texts, cells_of, reading, setting_of
 
 CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"
 
@@ -35,7 +35,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Change:
-    """One attack under one protection in both runs. ``before``, ``after``: the mean fractions read, None without a figure.
+    """One attack under one protection in both runs; ``where``: the threat model and the batch size, if a run has several,
+    since no figure is of several together. ``before``, ``after``: the mean fractions read, None without a figure.
     ``low``, ``high``: the 95 % interval of the difference; None where there is none."""
 
     attack: str
@@ -46,6 +47,7 @@ class Change:
     low: float | None = None
     high: float | None = None
     n: tuple[int, int] = (0, 0)
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -83,20 +85,23 @@ def compared(first: Run, second: Run) -> Comparison:
     if first.plan.get("kind") != second.plan.get("kind") or first.found.metric != second.found.metric:
         raise InputError("the runs measure different things (updates, a service, images); compare two runs of one kind")
     paired = first.data == second.data and len(first.data) == 1
-    before, after = (_values(run) for run in (first, second))
+    apart = any(len({setting_of(r) for r in run.records}) > 1 for run in (first, second))
+    before, after = (_values(run, apart) for run in (first, second))
     order = dict.fromkeys([*first.found.columns, *second.found.columns])
-    keys = sorted({*before, *after}, key=lambda key: (list(order).index(key[1]), key[0]))
+    keys = sorted({*before, *after}, key=lambda key: (list(order).index(key[1]), key[0], key[2]))
     was, now = ({c: v.says for c, v in run.found.verdicts.items()} for run in (first, second))
     verdicts = tuple((c, was.get(c), now.get(c)) for c in order)
-    changes = tuple(_change(*key, before.get(key), after.get(key), paired) for key in keys)
+    changes = tuple(replace(_change(*key[:2], before.get(key), after.get(key), paired), where=key[2]) for key in keys)
     return Comparison(_settings(first, second), paired, verdicts, changes)
 
 
-def _values(run: Run) -> dict[tuple[str, str], Reading]:
-    """Attack and column -> what was read of each text, the mean over seeds."""
-    groups: dict[tuple[str, str], list[Record]] = defaultdict(list)
+def _values(run: Run, apart: bool) -> dict[tuple[str, str, str], Reading]:
+    """Attack, column and, if settings are to be ``apart``, setting -> what was read of each text, the mean over seeds."""
+    groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
     for r in about_texts(run.records, run.records):
-        groups[r["attack"], column_of(r["update"], r["defense"])].append(r)
+        threat, size = setting_of(r)
+        where = f"{threat}, batch size {size}" if apart else ""
+        groups[r["attack"], column_of(r["update"], r["defense"]), where].append(r)
     metric = run.found.metric
     known = {key: reading(key[0], some, cells_of(some, metric), metric) for key, some in groups.items()}
     return {key: found for key, found in known.items() if key[1] in run.found.columns}

@@ -49,10 +49,11 @@ def holds(point: Mapping[str, Any], at_most: float) -> bool:
 
 def not_found(points: Sequence[Mapping[str, Any]], at_most: float) -> dict[str, Any]:
     """The status of a protection of which no setting was found, from weak to strong: whether the target was missed, or could
-    not be judged beyond the last setting that misses it."""
+    not be judged beyond the last setting that misses it. Why not is said of the strongest setting that was not: the reasons
+    of several would be read as those of one."""
     missed = [k for k, p in enumerate(points) if p["bound"] is not None and p["bound"] > at_most]
     beyond = points[missed[-1] + 1 :] if missed else points
-    unjudged = list(dict.fromkeys(why for p in beyond if p["risk"] is not None for why in p["unjudged"]))
+    unjudged = next((list(p["unjudged"]) for p in reversed(beyond) if p["risk"] is not None and p["unjudged"]), [])
     return {"status": "not measured" if unjudged or not missed else "unreached", "unjudged": unjudged}
 
 

@@ -38,7 +38,7 @@ from rasura.registry import (
 )
 from rasura.registry import attack as make_attack
 from rasura.runs.attempt import Outcome, attempt, lacking, peak_mb
-from rasura.runs.audit_data import encoded_data, load_data
+from rasura.runs.audit_data import AuditData, encoded_data, load_data
 from rasura.runs.audit_models import AuditModels, load_language_model, load_victim
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
@@ -58,16 +58,16 @@ class Audit:
 
     ``baseline``: also run every attack without protection, even if the plan does not list ``none``. Only an attack that
     works there can show anything about a protection; without the baseline, every verdict is 'not measured'. ``methods``: the
-    methods behind the names in the plan.
+    methods behind the names in the plan. ``data``: some of the plan's data, already loaded.
     """
 
     def __init__(
         self, plan: Plan, *, device: str = "cpu", victim: Victim | None = None, baseline: bool = True,
-        methods: Methods = REGISTERED,
+        methods: Methods = REGISTERED, data: AuditData | None = None,
     ) -> None:  # fmt: skip
         plan = plan.checked(methods)
         chosen = chosen_methods(plan, methods, baseline)
-        data = load_data(plan)
+        data = data or load_data(plan)
         self.plan = plan if data.label_names is None else replace(plan, label_names=data.label_names)
         self.methods, self.device, self.data = methods, device, data
         self.attacks, self.updates, self.metrics = chosen.attacks, chosen.updates, chosen.metrics

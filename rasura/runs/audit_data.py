@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from rasura.core.accumulation import gathered, needed_tokens, tokens_in
-from rasura.core.batches import contents
+from rasura.core.batches import contents, places_of_each
 from rasura.core.interfaces import Defense, InputError
 from rasura.data.images import ImageExample, demo_images, encode_images, images_hash, load_images
 from rasura.data.overlap import refuse_shared
@@ -134,6 +134,21 @@ def encoded_data(data: AuditData, plan: Plan, victim: Victim, defenses: Mapping[
         examples[text, size] = [[n for k in some for n in numbers[size][k]] for some in places]
         names[text, size] = [_name([one for k in some for one in private[size][k]]) for some in places]
     return EncodedData(sent, examples, names)
+
+
+def different(data: AuditData, plan: Plan, victim: Victim) -> frozenset[Hashable]:
+    """What ``victim`` sees of ``data``: each different text or image once, as ``contents``."""
+    return frozenset(_seen(data, plan, victim))
+
+
+def without(data: AuditData, plan: Plan, victim: Victim, known: Collection[Hashable], most: int) -> AuditData:
+    """The first ``most`` of ``data`` that are different and not ``known``."""
+    kept = [data.private[k] for k in places_of_each(_seen(data, plan, victim), known)][:most]
+    return replace(data, images=kept) if data.images else replace(data, examples=kept)
+
+
+def _seen(data: AuditData, plan: Plan, victim: Victim) -> list[Hashable]:
+    return [one for group in groups(data.private, 256) for one in contents(_encoded(group, plan, victim))]
 
 
 def _encoded(group: Sequence[Any], plan: Plan, victim: Victim) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rasura.report.levels import point, yardstick
 from rasura.report.search import UNPROTECTED, Measured, holds, least, not_found, why_not
 from rasura.report.verdicts import READS, plain, texts_needed, unmeasured
 from rasura.runs.audit import Audit
+from rasura.runs.audit_data import AuditData, different, load_data, without
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.cells import Cell
 from rasura.runs.estimate import FIRST
@@ -54,22 +55,29 @@ class Calibration:
         self.families = [family(text, entries) for text in self.plan.defenses]
         settings = [one.setting(position) for one in self.families for position in one.strength.positions()]
         self.defenses: dict[str, Defense] = {text: parse_defense(text) for text in settings}
-        self.fresh, self.which = self._fresh()
+        searched = different(first.data, first.plan, first.victim)
+        self.n_different = len(searched)
+        self.fresh, self.fresh_data, self.which = self._fresh(searched)
         self.training: Training | None = None
         if wanted.utility is not None:
             self.training = self._training(tuple(dict.fromkeys(one.rest for one in self.families)))
         self.store = RunStore(folder, wanted.identity())
 
-    def _fresh(self) -> tuple[Plan, str]:
-        """The plan of the verifying audit, and which texts it uses: other texts if there are enough."""
-        other = replace(self.plan, seed=self.plan.seed + self.plan.seeds)
+    def _fresh(self, searched: frozenset[Hashable]) -> tuple[Plan, AuditData | None, str]:
+        """The plan of the verifying audit, its data, and which texts these are: others than were ``searched`` with, as the
+        model sees them, if there are enough; None for the same."""
+        plan, count = self.plan, len(searched)
+        other = replace(plan, seed=plan.seed + plan.seeds)
+        after = replace(other, skip=plan.skip + plan.limit, defenses=("none",))
         try:
-            found = Audit(replace(other, skip=self.plan.skip + self.plan.limit, defenses=("none",)), victim=self.victim)
+            read = load_data(replace(after, limit=2 * plan.limit))
+            kept = without(read, after, self.victim, searched, count)
+            if len(kept.private) < count:
+                return other, None, f"the same texts, other seeds: there are fewer than {count} other texts"
+            Audit(after, victim=self.victim, data=kept)  # refuses what cannot be audited
         except InputError as reason:
-            return other, f"the same texts, other seeds ({reason})"
-        if len(found.data.private) < self.n_texts:
-            return other, f"the same texts, other seeds: there are fewer than {self.n_texts} other texts"
-        return replace(other, skip=found.plan.skip), "other texts, other seeds"
+            return other, None, f"the same texts, other seeds ({reason})"
+        return replace(other, skip=after.skip), kept, "other texts, other seeds"
 
     def _training(self, defenses: tuple[str, ...]) -> Training:
         w, p = self.wanted, self.plan
@@ -108,7 +116,7 @@ class Calibration:
             self._utility(found)
         first = next(iter(self.store), {})
         result: dict[str, Any] = {
-            "risk": w.risk, "at_most": w.at_most, "attacks": list(p.attacks), "texts": self.n_texts, "seeds": p.seeds,
+            "risk": w.risk, "at_most": w.at_most, "attacks": list(p.attacks), "texts": self.n_different, "seeds": p.seeds,
             "seed": p.seed, "batch_size": p.batch_sizes[0], "update": p.updates[0], "task": p.task,
             "model": first.get("model", p.model), "data": first.get("data", ""), "threat": p.threats[0],
             "threat_plain": first.get("threat_plain", ""), "budget": p.budget, "utility": w.utility,
@@ -120,7 +128,8 @@ class Calibration:
         return result
 
     def _measure(self, settings: Sequence[str], plan: Plan, progress: Progress | None) -> list[dict[str, Any]]:
-        audit = Audit(replace(plan, defenses=tuple(settings)), device=self.device, victim=self.victim)
+        data = self.fresh_data if plan is self.fresh else None
+        audit = Audit(replace(plan, defenses=tuple(settings)), device=self.device, victim=self.victim, data=data)
         self.defenses |= audit.defenses
         for _ in audit.run(self.store, progress):
             pass
@@ -221,10 +230,10 @@ class Calibration:
     def too_few(self) -> list[str]:
         """The note for the case that there are too few texts to decide about the target."""
         need, at_most = texts_needed(self.wanted.at_most), self.wanted.at_most
-        if need <= self.n_texts:
+        if need <= self.n_different:
             return []
         why = f"even if nothing is recovered, the upper bound is above {100 * at_most:.3g} %"
-        return [f"{self.n_texts} texts are too few: {why}. At least {need} are needed."]
+        return [f"{self.n_different} texts are too few: {why}. At least {need} are needed."]
 
     def _checks(self, found: Sequence[Mapping[str, Any]]) -> list[str]:
         """Warnings that the figures must be read with."""
