@@ -92,6 +92,8 @@ def test_an_audit_says_how_much_of_what_was_named_stands_in_the_batch(
     assert {len(r.details[NAMED]) for r in here} == {size} and all(v <= 1 for r in here for v in r.details[NAMED])
     found = findings([r.to_dict() for r in records], {}).verdicts["none"]
     assert found.word == word, found.says
+    said = findings([r.to_dict() for r in records], {}).sentence[0]
+    assert ("read back" in said) == (word == READS)
 
 
 def test_bags_of_a_decoder_still_read_a_batch(tmp_path: Path) -> None:

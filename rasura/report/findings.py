@@ -52,12 +52,13 @@ def findings(
     silent = of_labels(every)
     matrix = {(a, c): entry_of(a, c, v, notes[c], metric, a not in silent) for (a, c), v in groups.items()}
     best: dict[str, Entry] = {}
+    verdicts = {c: _verdict(by_column[c], every, metric, images) for c in columns}
     for c in columns:
-        # Guessing is what the attacks are compared with, not one of them.
-        means = {a: e.level.mean for a in attacks if a != BLIND and (e := matrix.get((a, c))) and e.level}
+        # Guessing is what the attacks are compared with, not one of them; nor is one that names more words than it.
+        own = [a for a in attacks if a != BLIND and a not in verdicts[c].inflated]
+        means = {a: e.level.mean for a in own if (e := matrix.get((a, c))) and e.level}
         if means:
             best[c] = matrix[max(means, key=means.__getitem__), c]
-    verdicts = {c: _verdict(by_column[c], every, metric, images) for c in columns}
     baseline = tuple(c for c in columns if plain(verdicts[c].defense))
     blind = guessing(headline((*baseline, *columns), best, every)[1], metric)
     strongest = [r for r in every if r["status"] == "ok" and r["recovered"] and r["attack"] != BLIND]

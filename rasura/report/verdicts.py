@@ -80,8 +80,9 @@ class Verdict:
     the upper end of what is read above guessing; None where no attack gave a figure. ``n``: examples, each counted once.
     ``counted``: the yardsticks. ``columns``: of several threat models or batch sizes the verdict on each, the worst first;
     figures are then the highest of all, and ``attack``, ``whole`` and ``guess`` those of the worst. ``mixed``: how many of
-    ``whole`` were read only among the words of other examples. ``proven``: how many are
-    verified and yet not nearly whole. ``one_key``: all of it is behind one key, so that it says nothing of other keys.
+    ``whole`` were read only among the words of other examples. ``proven``: how many are verified and yet not nearly whole.
+    ``one_key``: all of it is behind one key, so that it says nothing of other keys. ``inflated``: attacks whose figures come
+    from naming more words than guessing.
     """
 
     word: str
@@ -99,6 +100,7 @@ class Verdict:
     mixed: int = 0
     proven: int = 0
     one_key: bool = False
+    inflated: tuple[str, ...] = ()
     columns: tuple[Verdict, ...] = field(default=(), compare=False, repr=False)
 
     @property
@@ -201,7 +203,7 @@ def worst_of(found: Sequence[Verdict]) -> Verdict:
     return replace(
         worst, missing=missing, n=min(v.n for v in found) if worst.word == NOT_TOLD else worst.n,
         risk=most(v.risk for v in found), upper=most(v.upper for v in found), excess=most(v.excess for v in found),
-        columns=(worst, *(v for v in found if v is not worst)),
+        inflated=tuple(dict.fromkeys(a for v in found for a in v.inflated)), columns=(worst, *(v for v in found if v is not worst)),
     )  # fmt: skip
 
 
@@ -249,6 +251,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
         "images" if images else "notes",
         len(strongest.mixed) if strongest is not None else 0,
         len(strongest.proven) if strongest is not None else 0,
+        inflated=tuple(a for a, r in here.items() if r.inflated),
     )
 
 
