@@ -185,7 +185,9 @@ class Reading:
     @cached_property
     def inflated(self) -> bool:
         """Whether what it scores above guessing may come from naming more tokens than guessing, and fewer of them right."""
-        return self.above and not self.precise and bool(self.named_blind) and _mean(self.named) < _mean(self.named_blind)
+        if self.precise or not self.named_blind or _mean(self.named) >= _mean(self.named_blind):
+            return False
+        return self.above or sum(self.gains) >= CLEARLY * len(self.gains) > 0
 
     @property
     def reads(self) -> bool:

@@ -203,7 +203,8 @@ def worst_of(found: Sequence[Verdict]) -> Verdict:
     return replace(
         worst, missing=missing, n=min(v.n for v in found) if worst.word == NOT_TOLD else worst.n,
         risk=most(v.risk for v in found), upper=most(v.upper for v in found), excess=most(v.excess for v in found),
-        inflated=tuple(dict.fromkeys(a for v in found for a in v.inflated)), columns=(worst, *(v for v in found if v is not worst)),
+        inflated=tuple(dict.fromkeys(a for v in found for a in v.inflated)),
+        columns=(worst, *(v for v in found if v is not worst)),
     )  # fmt: skip
 
 
