@@ -120,7 +120,7 @@ def test_weights_of_which_no_clean_copy_was_kept_end_the_run(
 ) -> None:
     monkeypatch.setattr("rasura.core.unchanged.KEPT", 100)
     assert len(run(model_folder, tmp_path / "entries", Own(WRITES["an entry"]))) == 8
-    with pytest.raises(InputError, match="no clean copy"):
+    with pytest.raises(InputError, match="changed the weights of the model"):
         run(model_folder, tmp_path / "weights", Own(tuned))
 
 
