@@ -223,9 +223,7 @@ class Reading:
 def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> Reading:
     """What ``attack`` read, by its ``records`` of a column that consists of ``cells`` (``cells_of``)."""
     values: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    whole: set[int] = set()
-    apart: set[int] = set()
-    full: set[int] = set()
+    whole, apart, full = set[int](), set[int](), set[int]()
     ended: set[Cell] = set()
     statuses: dict[str, set[int]] = defaultdict(set)
     named: dict[int, list[float]] = defaultdict(list)
