@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from audit_setting import model_folder
-from test_membership_runs import WORDS_OF
-from test_membership_runs import plan_for as membership_plan
-from test_membership_verdict import PLAN, row
+from membership_setting import PLAN, WORDS_OF, row
+from membership_setting import plan_for as membership_plan
 
 from rasura.core.batches import Batch, ImageBatch, contents, places_of_each
 from rasura.core.interfaces import InputError

@@ -337,6 +337,7 @@ def test_transcripts_are_read_by_threat_metrics_and_the_audit_only(module: str) 
         "rasura.metrics",
         "rasura.testing",
         "rasura.runs.audit",
+        "rasura.runs.lending",
         "rasura.runs.scoring",
         "rasura.runs.services",
         "rasura.core.interfaces",

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from audit_setting import TEXTS, model_folder
+from membership_setting import plain, plan_for
 from study_setting import notes
-from test_membership_runs import plain, plan_for
 
 from rasura import registry
 from rasura.core.answers import Membership

@@ -11,51 +11,23 @@ from typing import Any
 import pytest
 import torch
 from audit_setting import model_folder
+from membership_setting import plain, plan_for, write
 from typer.testing import CliRunner
 
 from rasura import registry
 from rasura.cli import app
 from rasura.core.answers import Membership, ModelObservation
 from rasura.core.interfaces import InputError
-from rasura.core.records import Record
 from rasura.core.run_store import RunStore
 from rasura.core.specs import MembershipSpec
 from rasura.core.values import Grant
 from rasura.metrics.membership import auc, coin_level
 from rasura.report.page import write_report
 from rasura.runs.membership import MembershipAudit, infer_membership
-from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
-from rasura.victims.recipe import Recipe
 
 __all__ = ["model_folder"]
-
-
-WORDS_OF = ["alpha", "bravo", "carol", "delta", "echo", "the", "met", "in", "paid"]
-
-
-def write(path: Path, start: int, count: int) -> Path:
-    """Texts that occur once each: numbers in words of the tiny vocabulary."""
-    lines = []
-    for k in range(start, start + count):
-        said = [WORDS_OF[(k // 9**p) % 9] for p in range(4)]
-        lines.append(json.dumps({"text": " ".join(said), "label": k % 2}))
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def plan_for(folder: Path, data: Path, **more: Any) -> MembershipPlan:
-    fields: dict[str, Any] = {
-        "model": str(folder), "base": str(folder), "members": str(write(data / "members.jsonl", 0, 24)),
-        "non_members": str(write(data / "others.jsonl", 24, 24)), "shadow_models": 2, "fprs": (0.1,),
-        "recipe": Recipe(epochs=2, learning_rate=1e-3, batch_size=8),
-    }  # fmt: skip
-    return MembershipPlan(**{**fields, **more})
-
-
-def plain(records: list[Record]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in r.to_dict().items() if k not in ("wall_seconds", "cpu_seconds", "peak_mb")} for r in records]
 
 
 def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path) -> None:

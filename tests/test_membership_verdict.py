@@ -4,26 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from membership_setting import PLAN, row
+
 from rasura.registry import membership_adversaries
 from rasura.report.membership import Found, membership_findings, render_membership
 
 KNOW = membership_adversaries("dp-sgd:1.0").attacks
-PLAN: dict[str, Any] = {"kind": "membership", "model": "m", "members": "a.jsonl", "task": "classification", "n_members": 30,
-                        "n_others": 30, "shadow_models": 2, "defense": "dp-sgd:1.0"}  # fmt: skip
-MIDDLE = {"mean": 0.5, "low": 0.37, "high": 0.63, "n": 60}
-
-
-def row(attack: str, status: str = "ok", auc: float = 0.5, defense: str = "dp-sgd:1.0", **more: Any) -> dict[str, Any]:
-    scores = {"auc": {"mean": auc, "low": auc - 0.1, "high": auc + 0.1, "n": 60}, "leakage": {"mean": None},
-              "largest_leakage": {"mean": 0.1, "chance": 0.2, "n": 60}}  # fmt: skip
-    known = membership_adversaries(defense)
-    return {
-        "attack": attack, "status": status, "reason": "" if status == "ok" else "it broke",
-        "blind": {"auc": MIDDLE, "words": MIDDLE},
-        "scores": scores if status == "ok" else {}, "details": {"roc": [(0.1, 0.1), (1.0, 1.0)]}, "data": "d",
-        "known_by": {"attacks": list(known.attacks), "unknown": [], "protection_readers": []}, "threat_plain": "someone",
-        "wall_seconds": 1.0, **more,
-    }  # fmt: skip
 
 
 def found(*rows: dict[str, Any], **plan: Any) -> Found:

@@ -198,7 +198,7 @@ def test_of_many_tokens_the_nearest_and_some_from_everywhere_are_tried() -> None
         table.normal_()
         for token, neighbours in near.items():
             for distance, n in enumerate(neighbours, 1):
-                table[n] = table[token] + 0.01 * distance
+                table[n] = table[token] + 0.1 + 0.01 * distance  # beyond the distance of twins
     others = others_of(inputs, torch.arange(10, 2000), found)
     nearest = {n for neighbours in near.values() for n in neighbours[:NEIGHBOURS]}
     assert others.tolist() == sorted(spread | nearest) and others.dtype == torch.long

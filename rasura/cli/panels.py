@@ -83,7 +83,7 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
         "threat": "honest-server", "batch_size": "1", "limit": "4, or all of --text; with --service 64", "seeds": "1",
         "seed": "0", "budget": "default; with --service quick", "max_memory": "4096",
     },
-    "read": {"batch_size": "estimated", "updates": "those of --watch"},
+    "read": {"batch_size": "estimated", "how": "a gradient, or one step", "updates": "those of --watch"},
     "calibrate": {
         "attack": "embedding-rows, span and those that know the protections", "risk": "rougeL; for images ssim",
         "limit": "8, or all of --text", "test": "a part of --train",

@@ -203,24 +203,7 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
             )
         )
     if plan.get("epsilon") is not None:
-        bound = auc_bound(plan["epsilon"], plan.get("delta", 0.0))
-        above = [r["attack"] for r in done if max(r["scores"]["auc"]["low"], 1 - r["scores"]["auc"]["high"]) > bound]
-        delta = f", delta {number(plan['delta'], 'g')}" if plan.get("delta") else ""
-        given = {"epsilon": number(plan["epsilon"], "g"), "delta": delta, "bound": float(bound)}
-        if above:
-            out.append(
-                tell(
-                    "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}, and {attacks} is above it: the "
-                    "guarantee does not hold, or the texts differ.", attacks=", ".join(above), **given,
-                )
-            )  # fmt: skip
-        else:
-            out.append(
-                tell(
-                    "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; no attack exceeds it by more than its "
-                    "interval.", **given,
-                )
-            )  # fmt: skip
+        out.append(_by_epsilon(done, plan))
     if len([r for r in done if r["attack"] != "blind"]) > 1:
         out.append(
             tell(
@@ -229,6 +212,23 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
             )
         )
     return out
+
+
+def _by_epsilon(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> str:
+    """What the stated epsilon permits, and whether an attack is above it."""
+    bound = auc_bound(plan["epsilon"], plan.get("delta", 0.0))
+    above = [r["attack"] for r in done if max(r["scores"]["auc"]["low"], 1 - r["scores"]["auc"]["high"]) > bound]
+    delta = f", delta {number(plan['delta'], 'g')}" if plan.get("delta") else ""
+    given = {"epsilon": number(plan["epsilon"], "g"), "delta": delta, "bound": float(bound)}
+    if above:
+        return tell(
+            "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}, and {attacks} is above it: the "
+            "guarantee does not hold, or the texts differ.", attacks=", ".join(above), **given,
+        )  # fmt: skip
+    return tell(
+        "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; no attack exceeds it by more than its "
+        "interval.", **given,
+    )  # fmt: skip
 
 
 def render_membership(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], made: Made | None = None) -> str:

@@ -226,8 +226,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
     whole, apart, full = set[int](), set[int](), set[int]()
     ended: set[Cell] = set()
     statuses: dict[str, set[int]] = defaultdict(set)
-    named: dict[int, list[float]] = defaultdict(list)
-    blind: dict[int, list[float]] = defaultdict(list)
+    named, blind = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     for r in records:
         notes, found, cell = notes_of(r), scored(r, metric), (r["seed"], r["batch"])
         due = cells.get(cell, ())

@@ -128,8 +128,7 @@ class Audit:
         for cell in cells:
             if progress is not None:
                 progress(cell)
-            if truth is None or self.lending.stale:
-                truth = self._step(cell)
+            truth = self._step(cell) if truth is None or self.lending.stale else truth
             yield self._cell(cell, truth)
 
     def _step(self, cell: Cell) -> Transcript | tuple[str, str]:
@@ -224,8 +223,7 @@ class Audit:
         rng = generator(cell.seed, "attack", cell.attack, *cell.protected_update, cell.threat, cell.batch_size, cell.batch)
 
         def guess() -> Reconstruction:
-            made = well_formed(attack(seen, rng=rng, budget=self.plan.work), len(truth.batch))
-            made = trusted(made, seen, attack)
+            made = trusted(well_formed(attack(seen, rng=rng, budget=self.plan.work), len(truth.batch)), seen, attack)
             return replace(made, texts=tuple(truth.vocabulary.text(t) for t in made.tokens))
 
         return attempt(guess)

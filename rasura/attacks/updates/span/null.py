@@ -126,7 +126,7 @@ def others_of(inputs: Inputs, ids: Tensor, found: set[int]) -> Tensor:
     A twin of a token that was found is none of them, since no row space tells the two apart: ``verify.in_span`` leaves such
     places open."""
     table = inputs.model.get_parameter(inputs.parts.word_embedding).detach()
-    own = torch.tensor(sorted(found))
+    own = torch.tensor(sorted(found), dtype=torch.long)
     squares = table.square().sum(1)
     far = squares - 2 * table[own] @ table.T  # the squared distance, but for what all share
     alike = (far + squares[own, None] <= NEAR**2 * squares[own, None]).any(0)
