@@ -81,7 +81,7 @@ def read_candidates(
     references = [] if request.reference is None else list(load_examples(request.reference))
     asked, read, local = rows_of(victim, given), rows_of(victim, references), request.local
     known, other = ([one for row in some for one in contents(row)] for some in (asked, read))
-    if both := sum(one in set(known) for one in other):
+    if both := sum(map(set(known).__contains__, other)):
         raise InputError(f"{request.reference} contains {both} of the candidates; expected other texts of the same kind")
     rows = [read[k] for k in places_of_each(other)]
     with observed(path, victim, request) as (_, seen):

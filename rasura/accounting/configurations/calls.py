@@ -6,7 +6,7 @@ import ast
 from dataclasses import dataclass, field
 
 import rasura.accounting.configurations.kinds as k
-from rasura.accounting.configurations.expressions import Where
+from rasura.accounting.configurations.expressions import Batch, Where
 from rasura.accounting.configurations.functions import Functions, over_classes
 from rasura.accounting.configurations.kinds import Kind, parts
 from rasura.accounting.configurations.scopes import root
@@ -53,13 +53,20 @@ class Calls(Functions):
 
     # --- what trains
 
-    def trains(self, node: ast.AST, what: str, where: Where) -> bool:
-        """Whether something may be trained here; a doubt if not."""
+    def trains(self, node: ast.AST, what: str, where: Where) -> Batch | None:
+        """The batch that something may be trained on here; a doubt if there is none."""
         if where.barred:
             self.doubt(node, f"{what} is not understood here: {where.barred}")
-        elif where.batch is None:
+            return None
+        if where.batch is None:
             self.doubt(node, f"{what} stands outside of a loop over the loader that the mechanism returned")
-        return not where.barred and where.batch is not None
+        return where.batch
+
+    def _trained_on(self, node: ast.Call, what: str, where: Where) -> Batch | None:
+        """The same for a call that takes no arguments."""
+        if node.args or node.keywords:
+            self.doubt(node, f"{ast.unparse(node)[:80]} has arguments that are not understood")
+        return self.trains(node, what, where)
 
     def trained(self, node: ast.Call, where: Where) -> None:
         """The training of a Trainer, which must run once, from its beginning."""
@@ -107,11 +114,9 @@ class Calls(Functions):
         told = {k.LOADER, k.LEDGER, k.TRAINER}
         if given - {k.PUBLIC} and kind not in told and not (kind == k.ENGINE and not given & k.DATA):
             self.doubt(node, f"{ast.unparse(node)[:80]} depends on private values")
-        if kind == k.OPTIMIZER and name == "step":
-            if node.args or node.keywords:
-                self.doubt(node, f"{ast.unparse(node)[:80]} has arguments that are not understood")
-            if self.trains(node, "the step of the optimizer", where) and where.batch is not None:
-                where.batch.steps[node, where.calls] = None
+        step = kind == k.OPTIMIZER and name == "step"
+        if step and (batch := self._trained_on(node, "the step of the optimizer", where)) is not None:
+            batch.steps[node, where.calls] = None
         if kind == k.TRAINER and name == "train":
             self.trained(node, where)
         if where.private and name in ("step", "save_pretrained", "push_to_hub", "save_model"):
@@ -128,10 +133,8 @@ class Calls(Functions):
         if any(one.arg == "out" for one in node.keywords):
             self.doubt(node, f"{ast.unparse(node)[:80]} writes to a value that it is given")
         if kind == k.LOSS and name == "backward":
-            if node.args or node.keywords:
-                self.doubt(node, f"{ast.unparse(node)[:80]} has arguments that are not understood")
-            if self.trains(node, "the gradient", where) and where.batch is not None:
-                where.batch.backwards[node, where.calls] = None
+            if (batch := self._trained_on(node, "the gradient", where)) is not None:
+                batch.backwards[node, where.calls] = None
             return k.PUBLIC
         if name == "backward":
             says = "the gradient is not that of a known loss, of the model's output on a batch of its loader"

@@ -42,10 +42,8 @@ class Functions(Expressions):
     def loss(self, node: ast.Call, where: Where) -> Kind:
         """A loss of the output on the labels of its batch; of anything else it is a figure."""
         kinds = [self.kind(one, where) for one in node.args]
-        named = {one.arg: one.value for one in node.keywords}
-        found = {part for kind in kinds for part in parts(kind)} | {
-            part for one in named.values() for part in parts(self.kind(one, where))
-        }
+        named = [self.kind(one.value, where) for one in node.keywords]
+        found = {part for kind in (*kinds, *named) for part in parts(kind)}
         if strange := found - k.DATA - {k.PUBLIC}:
             self.doubt(node, f"a loss is taken of the {min(strange)}")
         if kinds == [k.OUTPUT, k.COLUMN] and _fixed(node.keywords):
