@@ -271,7 +271,7 @@ def test_obfuscation_knows_no_attack_and_no_metric(module: str) -> None:
         "rasura.priors",
         "rasura.victims.models",
         "rasura.victims.loading",
-        "rasura.victims.embedded",
+        "rasura.victims.weights",
         "rasura.service_protections",
     )
     assert [i for i in ours(module) if not lies_in(i, *allowed)] == []

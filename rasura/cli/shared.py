@@ -21,6 +21,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
+    suggest_commands=False,  # click does
 )
 protect = typer.Typer(no_args_is_help=True, help="Apply a protection: ghost to texts, or obfuslm to a model.")
 app.add_typer(protect, name="protect")

@@ -12,10 +12,11 @@ from typing import Any
 from rasura.core.answers import Answers
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError
-from rasura.runs.membership_plan import MembershipPlan, is_adapter
+from rasura.runs.membership_plan import MembershipPlan
 from rasura.victims.adapters import base_of, turns_off
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
+from rasura.victims.weights import is_adapter
 
 
 class QueriedModels:

@@ -14,7 +14,7 @@ from rasura.metrics.membership import auc_bound, needed
 from rasura.registry import MEMBERSHIP, parse_defense, usual_membership
 from rasura.victims.adapters import base_of
 from rasura.victims.recipe import Recipe
-from rasura.victims.weights import read_config
+from rasura.victims.weights import is_adapter, task_of
 
 
 @dataclass(frozen=True)
@@ -90,18 +90,3 @@ class MembershipPlan:
         elif self.delta:
             raise InputError(f"delta is {self.delta} without an epsilon; also pass --epsilon")
         return replace(self, task=task, attacks=attacks, base=base)
-
-
-def is_adapter(model: str) -> bool:
-    """Whether ``model`` is the folder of a PEFT adapter."""
-    return (Path(model) / "adapter_config.json").is_file()
-
-
-def task_of(model: str) -> str:
-    """The task that the folder of a model or an adapter states; classification where it states none."""
-    folder = Path(model)
-    if is_adapter(model):
-        return "causal" if read_config(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" else "classification"
-    stated = read_config(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
-    names = [str(name) for name in stated] if isinstance(stated, list) else []
-    return "causal" if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names) else "classification"

@@ -14,7 +14,7 @@ from rasura.core.local import Adapter
 from rasura.core.values import Task
 from rasura.victims.models import parts
 from rasura.victims.on_disk import copied
-from rasura.victims.weights import check_files, first_line, read_config, some
+from rasura.victims.weights import check_files, first_line, is_adapter, read_config, some
 
 LARGEST_RANK = 10_000
 """Largest rank of an adapter that is loaded. A larger one would not be low-rank."""
@@ -27,7 +27,7 @@ def base_of(folder: Path) -> str:
         raise InputError(f"{folder}/adapter_config.json names no base model; expected base_model_name_or_path")
     if not Path(base).is_dir() and (Path(base).is_absolute() or base.startswith(".") or base.count("/") > 1):
         raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that folder does not exist")
-    if (Path(base) / "adapter_config.json").is_file():
+    if is_adapter(base):
         raise InputError(f"{folder}/adapter_config.json names {base} as its base model, and that is an adapter itself")
     return base
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from rasura.core.interfaces import InputError
+from rasura.core.values import Task
 from rasura.victims.models import parts
 
 CONFIG_BYTES = 10_000_000
@@ -58,6 +59,22 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise InputError(f"{path} holds {type(found).__name__}; expected a JSON object")
     return found
+
+
+def is_adapter(model: str | Path) -> bool:
+    """Whether ``model`` is the folder of a PEFT adapter."""
+    return (Path(model) / "adapter_config.json").is_file()
+
+
+def task_of(model: str | Path) -> Task:
+    """The task that the folder of a model or an adapter states; classification where it states none. Raises ``InputError``
+    as ``read_config`` does."""
+    folder = Path(model)
+    if is_adapter(folder):
+        return "causal" if read_config(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" else "classification"
+    stated = read_config(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
+    names = [str(name) for name in stated] if isinstance(stated, list) else []
+    return "causal" if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names) else "classification"
 
 
 def classes_of(model: str | Path) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,9 @@ from rasura.service_protections.obfuslm.key import PAIR, Key
 from rasura.service_protections.obfuslm.model import obfuscate
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.tokenizer import describe, fixed_ids
-from rasura.victims.embedded import EMBEDDED, embedded_model_path
 from rasura.victims.loading import load
 from rasura.victims.models import parts
+from rasura.victims.weights import task_of
 
 
 @dataclass(frozen=True)
@@ -82,16 +81,6 @@ def obfuscate_model(
     Key(made.tokens, tokenizer, options, pair, digest, settings.to_dict()).save(secret, passphrase)
     part.rename(target)
     return Served(target, secret, pair, victim.vocabulary.size - len(fixed), made.clusters, made.merged)
-
-
-def task_of(model: str | Path) -> Task:
-    """``causal`` where the folder's config names a causal language model, else ``classification``."""
-    path = embedded_model_path() if str(model) == EMBEDDED else Path(model)
-    try:
-        kinds = json.loads((path / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    except (OSError, ValueError):
-        return "classification"
-    return "causal" if any("CausalLM" in kind or "LMHead" in kind for kind in kinds) else "classification"
 
 
 def _digest(table: torch.Tensor) -> str:
