@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,3 +133,27 @@ def test_the_ledger_counts_clients_that_disappeared_and_those_that_collude() -> 
                   {**full.state_dict(), "rounds": [[0, 1]]}, {**full.state_dict(), "norm": 0.5}):  # fmt: skip
         with pytest.raises(InputError):
             SumLedger.read(state)
+
+
+def test_a_ledger_in_a_file_counts_rounds_of_runs_that_ended(tmp_path: Path) -> None:
+    file = tmp_path / "ledger.json"
+    first = SumLedger.kept(file, NORM, 1000)
+    assert not file.exists() and not first.rounds
+    first.made(NORM, 8, 2)
+    killed = first.rho
+    second = SumLedger.kept(file, NORM, 1000)
+    second.made(NORM, 8, 2)
+    assert second.rho == 2 * killed == SumLedger.kept(file, NORM, 1000).rho
+    with pytest.raises(InputError, match="another run counts"):
+        first.made(NORM, 8, 2)
+    assert first.rho == killed, "a round that was not counted is not opened"
+    file.unlink()
+    with pytest.raises(InputError, match="another run counts"):
+        second.made(NORM, 8, 2)
+    assert SumLedger.kept(file, NORM, 5).entries == 5
+    for damaged in ("", "[]", '{"version": 1}'):
+        file.write_text(damaged)
+        with pytest.raises(InputError, match="no ledger of sums"):
+            SumLedger.kept(file, NORM, 1000)
+    with pytest.raises(InputError, match="folder does not exist"):
+        SumLedger.kept(tmp_path / "none" / "ledger.json", NORM, 1000)

@@ -364,3 +364,21 @@ def test_the_app_sums_securely_by_default_with_identities_and_no_other_keys(
     assert all(r["train"]["rasura-beyond"] == 0 for r in rounds.values())
     kept = [(folder / "kept" / k / "model.safetensors").read_bytes() for k in ("0-1", "0-2", "1-2")]
     assert kept[0] != kept[1] == kept[2]
+
+
+@pytest.mark.usefixtures("flower")
+def test_the_app_counts_rounds_with_noise_in_a_file_and_goes_on_there(
+    app_modules: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = folder / "ledger.json"
+    noise = {
+        "defense": "sealing:all/by=secagg/noise=1.0",
+        "clients-key": "",
+        "server-key": "",
+        "identities": "",
+        "identity": "",
+    }
+    for runs in (1, 2):
+        simulated(app_modules, folder, ledger=str(ledger), **noise)
+        assert len(json.loads(ledger.read_text())["rounds"]) == 2 * runs
+        assert f"in the {2 * runs} rounds that this ledger counted" in capsys.readouterr().out

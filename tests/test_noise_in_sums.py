@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_an_agreement_on_noise_has_no_hole_in_its_mask_whoever_made_it() -> None
     assert replace(whole, masked=holes, noise=0.0).count == whole.count - 1
 
 
-def test_a_sum_with_noise_is_counted_by_a_ledger_of_as_many_entries() -> None:
+def test_a_sum_with_noise_is_counted_by_a_ledger_of_as_many_entries(tmp_path: Path) -> None:
     made = agreed()
     ledger = SumLedger(NORM, made.count - 1)
     with pytest.raises(InputError, match=f"counts sums of {made.count - 1} entries, and an update has {made.count}"):
@@ -63,4 +64,11 @@ def test_a_sum_with_noise_is_counted_by_a_ledger_of_as_many_entries() -> None:
     going_on = Collector(made, earlier=SumLedger.read(earlier.state_dict()))
     going_on.ledger.made(NORM, 8, 2)
     assert going_on.ledger.rho == 2 * earlier.rho, "a run that goes on from saved weights is no first run"
+    for runs in (1, 2):
+        counting = Collector(made, earlier=tmp_path / "ledger.json").ledger
+        counting.made(NORM, 8, 2)
+        assert counting.rho == runs * earlier.rho
+    SumLedger.kept(tmp_path / "other.json", NORM, made.count - 1).made(NORM, 8, 2)
+    with pytest.raises(InputError, match=f"expected {made.count} entries"):
+        Collector(made, earlier=tmp_path / "other.json")
     SecureSums(made, 1, bytes(32), print, lambda stage, data: (), Collector(made).ledger)

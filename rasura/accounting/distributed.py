@@ -15,13 +15,16 @@ whose update was summed, less those that may collude.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rasura.accounting.epsilon import checked_delta, finite
 from rasura.core.errors import InputError
+from rasura.core.files import write_whole
 
 VERSION = 1
 
@@ -63,19 +66,25 @@ def rho_epsilon(rho: float, delta: float) -> float:
 class SumLedger:
     """The rounds that were made, each with the noise of one client and the number of clients whose noise counts.
     ``norm`` and ``entries`` as in ``round_rho``. It counts one run, and others only if it goes on from their state
-    (``read``)."""
+    (``read``) or counts in the same ``file`` (``kept``)."""
 
     norm: int
     entries: int
     rounds: list[tuple[int, int]] = field(default_factory=list)
+    file: Path | None = field(default=None, compare=False)
 
     def made(self, sigma: int, summed: int, colluding: int) -> None:
         """Count a round in which the updates of ``summed`` clients were opened, each with noise of ``sigma`` steps, and
-        ``colluding`` of them may know their own. Raises ``InputError`` where no noise is left."""
+        ``colluding`` of them may know their own. Raises ``InputError`` where no noise is left, and where the file cannot be
+        written or another run counts in it: ask before the sum is opened."""
         _whole("sigma", sigma, 1)
         left = _whole("the number of clients", summed, 1) - _whole("the number of colluding clients", colluding, 0)
         if left < 1:
             raise InputError(f"accounting: {colluding} of {summed} clients may know their own noise, and none is left")
+        if self.file is not None:
+            if _in_file(self.file, self) != self:
+                raise InputError(f"{self.file} has other rounds than this run counted: another run counts in it")
+            write_whole(self.file, json.dumps({**self.state_dict(), "rounds": [*self.rounds, (sigma, left)]}))
         self.rounds.append((sigma, left))
 
     @property
@@ -115,3 +124,24 @@ class SumLedger:
                 raise InputError("the state of a ledger of sums holds an entry that is not a round")
             found.made(one[0], one[1], 0)
         return found
+
+    @classmethod
+    def kept(cls, file: str | Path, norm: int, entries: int) -> SumLedger:
+        """The ledger in ``file``, or a new one if there is none; each round is written there when it is counted, so that
+        nothing is lost if the run ends. Raises ``InputError`` for a damaged file; other sums are for the caller to refuse.
+        """
+        path = Path(file)
+        if not path.parent.is_dir():
+            raise InputError(f"{path} cannot be written: its folder does not exist")
+        found = _in_file(path, cls(norm, entries))
+        found.file = path
+        return found
+
+
+def _in_file(path: Path, new: SumLedger) -> SumLedger:
+    if not path.exists():
+        return SumLedger(new.norm, new.entries)
+    try:
+        return SumLedger.read(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, InputError) as error:
+        raise InputError(f"{path} holds no ledger of sums ({error}); restore it from a copy") from None

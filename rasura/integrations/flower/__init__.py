@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -166,7 +167,7 @@ def strategy(
     first_scale: Scale = 1e-3,
     allow_few_clients: bool = False,
     capture: Capture | None = None,
-    ledger: SumLedger | None = None,
+    ledger: SumLedger | str | Path | None = None,
     **options: Any,
 ) -> Any:
     """A ``FedAvg`` strategy that checks the clients' messages, adds up sealed values without reading them, and distributes
@@ -182,17 +183,14 @@ def strategy(
     The strategy's ``figures`` hold, by round, the number of clients asked and counted, the bytes to each client and from all
     clients, the wall-clock seconds of waiting and the CPU seconds of adding. With noise in the sum, ``rho`` is that of all
     rounds of this run so far (concentrated differential privacy). Its ``collector`` holds everything that the server knows.
-    A run that goes on from another passes its count as ``ledger`` (``SumLedger.read`` of the other's
-    ``collector.ledger.state_dict()``), and counts on.
+    ``ledger`` is a file that counts each round with noise before it is opened, and in which a later run counts on; or it is
+    another run's ledger (``SumLedger.read`` of ``collector.ledger.state_dict()``).
 
     Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent.
     ``RoundFailed`` ends a run whose round has fewer than ``min_clients`` valid updates.
     """
     _, strategies = flower()
-    few = allow_few_clients
-    collector = Collector(
-        agreement, min_clients, max_examples, first_scale, log, capture, allow_few_clients=few, earlier=ledger
-    )
+    collector = Collector(agreement, min_clients, max_examples, first_scale, log, capture, allow_few_clients, earlier=ledger)
     options = {**dict.fromkeys(("min_train_nodes", "min_evaluate_nodes", "min_available_nodes"), min_clients), **options}
 
     class Protected(_Protected, strategies.FedAvg):  # type: ignore[misc, name-defined]  # imported here alone

@@ -9,6 +9,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Collector:
     ``agreement.keys`` is the public context; a secret one is refused. ``min_clients``: how many clients a round needs, at
     least ``MIN_CLIENTS`` unless ``allow_few_clients``: in a sum of few clients, each learns about the others. ``seen`` is
     called with every valid message. ``ledger`` counts the rounds whose sum had noise. A run that goes on from another
-    counts on in ``earlier``; ``InputError`` for one of other sums.
+    counts on in ``earlier``, a ledger or its file; ``InputError`` for one of other sums.
     """
 
     agreement: Agreement
@@ -58,13 +59,15 @@ class Collector:
     round: int = 0
     tickets: dict[int, Ticket] = field(default_factory=dict)
     secure: SecureSums | None = None
-    earlier: SumLedger | None = None
+    earlier: SumLedger | str | Path | None = None
     ledger: SumLedger = field(init=False)
 
     def __post_init__(self) -> None:
         self.clear = dict(self.agreement.start)
-        self.ledger = SumLedger(NORM, max(1, self.agreement.count)) if self.earlier is None else self.earlier
-        if (self.ledger.norm, self.ledger.entries) != (NORM, max(1, self.agreement.count)):
+        sums = NORM, max(1, self.agreement.count)
+        given = SumLedger(*sums) if self.earlier is None else self.earlier
+        self.ledger = given if isinstance(given, SumLedger) else SumLedger.kept(given, *sums)
+        if (self.ledger.norm, self.ledger.entries) != sums:
             raise InputError(
                 f"the earlier ledger counts sums of {self.ledger.entries} entries of the norm {self.ledger.norm}; expected "
                 f"{self.agreement.count} entries of the norm {NORM}"
