@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -161,6 +163,17 @@ def test_one_setting_has_one_level_in_all_sections() -> None:
     assert len(twice) > 20
     apart = {k: v for k, v in twice.items() if max(low for _, low, _ in v) > min(high for *_, high in v)}
     assert not apart
+
+
+def test_every_kept_cell_stands_once() -> None:
+    # A cell of an earlier naming would be beside the one that replaced it.
+    named = ("attack", "update", "defense", "threat", "batch_size", "seed", "batch")
+    files = sorted((ROOT / "records").rglob("*.jsonl"))
+    assert len(files) > 30
+    for file in files:
+        head, *cells = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        places = Counter(tuple({**head["common"], **cell}.get(name) for name in named) for cell in cells)
+        assert not [place for place, times in places.items() if times > 1], file
 
 
 def test_bad_lists_are_refused(tmp_path: Path) -> None:
