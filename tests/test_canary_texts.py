@@ -60,11 +60,14 @@ def test_a_model_that_learned_its_texts_by_heart_is_caught(tmp_path: Path, model
     out = trained(base, folder / "train.jsonl", tmp_path / "model", 500, num_labels=8)
     found = measure(folder, str(out), base=str(base), delta=1e-5, guesses=40)
     assert found.bound.right > 26 and found.bound.epsilon > 0.1 and found.gaussian.epsilon > found.bound.epsilon
-    done = rasura_command("canaries", "measure", folder, "--model", out, "--guesses", 40, "--epsilon", "0.1", "--json")
+    told = ("canaries", "measure", folder, "--model", out, "--guesses", 40)
+    done = rasura_command(*told, "--epsilon", 0.1, "--delta", 1e-5, "--json")
     again = json.loads(done.stdout)
     assert done.returncode == 3 and again["refuted"] and again["right"] > 25
-    done = rasura_command("canaries", "measure", folder, "--model", out, "--guesses", 40, "--epsilon", "20")
+    done = rasura_command(*told, "--epsilon", 20, "--delta", 1e-5)
     assert done.returncode == 0 and "guesses right, on 80 canaries (chance: 20)" in done.stdout
+    done = rasura_command(*told, "--epsilon", 0.1)
+    assert done.returncode == 2 and "also pass --delta" in done.stderr
 
 
 def test_exposure_is_what_ranks_say() -> None:

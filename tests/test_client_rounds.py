@@ -18,6 +18,7 @@ import rasura
 from rasura.accounting import epsilon
 from rasura.core.errors import InputError
 from rasura.core.rng import generator
+from rasura.core.rounding import above
 from rasura.integrations.flower.client_rounds import ASSUMES, begin_rounds, client_bound, next_round
 
 pytest.importorskip("dp_accounting")
@@ -58,7 +59,7 @@ def test_all_rounds_are_counted_and_seen(tmp_path: Path) -> None:
         coins = canaries.included.tolist()
     assert ledger.epsilon == pytest.approx(epsilon(SIGMA, 0.5, 2 * ROUNDS, 1e-5))
     said = client_bound(ledger, canaries)
-    assert f"Stated: {ledger.epsilon:.3g}" in said and said.endswith(ASSUMES) and "refuted" not in said
+    assert f"Stated: {above(ledger.epsilon)}" in said and said.endswith(ASSUMES) and "refuted" not in said
     with pytest.raises(InputError, match="all 8 planned releases"):
         one_round(tmp_path / "rounds.json", rasura.GradientCanaries(200))
 
@@ -215,4 +216,4 @@ def test_clients_of_a_flower_run_know_what_they_spent(tmp_path: Path) -> None:
     assert {node: len(told) for node, told in said.items()} == {0: 2, 1: 2, 2: 2}
     spent = result.train_metrics_clientapp[2]["epsilon"]
     assert spent == pytest.approx(epsilon(SIGMA, 0.5, 4, 1e-5))
-    assert all(f"Stated: {spent:.3g}" in told[-1] for told in said.values())
+    assert all(f"Stated: {above(spent)}" in told[-1] for told in said.values())

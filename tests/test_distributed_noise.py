@@ -146,12 +146,14 @@ def test_a_ledger_in_a_file_counts_rounds_of_runs_that_ended(tmp_path: Path) -> 
     assert second.rho == 2 * killed == SumLedger.kept(file, NORM, 1000).rho
     with pytest.raises(InputError, match="another run counts"):
         first.made(NORM, 8, 2)
-    assert first.rho == killed, "a round that was not counted is not opened"
+    assert first.rho == killed, "a round that was not counted alone is not opened"
+    assert SumLedger.kept(file, NORM, 1000).rho == 3 * killed, "and no round of the other run is lost"
     file.unlink()
-    with pytest.raises(InputError, match="another run counts"):
+    with pytest.raises(InputError, match="no ledger of sums"):
         second.made(NORM, 8, 2)
+    file.unlink()
     assert SumLedger.kept(file, NORM, 5).entries == 5
-    for damaged in ("", "[]", '{"version": 1}'):
+    for damaged in ("", "[]", '{"version": 1}', "[1, 2]\n"):
         file.write_text(damaged)
         with pytest.raises(InputError, match="no ledger of sums"):
             SumLedger.kept(file, NORM, 1000)

@@ -210,7 +210,7 @@ def test_the_first_search_comes_within_a_hundredth() -> None:
         assert 1 / target <= found <= 1.01 / target
     assert _least(lambda sigma: 1 / sigma, 1e-5) == pytest.approx(1e5, rel=1e-12), "the end itself is allowed"
     assert said(lambda: _least(lambda sigma: 1 / sigma, 0.999e-5)) == (
-        "no noise up to 100000 gives epsilon 9.99e-06; choose a larger epsilon or a larger delta"
+        "no noise up to 100000 is shown to give epsilon 9.99e-06; choose a larger epsilon or a larger delta"
     )
     tries: list[float] = []
 

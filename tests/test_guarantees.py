@@ -6,11 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rasura.accounting import Draw, Guarantee, Ledger, Release, Run, directional_epsilon, epsilon, guarantee
 from rasura.accounting.guarantees import assumes_poisson, carries, formal, stated
 from rasura.accounting.releases import UNPROVEN, Counted
 from rasura.core.errors import InputError
+from rasura.core.rounding import above, below
 from rasura.core.values import Mechanism
 from rasura.registry import parse_defense
 
@@ -44,7 +47,7 @@ def after(*runs: Counted, run: Run = RUN, carrier: str | None = "dp-sgd") -> Gua
 
 def test_a_plan_and_what_was_counted() -> None:
     spent, other = figures()
-    kind = f"({spent:.4g}, 1e-05)-differential privacy for each text"
+    kind = f"({above(spent)}, 1e-05)-differential privacy for each text"
     plan = Guarantee(
         f"{kind}; planned, for 2 epochs (20 releases)", spent, 1e-5, None, None, other, "one text is there or not", 20, 0.1,
         "poisson", None, (),
@@ -60,7 +63,7 @@ def test_a_plan_and_what_was_counted() -> None:
         "neighbours": "one text is there or not", "sampling": "poisson",
     }  # fmt: skip
     short = after((DP_SGD, 3), run=replace(RUN, delta=0.00012345))
-    assert short.statement.startswith(f"({short.epsilon:.4g}, 0.000123)-differential") and short.steps == 3
+    assert short.statement.startswith(f"({above(short.epsilon or 0)}, 0.000124)-differential") and short.steps == 3
 
 
 def test_releases_of_several_rates_have_no_rate_in_common() -> None:
@@ -70,7 +73,7 @@ def test_releases_of_several_rates_have_no_rate_in_common() -> None:
 
 def test_a_seed_and_a_loader_that_shuffles_void_it() -> None:
     spent, _ = figures()
-    kind = f"({spent:.4g}, 1e-05)-differential privacy for each text; planned, for 2 epochs (20 releases)"
+    kind = f"({above(spent)}, 1e-05)-differential privacy for each text; planned, for 2 epochs (20 releases)"
     for run, secure, voids, sampling in (
         (RUN, False, (SEEDED,), "poisson"),
         (SHUFFLED, True, (LOADER,), "shuffled"),
@@ -122,8 +125,8 @@ def test_directions_of_a_loader_that_shuffles_count_by_passes() -> None:
     known = mechanisms("directional:1234.567")
     spent = directional_epsilon(1234.567, [10_000], 2, 1e-5)
     kind = (
-        f"({spent:.4g}, 1e-05)-differential privacy for each text; pure 4938; the directions of two texts at distance x on "
-        "the sphere are told apart by at most 2469 x"
+        f"({above(spent)}, 1e-05)-differential privacy for each text; pure 4939; the directions of two texts at distance "
+        "x on the sphere are told apart by at most 2470 x"
     )
     told = guarantee(known, SHUFFLED, sizes=[9_000, 1_000])
     assert told == Guarantee(
@@ -136,7 +139,7 @@ def test_directions_of_a_loader_that_shuffles_count_by_passes() -> None:
         made.made(Draw("disjoint", number=number), [9_000, 1_000], secret=True)
     assert made.spent() == replace(told, statement=f"{kind}; counted, after 2 passes over the texts")
     unsized = guarantee(known, SHUFFLED)
-    assert unsized.statement.startswith("(4938, 0)-differential privacy for each text; pure 4938;")
+    assert unsized.statement.startswith("(4939, 0)-differential privacy for each text; pure 4939;")
     assert unsized == replace(told, statement=unsized.statement, epsilon=4 * 1234.567, delta=0.0)
 
 
@@ -204,3 +207,22 @@ def test_what_carries_a_guarantee(text: str, poisson: bool, carried: bool, prove
     found = formal(known)
     assert assumes_poisson(known) is poisson and carries(known) is carried
     assert (found and found.name) == proven and not carries([]) and not assumes_poisson([])
+
+
+def test_the_metric_guarantee_of_several_tensors_is_about_the_one_that_differs_most() -> None:
+    # Whole directions 2e-6 apart, whose second tensors are opposite: each has a part of kappa, whatever its length.
+    several = "are told apart by at most 400 x, x being that of the tensor that differs most; planned"
+    for sizes in ([100, 100], []):
+        told = guarantee(mechanisms("directional:200/blocks=parameters"), SHUFFLED, sizes=sizes)
+        assert several in told.statement and told.metric == 400.0
+    assert (
+        "told apart by at most 400 x; planned" in guarantee(mechanisms("directional:200"), SHUFFLED, sizes=[1, 1]).statement
+    )
+
+
+@given(st.floats(1e-12, 1e12), st.integers(1, 6))
+def test_figures_are_rounded_to_the_side_on_which_they_stay_true(value: float, digits: int) -> None:
+    over, under = above(value, digits), below(value, digits)
+    assert float(under) <= value <= float(over) <= float(under) * (1 + 10 ** (1 - digits) * 1.0001)
+    assert above(float(over), digits) == over == f"{float(over):.{digits}g}" and below(float(under), digits) == under
+    assert (above(0.0), above(1e-5), above(0.1 / 7000, 3), below(3.4799)) == ("0", "1e-05", "1.43e-05", "3.47")

@@ -11,6 +11,7 @@ import pytest
 from pages_setting import training_folder
 
 from rasura.cli.train import tabled
+from rasura.core.rounding import above
 from rasura.report.language import written_in
 from rasura.report.promises import alone, promises
 from rasura.report.training import render_training, trainings
@@ -24,7 +25,7 @@ def visible(page: str) -> str:
 
 
 def privacy(epsilon: float, releases: int, **more: Any) -> dict[str, Any]:
-    said = f"({epsilon:.4g}, 1e-05)-differential privacy for each text; counted, after {releases} releases"
+    said = f"({above(epsilon)}, 1e-05)-differential privacy for each text; counted, after {releases} releases"
     return {"statement": said, "epsilon": epsilon, "delta": 1e-5, "steps": releases, **more}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -92,12 +94,20 @@ def test_masks_hold_exactly_their_share_and_the_largest(ratio: float) -> None:
     g = gradients(model)
     total = sum(e.numel() for e in g.values())
     chosen = mask(Sealing("grad", ratio), model, g, INPUTS, generator(0))
-    assert sum(int(m.sum()) for m in chosen.values()) == round(ratio * total)
+    assert sum(int(m.sum()) for m in chosen.values()) == math.ceil(Fraction(str(ratio)) * total)
     inside = torch.cat([g[n][m].abs() for n, m in chosen.items()])
     outside = torch.cat([g[n][~m].abs() for n, m in chosen.items()])
     assert not len(inside) or not len(outside) or float(inside.min()) >= float(outside.max())
     by_tensor = mask(Sealing("grad", ratio, scope="tensor"), model, g, INPUTS, generator(0))
-    assert all(int(m.sum()) == round(ratio * m.numel()) for m in by_tensor.values())
+    assert all(int(m.sum()) == math.ceil(Fraction(str(ratio)) * m.numel()) for m in by_tensor.values())
+
+
+def test_entries_without_an_order_are_refused_and_not_left_in_the_clear() -> None:
+    model = small()
+    g = gradients(model)
+    next(iter(g.values())).view(-1)[:2] = torch.tensor([float("nan"), float("inf")])
+    with pytest.raises(InputError, match="grad gives scores that are not finite"):
+        mask(Sealing("grad", 0.3), model, g, INPUTS, generator(0))
 
 
 def test_embeddings_are_counted_sealed_or_clear() -> None:

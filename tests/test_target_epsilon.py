@@ -81,7 +81,7 @@ def test_laplace_noise_is_found_too() -> None:
         ("dp-sgd", 3.0, Run(1000, 50, 3, sampling="shuffled"), "nothing is proven for a loader that shuffles"),
         ("dp-sgd", 0.0, RUN, "the target epsilon is 0"),
         ("dp-sgd", float("nan"), RUN, "the target epsilon is nan"),
-        ("dp-sgd", 1e-9, RUN, "no noise up to 100000 gives epsilon 1e-09"),
+        ("dp-sgd", 1e-9, RUN, "no noise up to 100000 is shown to give epsilon 1e-09"),
     ],
 )
 def test_what_cannot_be_reached_is_refused_in_words(defense: str, target: float, run: Run, says: str) -> None:

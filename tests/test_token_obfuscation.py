@@ -264,7 +264,7 @@ def test_a_protected_file_holds_every_row_its_label_and_no_original_word(
     done = rasura_command("protect", "ghost", notes(tmp_path, 5), target, "--model", model_folder, *OPTIONS, "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert told["rows"] == 5 and told["kept"] == 0
+    assert told["rows"] == 5 and told["kept"] == told["unchanged"] == 0
     if suffix == ".jsonl":
         rows = [json.loads(line) for line in target.read_text().splitlines()]
     elif suffix == ".csv":
@@ -281,8 +281,29 @@ def test_a_protected_file_holds_every_row_its_label_and_no_original_word(
     report = [json.loads(line) for line in target.with_suffix(".report.jsonl").read_text().splitlines()]
     assert [r["row"] for r in report] == list(range(5)) and all(r["kept"] == [] for r in report)
     card = target.with_suffix(".card.md").read_text()
-    assert "Does not protect" in card and "5 texts" in card
+    assert (
+        "Does not protect" in card and "5 texts" in card and f"Protects {told['tokens']} of {told['tokens']} tokens" in card
+    )
     assert not target.with_suffix(suffix + ".part").exists()
+
+
+def test_private_tokens_that_stay_are_counted_whatever_keeps_them(tmp_path: Path, model_folder: Path) -> None:
+    source, target = tmp_path / "notes.jsonl", tmp_path / "hidden.jsonl"
+    source.write_text(
+        "".join(json.dumps({"text": t, "label": 0}) + "\n" for t in ("4 1 1 7 2 9 0", "7 9 1 2 3 " + TEXTS[0]))
+    )
+    options = ("--model", model_folder, *OPTIONS, "--keep-numbers")
+    done = rasura_command("protect", "ghost", source, target, *options)
+    words = len(TEXTS[0].split())
+    assert f"2 texts, {12 + words} tokens: " in done.stdout and "12 unchanged" in done.stdout, done.stdout + done.stderr
+    assert "unchanged: 0 have no substitute, the settings keep the others" in done.stdout
+    card = target.with_suffix(".card.md").read_text()
+    assert "| tokens left unchanged | 12, of which 0 have no" in card and f"Protects {words} of {12 + words} tokens" in card
+    reported = [json.loads(line) for line in target.with_suffix(".report.jsonl").read_text().splitlines()]
+    assert [len(row["unchanged"]) for row in reported] == [7, 5]
+    source.write_text(json.dumps({"text": "4 1 1 7 2 9 0", "label": 0}) + "\n")
+    rasura_command("protect", "ghost", source, tmp_path / "plain.jsonl", *options)
+    assert "Protects nothing: no token was replaced" in (tmp_path / "plain.card.md").read_text()
 
 
 def test_an_interrupted_protection_resumes_without_doubles(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 from rasura.accounting.epsilon import checked_delta, finite
 from rasura.core.errors import InputError
 from rasura.core.files import write_whole
+from rasura.core.rounding import above
 
 VERSION = 1
 
@@ -82,10 +84,19 @@ class SumLedger:
         if left < 1:
             raise InputError(f"accounting: {colluding} of {summed} clients may know their own noise, and none is left")
         if self.file is not None:
-            if _in_file(self.file, self) != self:
-                raise InputError(f"{self.file} has other rounds than this run counted: another run counts in it")
-            write_whole(self.file, json.dumps({**self.state_dict(), "rounds": [*self.rounds, (sigma, left)]}))
+            self._add_to(self.file, (sigma, left))
         self.rounds.append((sigma, left))
+
+    def _add_to(self, file: Path, one: tuple[int, int]) -> None:
+        # Lines are added and never written anew, so that of two runs at once neither loses what the other counts.
+        if not self.rounds and not file.exists():
+            write_whole(file, json.dumps(self.state_dict()) + "\n", replace=False)
+        with file.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(one) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
+        if _in_file(file, self).rounds != [*self.rounds, one]:
+            raise InputError(f"{file} has other rounds than this run counted: another run counts in it")
 
     @property
     def rho(self) -> float:
@@ -100,8 +111,9 @@ class SumLedger:
 
     def statement(self, delta: float) -> str:
         """The guarantee in words, and what it is a guarantee of."""
+        spent = above(self.epsilon(delta))
         return (
-            f"({self.epsilon(delta):.4g}, {delta:g}) differential privacy of a client's updates in the {len(self.rounds)} "
+            f"({spent}, {above(delta)}) differential privacy of a client's updates in the {len(self.rounds)} "
             "rounds that this ledger counted, seen as sums. Rounds of other runs with the same clients are not counted, and "
             "metrics that an app sends in the clear beside the sum are not covered. Neighbours differ in whether the "
             "updates of one client are zero. As many clients collude as was assumed, and all others add the agreed noise"
@@ -127,9 +139,9 @@ class SumLedger:
 
     @classmethod
     def kept(cls, file: str | Path, norm: int, entries: int) -> SumLedger:
-        """The ledger in ``file``, or a new one if there is none; each round is written there when it is counted, so that
-        nothing is lost if the run ends. Raises ``InputError`` for a damaged file; other sums are for the caller to refuse.
-        """
+        """The ledger in ``file``, or a new one if there is none. Each round is added there when it is counted: a line behind
+        those of the ledger that it went on from. Raises ``InputError`` for a damaged file; other sums are for the caller to
+        refuse."""
         path = Path(file)
         if not path.parent.is_dir():
             raise InputError(f"{path} cannot be written: its folder does not exist")
@@ -142,6 +154,9 @@ def _in_file(path: Path, new: SumLedger) -> SumLedger:
     if not path.exists():
         return SumLedger(new.norm, new.entries)
     try:
-        return SumLedger.read(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, InputError) as error:
-        raise InputError(f"{path} holds no ledger of sums ({error}); restore it from a copy") from None
+        start, *counted = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return SumLedger.read({**start, "rounds": [*start["rounds"], *counted]})
+    except (OSError, ValueError, TypeError, LookupError, InputError) as error:
+        raise InputError(
+            f"{path} holds no ledger of sums ({error}); a copy of it lacks the rounds that were counted afterwards"
+        ) from None

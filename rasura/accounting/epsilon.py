@@ -245,7 +245,9 @@ def sigma_for(
 def _least(spent: Callable[[float], float], target: float) -> float:
     low, high = 1e-3, 1e5
     if spent(high) > target:
-        raise InputError(f"no noise up to {high:.0f} gives epsilon {target}; choose a larger epsilon or a larger delta")
+        raise InputError(
+            f"no noise up to {high:.0f} is shown to give epsilon {target}; choose a larger epsilon or a larger delta"
+        )
     while high > 1.01 * low:
         middle = math.sqrt(low * high)
         low, high = (low, middle) if spent(middle) <= target else (middle, high)

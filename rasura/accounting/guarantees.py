@@ -14,6 +14,7 @@ from rasura.accounting.compositions import BANDED, DIRECTIONAL, FORMAL, POISSON,
 from rasura.accounting.epsilon import MIN_SIGMA, checked_delta
 from rasura.accounting.releases import UNPROVEN, Counted, Draw, Release, Spent, spent
 from rasura.core.errors import InputError
+from rasura.core.rounding import above
 from rasura.core.values import Mechanism
 
 NONE = "no formal guarantee"
@@ -80,9 +81,9 @@ class Guarantee:
     """The guarantee for each text, in words, with its figures.
 
     ``epsilon`` and ``delta`` are None where nothing is guaranteed. ``pure`` is epsilon at delta 0, ``metric`` the factor of
-    the metric guarantee on directions (``DirDP``), ``cross_check`` epsilon by the other accountant; ``steps`` the releases
-    that are counted. ``otherwise``: epsilon and delta that would hold without what voids the guarantee (a seed, a loader
-    that shuffles). ``warnings`` say what weakens or voids it.
+    the metric guarantee on directions (``DirDP``; of several tensors, on that which differs most), ``cross_check`` epsilon
+    by the other accountant; ``steps`` the releases that are counted. ``otherwise``: epsilon and delta that would hold
+    without what voids the guarantee (a seed, a loader that shuffles). ``warnings`` say what weakens or voids it.
     """
 
     statement: str
@@ -145,7 +146,8 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
         draws = [(Draw("disjoint", number=k), 1) for k in range(1, run.epochs + 1)]
     else:
         draws = [(Draw(), run.steps)]
-    runs = [(Release.of(part, draw, sizes or [1], secret=secure), count) for draw, count in draws]
+    # Without sizes nothing depends on them, but on whether there are several.
+    runs = [(Release.of(part, draw, sizes or [1, 1], secret=secure), count) for draw, count in draws]
     return stated(runs, run, carrier=part.name, planned=True, sized=bool(sizes))
 
 
@@ -181,7 +183,7 @@ def stated(
     found = spent(runs, run.fails)
     if carrier == DIRECTIONAL:
         return _directional(found, runs, run, (planned, sized, made), notes, voids)
-    kind = f"({found.epsilon:.4g}, {run.fails:.3g})-differential privacy for each {run.unit}"
+    kind = f"({above(found.epsilon)}, {above(run.fails, 3)})-differential privacy for each {run.unit}"
     there = "one text is there or not" if run.unit == "text" else "all texts of one person are there or not"
     rates = {release.rate for release, _ in runs}
     return _worded(
@@ -214,7 +216,7 @@ def _ordered(runs: Sequence[Counted], run: Run, planned: bool, notes: list[str],
     if not in_order:
         return Guarantee(UNORDERED, warnings=(*voids, *notes))
     found = spent(runs, run.fails)
-    kind = f"({found.epsilon:.4g}, {run.fails:.3g})-differential privacy for each text, without sampling"
+    kind = f"({above(found.epsilon)}, {above(run.fails, 3)})-differential privacy for each text, without sampling"
     made = sum(count for _, count in runs)
     zero = "the gradient of one text is zero in each of its steps"
     return _worded(
@@ -242,15 +244,18 @@ def _directional(
     by_pass = all(release.sampling == "disjoint" for release, _ in runs)
     if not by_pass:
         notes.append("batches overlap within an epoch, so every step counts; with a loader that shuffles, only epochs count")
-    epsilon, delta = (found.epsilon, run.fails) if sized else (float(found.pure or 0), 0.0)
-    metric = float(found.metric or 0)
+    pure, metric = float(found.pure or 0), float(found.metric or 0)
+    epsilon, delta = (found.epsilon, run.fails) if sized else (pure, 0.0)
+    # Each tensor has a direction, and a part of kappa, of its own.
+    whole = all(len(release.blocks) == 1 for release, _ in runs)
     kind = (
-        f"({epsilon:.4g}, {delta:.3g})-differential privacy for each text; pure {found.pure:.4g}; the directions of two "
-        f"texts at distance x on the sphere are told apart by at most {metric:.4g} x"
+        f"({above(epsilon)}, {above(delta, 3)})-differential privacy for each text; pure {above(pure)}; the directions of "
+        f"two texts at distance x on the sphere are told apart by at most {above(metric)} x"
+        f"{'' if whole else ', x being that of the tensor that differs most'}"
     )
     counted = len({release.number for release, _ in runs}) if by_pass else made
     figures = Guarantee(
-        "", epsilon, delta, found.pure, metric, None, "one text is replaced", counted, None,
+        "", epsilon, delta, pure, metric, None, "one text is replaced", counted, None,
         "shuffled" if by_pass else "poisson",
     )  # fmt: skip
     return _worded(kind, figures, planned, run, notes, voids)

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from rasura.cli.shared import app, err, numbers, out, say, split
 from rasura.core.errors import InputError
+from rasura.core.rounding import above
 
 MIN_RATE = 1e-12
 """Below this rate the steps of an epoch are too many to count."""
@@ -141,19 +142,19 @@ def _planned(about: dict[str, Any], rows: list[dict[str, Any]], accountants: tup
     """Print the ``rows`` of a plan and the assumptions under which they hold."""
     fails, examples, warnings = about["delta"], about["examples"], []
     if fails >= 1 / examples:
-        warnings.append(f"delta {fails:.3g} is not below 1 / {examples}: publishing one example in full would satisfy it")
+        warnings.append(f"delta {fails:g} is not below 1 / {examples}: publishing one example in full would satisfy it")
     if as_json:
         sys.stdout.write(json.dumps({**about, "rows": rows, "warnings": warnings}) + "\n")
         return
     _print(rows, accountants)
     if any("band" in row for row in rows):
         out.print(
-            f"planned, delta {fails:.3g}; dp-ftrl: {about['steps']} steps, every pass takes the same batches in the same "
-            "order (the gradient of one example is replaced by zero)", soft_wrap=True,
+            f"planned, delta {above(fails, 3)}; dp-ftrl: {about['steps']} steps, every pass takes the same batches in the "
+            "same order (the gradient of one example is replaced by zero)", soft_wrap=True,
         )  # fmt: skip
     else:
         out.print(
-            f"planned, delta {fails:.3g}; DP-SGD: {about['steps']} steps, each example is in a step with probability "
+            f"planned, delta {above(fails, 3)}; DP-SGD: {about['steps']} steps, each example is in a step with probability "
             f"{about['rate']:.4g} (Poisson sampling; a loader that shuffles does not have this guarantee)", soft_wrap=True,
         )  # fmt: skip
     if any("kappa" in row for row in rows):
@@ -186,15 +187,15 @@ def _print(rows: list[dict[str, Any]], accountants: tuple[str, ...]) -> None:
         table = Table("band", "sigma", "target", "epsilon")
         for r in by_band:
             target = f"{r['target']:.4g}" if "target" in r else ""
-            table.add_row(str(r["band"]), _noise(r), target, f"{r['epsilon']:.4g}")
+            table.add_row(str(r["band"]), _noise(r), target, above(r["epsilon"]))
         out.print(table)
     if by_sigma:
         table = Table("sigma", "target", *(names[a] for a in accountants))
         for r in by_sigma:
-            table.add_row(_noise(r), f"{r['target']:.4g}" if "target" in r else "", *(f"{r[a]:.4g}" for a in accountants))
+            table.add_row(_noise(r), f"{r['target']:.4g}" if "target" in r else "", *(above(r[a]) for a in accountants))
         out.print(table)
     if by_kappa:
         table = Table("kappa", "epsilon", "pure epsilon", "metric DP: epsilon x distance")
         for r in by_kappa:
-            table.add_row(*(f"{r[k]:.4g}" for k in ("kappa", "epsilon", "pure", "metric")))
+            table.add_row(f"{r['kappa']:g}", *(above(r[k]) for k in ("epsilon", "pure", "metric")))
         out.print(table)

@@ -11,6 +11,7 @@ import typer
 
 from rasura.cli.shared import AsJson, TextTask, app, err, out, say, starting
 from rasura.core.errors import InputError
+from rasura.core.rounding import below
 
 canaries = typer.Typer(no_args_is_help=True, help="Measure a lower bound of epsilon: draw canary texts, train, measure.")
 app.add_typer(canaries, name="canaries")
@@ -55,23 +56,29 @@ def measure(
     folder: Folder,
     model: Annotated[str, typer.Option(help="the trained model: folder or hub id")],
     base: Annotated[str | None, typer.Option(help="model that training started from; none scores by the loss alone")] = None,
-    delta: Annotated[float, typer.Option(help="delta of the guarantee")] = 1e-5,
+    delta: Annotated[float | None, typer.Option(help="delta of the guarantee; without --epsilon, default: 1e-5")] = None,
     guesses: Annotated[int | None, typer.Option(help="number of guesses, even; default: a fifth of the canaries")] = None,
-    epsilon: Annotated[float | None, typer.Option(help="stated epsilon; exit code 3 if the bound is above it")] = None,
+    epsilon: Annotated[
+        float | None, typer.Option(help="stated epsilon, with its --delta; exit code 3 if the bound is above it")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what the trained model shows about the canaries: a lower bound of epsilon at confidence 0.95.
 
-    Choose --guesses before you look at any result. Exit code 3: the stated epsilon is refuted.
+    Choose --guesses before you look at any result. Exit code 3: the stated epsilon at this delta is refuted.
 
-    Example: rasura canaries measure canaries --model runs/train/dp-sgd-1.0-0/model --base minilm --epsilon 8
+    Example: rasura canaries measure canaries --model runs/train/dp-sgd-1.0-0/model --base minilm --epsilon 8 --delta 1e-5
     """
     if epsilon is not None and not epsilon >= 0:
         raise InputError(f"--epsilon is {epsilon}; expected at least 0")
+    if epsilon is not None and delta is None:
+        raise InputError(
+            "--epsilon is stated at a delta, and a bound at another one says nothing about it; also pass --delta"
+        )
     with starting(), err.status("measuring"):
         from rasura.runs.canaries import measure as measured
 
-        found = measured(folder, model, base=base, delta=delta, guesses=guesses)
+        found = measured(folder, model, base=base, delta=1e-5 if delta is None else delta, guesses=guesses)
     bound, refuted = found.bound, epsilon is not None and found.bound.epsilon > epsilon
     if as_json:
         sys.stdout.write(json.dumps({**found.to_dict(), "stated": epsilon, "refuted": refuted}) + "\n")
@@ -79,8 +86,8 @@ def measure(
         out.print(
             f"{bound.right} of {bound.guesses} guesses right, on {bound.canaries} canaries (chance: {bound.guesses / 2:g})"
         )
-        out.print(f"epsilon is at least {bound.epsilon:.3g} at delta {bound.delta:g} (confidence {bound.confidence:g})")
-        out.print(f"if the training hides a text as Gaussian noise does: at least {found.gaussian.epsilon:.3g}")
+        out.print(f"epsilon is at least {below(bound.epsilon)} at delta {bound.delta:g} (confidence {bound.confidence:g})")
+        out.print(f"if the training hides a text as Gaussian noise does: at least {below(found.gaussian.epsilon)}")
         if found.exposure is not None:
             out.print(f"exposure: {found.exposure:.2f} bits on average; texts left out: {found.chance:.2f}")
         if (told := found.extracted) is not None:
@@ -91,6 +98,6 @@ def measure(
         if not bound.epsilon:
             out.print("The guesses show nothing. That does not prove that the training is private.")
         if refuted:
-            out.print(f"The stated epsilon {epsilon:g} is refuted.", style="bold")
+            out.print(f"The stated epsilon {epsilon:g} at delta {bound.delta:g} is refuted.", style="bold")
     if refuted:
         raise typer.Exit(3)

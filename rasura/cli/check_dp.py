@@ -11,6 +11,7 @@ import typer
 
 from rasura.cli.shared import Out, app, err, say, split
 from rasura.core.errors import InputError
+from rasura.core.rounding import above
 
 if TYPE_CHECKING:
     from rasura.accounting.configurations import Checked, Finding
@@ -135,13 +136,13 @@ def _finding(one: Finding) -> None:
         origin = ", by its arguments" if one.stated.by_argument else ""
         say(f"  stated: epsilon {one.stated.epsilon:g}{at} for one {one.stated.per}{origin}")
     if one.one_round is not None:
-        say(f"  after one round: epsilon {one.one_round:.6g} for one client")
+        say(f"  after one round: epsilon {above(one.one_round, 6)} for one client")
     for bound in one.bounds:
         if bound.epsilon is None or bound.delta is None:
             say(f"  one {bound.unit}: no guarantee; {bound.says}")
         else:
             says = f" ({bound.says})" if bound.says else ""
-            at = f"epsilon {bound.epsilon:.6g} at delta {bound.delta:.3g}"
+            at = f"epsilon {above(bound.epsilon, 6)} at delta {above(bound.delta, 3)}"
             say(f"  one {bound.unit}: {at}, {bound.relation}{says}")
     for hazard in one.hazards:
         say(f"  hazard: {HAZARDS[hazard.code]}: {hazard.says}")

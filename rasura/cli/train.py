@@ -123,9 +123,9 @@ def ghost(
     if as_json:
         sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
         return
-    out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.kept} with none")
-    if found.kept:
-        out.print(f"the {found.kept} tokens without a substitute are unchanged in the data; the report beside it says where")
+    out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.unchanged} unchanged")
+    if found.unchanged:
+        say(f"unchanged: {found.kept} have no substitute, the settings keep the others; the report says which")
     say(f"data: {found.path}\ncard: {found.card}")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from fractions import Fraction
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -112,14 +113,16 @@ def _embedding_names(model: nn.Module) -> set[str]:
 
 
 def _largest(settings: Sealing, found: Mapping[str, Tensor], embedding: set[str]) -> dict[str, Tensor]:
-    """Exactly the fraction ``ratio`` of the entries; ties are resolved in order. Embeddings are included if they are
-    ``counted``."""
+    """The fraction ``ratio`` of the entries, rounded up; ties are resolved in order. Embeddings are included if they are
+    ``counted``. Raises ``InputError`` for scores that are not finite, which have no order."""
     ratio = settings.ratio or 0.0
     competing = [n for n in found if settings.embeddings == "counted" or n not in embedding]
     out = {n: torch.zeros(s.shape, dtype=torch.bool) for n, s in found.items()}
     for some in [competing] if settings.scope == "global" else [[n] for n in competing]:
         flat = torch.cat([found[n].reshape(-1) for n in some])
-        count = round(ratio * len(flat))
+        if not bool(flat.isfinite().all()):
+            raise InputError(f"sealing: {settings.metric} gives scores that are not finite, as gradients with NaN do")
+        count = math.ceil(Fraction(repr(ratio)) * len(flat))
         chosen = torch.zeros(len(flat), dtype=torch.bool)
         if count:
             cut = flat.kthvalue(len(flat) - count + 1).values

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rasura.core.rounding import above
 from rasura.report.language import recorded, tell
 
 
@@ -24,7 +25,7 @@ def promises(results: Sequence[Mapping[str, Any]]) -> list[str]:
         lines.append(
             tell(
                 "together, the {count} models give ({epsilon:.4g}, {delta:.3g})-differential privacy (basic composition)",
-                count=count, epsilon=epsilon, delta=delta,
+                count=count, epsilon=float(above(epsilon)), delta=float(above(delta, 3)),
             )
         )  # fmt: skip
     return lines + _warnings(results)

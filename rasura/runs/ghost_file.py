@@ -28,15 +28,20 @@ COLUMNS = ("text", "text_pair", "input_ids", "token_type_ids", "label", NAMES)
 
 FORMATS = (".jsonl", ".csv", ".parquet")
 
+PLACES = ("weak", "unchanged", "kept")
+"""What the report lists by position."""
+
 
 @dataclass(frozen=True)
 class Protected:
-    """The result of a run: rows, replaced tokens, positions with a weak substitute or with the private token itself, rows
-    resumed from an earlier run, the mean squared difference of the hidden states, and the settings of the search."""
+    """The result of a run: rows, their tokens, how many of them have a weak substitute, are ``unchanged``, and of these have
+    no substitute (``kept``); rows resumed from an earlier run, the mean squared difference of the hidden states, and the
+    settings of the search."""
 
     rows: int
     tokens: int
     weak: int
+    unchanged: int
     kept: int
     resumed: int
     error: float
@@ -98,8 +103,8 @@ def obfuscate_file(
     report.write_text("".join(json.dumps(_reported(n, row)) + "\n" for n, row in enumerate(done)), encoding="utf-8")
     card = path.with_suffix(".card.md")
     found = Protected(
-        len(done), sum(r["tokens"] for r in done), _count(done, "weak"), _count(done, "kept"),
-        resumed, sum(r["error"] for r in done) / len(done), path, card,
+        len(done), sum(r["tokens"] for r in done), *(_count(done, name) for name in PLACES), resumed,
+        sum(r["error"] for r in done) / len(done), path, card,
         _criteria(about),
     )  # fmt: skip
     card.write_text(_card(found, about), encoding="utf-8")
@@ -152,7 +157,7 @@ def _filled(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reported(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    told = ("tokens", "error", "weak", "kept", "weak_pair", "kept_pair")
+    told = ("tokens", "error", *PLACES, *(f"{name}_pair" for name in PLACES))
     return {"row": number, **{name: row[name] for name in told if name in row}}
 
 
@@ -196,12 +201,14 @@ def _lines(found: Protected, about: Mapping[str, Any]) -> Iterator[str]:
     yield "|---|---|"
     yield f"| method | GHOST (Feng et al. 2026): {found.settings} |"
     yield f"| tokens whose substitute broke a criterion | {found.weak} (which: the report beside this file) |"
-    yield f"| tokens left unchanged because no substitute was found | {found.kept} |"
+    yield f"| tokens left unchanged | {found.unchanged}, of which {found.kept} have no substitute (which: the same report) |"
     yield f"| mean squared difference of the hidden states | {found.error:.4f} |"
     yield ""
-    yield (
-        "Protects: an attack on the gradient recovers this text instead of the original, if the adversary does nothing more."
-    )
+    if found.unchanged == found.tokens:
+        yield "Protects nothing: no token was replaced, and this is the private text."
+    else:
+        replaced = f"{found.tokens - found.unchanged} of {found.tokens} tokens"
+        yield f"Protects {replaced}: an attack on the gradient recovers the substitutes, if the adversary does no more."
     yield ""
     yield "Does not protect: the substitution is not secret. Anyone who knows the method and the public model can compute"
     yield "which tokens a substitute may stand for, and choose by word order: of 64 sentences on this package's default"

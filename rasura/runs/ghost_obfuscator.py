@@ -60,7 +60,8 @@ class GhostObfuscator:
 
     def examples(self, examples: Sequence[Example], seed: int, names: tuple[str, str]) -> list[dict[str, Any]]:
         """Each example as a dictionary: ``text``, ``input_ids``, ``weak`` (position: the criterion that was given up),
-        ``kept``, ``error``; for pairs also ``text_pair``, ``weak_pair``, ``kept_pair``, and the ids of both texts.
+        ``unchanged``, ``kept``, ``error``; for pairs also ``text_pair``, and each of these lists with ``_pair`` behind its
+        name, and the ids of both texts.
         ``names``: names of the random streams."""
         self.check(examples)
         rows = self.texts([e.text for e in examples], seed, names[0])
@@ -73,7 +74,10 @@ class GhostObfuscator:
             if types is not None:
                 row["token_type_ids"] = types
             if example.text_pair:
-                row |= {"text_pair": second["text"], "kept_pair": second["kept"], "weak_pair": second["weak"]}
+                row |= {
+                    "text_pair": second["text"],
+                    **{f"{name}_pair": second[name] for name in ("weak", "unchanged", "kept")},
+                }
                 row["tokens"] += second["tokens"]
                 row["error"] = (row["error"] + second["error"]) / 2
         return rows
@@ -110,7 +114,8 @@ class GhostObfuscator:
 
     def texts(self, texts: Sequence[str], seed: int, name: str) -> list[dict[str, Any]]:
         """Each text as a dictionary: ``text``, ``input_ids``, ``weak`` (position: the criterion that was given up),
-        ``kept``, ``error``."""
+        ``unchanged`` (positions of private tokens that still stand there) and those of them without a substitute
+        (``kept``), ``error``."""
         tokenizer = self.victim.tokenizer
         coded = [tokenizer(text)["input_ids"] if text else [] for text in texts]
         done = self.selector([ids for ids in coded if ids], generator(seed, "ghost", name))
@@ -119,9 +124,10 @@ class GhostObfuscator:
         for ids in coded:
             one = next(found) if ids else None
             read = list(one.ids) if one else []
+            own = [k for k, token in enumerate(ids) if token not in self.victim.vocabulary.special_ids]
             out.append({
                 "text": self.victim.vocabulary.text(read), "input_ids": read, "weak": dict(one.weak) if one else {},
-                "kept": list(one.kept) if one else [], "error": one.error if one else 0.0,
-                "tokens": sum(i not in self.victim.vocabulary.special_ids for i in ids),
+                "unchanged": [k for k in own if read[k] == ids[k]], "kept": list(one.kept) if one else [],
+                "error": one.error if one else 0.0, "tokens": len(own),
             })  # fmt: skip
         return out

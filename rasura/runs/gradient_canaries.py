@@ -20,6 +20,7 @@ from rasura.core.files import read_limited, write_whole
 from rasura.core.interfaces import Defense, Transform
 from rasura.core.layers import layers_of
 from rasura.core.rng import Randomness, bernoulli, integers, secret_generator
+from rasura.core.rounding import above, below
 from rasura.core.values import Gradients, PerExample, Stage, Weigh
 
 VERSION, MAX_BYTES, LEAST, LOUD = 1, 1 << 26, 20, 8.0
@@ -50,15 +51,15 @@ class CanaryBounds:
         """The figures in words."""
         one = self.bound
         says = (
-            f"{one.right} of {one.guesses} guesses right, on {one.canaries} canaries: epsilon is at least {one.epsilon:.3g} "
-            f"at delta {one.delta:.3g} (confidence {one.confidence:g}), {self.gaussian.epsilon:.3g} if the training hides a "
-            "canary as Gaussian noise does."
+            f"{one.right} of {one.guesses} guesses right, on {one.canaries} canaries: epsilon is at least "
+            f"{below(one.epsilon)} at delta {one.delta:g} (confidence {one.confidence:g}), "
+            f"{below(self.gaussian.epsilon)} if the training hides a canary as Gaussian noise does."
         )
         if not one.epsilon:
             says += " The guesses show nothing, which does not prove that the training is private."
         if self.stated is None:
             return f"{says} No epsilon is stated."
-        return f"{says} Stated: {self.stated:.3g}" + ("; it is refuted." if self.refuted else ".")
+        return f"{says} Stated: {above(self.stated)}" + ("; it is refuted." if self.refuted else ".")
 
 
 class GradientCanaries:
