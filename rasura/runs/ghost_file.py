@@ -103,9 +103,8 @@ def obfuscate_file(
     report.write_text("".join(json.dumps(_reported(n, row)) + "\n" for n, row in enumerate(done)), encoding="utf-8")
     card = path.with_suffix(".card.md")
     found = Protected(
-        len(done), sum(r["tokens"] for r in done), *(_count(done, name) for name in PLACES), resumed,
-        sum(r["error"] for r in done) / len(done), path, card,
-        _criteria(about),
+        len(done), sum(r["tokens"] for r in done), _count(done, "weak"), _count(done, "unchanged"),
+        _count(done, "kept"), resumed, sum(r["error"] for r in done) / len(done), path, card, _criteria(about),
     )  # fmt: skip
     card.write_text(_card(found, about), encoding="utf-8")
     part.unlink()
