@@ -19,7 +19,7 @@ from training_setting import notes
 
 import rasura
 from rasura.core.interfaces import InputError, Transform
-from rasura.core.values import Mechanism, Stage
+from rasura.core.values import Grant, Mechanism, Reconstruction, Stage
 from rasura.registry import ATTACKS
 from rasura.runs.audit import Audit
 from rasura.runs.identity import identity_of
@@ -48,6 +48,41 @@ def test_a_run_is_not_resumed_with_another_method_of_the_same_name(model_folder:
     assert audited(tmp_path, model_folder, defenses=[scaled(0.0)]) == 0, "the same one"
     with pytest.raises(InputError, match="another code of own methods"):
         audited(tmp_path, model_folder, defenses=[scaled(1.0)])
+
+
+class Names:
+    """An attack that names one token."""
+
+    name, needs, uses = "names", frozenset[Grant](), frozenset[Grant]()
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def __call__(self, seen: object, **how: object) -> Reconstruction:
+        return Reconstruction(((self.token,),), "matched", ordered=False)
+
+
+class Constant:
+    """A metric that is the same for every guess."""
+
+    name, unit, higher_is, bounds = "constant", "fraction", "worse", (0.0, 1.0)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __call__(self, guess: object, truth: Any) -> list[float]:
+        return [self.value] * len(truth.batch.input_ids)
+
+
+@pytest.mark.parametrize(("given", "make", "first", "other"), [("attacks", Names, 5, 6), ("metrics", Constant, 0.25, 0.75)])
+def test_a_run_is_not_resumed_with_another_attack_or_metric_of_the_same_name(
+    model_folder: Path, tmp_path: Path, given: str, make: Callable[[Any], Any], first: float, other: float
+) -> None:
+    wanted: dict[str, Any] = {"defenses": ["none"]}
+    assert audited(tmp_path, model_folder, **wanted, **{given: [make(first)]}) > 0
+    assert audited(tmp_path, model_folder, **wanted, **{given: [make(first)]}) == 0, "the same one"
+    with pytest.raises(InputError, match="another code of own methods"):
+        audited(tmp_path, model_folder, **wanted, **{given: [make(other)]})
 
 
 def test_a_run_is_not_resumed_on_other_texts(model_folder: Path, tmp_path: Path) -> None:

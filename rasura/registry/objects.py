@@ -15,6 +15,7 @@ from rasura.defenses.compose import chain
 from rasura.registry.tables import ATTACKS, DEFENSES, METRICS
 
 S = TypeVar("S", bound=MethodSpec)
+T = TypeVar("T")
 GIVEN = "given as an object"
 USUAL_SECONDS = 60.0
 """The assumed cost of an attack that does not state one."""
@@ -75,7 +76,7 @@ def attack_spec(attack: Attack[Reconstruction]) -> AttackSpec:
     if not isinstance(attack, Attack):
         raise InputError(f"{type(attack).__name__} is not an attack; expected name, needs, uses and a call")
     return AttackSpec(
-        name=attack.name, about=GIVEN, source=_origin(attack), make=lambda: attack, seconds=USUAL_SECONDS,
+        name=attack.name, about=GIVEN, source=_origin(attack), make=partial(_given, attack), seconds=USUAL_SECONDS,
         tasks=TEXT | IMAGES,
     )  # fmt: skip
 
@@ -96,8 +97,13 @@ def metric_spec(metric: Metric[Reconstruction]) -> MetricSpec:
     if not isinstance(metric, Metric):
         raise InputError(f"{type(metric).__name__} is not a metric; expected name, unit, higher_is, bounds and a call")
     return MetricSpec(
-        name=metric.name, about=GIVEN, source=_origin(metric), make=lambda: metric, tasks=TEXT | IMAGES, usual=False
+        name=metric.name, about=GIVEN, source=_origin(metric), make=partial(_given, metric), tasks=TEXT | IMAGES, usual=False
     )
+
+
+def _given(method: T) -> T:
+    """What specs of objects make: a run's identity sees the object in the ``partial``."""
+    return method
 
 
 def _origin(method: Any) -> str:
