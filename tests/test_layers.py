@@ -167,6 +167,7 @@ IMPORTERS = {"importlib", "pkgutil", "runpy", "imp"}
 READERS = ("importlib.resources", "importlib.metadata")
 BY_NAME = dict.fromkeys(below("rasura.registry"), "its tables name every concrete method")
 BY_NAME["rasura"] = "public names are imported when they are first used, so that the command line is instant"
+BY_NAME["rasura.runs.sources"] = "it finds the files of a researcher's own modules, and imports none of them"
 """Who may import a module by its name, and why."""
 
 

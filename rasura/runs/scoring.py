@@ -28,6 +28,7 @@ from rasura.metrics.sensitive import marked_words, tells_names
 from rasura.metrics.text import TokenMetric, rouge
 from rasura.registry import SERVICE_METRICS
 from rasura.report.readings import NAMED, NAMED_BLIND
+from rasura.runs.sources import STORED
 
 OPEN = "·"
 """Stands for a place of a text where no token was found yet."""
@@ -204,7 +205,7 @@ def sent_bytes(message: Message) -> int:
 def versions() -> dict[str, str]:
     """The versions of the libraries that the figures depend on."""
     found = {"python": platform.python_version()}
-    for name in ("rasura", "torch", "transformers", "tokenizers", "numpy", "rouge-score"):
+    for name in STORED:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
