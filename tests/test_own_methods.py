@@ -19,9 +19,11 @@ from training_setting import notes
 
 import rasura
 from rasura.core.interfaces import InputError, Transform
+from rasura.core.run_store import RunStore
 from rasura.core.values import Grant, Mechanism, Reconstruction, Stage
-from rasura.registry import ATTACKS
+from rasura.registry import ATTACKS, MEMBERSHIP, SERVICE_ATTACKS, SERVICE_METRICS, SERVICE_PROTECTIONS
 from rasura.runs.audit import Audit
+from rasura.runs.described import own_code
 from rasura.runs.identity import identity_of
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
@@ -171,3 +173,20 @@ def test_the_identity_is_the_same_in_every_process() -> None:
     command, here = [sys.executable, "-c", code], Path(__file__).parent
     found = {subprocess.run(command, cwd=here, capture_output=True, text=True, check=True).stdout for _ in range(2)}
     assert len(found) == 1
+
+
+def test_methods_of_services_and_trained_models_are_compared_too(tmp_path: Path) -> None:
+    kinds: tuple[Any, ...] = (SERVICE_ATTACKS, SERVICE_PROTECTIONS, SERVICE_METRICS, MEMBERSHIP)
+    shipped = [spec for kind in kinds for spec in kind.values()]
+    assert len(shipped) > 20 and own_code(shipped) == {"code of own methods": {}}
+
+    def own(token: int) -> dict[str, Any]:
+        made: Any = functools.partial(Names, token)
+        return dict(own_code([replace(SERVICE_ATTACKS["knn"], make=made), replace(MEMBERSHIP["loss"], make=made)]))
+
+    store = RunStore(tmp_path)
+    for _ in range(2):
+        store.describe(own(1), fixed=("code of own methods",))
+    with pytest.raises(InputError, match="another code of own methods"):
+        store.describe(own(2), fixed=("code of own methods",))
+    store.close()

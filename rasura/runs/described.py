@@ -10,7 +10,7 @@ from rasura.core.run_store import RunStore
 from rasura.core.specs import AttackSpec, DefenseSpec, MethodSpec, ServiceAttackSpec, ServiceProtectionSpec
 from rasura.registry import parts
 from rasura.registry.objects import Methods
-from rasura.registry.tables import ATTACKS, DEFENSES, METRICS
+from rasura.registry.tables import KINDS
 from rasura.runs.identity import identity_of
 from rasura.victims.fingerprint import fingerprint
 
@@ -61,8 +61,15 @@ def code_of(own: Iterable[MethodSpec]) -> str:
     return identity_of(told) if told else "none"
 
 
+def own_code(used: Iterable[MethodSpec]) -> dict[str, dict[str, str]]:
+    """Of what results of services and trained models also depend on: fingerprints of those methods in ``used`` that are not
+    Rasura's own, for ``RunStore.describe``."""
+    own = (spec for spec in used if not _shipped(spec))
+    return {"code of own methods": {f"{type(spec).__name__} {spec.name}": identity_of(spec) for spec in own}}
+
+
 def _shipped(spec: MethodSpec) -> bool:
     """Whether ``spec`` is of the registry, and made by Rasura's own code."""
     made_in = str(getattr(getattr(spec, "make", None), "__module__", ""))
     ours = made_in.partition(".")[0] == __name__.partition(".")[0]
-    return ours and any(table.get(spec.name) is spec for table in (ATTACKS, DEFENSES, METRICS))
+    return ours and any(table.get(spec.name) is spec for table in KINDS.values())

@@ -24,8 +24,9 @@ from rasura.core.unchanged import Lent, tensors_of
 from rasura.core.values import Grant
 from rasura.data.text import data_hash
 from rasura.metrics.membership import auc, largest_leakage, leakage, needed, roc, split_check, tpr_at
-from rasura.registry import membership_adversaries, membership_attack
+from rasura.registry import DEFENSES, MEMBERSHIP, membership_adversaries, membership_attack, parts
 from rasura.runs.attempt import MACHINE, Outcome, attempt, lacking, meddled, peak_mb
+from rasura.runs.described import own_code
 from rasura.runs.membership_models import QueriedModels
 from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.membership_texts import MembershipTexts
@@ -139,8 +140,10 @@ class MembershipAudit:
     def run(self, store: RunStore, progress: Callable[[str, int, int], None] | None = None) -> Iterator[Record]:
         """Run the attacks that ``store`` lacks; store and yield each Record. Raises ``InputError`` if ``store`` holds
         results of other weights."""
-        about = {"model": fingerprint(self.victim.model), "cells": len(self.plan.attacks or ())}
-        store.describe(about, fixed=("model",))
+        defenses = [DEFENSES[name] for name, _ in parts(self.plan.defense)]
+        own = own_code([*(MEMBERSHIP[name] for name in self.plan.attacks or ()), *defenses])
+        about = {"model": fingerprint(self.victim.model), "cells": len(self.plan.attacks or ()), **own}
+        store.describe(about, fixed=("model", *own))
         beside: dict[str, Any] = {}
         for number, name in enumerate(self.plan.attacks or ()):
             key = cell_key(kind="membership", attack=name, plan=self.identity)

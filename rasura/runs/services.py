@@ -25,9 +25,9 @@ from rasura.core.threat import SERVICE_OPERATOR, observe_service, own_copy, serv
 from rasura.core.unchanged import Lent, tensors_of
 from rasura.data.overlap import refuse_shared, shared
 from rasura.data.text import Example, columns_of, load_examples
-from rasura.registry import SERVICE_ATTACKS, SERVICE_PROTECTIONS, service_attack
+from rasura.registry import SERVICE_ATTACKS, SERVICE_METRICS, SERVICE_PROTECTIONS, service_attack
 from rasura.runs.attempt import MACHINE, Outcome, attempt, meddled, peak_mb
-from rasura.runs.described import describe_run
+from rasura.runs.described import describe_run, own_code
 from rasura.runs.scoring import likeness, recovered_texts, service_scores, versions
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.training import Training
@@ -121,7 +121,9 @@ class ServiceAudit:
     def run(self, store: RunStore, progress: Callable[[ServiceCell], None] | None = None) -> Iterator[Record]:
         """Run the cells that ``store`` lacks; store and yield each Record. Records are the same whatever was done before."""
         model, attacks = self.victim.model, self.plan.attacks
-        fixed = {"data set": self.data}
+        protections = (one.spec for one in self.plan.parsed.values())
+        own = own_code([*(SERVICE_ATTACKS[name] for name in attacks), *protections, *SERVICE_METRICS.values()])
+        fixed = {"data set": self.data, **own}
         describe_run(store, model, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
