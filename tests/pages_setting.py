@@ -126,7 +126,7 @@ def training_folder(folder: Path) -> Path:
     for defense, accuracy in (("none", 0.9), ("gaussian:0.001", 0.7), ("dp-sgd:1.0", 0.52)):
         result = {
             "defense": defense, "seed": 0, "task": "classification", "model": "minilm", "data": "da7a", "n_train": 300,
-            "n_holdout": 30, "n_test": 400, "before": {"accuracy": 0.5, "loss": 0.7},
+            "test": "7e57", "tested_on": "test", "n_holdout": 30, "n_test": 400, "before": {"accuracy": 0.5, "loss": 0.7},
             "after": {"accuracy": accuracy, "loss": 1 - accuracy}, "epochs": 3, "majority": 0.5,
             "history": [{"train_loss": 0.7 - 0.1 * k} for k in range(3)], "privacy": {"statement": "none"},
             "wall_seconds": 60.0, "sitting": dict(SITTING), "weights": "0123456789abcdef",

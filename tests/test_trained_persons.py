@@ -19,6 +19,7 @@ from rasura.data.columns import Columns
 from rasura.data.text import data_hash, load_examples
 from rasura.registry import parse_defense
 from rasura.runs.train_plan import TrainPlan
+from rasura.runs.trained import folder_of
 from rasura.runs.training import Training
 from rasura.victims import train
 from rasura.victims.recipe import Recipe
@@ -85,8 +86,7 @@ def test_the_guarantee_is_for_persons_and_they_are_held_out_whole(tmp_path: Path
     assert private["unit"]["column"] == "author" and private["unit"]["persons"] == 3
     assert private["ledger"]["unit"] == "person" and private["ledger"]["examples"] == 3
     assert "unit" not in plain and "epsilon" not in plain["privacy"]
-    name = private["defense"].replace(":", "-").replace("/", "-")
-    assert "each person" in counted(tmp_path / "run" / f"{name}-0" / "result.json").statement
+    assert "each person" in counted(tmp_path / "run" / folder_of(private["defense"], 0) / "result.json").statement
 
 
 def test_the_command_says_what_a_person_is(tmp_path: Path, model_folder: Path) -> None:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
 
 from rasura.core.errors import InputError
+
+
+def name_for(text: str) -> str:
+    """A name for a file or folder of ``text``, a protection as it is written, that no other text has.
+
+    Where letters in upper case count as others too, and where they do not. A colon before a digit is read back from the
+    name; a text that loses more has a hash behind its name.
+
+    >>> name_for("frozen-embeddings+dp-sgd:1.0")
+    'frozen-embeddings+dp-sgd-1.0'
+    >>> name_for("ghost:k=40")
+    'ghost-k=40_b3d395fcdd47'
+    """
+    name = re.sub(r"[^a-z0-9.=+-]", "-", text)[:100]
+    if re.sub(r"-(?=[0-9])", ":", name) == text:
+        return name
+    return f"{name}_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def write_whole(path: str | Path, content: str | bytes, *, private: bool = True, replace: bool = True) -> None:

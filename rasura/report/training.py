@@ -83,6 +83,8 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
         return CHANCE, f"{says} {tell('At least one training is not told from naming the most frequent class.')}"
     if baseline is None or baseline.level is None or baseline.at_chance:
         return UNKNOWN, f"{says} {tell('There is no training without protection that learned, to compare with.')}"
+    if not _judged_alike([*side.results, *(baseline.results if baseline is not side else ())]):
+        return UNKNOWN, f"{says} {tell('It may have been judged on other texts than the training without protection.')}"
     if side is baseline:
         return tell("baseline"), says
     most = 100 * max(0.0, baseline.level[2] - side.level[1])
@@ -91,6 +93,12 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
         cost = tell("It costs {least:.1f} to {most:.1f} points of accuracy.", least=least, most=most)
         return LESS, f"{says} {cost}"
     return NOT_LESS, f"{says} {tell('A cost of up to {most:.1f} points is not ruled out.', most=most)}"
+
+
+def _judged_alike(results: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all ``results`` are of the same texts. Results of earlier versions do not say which they are of."""
+    found = {r.get("test") for r in results}
+    return len(results) == 1 or (len(found) == 1 and None not in found)
 
 
 def render_training(folder: str | Path) -> str:

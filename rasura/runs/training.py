@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from torch import nn
 
 from rasura.accounting import Ledger, assumes_poisson, carries, sampling_for
 from rasura.core.batches import Batch
-from rasura.core.files import write_whole
+from rasura.core.files import name_for, write_whole
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import Adapter
 from rasura.core.provenance import sitting
@@ -33,6 +32,7 @@ from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan, by_chance
+from rasura.runs.trained import SERVED, finished, folder_of
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import renamed, split
@@ -74,7 +74,7 @@ class Training:
         asked, self.plan = plan, plan.with_noise_for(len(self.rows) if self.owners is None else len(set(self.owners)))
         plan = self.plan
         self.about: dict[str, Any] = {"data": data_hash(everything), "weights": fingerprint(victim.model)}
-        self.about["plan"] = json.loads(json.dumps(told))
+        self.about |= {"test": data_hash(held if tested is None else tested), "plan": json.loads(json.dumps(told))}
         self.about |= {"label_names": list(self.label_names)} if self.label_names else {}
         for text, parts in plan.parts.items():
             planned = self._ledger(parts, ()).planned
@@ -135,21 +135,18 @@ class Training:
         self, defense: str, victim: Victim, progress: Callable[[int, int], None] | None = None
     ) -> list[Batch]:
         """The training texts under the DATA part of ``defense``. They are kept, so that they are the same for every seed."""
+        place = self.folder / "protected" / name_for(defense)
         return protected(
-            self.rows, self.plan.parts[defense], victim.model, victim.vocabulary, self.folder / "protected" / _slug(defense),
-            self.plan.recipe.seed, progress,
-        )  # fmt: skip
+            self.rows, self.plan.parts[defense], victim.model, victim.vocabulary, place, self.plan.recipe.seed, progress
+        )
 
     def run(self, progress: Callable[[str, int, int, Mapping[str, float]], None] | None = None) -> Iterator[dict[str, Any]]:
         """Train under every defense from every seed and yield each result. Finished trainings are read, not repeated."""
         first = self.plan.recipe.seed
         for defense in self.plan.defenses:
             for seed in range(first, first + self.plan.seeds):
-                place = self.folder / folder_of(defense, seed)
-                if (place / "result.json").exists():
-                    yield json.loads((place / "result.json").read_text(encoding="utf-8"))
-                    continue
-                yield self._one(defense, seed, place, progress)
+                done = finished(self.folder, defense, seed, self.about["test"])
+                yield done or self._one(defense, seed, self.folder / folder_of(defense, seed), progress)
 
     def _one(
         self, defense: str, seed: int, place: Path, progress: Callable[[str, int, int, Mapping[str, float]], None] | None
@@ -196,6 +193,7 @@ class Training:
             victim.tokenizer.save_pretrained(place / "model")
         result = {
             "defense": defense, "seed": seed, "task": plan.task, "model": Path(plan.model).name, "data": self.about["data"],
+            "test": self.about["test"],
             "n_train": len(rows), "n_holdout": len(held), "n_test": len(test),
             "tested_on": "test" if plan.test else "holdout", "before": before, "after": self._figures(model, test),
             "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
@@ -247,14 +245,13 @@ class Training:
         return replace(made, served=copy.deepcopy(made.served)) if made.served is made.public else made
 
     def trained_service(self, made: Service, protection: str, seed: int) -> Service:
-        """A copy of ``made``, the service under ``protection``, after the training by ``run``."""
+        """A copy of ``made``, the service under ``protection``, after the training by ``run``. Raises ``InputError`` if it
+        is not finished."""
+        if finished(self.folder, protection, seed, self.about["test"]) is None:
+            raise InputError(f"{self.folder} holds no finished training under {protection} from seed {seed}")
         served = copy.deepcopy(made.served).eval()
         load_model(served, str(self.folder / folder_of(protection, seed) / SERVED))
         return replace(made, served=served, uploaded=made.served)
-
-
-SERVED = "served.safetensors"
-"""The weights of a trained service, in the folder of its training."""
 
 
 def sent(service: Service, rows: Sequence[Batch], rng: Randomness) -> list[Batch]:
@@ -276,15 +273,6 @@ def encoded(victim: Victim, examples: Sequence[Example], *, max_length: int | No
             )
         )
     ]  # fmt: skip
-
-
-def folder_of(defense: str, seed: int) -> str:
-    """The subfolder for the model trained under ``defense`` from ``seed``."""
-    return f"{_slug(defense)}-{seed}"
-
-
-def _slug(defense: str) -> str:
-    return re.sub(r"[^a-z0-9.=+-]", "-", defense)
 
 
 def train(plan: TrainPlan, *, out: str | Path, device: str = "cpu") -> list[dict[str, Any]]:

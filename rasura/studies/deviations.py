@@ -15,7 +15,8 @@ from torch import Tensor
 from rasura.core.batches import Batch
 from rasura.core.rng import generator
 from rasura.runs.train_plan import TrainPlan
-from rasura.runs.training import Training, folder_of
+from rasura.runs.trained import folder_of
+from rasura.runs.training import Training
 from rasura.studies.files import Study
 from rasura.studies.metric_values import row_of
 from rasura.studies.plots import Curve, Plot

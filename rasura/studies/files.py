@@ -15,7 +15,7 @@ from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.plans import Plan, plan_of
 from rasura.runs.service_plan import ServicePlan, service_plan_of
 from rasura.runs.train_plan import TrainPlan
-from rasura.runs.training import folder_of
+from rasura.runs.trained import folder_of
 from rasura.studies.papers import LISTS, Paper, load_paper
 from rasura.victims.recipe import Recipe
 

@@ -1,0 +1,96 @@
+"""Whose training a folder holds: no two protections share one, and nothing is compared that was judged on other texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from audit_setting import model_folder
+from pages_setting import training_folder
+from training_setting import notes
+
+from rasura.core.files import name_for
+from rasura.core.interfaces import InputError
+from rasura.report.training import UNKNOWN, render_training, sides, trainings, verdict
+from rasura.runs.train_plan import TrainPlan
+from rasura.runs.trained import folder_of
+from rasura.runs.training import Training
+from rasura.victims.recipe import Recipe
+
+__all__ = ["model_folder"]
+
+ENGLISH, GERMAN = (f"santext+:epsilon=99/vectors={language}.txt" for language in ("EN", "DE"))
+
+
+def plan_for(folder: Path, model: Path, **more: object) -> TrainPlan:
+    recipe = Recipe(epochs=1, batch_size=4, learning_rate=1e-3)
+    return replace(TrainPlan(str(notes(folder)), model=str(model), recipe=recipe, holdout=0.3), **more)  # type: ignore[arg-type]
+
+
+def test_a_name_stays_where_it_can_be_read_back_and_no_two_texts_share_one() -> None:
+    kept = {"none": "none", "frozen-embeddings": "frozen-embeddings", "dp-sgd:1.0": "dp-sgd-1.0",
+            "frozen-blocks:1+dp-sgd:8": "frozen-blocks-1+dp-sgd-8"}  # fmt: skip
+    assert {text: name_for(text) for text in kept} == kept
+    alike = [ENGLISH, GERMAN, ENGLISH.lower(), "dp-sgd:1", "dp-sgd-1", "dp-sgd/1", "dp_sgd:1", "a:b", "a/b", "a-b", "A-b",
+             "gaussian:1e-05", "gaussian:1e:05", "a" * 300, "a" * 301, "a" * 300 + ":1"]  # fmt: skip
+    names = [name_for(text) for text in alike]
+    assert len({name.lower() for name in names}) == len(alike)
+    assert all(len(name) < 200 and "/" not in name for name in names)
+
+
+def test_two_protections_whose_names_differ_in_capitals_have_their_own_trainings(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for file in ("EN.txt", "DE.txt"):
+        lines = (f"w{k} {k % 7} {k % 5} {len(file) + k % 3}\n" for k in range(275))
+        (tmp_path / file).write_text("".join(lines))
+    names = (ENGLISH, GERMAN)
+    training = Training(plan_for(tmp_path, model_folder, defenses=names, service=True), tmp_path / "run")
+    results = list(training.run())
+    assert tuple(r["defense"] for r in results) == names
+    for name, result in zip(names, results):
+        assert result["mechanism"][0]["parameters"]["vectors"] == name.rpartition("=")[2]
+    assert list(training.run()) == results
+
+
+def test_the_result_of_another_training_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    training = Training(plan_for(tmp_path, model_folder, service=True), tmp_path / "run")
+    (result,) = training.run()
+    file = tmp_path / "run" / folder_of("none", 0) / "result.json"
+    for field, value in (("defense", "sign"), ("seed", 1), ("test", "other"), ("test", None)):
+        file.write_text(json.dumps({**result, field: value}))
+        with pytest.raises(InputError, match="holds the result of another training"):
+            list(training.run())
+        victim = training.victim(0)
+        with pytest.raises(InputError, match="holds the result of another training"):
+            training.trained_service(training.service("none", victim, 0), "none", 0)
+    file.unlink()
+    with pytest.raises(InputError, match="no finished training"):
+        training.trained_service(training.service("none", victim, 0), "none", 0)
+
+
+def test_other_test_texts_need_another_folder(tmp_path: Path, model_folder: Path) -> None:
+    test = notes(tmp_path, "test.jsonl", 6)
+    plan = plan_for(tmp_path, model_folder, test=str(test))
+    (result,) = Training(plan, tmp_path / "run").run()
+    assert Training(plan, tmp_path / "run").about["test"] == result["test"] != result["data"]
+    notes(tmp_path, "test.jsonl", 8)
+    with pytest.raises(InputError, match="other settings, data or weights"):
+        Training(replace(plan, defenses=("none", "frozen-embeddings")), tmp_path / "run")
+
+
+def test_what_was_judged_on_other_texts_is_not_compared(tmp_path: Path) -> None:
+    folder = training_folder(tmp_path)
+    file = folder / "gaussian-0.001-0" / "result.json"
+    made = json.loads(file.read_text())
+    for other in ("e15e", None):
+        file.write_text(json.dumps({**made, "test": other}))
+        found = {side.name: side for side in sides(trainings(folder)[1])}
+        word, says = verdict(found["gaussian:0.001"], found["none"])
+        assert word == UNKNOWN and "may have been judged on other texts" in says and "costs" not in says
+        assert "gaussian:0.001 makes the model less accurate" not in render_training(folder)
+    file.write_text(json.dumps(made))
+    assert "gaussian:0.001 makes the model less accurate" in render_training(folder)
