@@ -79,7 +79,7 @@ def calibration_result(at_most: float = 0.5) -> dict[str, Any]:
             found["verification"] = {**points[-1], "on": "other texts, other seeds"}
             found["guarantee"] = {"statement": "no formal guarantee", "epsilon": None}
             found["utility"] = {"metric": "accuracy", "without": 0.9, "behind": 0.8, "reference": "gaussian:0.1",
-                                "cost": 0.1, "n": 50, "n_train": 100, "untrained": 0.5}  # fmt: skip
+                                "cost": 0.1, "n": 50, "n_train": 100, "untrained": 0.5, "tested_on": "test"}  # fmt: skip
         families.append(found)
     return {
         "risk": "token_recall", "at_most": at_most, "attacks": ["span", "pursuit"], "texts": MANY, "seeds": 1, "seed": 0,

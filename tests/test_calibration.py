@@ -172,7 +172,7 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
 
 def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_path: Path) -> None:
     plan = wanted(model_folder, notes, utility="accuracy", steps=0)
-    plan = replace(plan, recipe=replace(plan.recipe, epochs=1, batch_size=3))
+    plan = replace(plan, recipe=replace(plan.recipe, epochs=2, batch_size=3))
     (found,) = calibrate(plan, out=tmp_path)["families"]
     priced = found["utility"]
     assert priced["reference"] == "frozen-embeddings"
@@ -180,6 +180,7 @@ def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_pat
     assert found["guarantee"]["examples"] == priced["n_train"] == 7
     html = write_report(tmp_path).read_text()
     assert "Risk against accuracy" in html and f"{priced['behind']:.3f} behind it" in html
+    assert priced["epochs_compared"] == 2 and "also chose the epoch" in html
 
 
 @pytest.mark.parametrize(

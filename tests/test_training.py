@@ -171,7 +171,8 @@ def test_figures_of_utility() -> None:
 
 def result(accuracy: float, majority: float | None, n: int = 100, **more: Any) -> dict[str, Any]:
     chance = {} if majority is None else {"majority": majority}
-    return {"defense": "none", "seed": 0, "n_test": n, "after": {"accuracy": accuracy}, **chance, **more}
+    told = {"defense": "none", "seed": 0, "n_test": n, "tested_on": "test", "after": {"accuracy": accuracy}}
+    return {**told, **chance, **more}
 
 
 def test_a_training_that_learned_nothing_is_said() -> None:

@@ -260,26 +260,26 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
 def tabled(results: list[dict[str, Any]], folder: Path) -> None:
     """Print a row for each defense and seed, what is guaranteed and measured, and where the report is."""
     from rasura.core.errors import MissingExtra
-    from rasura.metrics.learned import accuracy_interval, unlearned
+    from rasura.metrics.learned import accuracy_interval, has_figures, unlearned, without_figures
     from rasura.report.page import write_report
     from rasura.report.promises import alone, stated
-    from rasura.report.training import sides
+    from rasura.report.training import optimistic, sides
 
     names = list(results[0]["after"])
     table = Table(Column("defense", overflow="fold"), "seed", *names, "before", "epochs")
     for r in results:
-        start = f"{r['before'][names[0]]:.3f}"
-        shown = {n: f"{r['after'][n]:.3f}" for n in names}
-        if "accuracy" in shown:
-            shown["accuracy"] += "\n({:.2f} to {:.2f})".format(*accuracy_interval(r))
+        start = f"{r['before'][names[0]]:.3f}" if has_figures(r, "before") else "not measured"
+        shown = {n: f"{r['after'][n]:.3f}" if has_figures(r) else "not measured" for n in names}
+        if "accuracy" in shown and (ends := accuracy_interval(r)) is not None:
+            shown["accuracy"] += "\n({:.2f} to {:.2f})".format(*ends)
         table.add_row(r["defense"], str(r["seed"]), *shown.values(), start, str(r["epochs"]))
     out.print(table)
-    for said in unlearned(results):
+    for said in [*without_figures(results), *unlearned(results)]:
         say(said, style="bold")
     for side in sides(results):
         for line in stated(side.results):
             say(f"{side.name}: {line}")
-    if said := alone(results):
+    for said in filter(None, (alone(results), optimistic(results))):
         say(said)
     for unit in [r["unit"] for r in results if "unit" in r][:1]:
         say(

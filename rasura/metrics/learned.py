@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,10 +19,28 @@ def majority(labels: Sequence[int]) -> float:
     return max(Counter(labels).values()) / len(labels)
 
 
-def accuracy_interval(result: Mapping[str, Any]) -> tuple[float, float]:
-    """The 95 % interval of the accuracy of a training's ``result`` over its test texts."""
+def has_figures(result: Mapping[str, Any], when: str = "after") -> bool:
+    """Whether all figures of a training's ``result`` are finite; others stand for what was not measured, as None does."""
+    return all(value is not None and math.isfinite(value) for value in result[when].values())
+
+
+def epochs_compared(result: Mapping[str, Any]) -> int | None:
+    """How many epochs the texts that judge a training's ``result`` chose among; None for a result that does not say."""
+    found: int | None = 1 if result.get("tested_on") == "test" else result.get("epochs_compared")
+    return found
+
+
+def accuracy_interval(result: Mapping[str, Any]) -> tuple[float, float] | None:
+    """The 95 % interval of the accuracy of a training's ``result`` over the texts that judge it; None where there is none.
+
+    Where these texts chose the epoch among several, the best of several figures is stated. Each of them then has an interval
+    at the level ``1 - 0.05 / epochs``, so that with 95 % all of them cover, and with them the one that was chosen.
+    """
+    compared = epochs_compared(result)
+    if not has_figures(result) or compared is None:
+        return None
     n = int(result["n_test"])
-    return proportion_interval(round(result["after"]["accuracy"] * n), n)
+    return proportion_interval(round(result["after"]["accuracy"] * n), n, 1 - 0.05 / compared)
 
 
 def learned(result: Mapping[str, Any]) -> bool | None:
@@ -31,8 +50,17 @@ def learned(result: Mapping[str, Any]) -> bool | None:
     loss than before.
     """
     if "accuracy" in result["after"]:
-        return None if "majority" not in result else accuracy_interval(result)[0] > result["majority"]
+        found = accuracy_interval(result)
+        return None if found is None or "majority" not in result else found[0] > result["majority"]
+    if not (has_figures(result) and has_figures(result, "before")):
+        return None
     return bool(result["after"]["loss"] < result["before"]["loss"])
+
+
+def without_figures(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is to be said of trainings whose figures are not numbers, one line each."""
+    why = "the model's output is not a number; lower the learning rate"
+    return [f"{r['defense']}, seed {r['seed']}: not measured ({why})" for r in results if not has_figures(r)]
 
 
 def unlearned(results: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -43,8 +71,8 @@ def unlearned(results: Sequence[Mapping[str, Any]]) -> list[str]:
     said = []
     for r in found:
         why = "the loss did not fall"
-        if "accuracy" in r["after"]:
-            low, high = accuracy_interval(r)
+        if (ends := accuracy_interval(r) if "accuracy" in r["after"] else None) is not None:
+            low, high = ends
             alone = f"the most frequent class alone gives {r['majority']:.2f}"
             why = f"its accuracy may be anywhere from {low:.2f} to {high:.2f}; {alone}"
         said.append(f"{r['defense']}, seed {r['seed']}: not told from chance ({why})")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,11 @@ HIGHER_IS_BETTER = {"accuracy": True, "f1": True, "mcc": True, "loss": False, "p
 
 def classification(logits: Tensor, labels: Sequence[int]) -> dict[str, float]:
     """Figures of a classifier from ``logits`` ``(n, classes)``: F1 of class 1 with two classes, otherwise the mean over
-    classes."""
+    classes. All are NaN where a logit is not finite: such a model names no class."""
     from sklearn.metrics import f1_score, matthews_corrcoef
 
+    if not bool(torch.isfinite(logits).all()):
+        return dict.fromkeys(("accuracy", "f1", "mcc", "loss"), math.nan)
     target = torch.tensor(labels)
     guess = logits.argmax(1)
     average = "binary" if logits.shape[1] == 2 else "macro"
@@ -29,6 +31,14 @@ def classification(logits: Tensor, labels: Sequence[int]) -> dict[str, float]:
 
 
 def causal(nats: float, tokens: int) -> dict[str, float]:
-    """Figures of a causal model from the sum of ``nats`` over ``tokens`` predicted tokens."""
-    loss = nats / max(1, tokens)
+    """Figures of a causal model from the sum of ``nats`` over ``tokens`` predicted tokens. NaN where there is none, or the
+    sum is not finite."""
+    if tokens < 1 or not math.isfinite(nats):
+        return {"loss": math.nan, "perplexity": math.nan}
+    loss = nats / tokens
     return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+def stored(figures: Mapping[str, float]) -> dict[str, float | None]:
+    """``figures`` as results keep them: None, as nothing was measured, for those that are not finite; JSON has none."""
+    return {name: value if math.isfinite(value) else None for name, value in figures.items()}

@@ -13,6 +13,7 @@ from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import risk_name
 from rasura.report.template import COLOURS, filled
+from rasura.report.training import chose
 
 REACHED = ("found", "no need")
 """Outcomes of a protection whose setting meets the target."""
@@ -119,11 +120,12 @@ def cost(part: Mapping[str, Any], *, short: bool = False) -> str:
         return tell("not measured: {reason}", reason=found["reason"])
     if short:
         return f"{number(found['cost'], '+.3f')} {recorded(found['metric'])}"
-    return tell(
+    says = tell(
         "{metric} {behind:.3f} behind it, {without:.3f} behind {reference}, {untrained:.3f} untrained ({n} texts, {n_train} "
         "trained on)", metric=recorded(found["metric"]),
         **{k: found[k] for k in ("behind", "without", "reference", "untrained", "n", "n_train")},
     )  # fmt: skip
+    return f"{says}. {chosen}" if (chosen := chose([found])) else says
 
 
 def promise(part: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.provenance import Sitting
-from rasura.metrics.learned import accuracy_interval, learned, unlearned
+from rasura.metrics.learned import accuracy_interval, epochs_compared, has_figures, learned, unlearned
 from rasura.report.commands import Step
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
@@ -20,12 +20,13 @@ from rasura.report.template import COLOURS, filled
 from rasura.report.verdicts import plain
 
 LESS, NOT_LESS, CHANCE, UNKNOWN = "less accurate", "not told from none", "not told from chance", "not judged"
+UNMEASURED = "not measured"
 
 
 @dataclass(frozen=True)
 class Side:
     """All trainings under one protection: ``level`` is the mean accuracy of the seeds and the widest of their intervals;
-    None where the task has no accuracy."""
+    None where the task has no accuracy, or one of them has no interval."""
 
     name: str
     results: tuple[Mapping[str, Any], ...]
@@ -61,8 +62,8 @@ def sides(results: Sequence[Mapping[str, Any]]) -> list[Side]:
     found = []
     for name, some in by_name.items():
         level = None
-        if all("accuracy" in r["after"] for r in some):
-            ends = [accuracy_interval(r) for r in some]
+        ends = [e for r in some if "accuracy" in r["after"] and (e := accuracy_interval(r)) is not None]
+        if len(ends) == len(some):
             mean = sum(r["after"]["accuracy"] for r in some) / len(some)
             level = (mean, min(low for low, _ in ends), max(high for _, high in ends))
         found.append(Side(name, tuple(some), level))
@@ -73,10 +74,17 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
     """The verdict on the cost of a protection, and in a sentence what it rests on.
 
     The accuracies differ only if their 95 % intervals do not touch, which is stricter than an interval of the difference.
+    Where the texts chose the epoch, both intervals allow for it.
     """
+    if not all(has_figures(r) for r in side.results):
+        return UNMEASURED, tell("The output of at least one trained model is not a number.")
     if side.level is None:
-        loss = sum(r["after"]["loss"] for r in side.results) / len(side.results)
-        return UNKNOWN, tell("Loss {loss:.3f}; it has no interval, so no verdict rests on it.", loss=float(loss))
+        name = "accuracy" if all("accuracy" in r["after"] for r in side.results) else "loss"
+        figure = sum(r["after"][name] for r in side.results) / len(side.results)
+        if name == "loss":
+            return UNKNOWN, tell("Loss {loss:.3f}; it has no interval, so no verdict rests on it.", loss=float(figure))
+        says = tell("Accuracy {mean:.1f} %, with no interval:", mean=100 * float(figure))
+        return UNKNOWN, f"{says} {tell('the run does not say among how many epochs its texts chose.')}"
     mean, low, high = (100 * x for x in side.level)
     says = tell("Accuracy {mean:.1f} % (95 %: {low:.1f} to {high:.1f}).", mean=mean, low=low, high=high)
     if side.at_chance:
@@ -93,6 +101,21 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
         cost = tell("It costs {least:.1f} to {most:.1f} points of accuracy.", least=least, most=most)
         return LESS, f"{says} {cost}"
     return NOT_LESS, f"{says} {tell('A cost of up to {most:.1f} points is not ruled out.', most=most)}"
+
+
+def chose(results: Sequence[Mapping[str, Any]]) -> str:
+    """What is to be said of trainings whose texts chose the epoch that they judge; empty where none did."""
+    if all(epochs_compared(r) == 1 for r in results):
+        return ""
+    return tell("The texts that judge a model also chose the epoch that was kept, so its figures are optimistic.")
+
+
+def optimistic(results: Sequence[Mapping[str, Any]]) -> str:
+    """As ``chose``, and what follows from it for intervals."""
+    says = chose(results)
+    if says and any(accuracy_interval(r) for r in results if "accuracy" in r["after"]):
+        says += " " + tell("The intervals allow for that choice.")
+    return says and f"{says} {tell('Pass --test for texts that chose nothing.')}"
 
 
 def _judged_alike(results: Sequence[Mapping[str, Any]]) -> bool:
@@ -149,10 +172,10 @@ def _findings(folder: Path, plan: Mapping[str, Any], results: Sequence[Mapping[s
     curves, most, epochs = _curves(found)
     return {
         "sentence": _sentence(judged), "warning": recorded(unlearned(results)[0]) if _nothing(results) else "",
-        "rows": rows, "lines": lines, "band": band, "majority": majority, "classified": found[0].level is not None,
+        "rows": rows, "lines": lines, "band": band, "majority": majority, "classified": "accuracy" in first["after"],
         "columns": columns, "table": table, "curves": curves, "most": most, "epochs": epochs, "model": first["model"],
         "task": first["task"], "n_train": first["n_train"], "n_test": first["n_test"],
-        "alone": alone(results),
+        "alone": alone(results), "optimistic": optimistic(results),
     }  # fmt: skip
 
 
@@ -168,6 +191,8 @@ def _sentence(judged: Sequence[tuple[Side, str, str]]) -> str:
     said += [tell("Of {names} no cost in accuracy was found.", names=", ".join(free))] if free else []
     lost = [side.name for side, word, _ in judged if word == CHANCE]
     said += [tell("Under {names} the model is not told from chance.", names=", ".join(lost))] if lost else []
+    missing = [side.name for side, word, _ in judged if word == UNMEASURED]
+    said += [tell("Under {names} nothing was measured.", names=", ".join(missing))] if missing else []
     return " ".join(said) or tell("What protection costs was not judged.")
 
 
@@ -187,6 +212,8 @@ def _facts(side: Side) -> list[tuple[str, str]]:
 def _step(folder: Path, plan: Mapping[str, Any], side: Side, word: str) -> Step:
     if word == CHANCE:
         return Step(tell("Train on more texts, for longer, or at another learning rate."))
+    if word == UNMEASURED:
+        return Step(tell("Train at a lower learning rate."))
     saved = sorted(folder.glob(f"*-{side.results[0]['seed']}/result.json"))
     place = next((p.parent for p in saved if json.loads(p.read_text(encoding="utf-8"))["defense"] == side.name), None)
     if place is None or not (place / "model").is_dir():
@@ -208,8 +235,10 @@ def _step(folder: Path, plan: Mapping[str, Any], side: Side, word: str) -> Step:
 def _table(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     names = list(results[0]["after"])
     columns = [tell("protection"), tell("seed"), *names, tell("{metric} before", metric=names[0]), tell("epochs")]
+    figures = {"after": names, "before": names[:1]}
     rows = [
-        [r["defense"], str(r["seed"]), *(number(r["after"][n], ".3f") for n in names), number(r["before"][names[0]], ".3f"),
+        [r["defense"], str(r["seed"]),
+         *(number(r[when][n] if has_figures(r, when) else None, ".3f") for when, some in figures.items() for n in some),
          str(r["epochs"])]
         for r in results
     ]  # fmt: skip

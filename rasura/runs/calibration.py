@@ -21,6 +21,7 @@ from rasura.core.errors import MissingExtra
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.run_store import RunStore
 from rasura.data.text import columns_of, load_examples
+from rasura.metrics.learned import has_figures
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.registry import Family, family, parse_defense
 from rasura.report.calibration import recommendation
@@ -218,12 +219,16 @@ class Calibration:
             except InputError as reason:
                 part["utility"] = {"metric": name, "reason": str(reason)}
                 continue
-            without, behind = (results[d]["after"][name] for d in (rests[part["family"]], part["setting"]))
-            last = results[part["setting"]]
+            first, last = (results[d] for d in (rests[part["family"]], part["setting"]))
+            if not (has_figures(first) and has_figures(last) and has_figures(last, "before")):
+                part["utility"] = {"metric": name, "reason": "the output of at least one model is not a number"}
+                continue
+            without, behind = first["after"][name], last["after"][name]
             part["utility"] = {
                 "metric": name, "without": without, "behind": behind, "reference": rests[part["family"]],
                 "cost": without - behind if HIGHER_IS_BETTER[name] else behind - without, "n": last["n_test"],
                 "n_train": last["n_train"], "epochs": last["epochs"], "tested_on": last["tested_on"],
+                "epochs_compared": last["epochs_compared"],
                 "untrained": last["before"][name],
             }  # fmt: skip
 

@@ -25,7 +25,7 @@ from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
-from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification
+from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification, stored
 from rasura.runs.canary_result import measured
 from rasura.runs.drawing import numbered
 from rasura.runs.gradient_canaries import GradientCanaries
@@ -38,7 +38,7 @@ from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.batching import renamed, split
 from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import Victim, load, with_one_label
-from rasura.victims.outputs import nats, predictions
+from rasura.victims.outputs import check_predicted, nats, predictions
 from rasura.victims.protected_rows import protected
 from rasura.victims.step import defended
 from rasura.victims.train import FineTuning, enough
@@ -68,6 +68,9 @@ class Training:
         self.encoding = time.process_time() - start
         self.held = self._encoded(victim, held)
         self.test = self.held if tested is None else self._encoded(victim, tested)
+        if plan.task == "causal":
+            check_predicted(self.held, f"{plan.data}, texts held out")
+            check_predicted(self.test, str(plan.test))
         for parts in plan.parts.values():
             enough(parts, victim.model, self.rows)
         told = {k: v for k, v in asdict(plan).items() if k not in ("defenses", "seeds")}  # to which others may be added
@@ -171,7 +174,7 @@ class Training:
             )
         protecting = time.process_time() - cpu
         watched = "accuracy" if plan.task == "classification" else "loss"
-        before = self._figures(model, test)
+        before = stored(self._figures(model, test))
         with defended(model, parts):
             ledger = self._ledger(parts, [p.numel() for p in model.parameters() if p.requires_grad])
         mechanisms = [p.mechanism for p in parts] if service is None else [service.mechanism]
@@ -193,9 +196,8 @@ class Training:
             victim.tokenizer.save_pretrained(place / "model")
         result = {
             "defense": defense, "seed": seed, "task": plan.task, "model": Path(plan.model).name, "data": self.about["data"],
-            "test": self.about["test"],
             "n_train": len(rows), "n_holdout": len(held), "n_test": len(test),
-            "tested_on": "test" if plan.test else "holdout", "before": before, "after": self._figures(model, test),
+            "tested_on": "test" if plan.test else "holdout", "before": before, "after": stored(self._figures(model, test)),
             "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
             "mechanism": [{"name": m.name, "stage": m.stage.value, "parameters": dict(m.parameters)} for m in mechanisms],
             "lora": plan.lora,
@@ -215,8 +217,11 @@ class Training:
         return GradientCanaries(count) if count and by_chance(parts) else None
 
     def _about(self, parts: Defense, test: Sequence[Batch]) -> dict[str, Any]:
-        """Of a result: the classes, and who the persons are that ``parts`` protect."""
-        told: dict[str, Any] = {"label_names": list(self.label_names)} if self.label_names else {}
+        """Of a result: what judges it, the classes, and who the persons are that ``parts`` protect."""
+        told: dict[str, Any] = {"test": self.about["test"]}
+        told["epochs_compared"] = 1 if self.plan.test else self.plan.recipe.compared
+        if self.label_names:
+            told["label_names"] = list(self.label_names)
         if self.plan.task == "classification":
             told["majority"] = majority([int(row.labels[0]) for row in test])
         if (owners := self._owners(parts)) is not None:

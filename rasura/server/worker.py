@@ -22,7 +22,7 @@ from rasura.server import data, models
 from rasura.server.container import CONFIG, WEIGHTS
 from rasura.server.store import Job, Store, exclusive
 from rasura.victims.adapters import with_partial_adapter
-from rasura.victims.outputs import nats, predictions
+from rasura.victims.outputs import check_predicted, nats, predictions
 from rasura.victims.recipe import Recipe
 from rasura.victims.train import FineTuning
 
@@ -39,6 +39,8 @@ def train(store: Store, job: Job, device: str) -> None:
     order = torch.randperm(len(rows), generator=generator(settings.seed, "part")).tolist()
     count = min(len(rows) - 1, max(1, round(settings.holdout * len(rows))))
     held = [rows[k] for k in order[:count]]
+    if task == "causal":
+        check_predicted(held, "the held-out texts")
     model = models.opened(store.path(source), task, device)
     if settings.method == "lora":
         model = with_partial_adapter(model, task, settings.rank or 1, settings.alpha, settings.seed)

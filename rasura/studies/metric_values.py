@@ -11,9 +11,12 @@ from rasura.report.pooled import pooled
 from rasura.report.readings import notes_of
 
 
-def spread_text(values: Sequence[float], metric: str) -> str:
-    """The mean of a figure over seeds, with its range where there are several."""
+def spread_text(found: Sequence[float | None], metric: str) -> str:
+    """The mean of a figure over seeds, with its range where there are several; a word where one was not measured."""
     scale, digits = SCALES.get(metric, SHARE)
+    values = [v for v in found if v is not None and v == v]
+    if len(values) < len(found):
+        return "not measured"
     mean, low, high = (scale * v for v in (sum(values) / len(values), min(values), max(values)))
     return f"{mean:.{digits}f}" + (f" [{low:.{digits}f}, {high:.{digits}f}]" if len(values) > 1 else "")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from rasura.core.interfaces import MissingExtra
 from rasura.core.records import CLIENT
+from rasura.metrics.learned import has_figures
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.report.page import strength
 from rasura.runs.plans import Plan
@@ -128,7 +129,10 @@ def of_tradeoff(
     risky = next(m for m in study.metrics if m not in HIGHER_IS_BETTER)
     kinds: dict[str, list[tuple[float, float, float, float]]] = {}
     for trained, audited in zip(training.defenses, plan.defenses):
-        worth = [r["after"][useful] for r in results if r["defense"] == trained]
+        some = [r for r in results if r["defense"] == trained]
+        if not all(map(has_figures, some)):
+            continue
+        worth = [r["after"][useful] for r in some]
         cells = [r for r in records if (r["attack"], r["defense"]) == (plan.attacks[0], audited)]
         known = strength(audited)
         y = level_of(values_of(cells, risky, "scores"), risky)

@@ -10,6 +10,7 @@ from typing import Any
 
 from rasura.core.files import write_whole
 from rasura.core.records import CLIENT
+from rasura.metrics.learned import epochs_compared, has_figures
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
 from rasura.report.promises import stated
@@ -139,7 +140,7 @@ def membership_section(
         bound = 1.0 if spent is None else auc_bound(*spent)
         behind = result["defense"] + (f", seed {result['seed']}" if plan.seeds > 1 else "")
         epsilon = "–" if spent is None else f"{spent[0]:.3g}" + ("" if holds else " (were the noise secret)")
-        right = f"{100 * result['after']['accuracy']:.1f}"
+        right = spread_text([result["after"]["accuracy"]], "accuracy")
         for r in sorted(some, key=lambda r: attacks.index(r["attack"])):
             ours = [_rate(r["scores"].get(m)) for m in study.metrics]
             last = [f"{100 * bound:.1f}", study.figure(r, study.metrics)]
@@ -204,10 +205,14 @@ def _worth_of_services(study: Study, useful: Sequence[str], worth: Sequence[Mapp
 
 
 def _chance(metrics: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Half of a 95 % interval of the accuracy, where it is among ``metrics``, at its widest over ``rows``."""
-    if "accuracy" not in metrics:
+    """Half of a 95 % interval of the accuracy, where it is among ``metrics``, at its widest over ``rows``; or, in its place,
+    that the texts chose the epoch, so that there is no such interval."""
+    if any(epochs_compared(r) != 1 for r in rows):
+        return ", which also chose the epoch, so that figures are optimistic"
+    rights = [r["after"]["accuracy"] for r in rows if has_figures(r)] if "accuracy" in metrics else []
+    if not rights:
         return ""
-    worst = max(r["after"]["accuracy"] * (1 - r["after"]["accuracy"]) for r in rows)
+    worst = max(right * (1 - right) for right in rights)
     return f", where 95 % of chance is ±{196 * (worst / rows[0]['n_test']) ** 0.5:.1f} of accuracy"
 
 

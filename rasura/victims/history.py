@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rasura.accounting import Draw
-from rasura.core.interfaces import Defense
+from rasura.core.interfaces import Defense, InputError
 from rasura.victims.recipe import Recipe
 
 
@@ -38,3 +39,14 @@ class History:
     def finished(self, recipe: Recipe) -> bool:
         """Whether all epochs are done or the patience is used up."""
         return self.epoch >= recipe.epochs or self.epoch - self.best_epoch >= recipe.patience
+
+
+def checked(figures: Mapping[str, float], epoch: int, learning_rate: float) -> Mapping[str, float]:
+    """The ``figures`` of an epoch on the held-out texts. Raises ``InputError`` unless they are numbers: no such model is
+    kept."""
+    # A perplexity is beyond floating point where a loss is large.
+    if all(math.isfinite(value) for name, value in figures.items() if name != "perplexity"):
+        return figures
+    raise InputError(
+        f"the figures on the held-out texts are not numbers in epoch {epoch}; lower the learning rate ({learning_rate})"
+    )

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rasura.core.answers import Answers, TokenAnswers
 from rasura.core.batches import Batch
+from rasura.core.interfaces import InputError
 from rasura.victims.batching import joined
 
 T = TypeVar("T")
@@ -31,6 +32,14 @@ def nats(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 16) 
 
     found = torch.stack(_ordered(model, rows, pad, together, losses))
     return float(found[:, 0].sum()), int(found[:, 1].sum())
+
+
+def check_predicted(rows: Sequence[Batch], source: str) -> None:
+    """Raises ``InputError`` unless a causal model predicts a token of ``rows``, which come from ``source``."""
+    if not any(bool((row.labels[:, 1:] != -100).any()) for row in rows):
+        raise InputError(
+            f"{source}: no text has a token to predict, so nothing would be measured; expected texts of two tokens or more"
+        )
 
 
 def answers(model: nn.Module, rows: Sequence[Batch], pad: int, together: int = 64, *, tokens: bool = False) -> Answers:

@@ -68,6 +68,11 @@ class Recipe:
         )  # fmt: skip
 
     @property
+    def compared(self) -> int:
+        """How many epochs the held-out texts may choose among: they say which one is kept, and when training stops."""
+        return 1 if self.keep == "last" and self.patience >= self.epochs else self.epochs
+
+    @property
     def course(self) -> Round:
         """The same as a client's round over all texts."""
         return Round(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from rasura.core.rng import Randomness, SecretGenerator, generator, secret_gener
 from rasura.core.values import Stage, Task, Vocabulary
 from rasura.victims.batching import batches, by_person, drawn, joined, none_of
 from rasura.victims.fixed_order import FixedOrder, ordered
-from rasura.victims.history import Canaries, History
+from rasura.victims.history import Canaries, History, checked
 from rasura.victims.recipe import Recipe
 from rasura.victims.step import Kept, defended, step
 
@@ -90,7 +91,8 @@ class FineTuning:
         self._resume()
         while not self.history.finished(self.recipe):
             loss = self._epoch(self.history.epoch)
-            figures = {"train_loss": loss, **self.evaluate(self.model), **self._spent()}
+            held = checked(self.evaluate(self.model), self.history.epoch + 1, self.recipe.learning_rate)
+            figures = {"train_loss": loss, **held, **self._spent()}
             self._book(figures)
             if progress is not None:
                 progress(self.history.epoch, self.recipe.epochs, figures)
@@ -146,7 +148,7 @@ class FineTuning:
                 first = number - number % self.recipe.accumulate
                 self._stepped(held, number + 1 - first, (epoch + first / len(parts)) / self.recipe.epochs)
                 held = {}
-            if taken.loss != taken.loss:
+            if not math.isfinite(taken.loss):
                 raise InputError(
                     f"the loss is not a number in epoch {epoch + 1}; lower the learning rate ({self.recipe.learning_rate})"
                 )
