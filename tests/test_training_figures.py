@@ -21,7 +21,7 @@ from rasura.cli.train import tabled
 from rasura.core.interfaces import InputError
 from rasura.metrics.learned import accuracy_interval, learned, unlearned
 from rasura.metrics.utility import causal, classification
-from rasura.report.training import LESS, UNKNOWN, UNMEASURED, render_training, sides, trainings, verdict
+from rasura.report.training import LESS, NOT_LESS, UNKNOWN, UNMEASURED, render_training, sides, trainings, verdict
 from rasura.runs.calibration import Calibration
 from rasura.runs.calibration_plan import CalibrationPlan
 from rasura.runs.plans import Plan
@@ -79,6 +79,13 @@ def test_one_epoch_alone_and_test_texts_keep_their_interval() -> None:
     assert plain is not None and wide is not None and wide[0] < plain[0] and wide[1] > plain[1]
 
 
+def test_several_seeds_that_chose_on_the_same_texts_are_wider_together() -> None:
+    alone, together = (sides([result(0.8, 20, seed=k) for k in range(count)])[0].level for count in (1, 3))
+    assert alone is not None and together is not None and together[1] < alone[1] and together[2] > alone[2]
+    alone, together = (sides([result(0.8, seed=k) for k in range(count)])[0].level for count in (1, 3))
+    assert alone is not None and together == pytest.approx(alone)
+
+
 def test_a_result_that_does_not_say_what_was_compared_has_no_interval() -> None:
     old = result(0.9, 5)
     del old["epochs_compared"]
@@ -93,15 +100,12 @@ def test_a_result_that_does_not_say_what_was_compared_has_no_interval() -> None:
 
 def test_costs_allow_for_the_choice_on_both_sides() -> None:
     def judged(compared: int) -> tuple[str, str]:
-        some = sides([result(0.8, compared), result(0.63, compared, defense="sign")])
-        return verdict(some[1], some[0])
+        baseline, behind = sides([result(0.9, compared, 400), result(0.8, compared, 400, defense="sign")])
+        return verdict(behind, baseline)
 
-    word, says = judged(1)
-    assert word == LESS or "not ruled out" in says
-    high = [result(0.9, k, 400) for k in (1, 50)]
-    low = [result(0.8, k, 400, defense="sign") for k in (1, 50)]
-    told = [verdict(*reversed(sides([a, b])))[1] for a, b in zip(high, low)]
-    assert "costs" in told[0] and told[0] != told[1]
+    (word, says), (other, allows) = judged(1), judged(50)
+    assert word == LESS and "It costs 2.8 to 17.0 points" in says
+    assert other == NOT_LESS and "A cost of up to 21.5 points is not ruled out" in allows
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,7 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool, langu
 
 def _print(result: dict[str, Any], path: Path) -> None:
     from rasura.report.calibration import REACHED, cost, rows
+    from rasura.report.training import chose
 
     if any(f["status"] in REACHED for f in result["families"]):
         out.print(result["recommendation"], markup=False, highlight=False, style="bold")
@@ -193,6 +194,7 @@ def _print(result: dict[str, Any], path: Path) -> None:
             out.print(row["says"], markup=False, highlight=False)
         for line in (*row["yardsticks"], row["promise"] if part["status"] in REACHED else ""):
             out.print(f"{row['family']}: {line}" if line else "", markup=False, highlight=False)
-    for line in result["checks"]:
+    told = [f["utility"] for f in result["families"] if "cost" in (f.get("utility") or {})]
+    for line in filter(None, (*result["checks"], chose(told))):
         out.print(line, markup=False, highlight=False)
     say(f"\nreport: {path}")

@@ -30,17 +30,20 @@ def epochs_compared(result: Mapping[str, Any]) -> int | None:
     return found
 
 
-def accuracy_interval(result: Mapping[str, Any]) -> tuple[float, float] | None:
+def accuracy_interval(result: Mapping[str, Any], seeds: int = 1) -> tuple[float, float] | None:
     """The 95 % interval of the accuracy of a training's ``result`` over the texts that judge it; None where there is none.
 
     Where these texts chose the epoch among several, the best of several figures is stated. Each of them then has an interval
     at the level ``1 - 0.05 / epochs``, so that with 95 % all of them cover, and with them the one that was chosen.
+    ``seeds``: with 95 % together with others, so many in all, that chose on the same texts.
     """
     compared = epochs_compared(result)
     if not has_figures(result) or compared is None:
         return None
     n = int(result["n_test"])
-    return proportion_interval(round(result["after"]["accuracy"] * n), n, 1 - 0.05 / compared)
+    return proportion_interval(
+        round(result["after"]["accuracy"] * n), n, 1 - 0.05 / (compared * seeds if compared > 1 else 1)
+    )
 
 
 def learned(result: Mapping[str, Any]) -> bool | None:

@@ -62,7 +62,7 @@ def sides(results: Sequence[Mapping[str, Any]]) -> list[Side]:
     found = []
     for name, some in by_name.items():
         level = None
-        ends = [e for r in some if "accuracy" in r["after"] and (e := accuracy_interval(r)) is not None]
+        ends = [e for r in some if "accuracy" in r["after"] and (e := accuracy_interval(r, len(some))) is not None]
         if len(ends) == len(some):
             mean = sum(r["after"]["accuracy"] for r in some) / len(some)
             level = (mean, min(low for low, _ in ends), max(high for _, high in ends))
@@ -74,7 +74,8 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
     """The verdict on the cost of a protection, and in a sentence what it rests on.
 
     The accuracies differ only if their 95 % intervals do not touch, which is stricter than an interval of the difference.
-    Where the texts chose the epoch, both intervals allow for it.
+    Where the texts chose the epoch, both intervals allow for it. The widest interval of several seeds holds for their mean:
+    it fails only if that of the best or worst seed does, and which one that is, texts that chose have a say in, too.
     """
     if not all(has_figures(r) for r in side.results):
         return UNMEASURED, tell("The output of at least one trained model is not a number.")
