@@ -37,6 +37,7 @@ from rasura.registry import metric as make_metric
 from rasura.runs.scoring import recovered, score
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny
 from rasura.victims.step import step
+from rasura.victims.tokenizers import load_tokenizer
 
 WORDS = st.lists(st.integers(11, 290), min_size=1, max_size=8)
 EVERY: list[Metric[Reconstruction]] = [
@@ -144,6 +145,33 @@ def test_share_of_sensitive_words() -> None:
     read = Reconstruction(((20,), (21,)), texts=("lena got 14", "nothing here"))
     values = Sensitive()(read, t)
     assert values[0] == pytest.approx(2 / 3) and math.isnan(values[1])
+
+
+INSIDE_WORDS = (
+    "Patient Anna Müller took 40mg of the drug", "Give him 500mg twice", "Room B12 at 10am",
+    "user_4250 logged in on 2024-01-05T10:00", "Der Kunde Öz hat IBAN DE89370400440532013000 genannt.",
+    "Call O’Neil at 5pm", "Flight LH454 leaves", "Born in the 1980s", "Paid A4417 for Łukasz-Nowak", "İstanbul Mül\xadler 5",
+    "Οδυσσεας ΟΔΥΣΣΕΑΣ 5",
+)  # fmt: skip
+
+
+def read_whole(text: str, read: str) -> float:
+    return Sensitive()(Reconstruction(((20,),), texts=(read,)), truth([20], texts=(text,)))[0]
+
+
+@pytest.mark.parametrize("text", INSIDE_WORDS)
+def test_numbers_inside_words_are_recovered_with_the_whole_text(text: str, minilm_path: Path) -> None:
+    tokenizer = load_tokenizer(str(minilm_path), trust_remote_code=False)
+    assert read_whole(text, tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"])) == 1.0
+    assert read_whole(text, "nothing of it") == 0.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text() | st.text("aB1_ .-’İßΣσ5é\u0345\u00ad", max_size=30))
+def test_a_text_that_was_read_whole_has_every_sensitive_word(text: str) -> None:
+    share = read_whole(text, text)
+    assert share == 1.0 or math.isnan(share)
+    assert all(hit for _, hit, _ in marked_words(text, text))
 
 
 def test_marked_words_count_each_word_once() -> None:

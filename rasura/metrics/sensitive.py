@@ -14,7 +14,7 @@ from typing import Literal
 from rasura.core.specs import MetricSpec
 from rasura.core.values import Reconstruction, Transcript
 from rasura.metrics.matching import paired, read_texts
-from rasura.metrics.text import _scorer, words
+from rasura.metrics.text import WORD, _scorer
 
 _MONTHS = ["January", "February", "March", "April", "May", "June"]
 _MONTHS += ["July", "August", "September", "October", "November", "December"]
@@ -85,10 +85,30 @@ def _spans(text: str) -> list[tuple[int, int]]:
     return sorted(found)
 
 
+def _folded(text: str) -> str:
+    """``text`` without what tokenizers may drop: capitals, accents, and signs that are not seen."""
+    kept = (c for c in unicodedata.normalize("NFKD", text) if unicodedata.category(c) not in ("Mn", "Cf"))
+    return "".join(kept).casefold()
+
+
+def plain_words(text: str, spans: Sequence[tuple[int, int]] | None = None) -> list[str]:
+    """The words of ``text`` as they are compared here, without capitals and accents; with ``spans`` those that a span
+    touches, each whole. So a text that was read whole holds all of them.
+
+    >>> plain_words("Frau Müller: 500mg"), plain_words("Frau Müller: 500mg", [(13, 16)])
+    (['frau', 'muller', '500mg'], ['500mg'])
+    """
+    found = WORD.finditer(_folded(text))
+    if spans is None:
+        return [m.group() for m in found]
+    folded = [(len(_folded(text[:start])), len(_folded(text[:end]))) for start, end in spans]
+    return [m.group() for m in found if any(m.start() < end and m.end() > start for start, end in folded)]
+
+
 @dataclass(frozen=True)
 class Sensitive:
-    """Fraction of the words in sensitive spans that were recovered. NaN, which means leave out, for a text without any, and
-    where it is not known whether there are any."""
+    """Fraction of the words touched by a sensitive span that were recovered (``plain_words``). NaN, which means leave out,
+    for a text without any, and where it is not known whether there are any."""
 
     name: str = "sensitive"
     unit: str = "share"
@@ -100,8 +120,8 @@ class Sensitive:
         pairs = paired(truth.text_batch.seen, read, lambda a, b: float(_scorer("rouge1").score(a, b)["rouge1"].fmeasure))
         out = []
         for text, (_, place) in zip(truth.text_batch.texts, pairs):
-            wanted = Counter(w for a, b in sensitive_spans(text) or () for w in words(text[a:b]))
-            got = Counter(words(read[place])) if place >= 0 else Counter()
+            wanted = Counter(plain_words(text, sensitive_spans(text) or ()))
+            got = Counter(plain_words(read[place])) if place >= 0 else Counter()
             total = sum(wanted.values())
             out.append(sum((wanted & got).values()) / total if total else float("nan"))
         return out
@@ -115,14 +135,15 @@ def marked_words(reference: str, read: str) -> list[tuple[str, bool, bool]]:
     [('Lena', True, True), ('Brandt', False, True), ('owes', True, False)]
     """
     spans = _spans(reference)
-    # A mark that stands alone counts as itself; beside letters it follows them.
-    left = Counter(words(read)) + Counter(re.sub(r"[\w\s]", "", read))
+    left, marks = Counter(plain_words(read)), Counter(read)
     out = []
     for m in re.finditer(r"\S+", reference):
-        pieces = words(m.group()) or list(m.group())
-        hit = all(left[p] > 0 for p in pieces)
+        # A mark that stands alone counts as itself; beside letters it follows them.
+        own = Counter(plain_words(m.group()))
+        pieces, there = (own, left) if own else (Counter(m.group()), marks)
+        hit = pieces <= there
         if hit:
-            left.subtract(pieces)
+            there.subtract(pieces)
         out.append((m.group(), hit, any(m.start() < b and m.end() > a for a, b in spans)))
     return out
 

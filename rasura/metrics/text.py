@@ -36,6 +36,10 @@ UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4
 """Scripts of which every character counts as a word: Thai, Lao, Burmese, Khmer, Japanese, Chinese, Korean."""
 
 
+WORD = re.compile(f"[{UNSPACED}]|[^\\W_{UNSPACED}]+")
+"""A word of ``RougeWords``, in lower case."""
+
+
 class RougeWords:
     """The words of a text for ROUGE: on English those of the package rouge-score, which drops all letters but a to z. A text
     in another script would score 0 however well it was read, so here other letters count as well."""
@@ -46,7 +50,7 @@ class RougeWords:
         >>> RougeWords().tokenize("Für 4,250 Euro: 你好")
         ['für', '4', '250', 'euro', '你', '好']
         """
-        return re.findall(f"[{UNSPACED}]|[^\\W_{UNSPACED}]+", text.lower())
+        return WORD.findall(text.lower())
 
 
 @lru_cache(maxsize=4)
