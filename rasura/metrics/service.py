@@ -4,13 +4,25 @@ ROUGE-L."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.specs import ServiceMetricSpec
 from rasura.core.values import UNKNOWN
 from rasura.metrics.text import rouge
+
+
+def _private(guess: TokenReading, truth: ServiceTranscript) -> Iterator[tuple[list[int], list[list[int]]]]:
+    """Of each text its ids without special ones, and the guesses. Those of an ordered guess are at the same places: the
+    service sees where special tokens are, so that nothing is guessed there."""
+    special = truth.vocabulary.special_ids
+    for ids, ranked in zip(truth.ids, guess.ranked, strict=True):
+        own, rows = [i not in special for i in ids], ranked.tolist()
+        if guess.ordered:
+            rows = [row for row, there in zip(rows, own, strict=True) if there]
+        yield list(compress(ids, own)), rows
 
 
 @dataclass(frozen=True)
@@ -28,15 +40,15 @@ class TopTokens:
         if not guess.ordered:
             return None
         out = []
-        for ids, ranked in zip(truth.ids, guess.ranked, strict=True):
-            hits = [t in row[: self.count] for t, row in zip(ids, ranked.tolist()) if t not in truth.vocabulary.special_ids]
-            out.append(sum(hits) / len(hits) if hits else 0.0)
+        for own, rows in _private(guess, truth):
+            hits = sum(i in row[: self.count] for i, row in zip(own, rows, strict=True))
+            out.append(hits / len(own) if own else 0.0)
         return out
 
 
 @dataclass(frozen=True)
 class RougeL:
-    """ROUGE-L F1 of the text of the first guesses with the private one."""
+    """ROUGE-L F1 of the text of the first guesses with the private one, special tokens left out."""
 
     name: str = "rougeL"
 
@@ -44,7 +56,7 @@ class RougeL:
         if not guess.ordered:
             return None
         score, text = rouge("rougeL").score, truth.vocabulary.text
-        return [score(text(ids), text(ranked[:, 0].tolist())) for ids, ranked in zip(truth.ids, guess.ranked, strict=True)]
+        return [score(text(own), text([row[0] for row in rows])) for own, rows in _private(guess, truth)]
 
 
 @dataclass(frozen=True)
@@ -56,11 +68,10 @@ class BagF1:
     def __call__(self, guess: TokenReading, truth: ServiceTranscript) -> Sequence[float] | None:
         special = truth.vocabulary.special_ids | {UNKNOWN}
         out = []
-        for ids, ranked in zip(truth.ids, guess.ranked, strict=True):
-            own = Counter(i for i in ids if i not in special)
-            read = Counter(i for i in ranked[:, 0].tolist() if i not in special)
-            both = sum((own & read).values())
-            out.append(2 * both / (own.total() + read.total()) if both else 0.0)
+        for own, rows in _private(guess, truth):
+            read = Counter(row[0] for row in rows if row[0] not in special)
+            both = sum((Counter(own) & read).values())
+            out.append(2 * both / (len(own) + read.total()) if both else 0.0)
         return out
 
 
