@@ -63,9 +63,19 @@ def test_words_that_the_tokenizer_does_not_know_count_as_not_read() -> None:
     for metric, share in ((token_recall(), 0.5), (position_exact(), 0.5), (exact_match(), 0.0), (token_precision(), 1.0)):
         some, other, none = metric(exact, said)
         assert (some, other) == (share, 1.0) and math.isnan(none)
+    for words, share in ((rouge("rouge1"), 2 / 3), (rouge("rouge2"), 0.0), (rouge("rougeL"), 2 / 3), (jaccard(), 2 / 3)):
+        values = score(words, exact, seen(said))["per_record"]
+        assert values[:2] == pytest.approx([share, 1.0]) and math.isnan(values[2]), words.name
     assert KNOWN.text([CLS, 40, 7, 7, 41, SEP]) == "w40 · · w41" and VOCABULARY.text([CLS, 40, SEP]) == "w40"
     first, second, _ = recovered(exact, said, True)
     assert first["unknown"] == [2, 4] and "unknown" not in second
+
+
+def seen(said: Transcript) -> Transcript:
+    """``said`` with its texts as its own tokenizer shows them."""
+    batch = said.text_batch
+    texts = tuple(said.vocabulary.text(batch.ids(row)) for row in range(len(batch)))
+    return replace(said, batch=replace(batch, seen=texts))
 
 
 def guess(*rows: list[int], ordered: bool = True) -> Reconstruction:

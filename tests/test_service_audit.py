@@ -280,10 +280,10 @@ def test_a_broken_attack_is_a_reason_and_no_figure(
 
 
 def test_a_figure_that_is_no_number_is_none() -> None:
-    assert fractions_of("top1", [0.5, 1.0], 2)["mean"] == 0.75
+    assert fractions_of("top1", [0.5, 1.0], [True, True])["mean"] == 0.75
     for values in ([0.5], [0.5, float("nan")], [0.5, float("inf")]):
         with pytest.raises(InputError, match="top1 is not a number for every text"):
-            fractions_of("top1", values, 2)
+            fractions_of("top1", values, [True, True])
 
 
 def test_the_command_trains_behind_protections_of_a_service(tmp_path: Path, model_folder: Path) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
-from rasura.core.values import UNKNOWN, Reconstruction, Transcript
+from rasura.core.values import UNKNOWN, Reconstruction, Transcript, Vocabulary
 
 
 def own_tokens(ids: Sequence[int], truth: Transcript) -> list[int]:
@@ -18,15 +18,26 @@ def own_tokens(ids: Sequence[int], truth: Transcript) -> list[int]:
     return [i for i in ids if i not in special and i != UNKNOWN]
 
 
-def unknown_words(ids: Sequence[int], truth: Transcript) -> int:
-    """How many of ``ids`` stand for words of the text that the tokenizer does not know. Nobody reads them from an update, so
-    a text that has some is never read whole."""
-    return sum(i in truth.vocabulary.unknown_ids for i in ids)
+def unknown_words(ids: Sequence[int], vocabulary: Vocabulary) -> int:
+    """How many of ``ids`` stand for words of the text that the tokenizer does not know. Nobody reads them from an update or
+    from what a service is sent, so a text that has some is never read whole."""
+    return sum(i in vocabulary.unknown_ids for i in ids)
+
+
+def worded(ids: Sequence[int], vocabulary: Vocabulary) -> bool:
+    """Whether the tokenizer knows any word of the text that a service was sent as ``ids``; if not, nothing of it can be
+    measured."""
+    return any(i not in vocabulary.special_ids for i in ids)
+
+
+def named_text(ids: Sequence[int], vocabulary: Vocabulary) -> str:
+    """The text of the guess ``ids``. Who names the token of unknown words names no word."""
+    return vocabulary.text([i for i in ids if i not in vocabulary.unknown_ids])
 
 
 def read_texts(guess: Reconstruction, truth: Transcript) -> list[str]:
     """The recovered texts without special tokens."""
-    return list(guess.texts) or [truth.vocabulary.text(t) for t in guess.tokens]
+    return list(guess.texts) or [named_text(t, truth.vocabulary) for t in guess.tokens]
 
 
 def assign(scores: np.ndarray) -> list[int]:

@@ -1,5 +1,5 @@
 """How much of a service's texts was recovered: the private token among the first guesses (ObfusLM, appendix C.2), and
-ROUGE-L."""
+ROUGE-L. All per text, in ``[0, 1]``; NaN, not measured, for a text of which the tokenizer knows no word."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from math import nan
 
 from rasura.core.answers import ServiceTranscript, TokenReading
 from rasura.core.specs import ServiceMetricSpec
 from rasura.core.values import UNKNOWN
+from rasura.metrics.matching import named_text, worded
 from rasura.metrics.text import rouge
 
 
 def _private(guess: TokenReading, truth: ServiceTranscript) -> Iterator[tuple[list[int], list[list[int]]]]:
     """Of each text its ids without special ones, and the guesses. Those of an ordered guess are at the same places: the
-    service sees where special tokens are, so that nothing is guessed there."""
-    special = truth.vocabulary.special_ids
+    service sees where special tokens are, so that nothing is guessed there. Words that the tokenizer does not know are
+    there, and no guess names them."""
+    special = truth.vocabulary.special_ids - truth.vocabulary.unknown_ids
     for ids, ranked in zip(truth.ids, guess.ranked, strict=True):
         own, rows = [i not in special for i in ids], ranked.tolist()
         if guess.ordered:
@@ -39,10 +42,10 @@ class TopTokens:
     def __call__(self, guess: TokenReading, truth: ServiceTranscript) -> Sequence[float] | None:
         if not guess.ordered:
             return None
-        out = []
+        special, out = truth.vocabulary.special_ids, []
         for own, rows in _private(guess, truth):
-            hits = sum(i in row[: self.count] for i, row in zip(own, rows, strict=True))
-            out.append(hits / len(own) if own else 0.0)
+            hits = sum(i in row[: self.count] for i, row in zip(own, rows, strict=True) if i not in special)
+            out.append(hits / len(own) if worded(own, truth.vocabulary) else nan)
         return out
 
 
@@ -55,8 +58,11 @@ class RougeL:
     def __call__(self, guess: TokenReading, truth: ServiceTranscript) -> Sequence[float] | None:
         if not guess.ordered:
             return None
-        score, text = rouge("rougeL").score, truth.vocabulary.text
-        return [score(text(own), text([row[0] for row in rows])) for own, rows in _private(guess, truth)]
+        score, words, out = rouge("rougeL").score, truth.vocabulary, []
+        for own, rows in _private(guess, truth):
+            read = named_text([row[0] for row in rows], words)
+            out.append(score(words.text(own), read) if worded(own, words) else nan)
+        return out
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class BagF1:
         for own, rows in _private(guess, truth):
             read = Counter(row[0] for row in rows if row[0] not in special)
             both = sum((Counter(own) & read).values())
-            out.append(2 * both / (len(own) + read.total()) if both else 0.0)
+            out.append(2 * both / (len(own) + read.total()) if worded(own, truth.vocabulary) else nan)
         return out
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from rasura.core.interfaces import Unavailable
 from rasura.core.specs import MetricSpec
 from rasura.core.values import UNKNOWN, Reconstruction, Transcript
+from rasura.core.vocabulary import UNREADABLE
 from rasura.metrics.matching import assign, own_tokens, paired, read_texts, unknown_words
 
 
@@ -37,7 +38,10 @@ UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4
 
 
 WORD = re.compile(f"[{UNSPACED}]|[^\\W_{UNSPACED}]+")
-"""A word of ``RougeWords``, in lower case."""
+"""A word that is written with letters or digits, in lower case."""
+
+UNREAD = rf"(?<!\S){UNREADABLE}(?!\S)"
+"""A word that the tokenizer does not know, in the text as the model saw it. It counts as a word, and no guess names it."""
 
 
 class RougeWords:
@@ -50,7 +54,7 @@ class RougeWords:
         >>> RougeWords().tokenize("Für 4,250 Euro: 你好")
         ['für', '4', '250', 'euro', '你', '好']
         """
-        return WORD.findall(text.lower())
+        return re.findall(f"{WORD.pattern}|{UNREAD}", text.lower())
 
 
 @lru_cache(maxsize=4)
@@ -75,7 +79,7 @@ def words(text: str) -> list[str]:
     >>> words("Lena owes 4,250 euros.")
     ['lena', 'owes', '4', '250', 'euros']
     """
-    return re.findall(r"\w+", text.lower())
+    return re.findall(rf"\w+|{UNREAD}", text.lower())
 
 
 def _jaccard(reference: str, read: str) -> float:
@@ -84,7 +88,7 @@ def _jaccard(reference: str, read: str) -> float:
 
 
 def jaccard() -> TextMetric:
-    """Common words over all words, as sets."""
+    """Common words over all words, as sets; all words that the tokenizer does not know count as one that was not read."""
     return TextMetric("jaccard", _jaccard)
 
 
@@ -147,7 +151,7 @@ class TokenMetric:
         out = []
         for row, place in enumerate(places):
             found, own = read[place] if place >= 0 else (), plain(whole[row])
-            unread = [UNKNOWN] * unknown_words(whole[row], truth)
+            unread = [UNKNOWN] * unknown_words(whole[row], truth.vocabulary)
             if not own:
                 out.append(nan)
             elif self.special == "drop":

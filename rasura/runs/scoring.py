@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any
 
 from rasura.core.answers import ServiceTranscript, TokenReading
@@ -23,7 +23,7 @@ from rasura.data.images import data_url
 from rasura.metrics.image import paired_images, ssim
 from rasura.metrics.intervals import mean_or_interval
 from rasura.metrics.labels import label_hits
-from rasura.metrics.matching import own_tokens, paired, read_texts, unknown_words
+from rasura.metrics.matching import named_text, own_tokens, paired, read_texts, unknown_words, worded
 from rasura.metrics.sensitive import marked_words, tells_names
 from rasura.metrics.text import TokenMetric, rouge
 from rasura.registry import SERVICE_METRICS
@@ -105,31 +105,35 @@ def label_scores(read: Sequence[int] | None, truth: Transcript) -> dict[str, Any
 
 
 def service_scores(guess: TokenReading, truth: ServiceTranscript) -> dict[str, Any]:
-    """As ``score``, for all applicable metrics of a guess at the texts of a service.
+    """As ``score``, for all applicable metrics of a guess at the texts of a service. A text of which the tokenizer knows no
+    word has NaN, not measured, whatever a metric says.
 
-    Raises ``InputError`` where a figure is not a number for every text.
+    Raises ``InputError`` where a figure is not a number for every other text.
     """
     found = {name: spec.make()(guess, truth) for name, spec in SERVICE_METRICS.items()}
-    return {n: fractions_of(n, values, len(truth.ids)) for n, values in found.items() if values is not None}
+    measured = [worded(ids, truth.vocabulary) for ids in truth.ids]
+    return {n: fractions_of(n, values, measured) for n, values in found.items() if values is not None}
 
 
-def fractions_of(name: str, values: Sequence[float], texts: int, higher_is: str = "worse") -> dict[str, Any]:
-    """As ``score``, for the recovered fraction of each text. Raises ``InputError`` unless there is a number for each."""
-    if len(values) != texts or not all(map(math.isfinite, values)):
+def fractions_of(name: str, values: Sequence[float], measured: Sequence[bool], higher_is: str = "worse") -> dict[str, Any]:
+    """As ``score``, for the recovered fraction of each text, NaN where it is not ``measured``. Raises ``InputError`` unless
+    there is a number for each other."""
+    if len(values) != len(measured) or not all(map(math.isfinite, compress(values, measured))):
         raise InputError(f"{name} is not a number for every text")
-    return score_of(list(values), "share", higher_is, (0.0, 1.0))
+    kept = [float(v) if there else math.nan for v, there in zip(values, measured)]
+    return score_of(kept, "share", higher_is, (0.0, 1.0))
 
 
 def likeness(
     read: Sequence[Sequence[int]], true: Sequence[Sequence[int]], vocabulary: Vocabulary, higher_is: str = "worse"
 ) -> dict[str, Any]:
-    """ROUGE of the continuations ``read`` with the ``true`` ones, each the ids of a text. ``higher_is``: ``worse`` if an
-    adversary reads them, ``better`` if the client does."""
-    out = {}
+    """ROUGE of the continuations ``read`` with the ``true`` ones, each the ids of a text; NaN for a true one of which the
+    tokenizer knows no word. ``higher_is``: ``worse`` if an adversary reads them, ``better`` if the client does."""
+    measured, out = [worded(ids, vocabulary) for ids in true], {}
     for kind in ("rouge1", "rougeL"):
         metric = rouge(kind).score
-        values = [metric(vocabulary.text(a), vocabulary.text(b)) for a, b in zip(true, read, strict=True)]
-        out[f"continuation_{kind}"] = fractions_of(f"continuation_{kind}", values, len(true), higher_is)
+        values = [metric(vocabulary.text(a), named_text(b, vocabulary)) for a, b in zip(true, read, strict=True)]
+        out[f"continuation_{kind}"] = fractions_of(f"continuation_{kind}", values, measured, higher_is)
     return out
 
 
@@ -140,16 +144,19 @@ def recovered(guess: Reconstruction, truth: Transcript, show: bool) -> list[dict
     """
     if guess.images is not None:
         return _recovered_images(guess, truth, show)
-    texts = read_texts(guess, truth)
-    metric = rouge("rouge1")
+    batch, words = truth.text_batch, truth.vocabulary
+    shown = list(guess.texts) or [words.text(t) for t in guess.tokens]
     out = []
-    batch = truth.text_batch
-    for row, (text, (score, place)) in enumerate(zip(batch.texts, paired(batch.seen, texts, metric.score))):
-        read = texts[place] if place >= 0 else ""
-        unknown = unknown_words(batch.ids(row), truth)
-        told = {"unknown": [unknown, unknown + len(own_tokens(batch.ids(row), truth))]} if unknown else {}
-        out.append({**_recovered_text(text, read, score, show), **told})
+    for row, (score, place) in enumerate(paired(batch.seen, read_texts(guess, truth), rouge("rouge1").score)):
+        read = shown[place] if place >= 0 else ""
+        told = _unknown(unknown_words(batch.ids(row), words), len(own_tokens(batch.ids(row), truth)))
+        out.append({**_recovered_text(batch.texts[row], read, score, show), **told})
     return out
+
+
+def _unknown(count: int, known: int) -> dict[str, list[int]]:
+    """That the tokenizer does not know ``count`` words of a text, beside ``known`` tokens; nothing where it knows all."""
+    return {"unknown": [count, count + known]} if count else {}
 
 
 def recovered_so_far(so_far: SoFar, batch: Batch, vocabulary: Vocabulary, show: bool) -> dict[str, Any]:
@@ -159,7 +166,7 @@ def recovered_so_far(so_far: SoFar, batch: Batch, vocabulary: Vocabulary, show: 
     Of as many texts as there are in the batch, it takes the one that ``recovered`` would.
     """
     tokens = so_far.tokens[: len(batch.texts)]
-    _, place = paired(batch.seen, [vocabulary.text(t) for t in tokens], rouge("rouge1").score)[0]
+    _, place = paired(batch.seen, [named_text(t, vocabulary) for t in tokens], rouge("rouge1").score)[0]
     ids = tokens[place] if place >= 0 else ()
     runs = [(there, list(some)) for there, some in groupby(ids, key=lambda t: t != UNKNOWN)]
     found = [vocabulary.text(some) if there else [OPEN] * len(some) for there, some in runs]
@@ -171,9 +178,13 @@ def recovered_so_far(so_far: SoFar, batch: Batch, vocabulary: Vocabulary, show: 
 
 def recovered_texts(guess: TokenReading, truth: ServiceTranscript, show: bool) -> list[dict[str, Any]]:
     """The same for the texts sent to a service, with the first guess at each token."""
-    text, metric = truth.vocabulary.text, rouge("rouge1")
-    pairs = [(text(ids), text(ranked[:, 0].tolist())) for ids, ranked in zip(truth.ids, guess.ranked, strict=True)]
-    return [_recovered_text(sent, read, metric.score(sent, read), show) for sent, read in pairs]
+    words, metric, out = truth.vocabulary, rouge("rouge1"), []
+    for ids, ranked in zip(truth.ids, guess.ranked, strict=True):
+        sent, read = words.text(ids), ranked[:, 0].tolist()
+        row = _recovered_text(sent, words.text(read), metric.score(sent, named_text(read, words)), show)
+        known = sum(i not in words.special_ids for i in ids)
+        out.append({**row, **_unknown(unknown_words(ids, words), known)})
+    return out
 
 
 def _recovered_text(text: str, read: str, score: float, show: bool) -> dict[str, Any]:
