@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from audit_setting import TEXTS, model_folder
+from rich.console import Console
 from study_setting import notes
 from typer.testing import CliRunner
 
@@ -21,9 +22,12 @@ from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
 from rasura.core.threat import observe_service
 from rasura.registry.services import parse_service_protection
+from rasura.report.findings import summary_of
 from rasura.report.gate import gate
 from rasura.report.page import render
-from rasura.report.services import ANSWERS, RISK, service_findings
+from rasura.report.sentence import RISK
+from rasura.report.services import ANSWERS, measures, service_findings
+from rasura.report.terminal import summary
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, texts_needed
 from rasura.testing.services import sent
 
@@ -90,6 +94,58 @@ def test_a_verdict_says_that_it_is_of_one_key_and_so_does_what_is_recommended() 
     held = service_findings(STOPPED, PLAN)
     assert held.verdicts[HIDDEN].holds and f"{key}. This result is empirical" in held.recommendation
     assert key not in service_findings(STOPPED[:-1], PLAN).verdicts[HIDDEN].says, "nothing was said for any key"
+
+
+FEW = 8
+
+
+def with_unknown(rows: list[dict[str, Any]], metric: str = RISK) -> list[dict[str, Any]]:
+    """``rows``, in which the tokenizer knows a word in ``FEW`` texts alone."""
+
+    def side(scores: dict[str, Any]) -> dict[str, Any]:
+        kept = scores.get(metric, {}).get("per_record", [])[:FEW]
+        return {**scores, metric: {"per_record": [*kept, *[None] * (MANY - FEW)]}} if kept else scores
+
+    return [{**r, "scores": side(r["scores"]), "blind": side(r["blind"])} for r in rows]
+
+
+def test_texts_without_a_known_word_do_not_make_a_protection_hold() -> None:
+    assert service_findings(STOPPED, PLAN).verdicts[HIDDEN].holds
+    rows = with_unknown(STOPPED)
+    found = service_findings(rows, PLAN)
+    verdict = found.verdicts[HIDDEN]
+    assert (verdict.word, verdict.n, verdict.holds) == (NOT_TOLD, FEW, False) and "too few to conclude" in verdict.says
+    said = "52 of 60 notes could not be scored and do not count: the tokenizer knows no word of them."
+    assert said in found.sentence and summary_of(found)["not_scored"] == MANY - FEW
+    console = Console(record=True, width=300)
+    console.print(summary(found))
+    page = " ".join(render(rows, PLAN).split())
+    assert said in console.export_text() and said in page and "with 95 % intervals over 8 notes" in page
+
+
+def test_answers_without_a_known_word_do_not_count_and_are_told() -> None:
+    more = {ANSWERS: {"per_record": [GUESS] * MANY}}
+    rows = [{**r, "scores": r["scores"] and {**r["scores"], **more}, "blind": {**r["blind"], **more}} for r in STOPPED]
+    hidden = [r for r in rows if r["defense"] == HIDDEN]
+    works = {ANSWERS: {"per_record": [1.0] * MANY}}
+    plain = [{**r, "scores": r["scores"] and {**r["scores"], **works}} for r in rows if r["defense"] == "none"]
+    assert service_findings([*plain, *hidden], PLAN).verdicts[HIDDEN].holds
+    found = service_findings([*plain, *with_unknown(hidden, ANSWERS)], PLAN)
+    assert found.verdicts[HIDDEN].n == FEW and not found.verdicts[HIDDEN].holds
+    assert found.sentence[-1].startswith(f"52 of 60 answers behind {HIDDEN} could not be scored and do not count")
+
+
+def test_a_text_that_comes_twice_counts_once_in_the_table_of_every_figure() -> None:
+    twice = [{**r, "examples": [*range(MANY - 1), 0]} for r in STOPPED]
+    figures = [m.figures[-1] for m in measures(twice, service_findings(twice, PLAN))]
+    assert {level.n for pair in figures for level in pair if level} == {MANY - 1}
+
+
+def test_unknown_words_inside_texts_are_told() -> None:
+    row = {"sent": "", "read": "", "words": [], "score": 0.5}
+    told = {**row, "unknown": [3, 4]}
+    found = service_findings([{**STOPPED[0], "recovered": [told, *[row] * (MANY - 1)]}, *STOPPED[1:]], PLAN)
+    assert found.sentence[-1].startswith("In 1 of 60 notes 3 of 4 tokens are words that the tokenizer does not know.")
 
 
 def test_what_is_read_is_said_whatever_else_is_missing() -> None:

@@ -10,7 +10,12 @@ from rasura.report.language import tell
 from rasura.report.matrix import Entry, Findings
 from rasura.report.readings import notes_of, setting_of
 
-HEADLINE = "token_recall"
+HEADLINE, RISK = "token_recall", "bag_f1"
+"""The headlines of audits of updates and of model services. The second is of tokens wherever they stand: every attack on a
+service has it, and it is never below the share in their places."""
+
+OF_TOKENS = (HEADLINE, RISK)
+"""Metrics that have a value for every text of which the tokenizer knows a word."""
 
 
 def headline(
@@ -69,7 +74,7 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
                 whole=whole, n=len(sensitive),
             )
         )  # fmt: skip
-    return [*out, *_unknown(records), *_unruled(records), *labels]
+    return [*out, *unknown_words(records), *_unruled(records), *labels]
 
 
 def _labels(f: Findings) -> list[str]:
@@ -97,7 +102,7 @@ def _unruled(records: Sequence[Mapping[str, Any]]) -> list[str]:
     ]  # fmt: skip
 
 
-def _unknown(records: Sequence[Mapping[str, Any]]) -> list[str]:
+def unknown_words(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """How many words the tokenizer does not know, where it does not know some."""
     found = {n: row["unknown"] for r in records for n, row in zip(notes_of(r), r["recovered"]) if row.get("unknown")}
     of = len({n for r in records for n in notes_of(r)})
@@ -140,7 +145,7 @@ def left_out(f: Findings) -> list[str]:
     if not count:
         return []
     told = {"count": count, "of": of, "many": f.words.here.many}
-    if f.metric == HEADLINE:
+    if f.metric in OF_TOKENS:
         why = tell("the tokenizer knows no word of them")
     else:
         why = tell("{metric} has no value for them", metric=f.metric)

@@ -11,14 +11,12 @@ from rasura.report.findings import column_of, findings, recommendation
 from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
 from rasura.report.pooled import Level, pooled
-from rasura.report.sentence import covered, where
+from rasura.report.readings import notes_of, reading, without_a_figure
+from rasura.report.sentence import RISK, covered, left_out, unknown_words, where
 from rasura.report.verdicts import plain, worst_of
 
-RISK = "bag_f1"
-"""The headline: of the tokens, wherever they stand. Every attack has it, and it is never below the share in their places."""
-
 ANSWERS = "answer_bag_f1"
-"""The same of what a model that generates answered."""
+"""``RISK`` of what a model that generates answered."""
 
 WORDS = Wording("note", "notes", "of the tokens (F1)", "Tokens recovered (F1), %")
 
@@ -50,13 +48,15 @@ def service_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str, An
         found = replace(found, verdicts={c: worst_of([v, answers[c]]) for c, v in found.verdicts.items()})
     behind = {c: replace(v, one_key=not plain(v.defense)) for c, v in found.verdicts.items()}
     found = replace(found, verdicts=behind)
-    return replace(found, sentence=tuple(_sentence(found)), recommendation=recommendation(found))
+    said = (*_sentence(found, attacked), *_answers_left_out(found, attacked))
+    return replace(found, sentence=said, recommendation=recommendation(found))
 
 
-def _sentence(f: Findings) -> Iterator[str]:
+def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     name = next((c for c in (*f.baseline, *f.columns) if c in f.best), None)
     if name is None or f.blind is None:
         yield tell("No attack on the service gave a result that can be scored; the table gives the reasons.")
+        yield from left_out(f)
         return
     entry = f.best[name]
     assert entry.level is not None
@@ -66,7 +66,20 @@ def _sentence(f: Findings) -> Iterator[str]:
     )  # fmt: skip
     if entry.coverage:
         yield covered(*entry.coverage, f.words.here.many)
+    yield from left_out(f)
     yield tell("Guessing without looking at the data sent: {level}.", level=f.blind.text)
+    yield from unknown_words(records)
+
+
+def _answers_left_out(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Of a model that generates: how many answers in each column could not be scored; nothing where all could."""
+    for column in f.columns:
+        here = [r for r in records if column_of(r["update"], r["defense"]) == column]
+        if count := len(without_a_figure(here, ANSWERS)):
+            yield tell(
+                "{count} of {of} answers {where} could not be scored and do not count: they hold no word that the tokenizer "
+                "knows.", count=count, of=len({n for r in here for n in notes_of(r)}), where=where(column),
+            )  # fmt: skip
 
 
 def measures(records: Sequence[Mapping[str, Any]], f: Findings) -> list[Measure]:
@@ -74,17 +87,18 @@ def measures(records: Sequence[Mapping[str, Any]], f: Findings) -> list[Measure]
     out = []
     for r in records:
         if r["status"] == "ok" and r["attack"] != CLIENT:
-            figures = tuple((_level(r["scores"], m), _level(r["blind"], m)) for m in MEASURES)
+            read = [reading(r["attack"], [r], {}, metric) for metric in MEASURES]
+            figures = tuple((one.level, pooled(one.guessed.values())) for one in read)
             out.append(Measure(r["attack"], column_of(r["update"], r["defense"]), figures))
     return sorted(out, key=lambda m: (f.columns.index(m.defense), f.attacks.index(m.attack)))
 
 
 def continued(records: Sequence[Mapping[str, Any]], f: Findings) -> list[tuple[str, Level]]:
     """Of a model that generates, by protection: how near the client's continuations are to the true ones (ROUGE-1)."""
-    found = {r["defense"]: _level(r["scores"], "continuation_rouge1") for r in records if r["attack"] == CLIENT}
+    found = {
+        r["defense"]: pooled(r["scores"].get("continuation_rouge1", {}).get("per_record", []))
+        for r in records
+        if r["attack"] == CLIENT
+    }
     names = dict.fromkeys(v.defense for v in f.verdicts.values())
     return [(name, level) for name in names if (level := found.get(name)) is not None]
-
-
-def _level(scores: Mapping[str, Any], metric: str) -> Level | None:
-    return pooled(scores.get(metric, {}).get("per_record", []))
