@@ -184,7 +184,7 @@ def test_methods_of_services_and_trained_models_are_compared_too(tmp_path: Path)
         made: Any = functools.partial(Names, token)
         return dict(own_code([replace(SERVICE_ATTACKS["knn"], make=made), replace(MEMBERSHIP["loss"], make=made)]))
 
-    store = RunStore(tmp_path)
+    store = RunStore(tmp_path, {})
     for _ in range(2):
         store.describe(own(1), fixed=("code of own methods",))
     with pytest.raises(InputError, match="another code of own methods"):

@@ -61,7 +61,7 @@ def code_of(own: Iterable[MethodSpec]) -> str:
     return identity_of(told) if told else "none"
 
 
-def own_code(used: Iterable[MethodSpec]) -> dict[str, dict[str, str]]:
+def own_code(used: Iterable[MethodSpec]) -> dict[str, Mapping[str, str]]:
     """Of what results of services and trained models also depend on: fingerprints of those methods in ``used`` that are not
     Rasura's own, for ``RunStore.describe``."""
     own = (spec for spec in used if not _shipped(spec))

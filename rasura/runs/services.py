@@ -123,7 +123,7 @@ class ServiceAudit:
         model, attacks = self.victim.model, self.plan.attacks
         protections = (one.spec for one in self.plan.parsed.values())
         own = own_code([*(SERVICE_ATTACKS[name] for name in attacks), *protections, *SERVICE_METRICS.values()])
-        fixed = {"data set": self.data, **own}
+        fixed: dict[str, str | Mapping[str, str]] = {"data set": self.data, **own}
         describe_run(store, model, len(self.cells), self.columns, SERVICE_PROTECTIONS, attacks, SERVICE_ATTACKS, fixed)
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
