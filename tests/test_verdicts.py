@@ -20,11 +20,11 @@ from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
 from rasura.report.gate import NOT_JUDGED, gate
+from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.pooled import Level, pooled
 from rasura.report.readings import NAMED, gave_up, notes_of, reading, scored
 from rasura.report.verdicts import (
     ABOVE,
-    HOLDS_WITHIN,
     NOT_MEASURED,
     NOT_TOLD,
     READS,
@@ -188,6 +188,20 @@ def test_noise_on_which_only_rows_were_tried_is_not_said_to_hold() -> None:
     found = of(rows, "dp-sgd:0.01")
     assert found.says == "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted"
     assert "No verdict on dp-sgd:0.01 (risk 20 %): not measured against" in findings(rows).recommendation
+
+
+def test_what_is_hardly_read_without_protection_shows_nothing_of_one() -> None:
+    # Notes of which the model's tokenizer knows a word in twelve: whatever stops nothing is within the limit, too.
+    rows = [*column("span", "none", [GUESS + 0.08] * 200), *column("span", "dropout:0.1", [GUESS] * 200)]
+    assert of(rows, "none").word == ABOVE
+    found = of(rows, "dropout:0.1")
+    assert found.says == "not measured: no attack of this run reads more than 10 % above guessing without protection"
+    assert not found.holds and not found.meets(0.5)
+    enough = [
+        *column("embedding-rows", "none", [GUESS + 0.2] * 200),
+        *column("embedding-rows", "dropout:0.1", [GUESS] * 200),
+    ]
+    assert of([*rows, *enough], "dropout:0.1").holds
 
 
 def test_blind_alone_says_nothing() -> None:

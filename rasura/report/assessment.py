@@ -13,8 +13,9 @@ from rasura.core.errors import InputError
 from rasura.report.head import Made, head
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import Findings
+from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.protections import Row, protection_rows
-from rasura.report.verdicts import HOLDS_WITHIN, WORDS
+from rasura.report.verdicts import WORDS
 
 NO_ADVICE = (
     "This section states what was measured, beside what public documents ask. It is not legal advice. The controller "

@@ -11,7 +11,8 @@ from typing import Any
 from rasura.core.records import ACTIVE_THREATS, MASK
 from rasura.report.language import recorded, tell
 from rasura.report.matrix import SUMMED, Findings
-from rasura.report.verdicts import ABOVE, HOLDS_WITHIN, READS, Verdict, names_of, plain, texts_needed
+from rasura.report.missing import HOLDS_WITHIN
+from rasura.report.verdicts import ABOVE, READS, Verdict, names_of, plain, texts_needed
 
 OPTIONS = {
     "reference": "reference", "language_model": "language-model", "entries": "entries", "model": "model", "task": "task",

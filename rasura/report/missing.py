@@ -11,6 +11,9 @@ from rasura.report.readings import BLIND, PORTFOLIO, Reading, Record, cells_of, 
 
 AGAINST = "against an adversary who knows it"
 
+HOLDS_WITHIN = 0.1
+"""A setting holds when what is read above guessing is at most this share, by the upper end of its interval."""
+
 
 def seen_to_work(baseline: Sequence[Record], notes: Collection[int], metric: str) -> dict[str, Reading]:
     """The attacks that read anything of ``notes`` without protection; some are yardsticks. The portfolio is one of them, as
@@ -30,24 +33,32 @@ def no_yardstick(
     here: Mapping[str, Reading],
     finished: Collection[str],
     yardsticks: Collection[str],
-    worked: Iterable[str],
+    worked: Mapping[str, Reading],
     unprotected: bool,
     many: str,
 ) -> list[str]:
-    """What is said where no yardstick of the column finished, or where an attack that worked without protection did not.
+    """What is said where no yardstick of the column finished, where none reads enough without protection to measure one, or
+    where an attack that worked without protection did not finish.
 
     An attack that applies to no text here, such as one that reads what the update lacks, is no gap beside a yardstick.
     ``many``: what the texts or images are called.
     """
     stopped = [a for a in worked if a in here and not (here[a].complete if a == PORTFOLIO else a in finished)]
-    measured = any(a in finished for a in yardsticks)
+    counted = [worked[a] for a in yardsticks if a in finished]
+    measured = bool(counted)
     if measured:
         stopped = [a for a in stopped if not here[a].inapplicable]
     if stopped:
         told = ", ".join(f"{a} {here[a].how_it_ended}" for a in stopped)
         return [tell("of the attacks that work without protection, {stopped}", stopped=told)]
     if measured:
-        return []
+        # Where none reads more, a protection that stops nothing stays within the limit, too.
+        enough = any(sum(r.gains) > HOLDS_WITHIN * len(r.gains) for r in counted)
+        little = tell(
+            "no attack of this run reads more than {within:.0f} % above guessing without protection",
+            within=100 * HOLDS_WITHIN,
+        )
+        return [] if enough else [little]
     if not here:
         return [tell("no attack was run that looks for {many} in the data sent", many=many)]
     if not unprotected:

@@ -11,8 +11,9 @@ from rasura.report.findings import recommended
 from rasura.report.head import UNKNOWN, Made, per
 from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import Entry, Findings
+from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.pooled import Level
-from rasura.report.verdicts import HOLDS_WITHIN, Verdict, names_of, plain
+from rasura.report.verdicts import Verdict, names_of, plain
 
 PRIVATE = "differential privacy"
 """What a guarantee is called that the registry records with epsilon."""

@@ -13,8 +13,9 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.report.language import tell
+from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.sentence import HEADLINE
-from rasura.report.verdicts import HOLDS_WITHIN, NOT_MEASURED, Verdict, verdict
+from rasura.report.verdicts import NOT_MEASURED, Verdict, verdict
 
 Record = Mapping[str, Any]
 

@@ -18,7 +18,15 @@ from typing import Any
 from rasura.core.options import name_of
 from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
-from rasura.report.missing import AGAINST, adversaries_of, no_active_attack, no_yardstick, not_by_one_who_knows, seen_to_work
+from rasura.report.missing import (
+    AGAINST,
+    HOLDS_WITHIN,
+    adversaries_of,
+    no_active_attack,
+    no_yardstick,
+    not_by_one_who_knows,
+    seen_to_work,
+)
 from rasura.report.pooled import Level
 from rasura.report.readings import (
     PORTFOLIO,
@@ -36,9 +44,6 @@ from rasura.report.readings import (
 READS, ABOVE, NOT_MEASURED, NOT_TOLD = "reads", "above guessing", "not measured", "not told from guessing"
 WORDS = (READS, ABOVE, NOT_MEASURED, NOT_TOLD)
 """The verdicts, the worst first: that of several columns is the worst of theirs."""
-
-HOLDS_WITHIN = 0.1
-"""A setting holds when what is read above guessing is at most this share, by the upper end of its interval."""
 
 
 def names_of(defense: str) -> tuple[str, ...]:
