@@ -83,7 +83,7 @@ def obfuscate_file(
     obfuscator.check(examples)
     about = {
         "model": model, "embedding": obfuscator.table.model, "shadows": asdict(obfuscator.table.settings), "beam": beam,
-        "seed": seed, "data": _digest(examples),
+        "seed": seed, "data": _digest(examples), "places": PLACES,
     }  # fmt: skip
     part = path.with_suffix(path.suffix + ".part")
     done = _resumed(part, about)
