@@ -159,3 +159,8 @@ def test_a_ledger_in_a_file_counts_rounds_of_runs_that_ended(tmp_path: Path) -> 
             SumLedger.kept(file, NORM, 1000)
     with pytest.raises(InputError, match="folder does not exist"):
         SumLedger.kept(tmp_path / "none" / "ledger.json", NORM, 1000)
+    unwritable = SumLedger.kept(tmp_path / "full.json", NORM, 1000)
+    (tmp_path / "full.json").mkdir()
+    with pytest.raises(InputError, match="cannot be written"):
+        unwritable.made(NORM, 8, 2)
+    assert not unwritable.rounds

@@ -91,11 +91,14 @@ class SumLedger:
         # Lines are added and never written anew, so that of two runs at once neither loses what the other counts.
         if not self.rounds and not file.exists():
             write_whole(file, json.dumps(self.state_dict()) + "\n", replace=False)
-        with file.open("a", encoding="utf-8") as out:
-            out.write(json.dumps(one) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        if _in_file(file, self).rounds != [*self.rounds, one]:
+        try:
+            with file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps(one) + "\n")
+                out.flush()
+                os.fsync(out.fileno())
+        except OSError as error:
+            raise InputError(f"{file} cannot be written ({error.strerror})") from None
+        if _in_file(file).rounds != [*self.rounds, one]:
             raise InputError(f"{file} has other rounds than this run counted: another run counts in it")
 
     @property
@@ -145,14 +148,12 @@ class SumLedger:
         path = Path(file)
         if not path.parent.is_dir():
             raise InputError(f"{path} cannot be written: its folder does not exist")
-        found = _in_file(path, cls(norm, entries))
+        found = _in_file(path) if path.exists() else cls(norm, entries)
         found.file = path
         return found
 
 
-def _in_file(path: Path, new: SumLedger) -> SumLedger:
-    if not path.exists():
-        return SumLedger(new.norm, new.entries)
+def _in_file(path: Path) -> SumLedger:
     try:
         start, *counted = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return SumLedger.read({**start, "rounds": [*start["rounds"], *counted]})

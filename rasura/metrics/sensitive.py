@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from typing import Literal
 
 from rasura.core.specs import MetricSpec
@@ -101,7 +102,8 @@ def plain_words(text: str, spans: Sequence[tuple[int, int]] | None = None) -> li
     found = WORD.finditer(_folded(text))
     if spans is None:
         return [m.group() for m in found]
-    folded = [(len(_folded(text[:start])), len(_folded(text[:end]))) for start, end in spans]
+    place = [0, *accumulate(len(_folded(c)) for c in text)]  # of each character of the text in the folded one
+    folded = [(place[start], place[end]) for start, end in spans]
     return [m.group() for m in found if any(m.start() < end and m.end() > start for start, end in folded)]
 
 

@@ -45,13 +45,12 @@ def no_yardstick(
     """
     stopped = [a for a in worked if a in here and not (here[a].complete if a == PORTFOLIO else a in finished)]
     counted = [worked[a] for a in yardsticks if a in finished]
-    measured = bool(counted)
-    if measured:
+    if counted:
         stopped = [a for a in stopped if not here[a].inapplicable]
     if stopped:
         told = ", ".join(f"{a} {here[a].how_it_ended}" for a in stopped)
         return [tell("of the attacks that work without protection, {stopped}", stopped=told)]
-    if measured:
+    if counted:
         # Where none reads more, a protection that stops nothing stays within the limit, too.
         enough = any(sum(r.gains) > HOLDS_WITHIN * len(r.gains) for r in counted)
         little = tell(

@@ -15,7 +15,7 @@ from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
 from rasura.data.text import Example, load_examples
 from rasura.ghost.table import ShadowSettings
-from rasura.runs.ghost_obfuscator import GhostObfuscator
+from rasura.runs.ghost_obfuscator import PLACES, GhostObfuscator
 from rasura.victims.loading import load
 
 CHUNK = 16
@@ -27,9 +27,6 @@ COLUMNS = ("text", "text_pair", "input_ids", "token_type_ids", "label", NAMES)
 """Columns of the written file, if there is data for them."""
 
 FORMATS = (".jsonl", ".csv", ".parquet")
-
-PLACES = ("weak", "unchanged", "kept")
-"""What the report lists by position."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from rasura.ghost.selection_settings import Selection
 from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
 from rasura.victims.loading import Victim
 
+PLACES = ("weak", "unchanged", "kept")
+"""What is said of a text by position."""
+
 
 class GhostObfuscator:
     """GHOST for the texts of one model: ``data.map(GhostObfuscator(load("minilm", "classification")), batched=True)``.
@@ -74,10 +77,7 @@ class GhostObfuscator:
             if types is not None:
                 row["token_type_ids"] = types
             if example.text_pair:
-                row |= {
-                    "text_pair": second["text"],
-                    **{f"{name}_pair": second[name] for name in ("weak", "unchanged", "kept")},
-                }
+                row |= {"text_pair": second["text"], **{f"{name}_pair": second[name] for name in PLACES}}
                 row["tokens"] += second["tokens"]
                 row["error"] = (row["error"] + second["error"]) / 2
         return rows

@@ -14,6 +14,7 @@ from torch import nn
 from rasura.server.container import CONFIG, WEIGHTS, tensor_shapes
 from rasura.server.limits import Refused
 from rasura.service_protections.obfuslm.key import PAIR
+from rasura.victims.weights import CAUSAL
 
 FAMILIES = frozenset({"bert", "roberta", "distilbert", "gpt2", "llama"})
 """Accepted model types: those whose obfuscation is tested."""
@@ -41,7 +42,7 @@ def checked(folder: Path) -> dict[str, Any]:
     config = _config(folder / CONFIG)
     kinds = config.get("architectures")
     name = str(kinds[0]) if isinstance(kinds, list) and kinds else ""
-    causal = name.endswith(("ForCausalLM", "LMHeadModel"))
+    causal = name.endswith(CAUSAL)
     if not causal and not name.endswith("ForSequenceClassification"):
         raise Refused(422, f"{CONFIG}: architectures must name one classifier or one causal language model")
     shapes = tensor_shapes(folder / WEIGHTS)

@@ -42,6 +42,9 @@ WHOLE = frozenset({"I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL"}
 HEADS = (".classifier.weight", ".classifier.out_proj.weight", ".score.weight")
 """Ends of the names of heads, whose rows are classes."""
 
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of architectures that are causal language models."""
+
 NAMED = 3
 """Number of weights that a message names."""
 
@@ -74,7 +77,7 @@ def task_of(model: str | Path) -> Task:
         return "causal" if read_config(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" else "classification"
     stated = read_config(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
     names = [str(name) for name in stated] if isinstance(stated, list) else []
-    return "causal" if any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names) else "classification"
+    return "causal" if any(name.endswith(CAUSAL) for name in names) else "classification"
 
 
 def classes_of(model: str | Path) -> int | None:
