@@ -175,6 +175,16 @@ def test_what_no_rule_covers_is_named_and_goes_one_by_one(use: Any, words: str) 
         assert torch.allclose(g, sum(x[n] for x in expected))  # type: ignore[arg-type]
 
 
+def test_a_model_that_repeats_an_input_for_every_text_goes_one_by_one() -> None:
+    """DeBERTa's relative positions."""
+    model, batch = tiny("deberta-v2", "classification").double(), batch_for("classification", 4)
+    reason = fault(model, batch.inputs(), 4)
+    assert reason is not None and "attention.self.pos_key_proj has one input for all texts" in reason
+    examples = per_example(model, batch.inputs(), 4, mean=dict, told=lambda loss: None)
+    for found, wanted in zip(examples.each(), loop(model, batch), strict=True):
+        assert all(torch.allclose(found[n], g, atol=1e-12) for n, g in wanted.items())
+
+
 @pytest.mark.parametrize("norm", [nn.LayerNorm((6, 8)), nn.LayerNorm((6, 8), bias=False), nn.RMSNorm((6, 8))])
 def test_a_norm_over_positions_has_weights_for_each_of_them(norm: nn.Module) -> None:
     """It was taken for one that treats all positions alike, and ended in a traceback."""

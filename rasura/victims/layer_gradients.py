@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rasura.core.exact import half, widened
 from rasura.core.interfaces import InputError
+from rasura.victims.weights import first_line
 
 
 class NoRule(Exception):
@@ -191,14 +192,18 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
     ``(batch,)``."""
     layers = checked_layers(model)
     seen: list[tuple[str, nn.Module, Tensor, Tensor, int]] = []
-    hooks = []
+    hooks, spread_out = [], list[str]()
 
-    def spread(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        first = arguments[0] if arguments else None
-        if isinstance(first, Tensor) and first.dim() and first.shape[0] == 1 and size > 1:
-            # Position ids (1, length): with a row for every text, what comes back is not summed over the texts yet.
-            return (first.expand(size, *first.shape[1:]), *arguments[1:])
-        return None
+    def spread(name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
+        def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            first = arguments[0] if arguments else None
+            if isinstance(first, Tensor) and first.dim() and first.shape[0] == 1 and size > 1:
+                # Position ids (1, length): with a row for every text, what comes back is not summed over the texts yet.
+                spread_out.append(name)
+                return (first.expand(size, *first.shape[1:]), *arguments[1:])
+            return None
+
+        return hook
 
     def keep(name: str) -> Callable[[nn.Module, tuple[Any, ...], Any], None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
@@ -216,10 +221,16 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
 
     try:
         for name, layer in layers:
-            hooks += [layer.register_forward_pre_hook(spread), layer.register_forward_hook(keep(name))]
+            hooks += [layer.register_forward_pre_hook(spread(name)), layer.register_forward_hook(keep(name))]
         with torch.enable_grad():
             out = model(**inputs)
             losses = own_losses(out, inputs["labels"])
+    except RuntimeError as error:
+        if not spread_out:
+            raise
+        # DeBERTa repeats its relative positions for every text itself.
+        raise NoRule(f"layer {spread_out[0]} has one input for all texts, and the model takes no other "
+            f"({first_line(error)}); freeze it") from None  # fmt: skip
     finally:
         for hook in hooks:
             hook.remove()
