@@ -142,7 +142,9 @@ def test_bad_input_is_one_line(tmp_path: Path, model_folder: Path) -> None:
         "audit", tmp_path / "no.csv", "--model", model_folder, "--out", tmp_path / "x"
     )
     assert "expected whole numbers" in refused("audit", "--batch-size", "one", "--out", tmp_path / "x")
-    assert "--device is 'tpu'" in refused("audit", "--device", "tpu", "--out", tmp_path / "x")
+    for device in ("tpu", "cpu:0", "cuda:x", "cuda:"):
+        assert f"--device is '{device}'" in refused("audit", "--device", device, "--out", tmp_path / "x")
+    assert "--device cuda:99 is not available" in refused("audit", "--device", "cuda:99", "--out", tmp_path / "x")
     assert "holds no run" in refused("report", tmp_path)
     assert not (tmp_path / "x").exists(), "nothing half-written"
 

@@ -17,16 +17,23 @@ from torch.utils.data import DataLoader
 from training_setting import RECIPE, figures, notes, rows
 
 import rasura
+from rasura.attacks.updates.candidates import scores
+from rasura.core.batches import ImageBatch
+from rasura.core.interfaces import Budget
 from rasura.core.rng import drawing, generator, secret_generator
 from rasura.core.run_store import RunStore
+from rasura.core.threat import THREATS, observe
 from rasura.core.updates import changed
 from rasura.core.values import Transcript
-from rasura.registry import parse_defense, parse_update
+from rasura.registry import attack, parse_defense, parse_update
+from rasura.runs.candidates import inputs_of
 from rasura.testing.tiny import ALL, CAUSAL_VOCABULARY, DECODERS, UNSUPPORTED, VOCABULARY, batch_for, tiny
+from rasura.victims.loading import load
 from rasura.victims.outputs import predictions
 from rasura.victims.per_example import Together, fault
 from rasura.victims.step import step
 from rasura.victims.train import FineTuning
+from rasura.victims.vision import build
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -36,7 +43,8 @@ KINDS = [(f, "classification") for f in ALL if f not in UNSUPPORTED] + [(f, "cau
 DEFENSES = [
     "none", "accumulate:8", "bf16", "directional:1e5", "dp-sgd:1.0/clip=0.5", "fp16", "frozen-blocks:1",
     "frozen-embeddings", "gaussian:0.001", "laplace:0.001", "normalised:1.0", "pruning:0.7", "qsgd:16",
-    "random-pruning:0.7", "sealing:grad=0.3", "sealing:sens=0.3", "sign",
+    "random-pruning:0.7", "sealing:grad=0.3", "sealing:sens=0.3", "sealing:sens-discrete=0.3",
+    "sealing:sens-exact=0.3", "sign",
 ]  # fmt: skip
 
 
@@ -103,7 +111,7 @@ def test_dropout_is_drawn_and_a_seed_repeats_it(seeded: bool, attention: str) ->
     assert apart(sent("cuda").message.gradients, one.message.gradients) > 0.1
 
 
-def test_a_step_leaves_the_random_numbers_of_the_caller_alone() -> None:
+def test_the_random_numbers_of_the_caller_go_on(model_folder: Path) -> None:
     model = tiny("bert", "classification").cuda()
     torch.manual_seed(7)
     wanted = torch.rand(4, device="cuda")
@@ -112,6 +120,7 @@ def test_a_step_leaves_the_random_numbers_of_the_caller_alone() -> None:
         model, batch_for("classification", 2), parse_defense("dropout:0.1"), task="classification", vocabulary=VOCABULARY,
         rng=generator(3),
     )  # fmt: skip
+    load(model_folder, "classification", num_labels=5)
     assert torch.equal(torch.rand(4, device="cuda"), wanted)
 
 
@@ -165,7 +174,49 @@ def test_products_of_single_texts_are_exact_where_the_process_allows_tf32() -> N
     assert apart(sent("cpu", defense="dp-sgd:1e-7/clip=0.05").message.gradients, found) < 3e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_texts_of_a_model_in_half_precision_go_together(dtype: torch.dtype) -> None:
+    pytest.importorskip("opacus")
+    for family, task in (("bert", "classification"), ("llama", "causal")):
+        model, batch = tiny(family, task).to(dtype).cuda(), batch_for(task, 4)
+        assert fault(model, batch.to("cuda").inputs(), len(batch)) is None
+
+
+@pytest.mark.parametrize("kind", ["lenet", "cnn"])
+@pytest.mark.parametrize("defense", ["none", "dp-sgd:1e-7/clip=0.05"])
+def test_an_update_of_images(kind: str, defense: str) -> None:
+    pixels = torch.rand((3, 3, 32, 32), generator=generator(0))
+    batch = ImageBatch(pixels, torch.tensor([0, 2, 1]), ("a", "b", "c"))
+    found = []
+    for device in ("cpu", "cuda"):
+        model = build(kind, 3).to(device)
+        done = step(model, batch, parse_defense(defense), task="vision", vocabulary=VOCABULARY, rng=generator(0))
+        found.append(done.message.gradients)
+    assert apart(*found) < 3e-3
+
+
 # --- audits
+
+
+def test_a_step_on_a_batch_that_lies_on_the_gpu_is_observed() -> None:
+    model, batch = tiny("bert", "classification").cuda(), batch_for("classification", 2).to("cuda")
+    truth = step(
+        model, batch, parse_defense("frozen-embeddings"), task="classification", vocabulary=VOCABULARY, rng=generator(3)
+    )
+    seen = observe(truth, THREATS["with-labels"])
+    found = attack("span")(seen, rng=generator(0), budget=Budget("quick"))
+    assert sorted(found.tokens) == sorted(batch.to("cpu").ids(k) for k in range(2))
+
+
+@pytest.mark.parametrize("update", ["fedsgd", "local:batch=2/lr=1e-3"])
+def test_candidates_are_scored(update: str) -> None:
+    told = []
+    for device in ("cpu", "cuda"):
+        model, texts = tiny("bert", "classification").to(device), [batch_for("classification", k + 1) for k in range(3)]
+        local, _ = parse_update(update)
+        sent, _ = changed(model, texts[0].to(device).inputs(), [n for n, _ in model.named_parameters()], local)
+        told.append(scores(model, inputs_of(texts), sent, local))
+    assert told[1] == pytest.approx(told[0], rel=1e-2, abs=1e-4)
 
 
 def records(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -283,7 +334,7 @@ def test_a_protected_loop_releases_the_same(defense: str) -> None:
 def test_canaries_in_gradients_are_counted() -> None:
     canaries, rng = rasura.GradientCanaries(200), generator(0, "features")
     data: Any = [{"features": torch.randn(600, generator=rng), "labels": torch.tensor(k % 2)} for k in range(60)]
-    model = Linear(600).cuda()
+    model: Any = Linear(600).cuda()
     model, optimizer, drawn, ledger = rasura.protect_training(
         model, torch.optim.SGD(model.parameters(), 0.01), DataLoader(data, batch_size=30), "dp-sgd:2.633", epochs=10,
         delta=1e-5, canaries=canaries,

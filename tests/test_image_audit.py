@@ -135,24 +135,29 @@ def test_a_study_shows_how_the_loss_falls(tmp_path: Path, monkeypatch: pytest.Mo
     assert isinstance(study.plan, Plan)
     found = courses(study.plan, records)
     assert list(found) == [("inverting-gradients", d) for d in study.plan.defenses]
-    for count, course in found.values():
-        assert count == 2 and list(course) == sorted(course) and (min(course), max(course)) == (1, 120)
-        means = [mean for mean, _, _ in course.values()]
+    for course in found.values():
+        points = course.points
+        assert course.count == 2 and list(points) == sorted(points) and (min(points), max(points)) == (1, 120)
+        means = [mean for mean, _, _ in points.values()]
         assert means == sorted(means, reverse=True), "the least loss so far"
-        assert all(low <= mean <= high for mean, low, high in course.values())
+        assert all(low <= mean <= high for mean, low, high in points.values())
     rows = [
         line for line in (tmp_path / "studies" / "RESULTS.md").read_text().splitlines() if line.startswith("| inverting")
     ]
-    for row, (_, course) in zip(rows, found.values(), strict=True):
-        assert row.count(" to ") == 6 and f"{course[120][0]:.2g} (" in row
+    for row, course in zip(rows, found.values(), strict=True):
+        assert row.count(" to ") == 6 and f"{course.points[120][0]:.2g} (" in row and "| 0 / 0 / 0 of 2 |" in row
     details = {"losses_at": "1 40", "losses": "0.5 0.25"}
     shorter = {"attack": "feature-matching", "defense": "none", "status": "ok", "details": details}
     both = replace(study.plan, attacks=(*study.plan.attacks, "feature-matching"))
-    unlike = courses(both, [shorter, *records])
-    assert unlike["feature-matching", "none"] == (1, {1: (0.5, 0.5, 0.5), 40: (0.25, 0.25, 0.25)}), "its own steps"
+    gave_up = [{**shorter, "defense": both.defenses[1], "status": "failed", "details": {}}] * 3
+    unlike = courses(both, [shorter, *gave_up, *records])
+    own = unlike["feature-matching", "none"]
+    assert own.points == {1: (0.5, 0.5, 0.5), 40: (0.25, 0.25, 0.25)} and own.count == 1, "its own steps"
     text = course_section(study, both, unlike)
     row = next(line for line in text.splitlines() if line.startswith("| feature-matching"))
     assert row.count(" to ") == 1 and "–" in row, "a dash where this search was not asked"
+    rows = [line for line in text.splitlines() if line.startswith(f"| feature-matching | {both.defenses[1]} | 1 | 0 |")]
+    assert len(rows) == 1 and "3 / 0 / 0 of 3" in rows[0] and " to " not in rows[0], "what gave up is said"
     for wrong in (COURSE.replace("true", "1"), COURSE.replace('task = "vision"\n', "")):
         (tmp_path / "studies" / "one.toml").write_text(wrong)
         with pytest.raises(InputError, match=r"course is .* beside an audit of images"):

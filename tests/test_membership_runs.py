@@ -128,6 +128,8 @@ class Broken:
             raise KeyError("Patient Ingrid")
         if self.fault == "machine":
             raise OSError("no space left on device")
+        if self.fault == "gpu":
+            raise torch.OutOfMemoryError("no space left on the GPU")
         return Membership(torch.full((n if self.fault == "nan" else n - 1,), math.nan if self.fault == "nan" else 0.0))
 
 
@@ -168,13 +170,14 @@ def test_a_broken_blind_attack_is_said_to_be_unmeasured(
     )
 
 
+@pytest.mark.parametrize(("fault", "error"), [("machine", OSError), ("gpu", torch.OutOfMemoryError)])
 def test_what_the_machine_lacks_ends_the_run_and_is_not_kept(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    fault: str, error: type[Exception], tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_for(model_folder, tmp_path, attacks=("loss",))
     with monkeypatch.context() as patch:
-        patch.setitem(registry.MEMBERSHIP.specs, "loss", brought("loss", Broken("machine")))
-        with pytest.raises(OSError, match="no space"):
+        patch.setitem(registry.MEMBERSHIP.specs, "loss", brought("loss", Broken(fault)))
+        with pytest.raises(error, match="no space"):
             infer_membership(plan, out=tmp_path / "run")
     assert [r.status for r in infer_membership(plan, out=tmp_path / "run")] == ["ok"]
 

@@ -94,6 +94,14 @@ def test_adapters(family: str) -> None:
     agree(model.eval().double(), batch_for("classification", 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("family", "task"), [("bert", "classification"), ("llama", "causal")])
+def test_weights_in_half_precision_go_together(family: str, task: str, dtype: torch.dtype) -> None:
+    """Their rounding is no layer that mixes texts."""
+    model = tiny(family, task).to(dtype)
+    assert fault(model, batch_for(task, 4).inputs(), 4) is None
+
+
 @pytest.mark.parametrize("trained", ["classifier", "LayerNorm", "attention.self.query"])
 def test_frozen_layers(trained: str) -> None:
     model = tiny("bert", "classification").double()

@@ -24,6 +24,7 @@ from rasura.core.rng import (
     generator,
     integers,
     secret_generator,
+    seeded,
     uniform,
 )
 
@@ -102,6 +103,18 @@ def test_of_one_number_there_is_one_choice() -> None:
 
 
 # --- what torch draws by itself
+
+
+def test_seeded_numbers_repeat_and_other_streams_go_on() -> None:
+    torch.manual_seed(7)
+    wanted, draws = torch.rand(3), []
+    torch.manual_seed(7)
+    for _ in range(2):
+        with seeded(3):
+            draws.append(torch.rand(3))
+    with pytest.raises(ZeroDivisionError), seeded(4):
+        _ = 1 // 0
+    assert torch.equal(*draws) and not torch.equal(draws[0], wanted) and torch.equal(torch.rand(3), wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

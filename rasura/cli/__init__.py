@@ -64,6 +64,12 @@ def main() -> None:
     except InputError as error:
         say(f"rasura: {error}", to=err, style="bold")
         raise SystemExit(2) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # PyTorch's, which not every command imports
+            raise
+        say(f"rasura: the GPU has too little free memory: {str(error).partition('.')[0]}. Finished work is kept. Pass "
+            "--device cpu, or put fewer texts into memory at once", to=err, style="bold")  # fmt: skip
+        raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     finally:

@@ -185,6 +185,9 @@ def run_audit(
     prepared, store, estimated, count, forked = _prepared(
         plan, folder, device, workers if engine == "local" and seconds is None else 1, baseline, known
     )
+    if engine == "local" and (workers or 1) > 1 == count and len(prepared.left(store)) > 1 and seconds is None:
+        say("--workers has no effect: beside a GPU processes cannot be forked safely. With CUDA_VISIBLE_DEVICES= set to "
+            "nothing, the audit runs on several cores", to=err)  # fmt: skip
     what = "images" if prepared.data.images else "texts"
     cells = len(prepared.cells)
     err.print(

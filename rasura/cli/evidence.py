@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import Device, app, device_named, err, out, say
+from rasura.cli.shared import StepDevice, app, device_named, err, out, say
 
 if TYPE_CHECKING:
     from rasura.report.compare import Comparison
@@ -85,7 +85,7 @@ def reproduce(
     ] = 3,
     data: Annotated[str | None, typer.Option(help="the data file of the run, if it is elsewhere")] = None,
     model: Annotated[str | None, typer.Option(help="the model of the run, if it is elsewhere")] = None,
-    device: Device = "auto",
+    device: StepDevice = "auto",
     as_json: Json = False,
 ) -> None:
     """Run cells of a bundled audit again and say whether their figures come back.

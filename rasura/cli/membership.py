@@ -21,11 +21,11 @@ from rasura.cli.shared import (
     TextColumn,
     Truncate,
     app,
-    device_named,
     err,
     out,
     say,
     split,
+    training_device,
     watched,
 )
 from rasura.core.errors import InputError
@@ -87,7 +87,7 @@ def membership(
         rates, epsilon, delta, limit, num_labels, truncate, max_length, text_column, pair_column, label_column, recipe,
     )  # fmt: skip
     known("language", report_language, LANGUAGES)
-    told(plan, folder, device_named(device), as_json, report_language)
+    told(plan, folder, training_device(device), as_json, report_language)
 
 
 def judged(plan: Any, folder: Path, device: str) -> tuple[Any, list[Any]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import app, device_named, err, say
+from rasura.cli.shared import Device, app, err, say, training_device
 from rasura.core.errors import InputError
 
 client = typer.Typer(
@@ -40,7 +40,7 @@ def serve(
     max_memory: Annotated[int, typer.Option(help="memory limit for inference in MiB, in addition to the weights")] = 1024,
     max_training: Annotated[int, typer.Option(help="memory limit of a training job in MiB")] = 8192,
     rate: Annotated[float, typer.Option(help="requests per second and tenant; bursts may be twice as large")] = 50.0,
-    device: Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Train and run obfuscated models for clients, on token ids. Ctrl-C stops the server; jobs continue at the next start.
 
@@ -59,7 +59,7 @@ def serve(
         )
     told = f"serving on http://{host}:{port}, API documentation at http://{host}:{port}/docs"
     run(
-        store, token_file, host=host, port=port, limits=limits, device=device_named(device),
+        store, token_file, host=host, port=port, limits=limits, device=training_device(device),
         ready=lambda: say(told, to=err),
     )  # fmt: skip
 

@@ -49,8 +49,10 @@ MaxLength = Annotated[int | None, typer.Option(help="maximum text length in toke
 Optimizer = Annotated[str, typer.Option(help="optimizer: adamw or sgd")]
 TextTask = Annotated[str, typer.Option(help="classification or causal")]
 Out = Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")]
-Device = Annotated[str, typer.Option(help="device: auto, cpu, cuda or mps")]
-StepDevice = Annotated[str, typer.Option(help="device of the training step: auto, cpu, cuda or mps (attacks use the CPU)")]
+Device = Annotated[str, typer.Option(help="device: cpu, cuda, cuda:1 or mps; auto is cuda if there is one")]
+StepDevice = Annotated[
+    str, typer.Option(help="device of the training step: cpu, cuda, cuda:1 or mps; auto is cpu, which attacks always use")
+]
 ReportLanguage = Annotated[str, typer.Option("--language", help="language of the report: en, de or fr")]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 
@@ -111,17 +113,26 @@ def left_over(sizes: Iterable[int], count: int, limit: int | None = None) -> lis
     return [f"--batch-size {size}: {says}" for size, says in sorted({**few, **left}.items())]
 
 
+def training_device(name: str) -> str:
+    """As ``device_named``, but ``auto`` is a CUDA GPU if there is one: where models are trained or served."""
+    import torch
+
+    return "cuda" if name == "auto" and torch.cuda.is_available() else device_named(name)
+
+
 def device_named(name: str) -> str:
     """The device that ``--device`` names. Raises ``InputError`` if this machine does not have it."""
     import torch
 
-    if name not in ("auto", "cpu", "cuda", "mps"):
-        raise InputError(f"--device is {name!r}; expected auto, cpu, cuda or mps")
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    kind, numbered, number = name.partition(":")
+    if kind not in ("auto", "cpu", "cuda", "mps") or (numbered and not (kind == "cuda" and number.isdecimal())):
+        raise InputError(f"--device is {name!r}; expected auto, cpu, cuda, cuda:1 or mps")
     if name == "auto":
         # A step takes a fraction of a second, and the attacks keep their linear algebra in float64 on the CPU.
         return "cpu"
-    if not there[name]:
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = {"cpu": True, "cuda": int(number or 0) < cards, "mps": torch.backends.mps.is_available()}
+    if not there[kind]:
         raise InputError(f"--device {name} is not available on this machine; pass --device cpu")
     return name
 

@@ -15,7 +15,7 @@ from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
 from rasura.cli.outcome import Ending
 from rasura.cli.services import serve_and_read
-from rasura.cli.shared import Device, Limit, app, device_named, err, numbers, say, split, watched
+from rasura.cli.shared import Device, Limit, app, device_named, err, numbers, say, split, training_device, watched
 from rasura.cli.train import prepared, trained
 from rasura.core.errors import InputError, MissingExtra
 
@@ -65,7 +65,7 @@ def study(
         raise InputError(
             f"--hours is {hours:g}; expected a time above 0, and a study of attacks on updates: others run to their end"
         )
-    place, where = folder or Path("runs/studies") / name.replace("/", "-"), device_named(device)
+    place, where = folder or Path("runs/studies") / name.replace("/", "-"), training_device(device)
     if isinstance(plan, ServicePlan):
         training = files.prepared_training(found, plan) if found.train else None
         worth, records = served(plan, place, training, as_json, found.keys, where)
@@ -74,7 +74,7 @@ def study(
     elif isinstance(plan, TrainPlan):
         text, plot = of_training(found, plan, place, as_json, where)
     else:
-        text, plot = of_audit(found, plan, place, data, as_json, results, hours, where)
+        text, plot = of_audit(found, plan, place, data, as_json, results, hours, device)
     if plot is not None:
         try:
             drawn = plots.write(plot, results.parent / "plots" / f"{name.replace('/', '-')}.svg")
@@ -87,7 +87,7 @@ def study(
 
 def of_audit(
     found: Any, plan: Any, folder: Path, data: str | None, as_json: bool, results: Path, hours: float | None = None,
-    device: str = "cpu",
+    device: str = "auto",
 ) -> tuple[str, Any]:  # fmt: skip
     """Section and plot of an audit, alone or together with training. ``hours``: of what fits into them. Its cells go on
     from the records beside ``results``, of all studies, and are put there."""
@@ -102,7 +102,7 @@ def of_audit(
     run_audit(
         plan,
         folder,
-        device,
+        device_named(device),
         Ending(as_json=as_json),
         baseline=False,
         seconds=seconds,
@@ -120,7 +120,7 @@ def of_audit(
     if found.train is None:
         return tables.section(found, plan, records), plots.of_audit(found, plan, records)
     training = files.prepared_training(found, plan, data)
-    worth = trained(prepared(training, folder / "training", device), as_json)
+    worth = trained(prepared(training, folder / "training", training_device(device)), as_json)
     text = tables.tradeoff_section(found, plan, records, training, worth)
     return text, plots.of_tradeoff(found, plan, records, training, worth)
 

@@ -25,12 +25,12 @@ from rasura.cli.shared import (
     TextTask,
     Truncate,
     app,
-    device_named,
     err,
     out,
     protect,
     say,
     split,
+    training_device,
     watched,
 )
 from rasura.core.options import known
@@ -202,7 +202,7 @@ def train(
         delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon, unit=unit,
         gradient_canaries=gradient_canaries,
     )  # fmt: skip
-    trained(prepared(plan if update is None else following(plan, update), folder, device_named(device)), as_json)
+    trained(prepared(plan if update is None else following(plan, update), folder, training_device(device)), as_json)
 
 
 def _of(kind: str, name: str, names: tuple[str, ...]) -> Any:

@@ -14,6 +14,13 @@ from torch import Tensor
 def exact(device: str) -> Iterator[None]:
     """Inside the block, products of float32 tensors are in float32, whatever autocast on ``device`` and the process say
     (TF32, bfloat16)."""
+    with full_products(), torch.autocast(device, enabled=False):
+        yield
+
+
+@contextmanager
+def full_products() -> Iterator[None]:
+    """Inside the block, the process allows no TF32 and no bfloat16 in place of float32; autocast stays as it is."""
     backends: Any = torch.backends
     full: Any = "ieee"
     if hasattr(backends.cudnn, "conv"):
@@ -25,8 +32,7 @@ def exact(device: str) -> Iterator[None]:
     try:
         for place in places:
             setattr(place, name, full)
-        with torch.autocast(device, enabled=False):
-            yield
+        yield
     finally:
         for place, value in zip(places, before):
             setattr(place, name, value)

@@ -1,8 +1,7 @@
 """Randomness: one seed gives named, independent generators; secrets and real noise come from the operating system.
 
-A secret must not depend on a seed: PyTorch's CPU generator keeps 32 bits of a seed, and its dropout draws each mask from as
-many, which a laptop can try in minutes. ``SecretGenerator`` is therefore not a PyTorch generator, and PyTorch refuses to
-draw from it; the functions here draw from either kind.
+A secret must not depend on a seed: PyTorch's CPU generator keeps 32 bits of one, and dropout draws each mask from as many,
+which a laptop tries in minutes. PyTorch refuses a ``SecretGenerator``; the functions here draw from either kind.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _AT_ONCE = 1 << 20
 """How many numbers are drawn from the operating system at once."""
-
 
 _DROPOUTS = frozenset((
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
@@ -172,16 +170,35 @@ def bernoulli(chance: float, shape: Sequence[int], rng: Randomness) -> Tensor:
 
 
 @contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inside the block, PyTorch's own generators start from ``seed``, those of a GPU that is in use, too. Afterwards all
+    are as they were, and a GPU that was not in use yet starts as it would have: seeds of other code stay in force."""
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    apple: Any = torch.mps if torch.backends.mps.is_available() else None
+    before = None if apple is None else apple.get_rng_state()
+    with torch.random.fork_rng(devices=gpus):
+        torch.default_generator.manual_seed(seed)
+        if gpus:
+            torch.cuda.manual_seed_all(seed)
+        if apple is not None:
+            apple.manual_seed(seed)
+        try:
+            yield
+        finally:
+            if apple is not None:
+                apple.set_rng_state(before)
+
+
+@contextmanager
 def drawing(rng: Randomness) -> Iterator[None]:
     """Inside the block, what PyTorch draws in this thread (dropout masks, noise of a layer) comes from ``rng``.
 
-    A seeded generator seeds PyTorch's global generator, which is restored afterwards. With a ``SecretGenerator``, the
-    numbers are replaced below autograd. An unknown drawing operation raises ``RuntimeError``, and so does a draw in a
-    backward pass (gradient checkpointing repeats the forward pass and would get another mask).
+    A seeded generator seeds PyTorch's own (``seeded``). With a ``SecretGenerator``, the numbers are replaced below
+    autograd. An unknown drawing operation raises ``RuntimeError``, and so does a draw in a backward pass (gradient
+    checkpointing repeats the forward pass and would get another mask).
     """
     if isinstance(rng, torch.Generator):
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(child(rng))
+        with seeded(child(rng)):
             yield
         return
     if not isinstance(rng, SecretGenerator):

@@ -51,7 +51,7 @@ def scores(
     if metric not in SCORED:
         raise InputError(f"unknown significance {metric!r}; known: {', '.join((*SCORED, *NAMED))}")
     found = sensitivity(model, inputs, gradients, metric.removeprefix("sens").strip("-") or "randomised", rng)
-    return {n: found.get(n, torch.zeros_like(g)) for n, g in gradients.items()}
+    return {n: found[n].cpu() if n in found else torch.zeros_like(g) for n, g in gradients.items()}
 
 
 def sensitivity(
@@ -75,7 +75,7 @@ def sensitivity(
         logs: dict[str, Tensor] = {}
         for start in range(0, probes, TOGETHER):
             count = min(TOGETHER, probes - start)
-            probe = torch.tan(math.pi * (uniform((count, *at.shape), rng) - 0.5)).to(at.dtype)
+            probe = torch.tan(math.pi * (uniform((count, *at.shape), rng) - 0.5)).to(at)
             # The largest entries of a Cauchy vector are thousands; the product is linear, so it is taken at size 1.
             sizes = probe.flatten(1).abs().amax(1)
             moves = torch.func.vmap(lambda direction: _product(gradient, at, direction))(

@@ -7,12 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from rasura.core.errors import InputError
 from rasura.core.options import options
-from rasura.core.rng import generator
+from rasura.core.rng import generator, seeded
 from rasura.core.specs import ServiceProtectionSpec
 from rasura.core.values import Vocabulary
 from rasura.registry.adversaries import Adversaries
@@ -79,8 +78,7 @@ class ServiceProtection:
             if not texts:
                 raise InputError(f"{self.spec.name} is trained with its task; expected training texts")
             wanted["texts"] = texts
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)  # which CAPE's adversary begins with
+        with seeded(seed):  # which CAPE's adversary begins with
             made: Service = self.spec.make(model, vocabulary, **wanted)
         return made
 

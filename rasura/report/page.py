@@ -145,7 +145,7 @@ def _rendered(f: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any
         shown=shown,
         notes=notes_in(records, f),
         versions=records[0]["versions"] if records else {},
-        device=records[0]["device"] if records else "",
+        device=", ".join(sorted({r["device"] for r in records})),
         schema=records[0]["schema"] if records else "",
         seconds=sum(r["wall_seconds"] for r in records),
         curves=_curves(f),

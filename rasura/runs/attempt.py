@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
+import torch
+
 from rasura.core.errors import AttackFailed, NotApplicable, broken
 from rasura.core.interfaces import Adversary
 from rasura.core.unchanged import CHANGED
@@ -17,7 +19,7 @@ G = TypeVar("G")
 
 Status = Literal["ok", "failed", "crashed", "not_applicable"]
 
-MACHINE: tuple[type[Exception], ...] = (OSError, MemoryError)
+MACHINE: tuple[type[Exception], ...] = (OSError, MemoryError, torch.OutOfMemoryError)
 """Faults of the machine, not of an attack. Once they are fixed, the same command resumes."""
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from torch import nn
+from torch import OutOfMemoryError, nn
 
 from rasura.core.errors import broken
 from rasura.core.interfaces import ActiveAttack, Attack, InputError, NotApplicable, NotSent, Unavailable
@@ -39,7 +39,7 @@ from rasura.registry import (
 from rasura.registry import attack as make_attack
 from rasura.runs.attempt import Outcome, attempt, lacking, peak_mb
 from rasura.runs.audit_data import AuditData, encoded_data, load_data
-from rasura.runs.audit_models import AuditModels, load_language_model, load_victim
+from rasura.runs.audit_models import AuditModels, load_language_model, load_victim, on_cpu
 from rasura.runs.cells import Cell, by_step, enumerated
 from rasura.runs.chosen_methods import chosen_methods
 from rasura.runs.described import code_of, describe_run, own_methods
@@ -91,11 +91,11 @@ class Audit:
             return {c.key: image_seconds(c, level, attacks) for c in left}
         batch = {c.key: self.batches[c.defense, c.batch_size][c.batch] for c in left}
         v, rng = self.victim, generator(self.plan.seed, "estimate")
-        taken = measured_step(partial(step, v.model, task=v.task, vocabulary=v.vocabulary, rng=rng), list(batch.values()))
+        take = partial(step, on_cpu(v.model), task=v.task, vocabulary=v.vocabulary, rng=rng)  # where attacks run
         known = {d: self._adversaries(d) for d in {c.defense for c in left}}
         loads = {key: load_of(b, v.model) for key, b in batch.items()}
-        causal, about = v.task == "causal", (level, taken, attacks)
-        found = {c.key: cell_seconds(c, loads[c.key], *about, known[c.defense], causal=causal) for c in left}
+        about = (level, measured_step(take, list(batch.values())), attacks)
+        found = {c.key: cell_seconds(c, loads[c.key], *about, known[c.defense], causal=v.task == "causal") for c in left}
         return {**found, left[0].key: found[left[0].key] + first}
 
     def run(
@@ -145,7 +145,7 @@ class Audit:
             found = step(model, batch, defense, task=v.task, vocabulary=v.vocabulary, rng=rng, local=local, public=public)
         except (NotSent, NotApplicable) as reason:
             found = "not_applicable", str(reason)
-        except InputError:
+        except (InputError, OutOfMemoryError):
             raise
         except Exception as error:
             found = "crashed", f"the training step failed: {broken(error)}"

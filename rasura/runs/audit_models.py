@@ -18,6 +18,7 @@ from rasura.runs.cells import Cell
 from rasura.runs.plans import Plan
 from rasura.victims.adapters import with_fresh_adapter
 from rasura.victims.loading import Victim, load, with_one_label
+from rasura.victims.on_disk import copied
 from rasura.victims.structure import check_blocks
 from rasura.victims.weights import classes_for
 
@@ -40,6 +41,11 @@ def load_language_model(plan: Plan) -> tuple[nn.Module, Vocabulary] | None:
     """The public language model that the plan grants to the adversary, if any."""
     prior = None if plan.language_model is None else load(plan.language_model, "causal", attacked=False)
     return None if prior is None else (prior.model, prior.vocabulary)
+
+
+def on_cpu(model: nn.Module) -> nn.Module:
+    """``model``, or a copy of it where it is on another device."""
+    return model if next(model.parameters()).device.type == "cpu" else copied(model).to("cpu")
 
 
 class AuditModels:

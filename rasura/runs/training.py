@@ -22,7 +22,7 @@ from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import Adapter
 from rasura.core.provenance import sitting
 from rasura.core.records import canonical
-from rasura.core.rng import Randomness, generator
+from rasura.core.rng import Randomness, generator, seeded
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification, stored
@@ -238,8 +238,7 @@ class Training:
             config.label2id = {name: k for k, name in enumerate(names)}
 
     def _figures(self, model: nn.Module, rows: Sequence[Batch]) -> dict[str, float]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.plan.recipe.seed)  # where a service draws noise, the same for every epoch
+        with seeded(self.plan.recipe.seed):  # where a service draws noise, the same for every epoch
             if self.plan.task == "classification":
                 return classification(predictions(model, rows, self.pad), [int(r.labels[0]) for r in rows])
             return causal(*nats(model, rows, self.pad))

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import OutOfMemoryError, nn
 
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError
@@ -95,7 +95,7 @@ def main(arguments: list[str]) -> int:
             state, reason = "done", ""
     except InputError as error:
         state, reason = "failed", str(error)
-    except MemoryError:
+    except (MemoryError, OutOfMemoryError):
         state, reason = "failed", "the server has too little memory for this job"
     except Exception as error:
         state, reason = "failed", f"the training failed ({type(error).__name__})"

@@ -47,18 +47,23 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         ours = [level_text(v, m) for v, m in zip(values, study.metrics)]
         blind = level_text(values_of(some, study.metrics[0], "blind"), study.metrics[0])
         behind = ", ".join(dict.fromkeys(str(where[k]) for k in ("defense", "update", "threat") if where[k] not in _USUAL))
-        ended = [sum(r["status"] == status for r in some) for status in ("failed", "crashed", "not_applicable")]
         seconds = sum(r["cpu_seconds"] for r in some) / len(some)
         first = [where["attack"], behind or "none", where["batch_size"], len(values[0])]
         spent = []
         if costly:
             sent, took = (sum(r.get(k, 0) for r in some) / len(some) for k in ("sent_bytes", "defense_seconds"))
             spent = [f"{sent / 1e6:.1f}", f"{took:.1f}"]
-        last = [" / ".join(map(str, ended)) + f" of {len(some)}", f"{seconds:.0f}", *spent]
+        last = [ended(some), f"{seconds:.0f}", *spent]
         last.append(study.figure(where, study.metrics))
         lines.append(row_of([*first, *ours, blind, *last]))
     reasons = sorted({f"{r['attack']}: {r['reason']}" for r in rows if r["reason"]})
     return "\n".join([*lines, "", *(f"- {reason}" for reason in reasons), ""]).replace("\n\n\n", "\n\n")
+
+
+def ended(records: Sequence[Mapping[str, Any]]) -> str:
+    """How many of ``records`` hold no guess, in the order of ``ENDED``."""
+    counts = [sum(r["status"] == status for r in records) for status in ("failed", "crashed", "not_applicable")]
+    return " / ".join(map(str, counts)) + f" of {len(records)}"
 
 
 def training_section(study: Study, plan: TrainPlan, results: Iterable[Mapping[str, Any]]) -> str:

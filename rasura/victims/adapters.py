@@ -6,11 +6,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from rasura.core.interfaces import InputError, MissingExtra
 from rasura.core.local import Adapter
+from rasura.core.rng import seeded
 from rasura.core.values import Task
 from rasura.victims.models import parts
 from rasura.victims.on_disk import copied
@@ -106,8 +106,7 @@ def with_fresh_adapter(model: nn.Module, task: Task, adapter: Adapter | int, see
         lora_dropout=dropout,
         target_modules=inside if targets == "all" else sorted(n for n in names if not n.startswith("k")),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         out: nn.Module = get_peft_model(copied(model), config)  # type: ignore[arg-type]  # a Hugging Face model
     return out.eval()
 
@@ -136,8 +135,7 @@ def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, se
             raise MissingExtra("training by adapters needs PEFT; run: pip install 'rasura[lora]'") from None
         transposed = not isinstance(model.get_submodule(targets[0]), nn.Linear)
         config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, fan_in_fan_out=transposed)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             out = get_peft_model(model, config)  # type: ignore[arg-type]  # a Hugging Face model
     for parameter in kept:
         parameter.requires_grad_(True)

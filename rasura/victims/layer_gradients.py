@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,10 @@ _LINEAR = (nn.Linear, Conv1D)
 
 _POSITION_WISE = (*_LINEAR, nn.Embedding, nn.LayerNorm, nn.RMSNorm)
 """Layers that treat all positions alike; norms do so where they are of one dimension."""
+
+
+_Use = tuple[str, nn.Module, Tensor, Tensor, int]
+"""Name and layer, its input and output, and the output's version."""
 
 
 @dataclass(frozen=True)
@@ -187,12 +192,12 @@ def own_losses(model_output: Any, labels: Tensor) -> Tensor:
     return losses
 
 
-def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> tuple[list[Passed], Tensor]:
-    """One forward and backward pass: the input and the output gradient of every trainable layer, and the losses
-    ``(batch,)``."""
-    layers = checked_layers(model)
-    seen: list[tuple[str, nn.Module, Tensor, Tensor, int]] = []
-    hooks, spread_out = [], list[str]()
+@contextmanager
+def _watched(layers: Sequence[tuple[str, nn.Module]], size: int) -> Iterator[tuple[list[_Use], list[str]]]:
+    """Inside the block, every use of one of the ``layers``, and the names of those whose input was given a row for each
+    text."""
+    seen: list[_Use] = []
+    spread_out: list[str] = []
 
     def spread(name: str) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]:
         def hook(module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -219,21 +224,29 @@ def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) ->
 
         return hook
 
+    hooks: list[Any] = []
     try:
         for name, layer in layers:
             hooks += [layer.register_forward_pre_hook(spread(name)), layer.register_forward_hook(keep(name))]
-        with torch.enable_grad():
-            out = model(**inputs)
-            losses = own_losses(out, inputs["labels"])
-    except RuntimeError as error:
-        if not spread_out:
-            raise
-        # DeBERTa repeats its relative positions for every text itself.
-        raise NoRule(f"layer {spread_out[0]} has one input for all texts, and the model takes no other "
-            f"({first_line(error)}); freeze it") from None  # fmt: skip
+        yield seen, spread_out
     finally:
-        for hook in hooks:
-            hook.remove()
+        for one in hooks:
+            one.remove()
+
+
+def passed_through(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> tuple[list[Passed], Tensor]:
+    """One forward and backward pass: the input and the output gradient of every trainable layer, and the losses
+    ``(batch,)``."""
+    with _watched(checked_layers(model), size) as (seen, spread_out), torch.enable_grad():
+        try:
+            out = model(**inputs)
+        except RuntimeError as error:
+            if not spread_out:
+                raise
+            # DeBERTa repeats its relative positions for every text itself.
+            raise NoRule(f"layer {spread_out[0]} has one input for all texts, and the model takes no other "
+                f"({first_line(error)}); freeze it") from None  # fmt: skip
+        losses = own_losses(out, inputs["labels"])
     for name, module, _, output, version in seen:
         if output._version != version:
             raise NoRule(f"the output of layer {name} ({type(module).__name__}) is changed in place; use inplace=False")

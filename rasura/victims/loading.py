@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from rasura.core.interfaces import InputError
+from rasura.core.rng import seeded
 from rasura.core.values import NO_TEXT, Task, Vocabulary
 from rasura.victims.adapters import base_of, with_adapter
 from rasura.victims.embedded import embedded_path
@@ -254,8 +255,7 @@ def _model(
             if on_disk or (on_disk is None and needs_disk(entries)):
                 known.num_labels = options.get("num_labels", known.num_labels)
                 return stored_model(lambda: kind.from_config(known, attn_implementation="eager"), folder), ()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with seeded(seed):
             model, info = kind.from_pretrained(source, **options)
     except InputError:
         raise

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.core.exact import exact, norm, widened
+from rasura.core.exact import exact, full_products, half, norm, widened
 from rasura.core.interfaces import InputError
 from rasura.core.layers import layers_of
 from rasura.core.rng import WithoutDropout
@@ -123,18 +123,18 @@ def fault(model: nn.Module, inputs: Mapping[str, Tensor], size: int) -> str | No
     Raises ``InputError`` where a text has no gradient of its own.
     """
     names = sorted(n for n, p in model.named_parameters() if p.requires_grad)
-    half = torch.is_autocast_enabled(next(model.parameters()).device.type)
+    rounded = torch.is_autocast_enabled(next(model.parameters()).device.type) or any(half(p) for p in model.parameters())
     mask = inputs.get("attention_mask")
     padded = mask is not None and mask.dim() == 2 and not bool(mask.all())
-    key = (tuple(names), size > 1, half, padded, tuple(m.training for m in model.modules()))
+    key = (tuple(names), size > 1, rounded, padded, tuple(m.training for m in model.modules()))
     known = _verdicts.setdefault(model, {})
     if key not in known:
         try:
             checked_layers(model)
             order = torch.arange(size) if mask is None or not padded else mask.sum(1).argsort().cpu()
             rows = torch.cat([order[: COMPARED // 2], order[COMPARED // 2 :][-COMPARED // 2 :]])
-            with torch.random.fork_rng(devices=[]), WithoutDropout():
-                compared, found = _compared(model, inputs, rows, names, 0.05 if half else TOLERANCE)
+            with torch.random.fork_rng(devices=[]), WithoutDropout(), full_products():
+                compared, found = _compared(model, inputs, rows, names, 0.05 if rounded else TOLERANCE)
         except NoRule as reason:
             compared, found = True, str(reason)
         if not compared:

@@ -166,12 +166,12 @@ def step(
         )
     if local.plan is not None and local.plan.examples not in (0, len(batch)):
         raise InputError(f"update local: the round needs {local.plan.examples} examples but got {len(batch)}")
-    original, batch = batch, batch.copied()  # a protection may write into what it is given
+    # A protection may write into what it is given, and both protections of data and attacks run on the CPU.
+    original, batch = batch.to("cpu"), batch.copied().to("cpu")
     start = time.perf_counter()
     for part in (p for p in defense if p.stage is Stage.DATA):
         batch, _ = part.apply(batch, part.init((public or model, vocabulary)), rng)
     before = time.perf_counter() - start
-    # Tensors may sit on another device than the caller's batch.
     inputs = batch.to(next(model.parameters()).device).inputs()
     message, loss, after = message_for(
         model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record, most=most,

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import ImageClassifierOutput
 
 from rasura.core.interfaces import InputError
+from rasura.core.rng import seeded
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,7 @@ def lenet(num_labels: int, *, image_size: int = 32, seed: int = 0) -> ImageClass
     PyTorch's own initialisation leaves almost no gradient behind four sigmoids (Zhu et al. 2019, DLG).
     """
     config = VisionConfig("lenet", num_labels, image_size)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         steps: list[nn.Module] = []
         for inputs, stride in ((config.num_channels, 2), (12, 2), (12, 1), (12, 1)):
             steps += [nn.Conv2d(inputs, 12, 5, stride=stride, padding=2), nn.Sigmoid()]
@@ -70,8 +69,7 @@ def cnn(num_labels: int, *, image_size: int = 32, seed: int = 0) -> ImageClassif
     2,202,660 parameters with 100 classes (selective-encryption paper, sec. 5).
     """
     config = VisionConfig("cnn", num_labels, image_size)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         body = nn.Sequential(
             nn.Conv2d(config.num_channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),
             nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2),

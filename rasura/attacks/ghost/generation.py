@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rasura.attacks.ghost.inversion import Preimages, announced_ghost, preimages_of, substitutes
 from rasura.core.interfaces import AttackFailed, Budget
-from rasura.core.rng import generator
+from rasura.core.rng import generator, seeded
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import Grant, Observation, Reconstruction, Vocabulary
 from rasura.ghost.models import made_for
@@ -65,8 +65,7 @@ def trained(
         raise AttackFailed(f"no reference text has 1 to {LONGEST} tokens to learn from")
     hidden = Selector(model, table, vocabulary.special_ids)(originals, generator(seed, "ghost"))
     pairs = [(done.ids, tuple(ids)) for done, ids in zip(hidden, originals)]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         restorer = Restorer(model).eval()
         optimizer = torch.optim.AdamW(restorer.parameters(), lr=RATE)
         for epoch in range(epochs):

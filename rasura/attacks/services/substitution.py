@@ -14,7 +14,7 @@ from rasura.attacks.services.tables import Tables, cosines, nearest
 from rasura.attacks.services.trained import LONGEST
 from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.interfaces import Budget, NotApplicable
-from rasura.core.rng import child, generator
+from rasura.core.rng import child, generator, seeded
 from rasura.core.specs import ServiceAttackSpec
 from rasura.core.values import Vocabulary
 from rasura.victims.models import parts
@@ -94,8 +94,7 @@ def _trained(
     used = torch.tensor(sorted({i for t in texts for i in t}))
     near = dict(zip(used.tolist(), tables.usable[_near(tables, used, tried)].tolist()))
     rng = generator(0, "judge")
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(child(rng))
+    with seeded(child(rng)), torch.enable_grad():
         judge = Judge(model, words.pad_id or 0).eval()
         optimizer = torch.optim.AdamW(judge.parameters(), lr=1e-4)
         for _ in range(epochs):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rasura.attacks.services.tables import KEPT, word_table
 from rasura.core.answers import ServiceObservation, TokenReading
 from rasura.core.interfaces import Budget, NotApplicable
-from rasura.core.rng import child, generator
+from rasura.core.rng import child, generator, seeded
 from rasura.core.specs import ServiceAttackSpec
 from rasura.core.values import UNKNOWN
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
@@ -81,8 +81,7 @@ class MultiLabel:
         whole = torch.stack([s.mean(0) for s in own.states(last=True)])
         target = torch.stack([torch.isin(named, torch.tensor(t)).float() for t in ids])
         centre, spread = whole.mean(0), whole.std(0).clamp_min(1e-6)
-        with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(child(rng))
+        with seeded(child(rng)), torch.enable_grad():
             layer = nn.Linear(whole.shape[1], len(named))
             optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2)
             for _ in range(epochs):
@@ -217,8 +216,7 @@ class Inverter(nn.Module):
 
 
 def _fitted(states: Tensor, wanted: Tensor, names: Tensor, epochs: int, rng: torch.Generator) -> Inverter:
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        torch.manual_seed(child(rng))
+    with seeded(child(rng)), torch.enable_grad():
         inverter = Inverter(names)
         optimizer = torch.optim.AdamW(inverter.parameters(), lr=1e-3)
         for _ in range(epochs):

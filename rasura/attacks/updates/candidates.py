@@ -28,11 +28,16 @@ def agreement(
 
     Raises ``InputError`` if either is zero or not finite.
     """
-    own, _ = changed(model, text, list(sent))
+    own, _ = changed(model, _moved(text, model), list(sent))
     found = cosine(own, sent, visible)
     if math.isnan(found):
         raise InputError("the update or a candidate's gradient is zero or not finite; candidates cannot be compared")
     return found
+
+
+def _moved(text: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in text.items()}
 
 
 def last_weights(model: nn.Module, sent: Gradients, local: Local) -> dict[str, Tensor]:
@@ -42,8 +47,7 @@ def last_weights(model: nn.Module, sent: Gradients, local: Local) -> dict[str, T
 
 def fall(model: nn.Module, text: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> float:
     """How far the loss of one ``text`` falls from the round's first weights to its last, ``after``, over the first loss."""
-    device = next(model.parameters()).device
-    inputs = {name: value.to(device) for name, value in text.items()}
+    inputs = _moved(text, model)
     with torch.no_grad():
         first = float(model(**inputs).loss)
         last = float(torch.func.functional_call(model, dict(after), (), inputs).loss)
