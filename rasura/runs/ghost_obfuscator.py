@@ -10,7 +10,7 @@ from typing import Any
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.data.text import Example, place_of
-from rasura.ghost.defense import ghost
+from rasura.ghost.defense import ghost, searchable
 from rasura.ghost.models import made_for
 from rasura.ghost.selection_settings import Selection
 from rasura.ghost.table import PAPER, ShadowSettings, ShadowTable, embedding_digest, token_embedding
@@ -36,20 +36,20 @@ class GhostObfuscator:
         shadows: ShadowSettings | Mapping[str, Any] | None = None,
         beam: int = 1,
     ) -> None:
-        self.victim = victim
+        self.victim, model = victim, searchable(victim.model)
         asked = asdict(shadows) if isinstance(shadows, ShadowSettings) else dict(shadows or {})
         made: ShadowTable | None = None
         if table is not None and Path(table).exists():
-            made = ShadowTable.load(table, embedding_digest(token_embedding(victim.model)))
+            made = ShadowTable.load(table, embedding_digest(token_embedding(model)))
             if differs := made.differs(asked):
                 raise InputError(
                     f"{table} was made with other settings ({differs}); request the same settings, or name another file"
                 )
         shadows = replace(PAPER, **asked) if made is None else made.settings
-        self.table = made or made_for(victim.model, victim.vocabulary, shadows)
+        self.table = made or made_for(model, victim.vocabulary, shadows)
         if table is not None and made is None:
             self.table.save(table)
-        self.selector = ghost(self.table, shadows, Selection(beam=beam)).init((victim.model, victim.vocabulary))
+        self.selector = ghost(self.table, shadows, Selection(beam=beam)).init((model, victim.vocabulary))
 
     def __call__(self, rows: Mapping[str, Sequence[Any]], *, seed: int = 0, name: str = "map") -> dict[str, list[Any]]:
         """The columns ``text`` (and ``text_pair``) of ``rows`` obfuscated, with their ``input_ids``: for a pair, the ids of
