@@ -97,10 +97,12 @@ class Training:
         return self.owners if by_chance(parts) else None
 
     def victim(self, seed: int) -> Victim:
-        """The model before training, with a head drawn from ``seed``."""
+        """The model before training, with a head drawn from ``seed``. That of a service is on the CPU, where its client
+        computes and where it is audited; only what is trained of it goes to ``device``."""
         task: Any = self.plan.task
         attacked = self.plan.service or self.plan.lora > 0  # both look for the model's parts
-        made = load(self.plan.model, task, num_labels=self.labels, seed=seed, device=self.device, attacked=attacked)
+        device = "cpu" if self.plan.service else self.device
+        made = load(self.plan.model, task, num_labels=self.labels, seed=seed, device=device, attacked=attacked)
         return with_one_label(made)
 
     def _parted(self, everything: Sequence[Example]) -> tuple[list[Example], list[Example]]:
@@ -162,7 +164,7 @@ class Training:
         service = self.service(defense, victim, seed) if plan.service else None
         held, test = self.held, self.test
         if service is not None:
-            rng, model = generator(seed, "sent"), service.served
+            rng, model = generator(seed, "sent"), service.served.to(self.device)
             rows, held, test = (sent(service, some, rng) for some in (self.rows, held, test))
         else:
             rows = self.protected_rows(
