@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from audit_setting import comparable, model_folder, plan_for
 
+from rasura.cli.audit import run_audit
+from rasura.cli.outcome import Ending
 from rasura.core.interfaces import InputError
 from rasura.core.records import Record
 from rasura.core.run_store import RunStore
@@ -88,3 +90,8 @@ def test_bad_input_is_refused(tmp_path: Path, model_folder: Path, more: dict[str
     with pytest.raises(InputError, match=message):
         list(spread(prepared, store, **more))
     store.close()
+
+
+def test_a_model_on_a_gpu_is_refused(tmp_path: Path, model_folder: Path) -> None:
+    with pytest.raises(InputError, match="--engine ray computes on CPUs, and --device is cuda; pass --device cpu"):
+        run_audit(plan_for(model_folder, limit=1), tmp_path, "cuda", Ending(), "ray")

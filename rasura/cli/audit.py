@@ -158,13 +158,15 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
     return replace(plan, **given).checked()
 
 
-def _check_run(engine: str, address: str | None, workers: int | None) -> None:
+def _check_run(engine: str, address: str | None, workers: int | None, device: str) -> None:
     from rasura.core.options import known
 
     if workers is not None and workers < 1:
         raise InputError(f"--workers is {workers}; expected at least 1")
     if known("engine", engine, ENGINES) == "local" and address:
         raise InputError("--address needs --engine ray")
+    if engine == "ray" and device != "cpu":
+        raise InputError(f"--engine ray computes on CPUs, and --device is {device}; pass --device cpu")
 
 
 ENGINES = ("local", "ray")
@@ -178,7 +180,7 @@ def run_audit(
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``. ``seconds``: stop when they are
     over; cells of the widest intervals first (``studies.filling``). ``known``: the Records that other runs left for a model
     of this fingerprint; those of the plan's cells count as run."""
-    _check_run(engine, address, workers)
+    _check_run(engine, address, workers, device)
     from rasura.cli.progress import cells_watched
     from rasura.report.head import duration
 
