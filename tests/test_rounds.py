@@ -322,6 +322,9 @@ def test_masks_that_clients_cannot_agree_on_are_refused(keys: Keys) -> None:
             agree(defense, model(), keys)
     with pytest.raises(InputError, match="sealing needs keys"):
         agree(DEFENSES[2], model())
+    half = model().to(torch.bfloat16)
+    with pytest.raises(InputError, match=r"word_embeddings\.weight is in bfloat16, .* load the model in float32"):
+        agree("none", half)
     assert [p.mechanism.name for p in local_part("dropout:0.1+gaussian:0.1+frozen-blocks:1")] == ["dropout", "frozen-blocks"]
 
 

@@ -29,6 +29,9 @@ MIN_CLIENTS = 3
 BITS, NOISY_BITS = 16, 24
 """Bits of a value that is summed securely, without noise and with room for noise."""
 
+HELD = (torch.float16, torch.float32, torch.float64)
+"""Types of weights that Flower's arrays hold: NumPy knows no bfloat16."""
+
 
 @dataclass(frozen=True)
 class Agreement:
@@ -132,11 +135,15 @@ def agree(
     client refuses to open a sum of fewer than ``min_clients``, and less than three are refused without
     ``allow_few_clients``; with ``identities`` (``read_identities``), it checks that each key of a round was signed by one of
     them. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
-    keys, and keys of another scheme.
+    keys, keys of another scheme, and weights in bfloat16.
     """
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
     if not start:
         raise InputError("the model has no trainable parameter; expected at least one with requires_grad")
+    for name, tensor in start.items():
+        if tensor.dtype not in HELD:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise InputError(f"{name} is in {kind}, which Flower's arrays cannot hold; load the model in float32")
     if any(p.mechanism.name == "sign" for p in parse_defense(defense)):
         raise InputError("sign drops the size of an update, so every weight would move by 1; leave it out of the defense")
     if any(name == "dp-ftrl" for name, _ in parts(defense)):
