@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rasura.core.batches import Batch, ImageBatch
+from rasura.core.exact import full_products
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.local import FEDSGD, Local
 from rasura.core.rng import Randomness, drawing, permutation, secret_generator
@@ -173,10 +174,11 @@ def step(
         batch, _ = part.apply(batch, part.init((public or model, vocabulary)), rng)
     before = time.perf_counter() - start
     inputs = batch.to(next(model.parameters()).device).inputs()
-    message, loss, after = message_for(
-        model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record, most=most,
-        counts=counts, kept=kept,
-    )  # fmt: skip
+    with full_products():  # rounded to TF32, what is sent would differ from what attacks recompute
+        message, loss, after = message_for(
+            model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record, most=most,
+            counts=counts, kept=kept,
+        )  # fmt: skip
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:
         mechanism = (local.mechanism, *mechanism)
