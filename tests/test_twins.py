@@ -145,7 +145,12 @@ def test_span_leaves_the_places_of_twins_open() -> None:
 def test_a_decoder_with_many_twins_is_read_but_for_them(task: str) -> None:
     text = [CLS, 41, 60, 41, 61, 42, 62, 41, 63, 42, 64]
     model = with_twins("llama", task, (41, 200, 201, 202, 203), (42, 210, 211, 212, 213))
-    guess = Span()(seen_of(model, [text], task), rng=generator(0), budget=QUICK)
+    seen = seen_of(model, [text], task)
+    guess = Span()(seen, rng=generator(0), budget=QUICK)
+    if task == "causal" and guess.confidence == "verified":
+        # The labels tell them apart by the output layer. Rounding, another on each machine, decides whether it is found.
+        assert guess.tokens == (tuple(text),) and check(seen, [exchanged(text, 41, 200)])[0] > 0.1
+        return
     left = exchanged(exchanged(text, 41, UNKNOWN), 42, UNKNOWN)
     assert guess.tokens[0][: len(left) - 1] == tuple(left[:-1]) and guess.confidence == "span"
 
