@@ -100,6 +100,18 @@ def test_pairs_keep_their_segments(tokenizer: transformers.PreTrainedTokenizerBa
     assert batch.texts == ("one two three",)
 
 
+def test_of_a_text_that_is_cut_only_what_is_in_the_update_counts(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    texts = [
+        Example("one two " * 8 + "Brandt 4250", None, 0),
+        Example("one two", None, 0),
+        Example("one " * 9, "two " * 9, 0),
+    ]
+    batch = encode(texts, tokenizer, "classification", max_length=12, num_labels=2, truncate=True)
+    assert batch.texts[1] == "one two" and "Brandt" not in batch.texts[0] and texts[0].text.startswith(batch.texts[0])
+    kept = [len(t.split()) for t in batch.texts]
+    assert kept == [9, 2, 9], "12 tokens, of which three stand around the words of a pair"
+
+
 def test_encode_refuses_what_the_model_cannot_take(tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     long = [Example("one " * 30, None, 0)]
     with pytest.raises(InputError, match="has 32 tokens, but at most 16 are allowed; pass --truncate"):

@@ -33,7 +33,9 @@ from rasura.cli.shared import (
     training_device,
     watched,
 )
+from rasura.core.errors import InputError, MissingExtra
 from rasura.core.options import known
+from rasura.core.rounding import above
 
 
 class Rate:
@@ -213,7 +215,6 @@ def following(plan: Any, update: str) -> Any:
     """``plan``, a ``TrainPlan``, with the local training of ``update``. Raises ``InputError`` for other kinds of update."""
     from dataclasses import replace
 
-    from rasura.core.interfaces import InputError
     from rasura.registry import parse_update
     from rasura.victims.recipe import Recipe
 
@@ -244,7 +245,8 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
         line = bar.add_task("training", total=None)
 
         def told(what: str, done: int, total: int, figures: Any) -> None:
-            now = " ".join(f"{k} {v:.3f}" for k, v in figures.items() if k in ("train_loss", "accuracy", "loss", "epsilon"))
+            shown = {k: v for k, v in figures.items() if k in ("train_loss", "accuracy", "loss", "epsilon")}
+            now = " ".join(f"{k} {above(v) if k == 'epsilon' else f'{v:.3f}'}" for k, v in shown.items())
             bar.update(line, description=f"{what} {now}", completed=done, total=total)
 
         results = list(training.run(told))
@@ -259,7 +261,6 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
 
 def tabled(results: list[dict[str, Any]], folder: Path) -> None:
     """Print a row for each defense and seed, what is guaranteed and measured, and where the report is."""
-    from rasura.core.errors import MissingExtra
     from rasura.metrics.learned import accuracy_interval, has_figures, unlearned, without_figures
     from rasura.report.page import write_report
     from rasura.report.promises import alone, stated

@@ -184,7 +184,8 @@ def encode(
     """Tokenize ``examples`` as one batch, padded on the right to the longest.
 
     Causal labels are the ids themselves, -100 at padding. Raises ``InputError`` for a text longer than ``max_length`` tokens
-    (unless ``truncate``), a missing label, or a label outside ``0 .. num_labels - 1``.
+    (unless ``truncate``), a missing label, or a label outside ``0 .. num_labels - 1``. With ``truncate``, the texts of the
+    batch end where a fast tokenizer cut them.
     """
     paired = any(e.text_pair for e in examples)
     first = [e.text for e in examples]
@@ -231,11 +232,22 @@ def encode(
                     f"pass --num-labels {e.label + 1} or more"
                 )
         labels = torch.tensor([e.label for e in examples])
-    texts = tuple(e.text if not e.text_pair else f"{e.text} {e.text_pair}" for e in examples)
+    pieces = coded.encodings if truncate and tokenizer.is_fast else [None] * len(examples)
+    texts = tuple(map(_in_rows, examples, pieces))
     special = frozenset(tokenizer.all_special_ids)
     unknown = unknown_ids(tokenizer)
     seen = tuple(readable(r, lambda some: str(tokenizer.decode(list(some))), special - unknown, unknown) for r in rows)
     return Batch(ids, mask, labels, texts, seen, segments, special)
+
+
+def _in_rows(example: Example, encoding: Any) -> str:
+    """The text of ``example``, both of a pair; without what the tokenizer cut off, where its ``encoding`` is given: what is
+    not in the update cannot be read, and does not count as kept."""
+    parts = [example.text, *([example.text_pair] if example.text_pair else [])]
+    if encoding is not None and encoding.overflowing and example.input_ids is None:
+        places = list(zip(encoding.sequence_ids, encoding.offsets))
+        parts = [part[: max((end for n, (_, end) in places if n == k), default=0)] for k, part in enumerate(parts)]
+    return " ".join(parts)
 
 
 def groups(examples: Sequence[E], size: int) -> list[list[E]]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from rasura.core.files import write_whole
 from rasura.core.records import CLIENT
+from rasura.core.rounding import above
 from rasura.metrics.learned import epochs_compared, has_figures
 from rasura.metrics.membership import auc_bound
 from rasura.metrics.utility import HIGHER_IS_BETTER
@@ -144,7 +145,7 @@ def membership_section(
         spent = (promised["epsilon"], promised["delta"]) if holds else promised.get("otherwise")
         bound = 1.0 if spent is None else auc_bound(*spent)
         behind = result["defense"] + (f", seed {result['seed']}" if plan.seeds > 1 else "")
-        epsilon = "–" if spent is None else f"{spent[0]:.3g}" + ("" if holds else " (were the noise secret)")
+        epsilon = "–" if spent is None else above(spent[0], 3) + ("" if holds else " (were the noise secret)")
         right = spread_text([result["after"]["accuracy"]], "accuracy")
         for r in sorted(some, key=lambda r: attacks.index(r["attack"])):
             ours = [_rate(r["scores"].get(m)) for m in study.metrics]
