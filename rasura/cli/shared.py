@@ -6,7 +6,6 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +21,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
-    suggest_commands=find_spec("typer._click") is not None,  # earlier versions of typer use click, which does
+    suggest_commands=hasattr(typer, "_click"),  # earlier versions of typer use click, which does
 )
 protect = typer.Typer(no_args_is_help=True, help="Apply a protection: ghost to texts, or obfuslm to a model.")
 app.add_typer(protect, name="protect")
