@@ -20,6 +20,7 @@ from rasura.registry import family, parse_defense, strengths
 from rasura.report.commands import applied
 from rasura.report.page import write_report
 from rasura.report.template import spaced
+from rasura.report.training import cheapest
 from rasura.runs.audit import Audit
 from rasura.runs.calibration import Calibration, calibrate
 from rasura.runs.calibration_plan import CalibrationPlan
@@ -168,6 +169,19 @@ def test_resumed_it_is_the_same_and_another_target_measures_little(
     assert "at least 39 are needed" in out_of_reach["recommendation"]
     with pytest.raises(InputError, match="another plan"):
         calibrate(replace(plan, plan=replace(plan.plan, limit=2)), out=folder)
+
+
+def test_least_cost_is_only_said_where_chance_does_not_explain_it() -> None:
+    def priced(behind: float, n: int = 400, **more: object) -> dict[str, object]:
+        return {"metric": "accuracy", "cost": 0.9 - behind, "behind": behind, "n": n, "tested_on": "test", **more}
+
+    assert cheapest({"a": priced(0.9), "b": priced(0.7)}) == "Of these, a costs least accuracy."
+    unclear = "Of these, a costs least accuracy in one training each; whether it does is not told from chance."
+    assert cheapest({"b": priced(0.89), "a": priced(0.9)}) == unclear
+    assert cheapest({"a": priced(0.9, 10), "b": priced(0.7, 10)}) == unclear
+    assert cheapest({"a": priced(0.9), "c": priced(0.9), "b": priced(0.7)}) == unclear
+    loss = {"metric": "loss", "behind": 2.0, "n": 400, "tested_on": "test"}
+    assert "not told from chance" in cheapest({"a": {**loss, "cost": 0.1}, "b": {**loss, "cost": 0.9}})
 
 
 def test_utility_and_what_it_guarantees(model_folder: Path, notes: Path, tmp_path: Path) -> None:

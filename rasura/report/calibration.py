@@ -13,7 +13,7 @@ from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, size, tell
 from rasura.report.matrix import risk_name
 from rasura.report.template import COLOURS, filled
-from rasura.report.training import chose
+from rasura.report.training import cheapest, chose
 
 REACHED = ("found", "no need")
 """Outcomes of a protection whose setting meets the target."""
@@ -105,9 +105,7 @@ def recommendation(result: Mapping[str, Any]) -> str:
         return f"{tell('No protection can be recommended.')} {said}"
     says = " ".join(outcome(f, result) for f in good)
     if len(good) > 1 and all((f.get("utility") or {}).get("cost") is not None for f in good):
-        cheapest = min(good, key=lambda f: f["utility"]["cost"])
-        metric = recorded(cheapest["utility"]["metric"])
-        says += " " + tell("Of these, {setting} costs least {metric}.", setting=cheapest["setting"], metric=metric)
+        says += " " + cheapest({f["setting"]: f["utility"] for f in good})
     return says
 
 

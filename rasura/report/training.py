@@ -104,6 +104,23 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
     return NOT_LESS, f"{says} {tell('A cost of up to {most:.1f} points is not ruled out.', most=most)}"
 
 
+def cheapest(utilities: Mapping[str, Mapping[str, Any]]) -> str:
+    """Which of several settings costs least, by what a calibration says of the utility behind each. Least is only said where
+    the intervals of the accuracy are apart; other figures have none."""
+    best = min(utilities, key=lambda setting: float(utilities[setting]["cost"]))
+    metric, apart = utilities[best]["metric"], False
+    if metric == "accuracy":
+        ends = {s: accuracy_interval({**u, "after": {metric: u["behind"]}, "n_test": u["n"]}) for s, u in utilities.items()}
+        first = ends.pop(best)
+        apart = first is not None and all(e is not None and e[1] < first[0] for e in ends.values())
+    if apart:
+        return tell("Of these, {setting} costs least {metric}.", setting=best, metric=recorded(metric))
+    return tell(
+        "Of these, {setting} costs least {metric} in one training each; whether it does is not told from chance.",
+        setting=best, metric=recorded(metric),
+    )  # fmt: skip
+
+
 def chose(results: Sequence[Mapping[str, Any]]) -> str:
     """What is to be said of trainings whose texts chose the epoch that they judge; empty where none did."""
     if all(epochs_compared(r) == 1 for r in results):
