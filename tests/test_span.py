@@ -19,11 +19,13 @@ from rasura.attacks.updates.span.rows import block_spaces, row_space, visible_bl
 from rasura.attacks.updates.span.scan import Scan
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
+from rasura.core.threat import HONEST_SERVER, observe
 from rasura.core.values import UNKNOWN, Grant, Mechanism, Message, Observation, Reconstruction, Stage, Vocabulary
+from rasura.registry import parse_defense
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_of, tiny
 from rasura.victims.loading import load
 from rasura.victims.models import layer_inputs, parts
-from rasura.victims.step import gradients
+from rasura.victims.step import gradients, step
 
 BARE = [[CLS, *t[1:-1]] for t in TEXTS]
 
@@ -152,6 +154,22 @@ def test_dropout_does_not_stop_it(rate: float) -> None:
     guess = practical(TEXTS[:1], rate, 3)
     assert guess.tokens == (tuple(TEXTS[0]),)
     assert guess.confidence == "span", "nothing can be verified while the masks are unknown"
+
+
+@pytest.mark.parametrize("hidden", [64, 256])
+def test_gpt2_under_dropout_is_read_or_given_up(hidden: int) -> None:
+    """Its dropout comes before the normalisation, and it takes no empty batch."""
+    model, text = tiny("gpt2", "classification", hidden=hidden), [CLS, 40, 41, 42, 43, 44, 45, SEP]
+    sent = step(
+        model, batch_of([text], "classification", [1]), parse_defense("frozen-embeddings+dropout:0.1"),
+        task="classification", vocabulary=VOCABULARY, rng=generator(1),
+    )  # fmt: skip
+    seen = observe(sent, HONEST_SERVER)
+    if hidden == 256:
+        assert attack(seen).tokens == (tuple(text),)
+    else:
+        with pytest.raises(AttackFailed, match="row space"):
+            attack(seen)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1])

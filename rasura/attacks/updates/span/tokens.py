@@ -213,6 +213,8 @@ class Search:
 
     def _fit(self, position: int, tokens: Tensor) -> bool:
         """The first fits at a position; the segment is the first one in which a token fits."""
+        if not len(tokens):  # GPT-2 takes no empty batch
+            return False
         for segment in range(self.inputs.types):
             fit = self.fit(self.inputs.first(tokens, position, segment), steps=FIRST, tolerant=self.tolerant)
             good = fit.accepted.nonzero().flatten().tolist()
