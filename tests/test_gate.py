@@ -14,7 +14,7 @@ from rasura.core.interfaces import InputError
 from rasura.report.findings import findings
 from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED, ROUNDING, gate, judged
 from rasura.report.pooled import Level
-from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, Verdict, texts_needed
+from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, texts_needed
 
 
 def of_gate(rows: list[dict[str, Any]], limit: float) -> Any:
@@ -128,6 +128,9 @@ def test_what_could_not_be_judged_says_why(v: Verdict, why: str) -> None:
 def test_the_bound_at_the_limit_passes() -> None:
     assert judgement(Verdict(NOT_TOLD, "bf16", 60, 0.1, 0.4)) == (PASSED, "")
     assert judgement(Verdict(ABOVE, "bf16", 60, 0.3, 0.4, guess=level(0.1))) == (PASSED, "")
+    whole = Verdict(READS, "bf16", 60, 0.1, 0.2, whole=1, attack="span")
+    code, says = judgement(whole)
+    assert code == ABOVE_LIMIT and "1 of 60 notes nearly whole" in says and says.endswith("which no limit allows")
     empty = gate({}, 0.4)
     assert (empty.exit, empty.judged) == (NOT_JUDGED, ())
     assert empty.says == ("nothing to judge against --fail-above 40 %: the run contains no protection and no baseline",)

@@ -68,6 +68,11 @@ def test_a_training_tells_who_its_members_are(tmp_path: Path, model_folder: Path
     texts_of = {row.texts[0] for row in training.rows}
     assert {e.text for e, m in zip(prepared.examples, prepared.members) if m} == texts_of
     assert not {e.text for e, m in zip(prepared.examples, prepared.members) if not m} & texts_of
+    texts = data.read_text().splitlines()
+    for other in (texts[::-1], [*texts[:-1], texts[-1].replace("alpha", "bravo", 1)], [*texts, texts[3]]):
+        data.write_text("\n".join(other) + "\n")
+        with pytest.raises(InputError, match="lists rows of another file than"):
+            MembershipAudit(plan, tmp_path / "run")
     rows.write_text('{"trained": [99], "held_out": []}')
     with pytest.raises(InputError, match="does not list rows"):
         MembershipAudit(plan, tmp_path / "run")

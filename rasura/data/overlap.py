@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +23,12 @@ def wording(text: str) -> str:
 def wording_of(example: Example) -> tuple[str, str]:
     """The wording of a text, and of the second text of a pair."""
     return wording(example.text), wording(example.text_pair or "")
+
+
+def texts_hash(examples: Iterable[Example]) -> str:
+    """Sixteen hex digits that identify the wording of ``examples`` and their order, whatever their labels are called."""
+    lines = (json.dumps(wording_of(e), ensure_ascii=False) for e in examples)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def parts(examples: Iterable[Example]) -> Iterator[str]:

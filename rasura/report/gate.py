@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rasura.core.errors import InputError
-from rasura.report.verdicts import Verdict, plain, texts_needed, unmeasured
+from rasura.report.verdicts import READS, Verdict, plain, texts_needed, unmeasured
 
 PASSED, ABOVE_LIMIT, NOT_JUDGED = 0, 3, 4
 """Exit codes: every judged column stays below; one is above; one could not be judged."""
@@ -41,8 +41,8 @@ def outcomes(verdicts: Mapping[str, Verdict], limit: float) -> dict[str, tuple[i
     """The exit code of each judged column of ``verdicts``, and what is said of it.
 
     A column is above it where its strongest attack read more on average, and more than guessing scores: one that gave up has
-    the score of guessing and recovered nothing. Else the column is not judged unless it was fully measured and the upper
-    bound of what was read is at most ``limit``.
+    the score of guessing and recovered nothing. So is a column of which a text came back nearly whole. Otherwise it is not
+    judged unless it was fully measured and the upper bound of what was read is at most ``limit``.
     """
     checked_limit(limit)
     share = f"--fail-above {100 * limit:.3g} %"
@@ -52,7 +52,9 @@ def outcomes(verdicts: Mapping[str, Verdict], limit: float) -> dict[str, tuple[i
         if most is not None:
             read = f"{most.attack} read {100 * (most.risk or 0):.0f} %"
             found[name] = ABOVE_LIMIT, f"{name}: {read}, above {share}{_guessing(most, limit)}"
-        elif not v.within(limit, v.upper):
+        elif v.word == READS:
+            found[name] = ABOVE_LIMIT, f"{name}: {v.says}, which no limit allows"
+        elif not v.meets(limit):
             found[name] = NOT_JUDGED, f"{name}: not judged against {share}: {_why(v, limit)}"
         else:
             found[name] = PASSED, f"{name}: at most {100 * (v.upper or 0):.0f} % is read, within {share}"

@@ -72,7 +72,7 @@ def membership_findings(records: Sequence[Mapping[str, Any]], plan: Mapping[str,
     columns = (tell("attack"), "AUC", *map(_name, rates), tell("leakage"), tell("largest leakage"))
     missing = _missing(records, plan)
     sentences = _sentences(done, rates, plan, missing)
-    return Found(tuple(sentences), columns, tuple(rows), tuple(_checks(done, plan)), tuple(reasons), missing)
+    return Found(tuple(sentences), columns, tuple(rows), tuple(_checks(done, plan, missing)), tuple(reasons), missing)
 
 
 def _missing(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> tuple[str, ...]:
@@ -167,7 +167,7 @@ def _above(record: Mapping[str, Any]) -> bool:
     return _apart(record["scores"]["auc"])
 
 
-def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[str]:
+def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing: Sequence[str]) -> list[str]:
     if not done:
         return []
     out = []
@@ -203,7 +203,7 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
             )
         )
     if plan.get("epsilon") is not None:
-        out.append(_by_epsilon(done, plan))
+        out.append(_by_epsilon(done, plan, missing))
     if len([r for r in done if r["attack"] != "blind"]) > 1:
         out.append(
             tell(
@@ -214,10 +214,11 @@ def _checks(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> list[
     return out
 
 
-def _by_epsilon(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> str:
-    """What the stated epsilon permits, and whether an attack is above it."""
+def _by_epsilon(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing: Sequence[str]) -> str:
+    """What the stated epsilon permits, and whether an attack on the model is above it."""
+    real = [r["scores"]["auc"] | {"attack": r["attack"]} for r in done if r["attack"] != "blind"]
     bound = auc_bound(plan["epsilon"], plan.get("delta", 0.0))
-    above = [r["attack"] for r in done if max(r["scores"]["auc"]["low"], 1 - r["scores"]["auc"]["high"]) > bound]
+    above = [auc["attack"] for auc in real if max(auc["low"], 1 - auc["high"]) > bound]
     delta = f", delta {number(plan['delta'], 'g')}" if plan.get("delta") else ""
     given = {"epsilon": number(plan["epsilon"], "g"), "delta": delta, "bound": float(bound)}
     if above:
@@ -225,9 +226,14 @@ def _by_epsilon(done: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> s
             "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}, and {attacks} is above it: the "
             "guarantee does not hold, or the texts differ.", attacks=", ".join(above), **given,
         )  # fmt: skip
+    if not real or missing or _off(done):
+        return tell(
+            "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; this run does not tell whether attacks stay "
+            "below it.", **given,
+        )  # fmt: skip
     return tell(
-        "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; no attack exceeds it by more than its "
-        "interval.", **given,
+        "Epsilon {epsilon}{delta} permits an AUC of at most {bound:.3f}; no attack is shown to exceed it, and an AUC of up "
+        "to {high:.3f} is not ruled out.", high=float(max(max(auc["high"], 1 - auc["low"]) for auc in real)), **given,
     )  # fmt: skip
 
 

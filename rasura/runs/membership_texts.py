@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.errors import InputError
-from rasura.data.overlap import wording_of
+from rasura.data.overlap import texts_hash, wording_of
 from rasura.data.text import Example, columns_of, load_examples, place_of
 from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.training import encoded
@@ -62,10 +62,16 @@ class MembershipTexts:
             if not all(type(k) is int and 0 <= k < len(everything) for k in numbers) or len(set(numbers)) < len(numbers):
                 raise ValueError
             trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
+            same = told["texts"] == texts_hash(everything)
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise InputError(
                 f"{plan.rows} does not list rows of {plan.members}; expected the rows.json of its training run"
             ) from None
+        if not same:
+            raise InputError(
+                f"{plan.rows} lists rows of another file than {plan.members}, or of the same texts in another order; pass "
+                "the file that the training read"
+            )
         if others is None:  # a text that occurs twice may stand on both sides: it was trained on
             seen = set(map(wording_of, trained))
             others = [e for e in held if wording_of(e) not in seen]

@@ -23,6 +23,7 @@ from rasura.core.local import Adapter
 from rasura.core.provenance import sitting
 from rasura.core.records import canonical
 from rasura.core.rng import Randomness, generator, seeded
+from rasura.data.overlap import texts_hash
 from rasura.data.text import Example, columns_of, data_hash, encode, load_examples
 from rasura.metrics.learned import majority
 from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification, stored
@@ -119,7 +120,7 @@ class Training:
         apart = set(each[:count])
         held = [k for k, one in zip(some, whose) if one in apart]
         kept = [k for k, one in zip(some, whose) if one not in apart]
-        self.parted = {"trained": kept, "held_out": held}
+        self.parted = {"trained": kept, "held_out": held, "texts": texts_hash(everything)}
         return [everything[k] for k in kept], [everything[k] for k in held]
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
