@@ -105,7 +105,7 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
 
 
 def cheapest(utilities: Mapping[str, Mapping[str, Any]]) -> str:
-    """Which of several settings costs least, by what a calibration says of the utility behind each. Least is only said where
+    """Which of several settings costs least, by what a calibration says of their utility. Least is only said where
     the intervals of the accuracy are apart; other figures have none."""
     best = min(utilities, key=lambda setting: float(utilities[setting]["cost"]))
     metric, apart = utilities[best]["metric"], False
