@@ -123,6 +123,7 @@ def test_the_commands_bundle_reproduce_and_compare(file: Path, tmp_path: Path) -
     told = json.loads(done.stdout)
     assert done.exit_code == 0 and [one["word"] for one in told["cells"]] == [EQUAL, EQUAL]
     same = run.invoke(app, ["compare", str(file.parent), str(file.parent), "--json"])
-    assert same.exit_code == 0 and {c["word"] for c in json.loads(same.stdout)["changes"]} == {"the same"}
+    assert same.exit_code == 4 and {c["word"] for c in json.loads(same.stdout)["changes"]} == {"not comparable"}
     shown = run.invoke(app, ["compare", str(file.parent), str(file.parent)])
-    assert "Nothing changed beyond noise" in " ".join(shown.output.split())
+    told_of = " ".join(shown.output.split())
+    assert shown.exit_code == 4 and "could not be made" in told_of and "No change" not in told_of

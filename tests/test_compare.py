@@ -43,7 +43,7 @@ def test_only_a_change_beyond_noise_is_said() -> None:
     assert 0 < change.low < 0.25 < change.high and change.n == (MANY, MANY)
     few = [r for r in READ if r["batch"] < 2]
     a, b = (run([*few, *column("span", "bf16", [v] * 2)]) for v in (0.3, 0.6))
-    assert words(a, b)["span", "bf16"] == NOISE, "two texts show nothing"
+    assert words(a, b)["span", "bf16"] == UNKNOWN, "two texts show nothing"
 
 
 def test_other_texts_are_two_groups_and_need_a_larger_change() -> None:
@@ -67,12 +67,13 @@ def test_what_one_run_lacks_is_not_comparable() -> None:
 def test_what_could_not_be_compared_is_counted_and_sets_the_exit_code() -> None:
     whole = run([*READ, *column("span", "bf16", noisy())])
     same = compared(whole, whole)
-    assert same.says.startswith("Nothing changed beyond noise, by the 95 % interval") and same.exit == 0
+    assert same.says.startswith("No change is shown, by the 95 % interval") and same.exit == 0
     crashed = compared(whole, run([*READ, *column("span", "bf16", [None] * MANY, "crashed")]))
     assert crashed.says.startswith("0 of 2 comparisons changed beyond noise; 1 could not be made, by") and crashed.exit == 4
     moved = compared(whole, run([*column("span", "none", [0.2] * MANY), *column("span", "bf16", [None], "crashed")]))
     assert moved.says.startswith("1 of 2 comparisons changed beyond noise; 1 could not be made") and moved.exit == 4
-    assert compared(whole, run([*READ, *column("span", "bf16", noisy(0.25))])).exit == 0, "a change is an answer"
+    assert compared(whole, run([*READ, *column("span", "bf16", noisy(-0.25))])).exit == 0, "a change is an answer"
+    assert compared(whole, run([*READ, *column("span", "bf16", noisy(0.25))])).exit == 3, "from above guessing to reads"
     nothing = compared(run([]), run([]))
     assert nothing.exit == 4 and "the runs have no figures to compare" in nothing.says
 
@@ -118,3 +119,49 @@ def test_settings_are_compared_apart() -> None:
     assert {c.where[-1]: c.word for c in missing.changes} == {"1": SAME, "2": UNKNOWN}
     alone = compared(run(both(1.0, 0.0)[:MANY]), run(both(1.0, 0.0)[MANY:]))
     assert [(c.where, c.word) for c in alone.changes] == [("", CHANGED)], "the settings say that it differs"
+
+
+def test_too_few_texts_to_show_any_change_are_not_called_unchanged() -> None:
+    def few(value: float, n: int, data: str = "d") -> Run:
+        return run(column("span", "bf16", [value] * n), data=data)
+
+    for data, needed in (("d", 6), ("other", 7)):
+        found = compared(few(0.0, needed - 1), few(1.0, needed - 1, data))
+        (change,) = found.changes
+        assert change.word == UNKNOWN and change.why == f"too few texts: at least {needed} are needed" and found.exit
+        assert "No change" not in found.says and change.low is None
+        assert compared(few(0.0, needed), few(1.0, needed, data)).changes[0].word == CHANGED
+    assert compared(few(0.0, 2), few(0.0, 2)).exit == 4, "two equal texts show no more than two others"
+    uneven = compared(few(0.0, MANY), few(0.0, 3, "other"))
+    assert uneven.changes[0].word == UNKNOWN and uneven.exit == 4
+
+
+def test_a_verdict_that_became_worse_is_never_called_no_change() -> None:
+    quiet = [*READ, *column("span", "bf16", [GUESS] * MANY)]
+    lost = [*READ, *column("span", "bf16", [GUESS] * (MANY - 1) + [None], "crashed")]
+    read = [*READ, *column("span", "bf16", [GUESS] * (MANY - 1) + [1.0])]
+    assert run(quiet).found.verdicts["bf16"].holds
+    for was, now in ((quiet, read), (quiet, lost), (lost, read)):
+        found = compared(run(was), run(now))
+        assert found.worse == ("bf16",) and found.exit == 3 and found.says.startswith("The verdict became worse on bf16. ")
+        back = compared(run(now), run(was))
+        assert back.worse == () and back.exit in (0, 4)
+    (one,) = [c for c in compared(run(quiet), run(read)).changes if c.column == "bf16"]
+    assert one.word == NOISE, "one text in sixty is within the noise of the mean; the verdict is not"
+
+
+def test_an_attack_that_did_not_end_on_every_text_is_not_compared() -> None:
+    crashed = run([*READ, *column("span", "bf16", [1.0] + [None] * (MANY - 1), "crashed")])
+    found = compared(crashed, crashed)
+    told = {c.column: (c.word, c.why) for c in found.changes}
+    assert told["bf16"] == (UNKNOWN, f"first run: crashed on {MANY - 1} of {MANY}") and found.exit == 4
+    most = run([*READ, *column("span", "bf16", [*noisy()[1:], None], "crashed")])
+    assert words(most, most)["span", "bf16"] == UNKNOWN, "many texts, and not all"
+    short = [*column("span", "bf16", noisy()), *column("tag", "bf16", noisy()[:30])]
+    assert words(run(short), run(short))["tag", "bf16"] == UNKNOWN, "it was not run on what the other attack was"
+
+
+def test_runs_without_any_figure_show_nothing() -> None:
+    absent = run([*column("tag", "none", [None] * MANY, "not_applicable"), *column("blind", "none", [GUESS] * MANY)])
+    found = compared(absent, absent)
+    assert found.exit == 4 and "no figures to compare" in found.says and "No change" not in found.says

@@ -24,8 +24,8 @@ Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 def compare(first: Folder, second: Folder, as_json: Json = False) -> None:
     """Say what changed between two audits of the same kind, beyond noise.
 
-    If both audits read the same texts, each text is compared with itself. Exit code 4: a comparison could not be made, as
-    where an attack crashed or was not run in one of the audits.
+    If both audits read the same texts, each text is compared with itself. Exit code 3: a verdict became worse. 4: a comparison
+    could not be made, as where an attack crashed or was not run in one of the audits, or where there are too few texts.
 
     Example: rasura compare runs/before runs/after
     """
@@ -48,13 +48,13 @@ def _print(found: Comparison) -> None:
     verdicts = [v for v in found.verdicts if v[1] != v[2]]
     for column, was, now in verdicts:
         said = f"{column}: {was or 'not in the first run'}; then {now or 'not in the second run'}"
-        say(f"verdict on {said}")
+        say(f"{'worse verdict' if column in found.worse else 'verdict'} on {said}")
     table = Table("attack", "protection", "before, %", "after, %", "difference, points", "n", "", header_style="bold")
     for c in found.changes:
         mean = ["–" if v is None else f"{100 * v:.0f}" for v in (c.before, c.after)]
         span = "–" if c.low is None or c.high is None else f"{100 * c.low:+.0f} to {100 * c.high:+.0f}"
         n = str(c.n[0]) if c.n[0] == c.n[1] else f"{c.n[0]}, {c.n[1]}"
-        table.add_row(c.attack, f"{c.column} ({c.where})" if c.where else c.column, *mean, span, n, c.word)
+        table.add_row(c.attack, f"{c.column} ({c.where})" if c.where else c.column, *mean, span, n, f"{c.word}: {c.why}" if c.why else c.word)
     out.print(table)
     out.print(found.says)
 

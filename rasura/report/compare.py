@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.metrics.intervals import mean_interval
 from rasura.report.findings import column_of
-from rasura.report.gate import NOT_JUDGED, PASSED
+from rasura.report.gate import ABOVE_LIMIT, NOT_JUDGED, PASSED
 from rasura.report.head import Made
 from rasura.report.matrix import Findings
-from rasura.report.readings import Reading, Record, about_texts, cells_of, reading, setting_of
+from rasura.report.readings import BLIND, Reading, Record, about_texts, cells_of, reading, setting_of
+from rasura.report.verdicts import WORDS, Verdict
 
 CHANGED, NOISE, UNKNOWN, SAME = "changed", "not told from noise", "not comparable", "the same"
 
@@ -37,7 +39,8 @@ class Run:
 class Change:
     """One attack under one protection in both runs; ``where``: the threat model and the batch size, if a run has several,
     since no figure is of several together. ``before``, ``after``: the mean fractions read, None without a figure.
-    ``low``, ``high``: the 95 % interval of the difference; None where there is none."""
+    ``low``, ``high``: the 95 % interval of the difference; None where there is none. ``why``: the reason, where they are not
+    comparable."""
 
     attack: str
     column: str
@@ -48,36 +51,72 @@ class Change:
     high: float | None = None
     n: tuple[int, int] = (0, 0)
     where: str = ""
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class Comparison:
     """``settings``: what differs between the runs, in words. ``paired``: both read the same texts, so that each text is
-    compared with itself. ``verdicts``: column, verdict before, verdict after; None where a run lacks the column."""
+    compared with itself. ``verdicts``: column, verdict before, verdict after; None where a run lacks the column. ``worse``:
+    the columns whose verdict says less for the protection than before."""
 
     settings: tuple[str, ...]
     paired: bool
     verdicts: tuple[tuple[str, str | None, str | None], ...]
     changes: tuple[Change, ...]
+    worse: tuple[str, ...] = ()
 
     def count(self, word: str) -> int:
         """How many attacks under a protection have this ``word``."""
         return sum(c.word == word for c in self.changes)
 
     @property
+    def measured(self) -> bool:
+        """Whether any attack but guessing has a figure in both runs."""
+        return any(c.attack != BLIND and c.low is not None for c in self.changes)
+
+    @property
     def exit(self) -> int:
-        """The exit code: that of ``gate`` for what could not be judged, where a comparison or all of them are missing."""
-        return NOT_JUDGED if self.count(UNKNOWN) or not self.changes else PASSED
+        """The exit code: that of ``gate`` for what is too much, where a verdict became worse; else that for what could not be
+        judged, where a comparison or all of them are missing."""
+        if self.worse:
+            return ABOVE_LIMIT
+        return NOT_JUDGED if self.count(UNKNOWN) or not self.measured else PASSED
 
     @property
     def says(self) -> str:
-        """What changed beyond noise, and how many comparisons could not be made."""
+        """Which verdicts became worse, what changed beyond noise, and how many comparisons could not be made."""
         changed, unknown, n = self.count(CHANGED), self.count(UNKNOWN), len(self.changes)
-        told = (
-            f"{changed} of {n} comparisons changed beyond noise" if changed or self.exit else "Nothing changed beyond noise"
-        )
-        told += f"; {unknown} could not be made" if unknown else "; the runs have no figures to compare" if not n else ""
-        return f"{told}, by the 95 % interval of each difference. By chance, about one in twenty is called changed."
+        told = f"{changed} of {n} comparisons changed beyond noise" if changed or self.exit else "No change is shown"
+        if unknown:
+            told += f"; {unknown} could not be made"
+        elif not self.measured:
+            told += "; the runs have no figures to compare"
+        worse = f"The verdict became worse on {', '.join(self.worse)}. " if self.worse else ""
+        return f"{worse}{told}, by the 95 % interval of each difference. By chance, about one in twenty is called changed."
+
+
+@cache
+def enough(paired: bool) -> int:
+    """Independent texts that it takes at least until a difference can leave out 0: none read before, and all read after."""
+    n = 1
+    while _difference([0.0] * n, [1.0] * n, paired)[0] <= 0:
+        n += 1
+    return n
+
+
+def _difference(a: Sequence[float], b: Sequence[float], paired: bool) -> tuple[float, float]:
+    """The 95 % interval of the mean of ``b`` less that of ``a``."""
+    if paired:
+        return mean_interval([y - x for x, y in zip(a, b)], low=-1.0, high=1.0)[1:]
+    # each at 97.5 %, so that both hold together at 95 %
+    (_, a_low, a_high), (_, b_low, b_high) = (mean_interval(v, level=0.975) for v in (a, b))
+    return b_low - a_high, b_high - a_low
+
+
+def _rank(verdict: Verdict) -> int:
+    """How much a verdict says for the protection; most where it may be said to hold."""
+    return WORDS.index(verdict.word) + verdict.holds
 
 
 def compared(first: Run, second: Run) -> Comparison:
@@ -91,19 +130,24 @@ def compared(first: Run, second: Run) -> Comparison:
     keys = sorted({*before, *after}, key=lambda key: (list(order).index(key[1]), key[0], key[2]))
     was, now = ({c: v.says for c, v in run.found.verdicts.items()} for run in (first, second))
     verdicts = tuple((c, was.get(c), now.get(c)) for c in order)
+    one, two = first.found.verdicts, second.found.verdicts
+    worse = tuple(c for c in order if c in one and c in two and _rank(two[c]) < _rank(one[c]))
     changes = tuple(replace(_change(*key[:2], before.get(key), after.get(key), paired), where=key[2]) for key in keys)
-    return Comparison(_settings(first, second), paired, verdicts, changes)
+    return Comparison(_settings(first, second), paired, verdicts, changes, worse)
 
 
 def _values(run: Run, apart: bool) -> dict[tuple[str, str, str], Reading]:
     """Attack, column and, if settings are to be ``apart``, setting -> what was read of each text, the mean over seeds."""
     groups: dict[tuple[str, str, str], list[Record]] = defaultdict(list)
+    columns: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for r in about_texts(run.records, run.records):
         threat, size = setting_of(r)
-        where = f"{threat}, batch size {size}" if apart else ""
-        groups[r["attack"], column_of(r["update"], r["defense"]), where].append(r)
+        column, where = column_of(r["update"], r["defense"]), f"{threat}, batch size {size}" if apart else ""
+        groups[r["attack"], column, where].append(r)
+        columns[column, where].append(r)
     metric = run.found.metric
-    known = {key: reading(key[0], some, cells_of(some, metric), metric) for key, some in groups.items()}
+    cells = {key: cells_of(some, metric) for key, some in columns.items()}
+    known = {key: reading(key[0], some, cells[key[1:]], metric) for key, some in groups.items()}
     return {key: found for key, found in known.items() if key[1] in run.found.columns}
 
 
@@ -113,18 +157,27 @@ def _change(attack: str, column: str, first: Reading | None, second: Reading | N
     a, b = (r.read if r is not None else {} for r in (first, second))
     n = len(a), len(b)
     before, after = (sum(v.values()) / len(v) if v else None for v in (a, b))
-    if before is None or after is None:
-        return Change(attack, column, UNKNOWN, before, after, n=n)
-    if paired and set(a) != set(b):  # not of the same texts: some were measured in one run only
-        return Change(attack, column, UNKNOWN, before, after, n=n)
+    if why := _incomparable(first, second, paired):
+        return Change(attack, column, UNKNOWN, before, after, n=n, why=why)
     if paired and dict(a) == dict(b):
         return Change(attack, column, SAME, before, after, 0.0, 0.0, n)
-    if paired:
-        _, low, high = mean_interval([b[note] - a[note] for note in sorted(a)], low=-1.0, high=1.0)
-    else:  # each at 97.5 %, so that both hold together at 95 %
-        (_, a_low, a_high), (_, b_low, b_high) = (mean_interval(list(v.values()), level=0.975) for v in (a, b))
-        low, high = b_low - a_high, b_high - a_low
+    low, high = _difference([a[k] for k in sorted(a)], [b[k] for k in sorted(b)], paired)
     return Change(attack, column, CHANGED if low > 0 or high < 0 else NOISE, before, after, low, high, n)
+
+
+def _incomparable(first: Reading | None, second: Reading | None, paired: bool) -> str:
+    """Why what an attack read in both runs cannot be compared; empty if it can."""
+    for name, one in (("first", first), ("second", second)):
+        if one is None:
+            return f"not in the {name} run"
+        if not one.complete:
+            return f"{name} run: {one.how_it_ended}"
+    assert first is not None and second is not None
+    if paired and set(first.read) != set(second.read):
+        return "some texts were measured in one run only"
+    if min(len(first.read), len(second.read)) < enough(paired):
+        return f"too few texts: at least {enough(paired)} are needed"
+    return ""
 
 
 def _settings(first: Run, second: Run) -> tuple[str, ...]:
