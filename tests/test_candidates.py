@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,19 @@ def test_simulated_rounds_say_what_the_score_is_worth() -> None:
         simulate(one, ROWS, names, local, 8, 1, seed=0)
 
 
+@pytest.mark.parametrize("update", ["fedsgd", "local:batch=2/lr=1e-3"])
+def test_simulated_rounds_hide_what_is_hidden(update: str) -> None:
+    """Only one entry is seen: each score is the cosine over it, 1 or -1, as that of the candidates is."""
+    one, (local, _) = victim(), parse_update(update)
+    names = [n for n, _ in one.model.named_parameters() if "classifier" in n]
+    visible = {n: torch.zeros_like(one.model.get_parameter(n), dtype=torch.bool) for n in names}
+    visible[names[0]].view(-1)[0] = True
+    ((values, _),) = simulate(one, ROWS, names, local, 3, 1, seed=0, visible=visible)
+    apart = [abs(a - b) for a in values for b in values]
+    assert all(min(d, abs(d - 2)) < 1e-6 for d in apart) and max(apart) > 1
+    assert simulate(one, ROWS, names, local, 3, 1, seed=0, visible={}) == simulate(one, ROWS, names, local, 3, 1, seed=0)
+
+
 def test_candidates_of_a_file(tmp_path: Path, minilm_path: Path) -> None:
     one = load(minilm_path, "classification")
     texts = ["the patient owes 4250 euros", "the court sits at noon", "a letter came from basel", "snow fell all night"]
@@ -143,3 +157,26 @@ def test_more_rounds_of_the_same_texts_are_not_more_texts() -> None:
     assert ranked.low < 0.45 and ranked.high > 0.55 and ranked.n == 200
     short = ([float(m) for m in members[1:]], members[1:])
     assert reliability([short] * 40)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"update": "local:batch=2/lr=1e-3/lora=2/dropout=0.1"}, "dropout"),
+        ({"update": "fedsgd+bf16"}, r"what --update appends to the message \(bf16\)"),
+        ({"update": "local:batch=2/lr=1e-3", "frozen_embeddings": True}, "training of the embeddings"),
+    ],
+)
+def test_what_is_not_simulated_has_no_reliability(more: dict[str, Any], why: str, tmp_path: Path, minilm_path: Path) -> None:
+    one = load(minilm_path, "classification")
+    batch = rows_of(one, [Example("the court sits at noon", None, 1)])[0]
+    sent, _ = changed(one.model, batch.inputs(), [n for n, _ in one.model.named_parameters()])
+    save_file({n: g.contiguous() for n, g in sent.items()}, str(tmp_path / "update.safetensors"))
+    for name, texts in (("given", ["a letter came"]), ("others", ["snow fell", "it rained"])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": t, "label": 1}) + "\n" for t in texts))
+    request, files = ReadRequest(reference=tmp_path / "others.jsonl", **more), (tmp_path / "update.safetensors",)
+    with pytest.raises(InputError, match=f"reliability cannot be measured: simulated rounds have no {why}"):
+        read_candidates(*files, tmp_path / "given.jsonl", one, request, simulated=1)
+    found = read_candidates(*files, tmp_path / "given.jsonl", one, request)
+    assert (found.simulated, found.auc, found.candidates[0].verdict) == (0, None, "no level")

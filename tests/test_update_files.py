@@ -196,6 +196,15 @@ def test_an_update_without_a_visible_entry_is_not_read(tmp_path: Path, victim: V
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("hidden", [False, True])
+def test_an_update_of_zeros_is_refused_before_any_attack(hidden: bool, tmp_path: Path, victim: Victim) -> None:
+    save_file({NAME: torch.tensor([0.5 * hidden, -0.0])}, tmp_path / "u.safetensors")
+    save_file({NAME: torch.tensor([True, False])}, tmp_path / "h.safetensors")
+    request = ReadRequest(hidden=tmp_path / "h.safetensors" if hidden else None)
+    with pytest.raises(InputError, match="every (visible )?entry of the update is zero, so nothing can be read from it"):
+        read_update(tmp_path / "u.safetensors", victim, request)
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_damaged_bytes_raise_nothing_but_input_errors(

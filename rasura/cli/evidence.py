@@ -24,8 +24,8 @@ Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 def compare(first: Folder, second: Folder, as_json: Json = False) -> None:
     """Say what changed between two audits of the same kind, beyond noise.
 
-    If both audits read the same texts, each text is compared with itself. Exit code 3: a verdict became worse. 4: a comparison
-    could not be made, as where an attack crashed or was not run in one of the audits, or where there are too few texts.
+    If both audits read the same texts, each text is compared with itself. Exit code 3: a verdict became worse. 4: a
+    comparison could not be made, as where an attack crashed or was not run in one of the audits, or of too few texts.
 
     Example: rasura compare runs/before runs/after
     """
@@ -54,7 +54,8 @@ def _print(found: Comparison) -> None:
         mean = ["–" if v is None else f"{100 * v:.0f}" for v in (c.before, c.after)]
         span = "–" if c.low is None or c.high is None else f"{100 * c.low:+.0f} to {100 * c.high:+.0f}"
         n = str(c.n[0]) if c.n[0] == c.n[1] else f"{c.n[0]}, {c.n[1]}"
-        table.add_row(c.attack, f"{c.column} ({c.where})" if c.where else c.column, *mean, span, n, f"{c.word}: {c.why}" if c.why else c.word)
+        word = f"{c.word}: {c.why}" if c.why else c.word
+        table.add_row(c.attack, f"{c.column} ({c.where})" if c.where else c.column, *mean, span, n, word)
     out.print(table)
     out.print(found.says)
 

@@ -77,8 +77,8 @@ class Comparison:
 
     @property
     def exit(self) -> int:
-        """The exit code: that of ``gate`` for what is too much, where a verdict became worse; else that for what could not be
-        judged, where a comparison or all of them are missing."""
+        """The exit code: that of ``gate`` for what is above a limit, where a verdict became worse; else that for what could
+        not be judged, where a comparison or all of them are missing."""
         if self.worse:
             return ABOVE_LIMIT
         return NOT_JUDGED if self.count(UNKNOWN) or not self.measured else PASSED
