@@ -164,7 +164,7 @@ def test_more_rounds_of_the_same_texts_are_not_more_texts() -> None:
     [
         ({"dropout": 0.1}, "dropout"),
         ({"update": "local:batch=2/lr=1e-3/lora=2/dropout=0.1"}, "dropout"),
-        ({"update": "fedsgd+bf16"}, r"what --update appends to the message \(bf16\)"),
+        ({"update": "fedsgd+bf16"}, "bf16, which --update appends to the message"),
         ({"update": "local:batch=2/lr=1e-3", "frozen_embeddings": True}, "training of the embeddings"),
     ],
 )

@@ -201,7 +201,7 @@ def test_an_update_of_zeros_is_refused_before_any_attack(hidden: bool, tmp_path:
     save_file({NAME: torch.tensor([0.5 * hidden, -0.0])}, tmp_path / "u.safetensors")
     save_file({NAME: torch.tensor([True, False])}, tmp_path / "h.safetensors")
     request = ReadRequest(hidden=tmp_path / "h.safetensors" if hidden else None)
-    with pytest.raises(InputError, match="every (visible )?entry of the update is zero, so nothing can be read from it"):
+    with pytest.raises(InputError, match=r"every (visible )?entry of the update is zero, so nothing can be read from it"):
         read_update(tmp_path / "u.safetensors", victim, request)
 
 

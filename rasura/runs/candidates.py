@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.interfaces import InputError
 from rasura.core.local import Local
 from rasura.core.rng import generator, permutation
 from rasura.core.updates import changed
+from rasura.core.values import Observation
 from rasura.data.text import Example, encode, load_examples
 from rasura.metrics.intervals import pairs_interval
 from rasura.metrics.membership import Rate, auc, needed, tpr_at
 from rasura.registry.candidates import scores
 from rasura.runs.reading import ReadRequest, observed
+from rasura.runs.update_files import Update
 from rasura.victims.batching import joined, split
 from rasura.victims.loading import Victim
 
@@ -73,8 +76,9 @@ def read_candidates(
 
     ``request.reference``: texts of the same kind that were not in the round. With ``ENOUGH`` of them a candidate's ``p`` is
     at most ``LEVEL`` for one in a hundred texts that were not in the round; with fewer there is no answer. ``simulated``:
-    rounds trained here on half of the reference texts (``request.size`` if it is known), as in ``request.update``, to
-    measure the score where the truth is known. Raises ``InputError`` for bad input.
+    rounds trained here on half of the reference texts (``request.size`` if it is known), as in ``request.update`` and with
+    the same entries hidden, to measure the score where the truth is known. Raises ``InputError`` for bad input, and if
+    simulated rounds would leave out something of the request (``not_simulated``).
     """
     request = request or ReadRequest()
     given = load_examples(candidates)
@@ -84,14 +88,19 @@ def read_candidates(
     if both := sum(map(set(known).__contains__, other)):
         raise InputError(f"{request.reference} contains {both} of the candidates; expected other texts of the same kind")
     rows = [read[k] for k in places_of_each(other)]
-    with observed(path, victim, request) as (_, seen):
+    with observed(path, victim, request) as (update, seen):
+        if simulated and (missing := not_simulated(request, update, seen)):
+            raise InputError(
+                f"reliability cannot be measured: simulated rounds have no {' and no '.join(missing)}; leave out "
+                "--simulated-rounds"
+            )
         sent, visible = seen.gradients, seen.visible
         found = scores(victim.model, inputs_of(asked), sent, local, visible)
         others = scores(victim.model, inputs_of(rows), sent, local, visible)
         told = tuple(Candidate(e.text, s, *judged(s, others)) for e, s in zip(given, found))
         if not simulated:
             return CandidatesRead(told, len(rows), repeated=len(read) - len(rows))
-        rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed)
+        rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed, visible)
     return CandidatesRead(told, len(rows), simulated, *reliability(rounds), len(read) - len(rows))
 
 
@@ -105,6 +114,16 @@ def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:
     return p, "in the round" if p <= LEVEL else "not told"
 
 
+def not_simulated(request: ReadRequest, update: Update, seen: Observation) -> list[str]:
+    """What the round had by the ``request`` and simulated rounds have not, in words: their AUC is of other rounds."""
+    local, wire = request.parsed_update
+    out = ["dropout"] if request.dropout or local.adapter.dropout else []
+    out += [f"{part.mechanism.name}, which --update appends to the message" for part in wire]
+    if local.kind != "fedsgd" and set(update.entries) != set(seen.gradients):
+        out.append("training of the embeddings, which --frozen-embeddings leaves out of this update")
+    return out
+
+
 def simulate(
     victim: Victim,
     rows: Sequence[Batch],
@@ -113,9 +132,11 @@ def simulate(
     size: int | None,
     rounds: int,
     seed: int,
+    visible: Mapping[str, Tensor] | None = None,
 ) -> list[Round]:
     """The scores of ``rows`` in each of ``rounds`` rounds that trained the parameters ``names`` on ``size`` of them (half if
-    the size is unknown), and which of them were in it. The mean score outside a round is subtracted from its scores."""
+    the size is unknown), and which of them were in it. The mean score outside a round is subtracted from its scores. Of what
+    a round sends, only the entries in ``visible`` are seen."""
     inside = size or len(rows) // 2
     if inside < 1 or len(rows) - inside < 1:
         raise InputError(
@@ -130,7 +151,9 @@ def simulate(
         device = next(victim.model.parameters()).device
         order_of = partial(permutation, rng=rng)
         sent, _ = changed(victim.model, batch.to(device).inputs(), names, local, order_of)
-        found = torch.tensor(scores(victim.model, inputs_of([rows[k] for k in order]), sent, local), dtype=torch.double)
+        sent = {n: g * visible[n] if visible and n in visible else g for n, g in sent.items()}
+        told = scores(victim.model, inputs_of([rows[k] for k in order]), sent, local, visible)
+        found = torch.tensor(told, dtype=torch.double)
         out.append(((found - found[inside:].mean()).tolist(), [True] * inside + [False] * (len(rows) - inside)))
     return out
 

@@ -11,6 +11,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from rasura.core.interfaces import Attack, Budget, Defense, InputError, NotApplicable
 from rasura.core.local import Local
 from rasura.core.mechanisms import Dropout, FrozenEmbeddings
@@ -225,6 +227,7 @@ def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observati
     visible = {} if request.hidden is None else load_hidden(request.hidden, victim)
     visible = {n: mask for n, mask in visible.items() if n in entries and not bool(mask.all())}
     entries |= {n: entries[n] * mask for n, mask in visible.items()}
+    _refuse_zeros(entries, visible)
     prior = request.scorer
     return observe_update(
         Message(entries, visible, kind=local.kind, signed=request.update is not None),
@@ -238,6 +241,15 @@ def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observati
         reference_text=request.reference_texts,
         language_model=None if prior is None else (prior.model, prior.vocabulary),
     )
+
+
+def _refuse_zeros(entries: Mapping[str, Tensor], visible: Mapping[str, Tensor]) -> None:
+    """Raises ``InputError`` where entries are seen and all are zero: any text explains such an update, so a guess would be
+    called matched."""
+    seen = any(n not in visible or bool(visible[n].any()) for n in entries)
+    if seen and not any(bool(t.any()) for t in entries.values()):
+        which = "visible entry" if visible else "entry"
+        raise InputError(f"every {which} of the update is zero, so nothing can be read from it")
 
 
 def _result(outcome: Outcome[Reconstruction], victim: Victim, request: ReadRequest) -> ReadResult:
