@@ -47,7 +47,8 @@ def test_every_door_uses_the_same_words() -> None:
     for name, v in found.verdicts.items():
         assert v.says in shown and told["verdicts"][name]["says"] == v.says and told["verdicts"][name]["verdict"] == v.word
     assert told["judged"] == ["dropout:0.1", "gaussian:1"] and "none (baseline)" in shown
-    assert told["highest_risk"] == pytest.approx(GUESS)
+    assert told["highest_risk"] is None and told["without_risk"] == ["gaussian:1"]
+    assert summarise(rows[: 2 * MANY])["highest_risk"] == pytest.approx(GUESS)
 
 
 def test_a_recommendation_says_holds_only_of_what_does() -> None:
@@ -74,7 +75,7 @@ def test_advice_speaks_only_of_what_was_measured() -> None:
     told = findings(tried).recommendation
     assert "Not in this run" not in told
     assert told.startswith(
-        "Attacks recovered private data under accumulate:1.0d, bf16. No verdict on sealing:all (no figure)"
+        "Attacks recovered private data under accumulate:1.0d, bf16. No verdict on sealing:all: not measured"
     )
     images = findings([{**r, "scores": {"ssim": r["scores"][METRIC]}, "blind": {"ssim": r["blind"][METRIC]}} for r in rows],
                       {"task": "vision"}).recommendation  # fmt: skip

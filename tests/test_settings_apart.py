@@ -78,10 +78,12 @@ def test_threat_models_are_apart_too_and_one_setting_alone_is_not_named() -> Non
 
 
 def test_the_matrix_of_a_summary_says_of_which_setting_it_is() -> None:
-    told = summarise([*SIZES, *batches("span", "bf16", 1, 0.1), *batches("span", "bf16", 4, 0.6)])
+    told = summarise([*SIZES, *(r for n, v in ((1, 0.1), (2, 0.1), (4, 0.6)) for r in batches("span", "bf16", n, v))])
     (open_, behind) = told["matrix"]
     assert (open_["level"]["mean"], open_["threat"], open_["batch_size"]) == (1.0, "honest-server", 1)
     assert (behind["level"]["mean"], behind["batch_size"], behind["notes"]) == (pytest.approx(0.6), 4, NOTES)
+    assert (told["highest_risk"], told["without_risk"]) == (None, ["bf16"]), "no attack was shown to work at batch size 2"
+    (told,) = [summarise([r for r in [*SIZES, *batches("span", "bf16", 1, 0.6)] if r["batch_size"] == 1])]
     assert told["highest_risk"] == pytest.approx(0.6)
 
 

@@ -187,7 +187,7 @@ def test_noise_on_which_only_rows_were_tried_is_not_said_to_hold() -> None:
     rows += column("embedding-rows", "dp-sgd:0.01", [None] * MANY, "failed")
     found = of(rows, "dp-sgd:0.01")
     assert found.says == "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted"
-    assert "No verdict on dp-sgd:0.01 (risk 20 %): not measured against" in findings(rows).recommendation
+    assert "No verdict on dp-sgd:0.01: not measured against" in findings(rows).recommendation
 
 
 def test_what_is_hardly_read_without_protection_shows_nothing_of_one() -> None:

@@ -65,12 +65,12 @@ def conclude(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, 
     """
     from rasura.report.findings import summary_of
     from rasura.report.gate import gate
-    from rasura.report.page import found_in, write_report
+    from rasura.report.page import opened, write_report
     from rasura.report.sums import curve, curve_lines
     from rasura.report.terminal import summary
 
     path = write_report(folder, show_text=plan["show_text"], language=ending.language)
-    found = found_in(records, plan)
+    found = opened(folder).found
     judged = None if ending.fail_above is None else gate(found.verdicts, ending.fail_above)
     if ending.as_json:
         told = {} if judged is None else {"gate": asdict(judged)}

@@ -87,6 +87,8 @@ def _step(
         return _another(tell("Test protections."), f, plan) or compare
     if v.word in (READS, ABOVE):
         return _strengthen(v, f, plan, methods)
+    if v.missing and f.unfinished:
+        return Step(tell("Finish this run first: give its command again, with the same folder."))
     if v.missing:
         return _measure(v, plan, records)
     if not v.holds:

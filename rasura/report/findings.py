@@ -14,7 +14,7 @@ from rasura.report.language import tell
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Findings, Price
 from rasura.report.readings import BLIND, gave_up, guessing, notes_of, of_labels, setting_of, without_a_figure
 from rasura.report.sentence import HEADLINE, headline, sentence
-from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict
+from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict, worst_of
 
 
 def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str = "scores") -> list[float | None]:
@@ -150,14 +150,22 @@ def recommendation(f: Findings) -> str:
     said += [f"{name}: {v.says}." for name, v in columns.items() if v.word == NOT_TOLD]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, v in columns.items():
-        if v.word == NOT_MEASURED:
-            figure = tell("no figure") if v.risk is None else tell("risk {risk:.0f} %", risk=100 * v.risk)
-            reasons[v.says].append(f"{name} ({figure})")
+        if v.word == NOT_MEASURED:  # without a figure: what was not measured may be read in full
+            reasons[v.says].append(name)
     said += [tell("No verdict on {names}: {why}.", names=", ".join(names), why=why) for why, names in reasons.items()]
     more = [told for part, told in f.words.here.more.items() if not any(part in name for name in f.columns)]
     if more:
         said.append(tell("Not in this run: --defense {more}.", more="; ".join(more)))
     return " ".join(said)
+
+
+def unfinished(f: Findings, done: int, asked: int) -> Findings:
+    """``f`` of a run that has only ``done`` of its ``asked`` results: what is not here could have read more, so that
+    nothing is said for a protection."""
+    why = (tell("the run is unfinished ({done} of {asked} results)", done=done, asked=asked),)
+    left = {c: Verdict(NOT_MEASURED, v.defense, 0, missing=why, many=v.many) for c, v in f.verdicts.items()}
+    found = replace(f, verdicts={c: worst_of([v, left[c]]) for c, v in f.verdicts.items()}, unfinished=True)
+    return replace(found, recommendation=recommendation(found))
 
 
 def _evidence(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -181,9 +189,9 @@ def summarise(records: Iterable[Mapping[str, Any]], plan: Mapping[str, Any] | No
 
 
 def _highest_risk(f: Findings) -> dict[str, Any]:
-    """The highest share that was read in any setting of the judged columns. None where a setting has no figure, with the
-    columns of such settings."""
-    risks = {c: [v.risk for v in f.verdicts[c].settings] for c in f.judged}
+    """The highest share that was read in any setting of the judged columns. None where a setting was not measured and
+    nothing was read in it, with the columns of such settings."""
+    risks = {c: [v.read for v in f.verdicts[c].settings] for c in f.judged}
     unknown = [c for c, some in risks.items() if None in some]
     known = [risk for some in risks.values() for risk in some if risk is not None]
     return {"highest_risk": None if unknown else max(known, default=None), "without_risk": unknown}

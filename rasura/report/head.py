@@ -39,6 +39,12 @@ class Made:
         return found
 
     @property
+    def asked(self) -> int | None:
+        """How many results the run has when it is finished; None for a run that did not store it."""
+        found: int | None = self.about.get("cells")
+        return found
+
+    @property
     def clients(self) -> tuple[int, ...]:
         """The numbers of clients whose sums were audited (``--clients``); none for another run."""
         return tuple(self.about.get("clients", ()))
@@ -97,7 +103,7 @@ def origin(
     weights = tell("{model}, fingerprint {unknown}", model=model, unknown=unknown)
     if "model" in made.about:
         weights = tell("{model}, fingerprint of the weights {weights}", model=model, weights=made.about["model"])
-    asked = int(made.about.get("cells", len(records)))
+    asked = len(records) if made.asked is None else made.asked
     partly = tell(
         "{done} of {asked} results are here, and all that this page says is about these", done=len(records), asked=asked
     )

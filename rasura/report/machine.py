@@ -91,13 +91,13 @@ def write_sarif(path: Path, f: Findings, limit: float | None, plan: Mapping[str,
 def tracked(f: Findings, plan: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, float]]:
     """What a tracker keeps of a run: the settings and verdicts as text, and the figures of every column. No texts.
 
-    A figure that the run does not have is left out.
+    A figure that the run does not have, or that rests on less than was to be measured, is left out.
     """
     kept = {k: v for k, v in plan.items() if k not in ("texts", "label_names") and v not in (None, (), [], "")}
     words = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else str(v) for k, v in kept.items()}
     words |= {f"verdict {name}": v.word for name, v in f.verdicts.items()}
     figures: dict[str, float] = {}
     for name, v in f.verdicts.items():
-        values = {"risk": v.risk, "upper": v.upper, "guessing": None if v.guess is None else v.guess.mean, "examples": v.n}
+        values = {"risk": v.read, "upper": v.bound, "guessing": None if v.guess is None else v.guess.mean, "examples": v.n}
         figures |= {f"{what} {name}": float(value) for what, value in values.items() if value is not None}
     return words, figures

@@ -116,7 +116,8 @@ class Findings:
     """Everything that the page shows, for one metric. ``sizes``: how many examples the updates hold, which may be fewer than
     the batch size. ``baseline``: columns without protection, with which the others are compared; ``judged``: those that the
     run is judged by. ``blind``: guessing in the setting of the headline. ``without_a_figure``: how many examples of how many
-    cannot be scored. ``labels``: what was read of labels. ``settings``: how many threat models and batch sizes there are."""
+    cannot be scored. ``labels``: what was read of labels. ``settings``: how many threat models and batch sizes there are.
+    ``unfinished``: whether the run has more results than are here."""
 
     metric: str
     attacks: tuple[str, ...]
@@ -141,3 +142,4 @@ class Findings:
     without_a_figure: tuple[int, int] = (0, 0)
     labels: tuple[LabelReading, ...] = ()
     settings: int = 1
+    unfinished: bool = False

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from rasura.core.records import ACTIVE_THREATS
 from rasura.report.language import recorded, tell
-from rasura.report.readings import BLIND, PORTFOLIO, Reading, Record, cells_of, readings
+from rasura.report.readings import BLIND, PORTFOLIO, Reading, Record, Setting, cells_of, readings
 
 AGAINST = "against an adversary who knows it"
 
@@ -34,21 +34,24 @@ def no_yardstick(
     finished: Collection[str],
     yardsticks: Collection[str],
     worked: Mapping[str, Reading],
-    unprotected: bool,
+    unprotected: Collection[str],
     many: str,
 ) -> list[str]:
     """What is said where no yardstick of the column finished, where none reads enough without protection to measure one, or
-    where an attack that worked without protection did not finish.
+    where an attack that worked without protection did not finish or has no result here.
 
-    An attack that applies to no text here, such as one that reads what the update lacks, is no gap beside a yardstick.
+    An attack of which the records say that it applies to no text here is no gap beside a yardstick. ``unprotected``: the
+    attacks with records without protection; a member that only the portfolio ran there is for the portfolio to answer for.
     ``many``: what the texts or images are called.
     """
     stopped = [a for a in worked if a in here and not (here[a].complete if a == PORTFOLIO else a in finished)]
     counted = [worked[a] for a in yardsticks if a in finished]
     if counted:
         stopped = [a for a in stopped if not here[a].inapplicable]
-    if stopped:
-        told = ", ".join(f"{a} {here[a].how_it_ended}" for a in stopped)
+    absent = [a for a in worked if a in unprotected and a not in here and a not in finished]
+    if stopped or absent:
+        ended = [f"{a} {here[a].how_it_ended}" for a in stopped]
+        told = ", ".join([*ended, *(tell("{attack} has no result", attack=a) for a in absent)])
         return [tell("of the attacks that work without protection, {stopped}", stopped=told)]
     if counted:
         # Where none reads more, a protection that stops nothing stays within the limit, too.
@@ -63,6 +66,19 @@ def no_yardstick(
     if not unprotected:
         return [tell("the run has no column without protection, so no attack was shown to work")]
     return [tell("no attack of this run was shown to work without protection")]
+
+
+def not_run(here: Iterable[Setting], unprotected: Iterable[Setting]) -> list[str]:
+    """What is said of each threat model and batch size that was begun without protection and has no record ``here``."""
+    there = {*here}
+    every = sorted({*unprotected, *there})
+    several = len({threat for threat, _ in every}) > 1
+    return [
+        tell("{threat} was not run at batch size {size}", threat=threat, size=size) if several
+        else tell("batch size {size} was not run", size=size)
+        for threat, size in every
+        if (threat, size) not in there
+    ]  # fmt: skip
 
 
 def no_active_attack(records: Sequence[Record], finished: Iterable[str], yardsticks: Collection[str]) -> list[str]:

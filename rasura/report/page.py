@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -10,23 +11,26 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.files import write_whole
+from rasura.core.records import ACTIVE_THREATS
 from rasura.core.run_store import RunStore, refused_if_damaged
 from rasura.report.assessment import assessment
 from rasura.report.calibration import finished, render_calibration
 from rasura.report.compare import Run
-from rasura.report.findings import findings, summary_of
+from rasura.report.findings import column_of, findings, summary_of, unfinished
 from rasura.report.head import Made, head, settings
-from rasura.report.language import recorded, size, written_in
+from rasura.report.language import recorded, size, tell, written_in
 from rasura.report.matrix import Findings
 from rasura.report.membership import membership_findings, render_membership
 from rasura.report.notes import attempts, masked, notes_in
 from rasura.report.pooled import Level
 from rasura.report.protections import plot, protection_rows
+from rasura.report.readings import setting_of
 from rasura.report.sentence import where
 from rasura.report.services import MEASURES, continued, measures, service_findings
 from rasura.report.sums import conclusion, curve, sum_rows
 from rasura.report.template import filled
 from rasura.report.training import is_training, render_training
+from rasura.report.verdicts import plain
 from rasura.report.ways import CLIENTS, SOURCE, VALUES, way_lines
 from rasura.report.word import write_assessment
 
@@ -37,12 +41,26 @@ REMEMBERED = "membership inference and memorization by the trained model (rasura
 
 def not_tested(records: Sequence[Mapping[str, Any]], *, service: bool = False) -> list[str]:
     """What the run of ``records`` did not test."""
-    if service:
-        untested = [ACTIVE_SERVICE, REMEMBERED]
-    else:
-        ended = any(r.get("crafted") and r["status"] in ("ok", "failed") for r in records)
-        untested = [REMEMBERED] if ended else [ACTIVE, REMEMBERED]
-    return [recorded(line) for line in untested]
+    active = [recorded(ACTIVE_SERVICE)] if service else _not_attacked_actively(records)
+    return [*active, recorded(REMEMBERED)]
+
+
+def _not_attacked_actively(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """That active attacks were not tested, unless one ended on every update of every judged column that a server with
+    crafted weights may attack; with the names of the columns where that is so of some alone."""
+    due: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
+    ended: dict[str, set[tuple[Any, ...]]] = defaultdict(set)
+    protected = [r for r in records if not plain(r["defense"])]
+    for r in protected or records:
+        name, place = column_of(r["update"], r["defense"]), (*setting_of(r), r["seed"], r["batch"])
+        due[name].update({place} if r["threat"] in ACTIVE_THREATS else ())
+        ended[name].update({place} if r.get("crafted") and r["status"] in ("ok", "failed") else ())
+    left = [name for name, places in due.items() if not places or not places <= ended[name]]
+    if not left and due:
+        return []
+    if len(left) == len(due):
+        return [recorded(ACTIVE)]
+    return [tell("{active} under {names}", active=recorded(ACTIVE), names=", ".join(left))]
 
 
 def write_report(run_dir: str | Path, *, show_text: bool = False, language: str = "en") -> Path:
@@ -66,13 +84,13 @@ def write_report(run_dir: str | Path, *, show_text: bool = False, language: str 
             elif kind == "membership":
                 page = render_membership(records, plan, made)
             else:
-                found = found_in(records, plan)
+                found = found_in(records, plan, made)
                 page = _rendered(found, records, plan, made, show_text)
                 write_notes(run_dir, found, records, plan, show_text=show_text)
         if kind == "membership":
             store.export(asdict(membership_findings(records, plan)))
         elif kind != "calibration":
-            store.export(summary_of(found_in(records, plan)))
+            store.export(summary_of(found_in(records, plan, made)))
     write_whole(path, page)
     return path
 
@@ -98,7 +116,8 @@ def opened(run_dir: str | Path) -> Run:
             raise InputError(
                 f"{run_dir} is a run of kind {plan['kind']}; expected an audit of updates or of a model service"
             )
-        return Run(records, plan, Made(store.sittings, store.about), found_in(records, plan))
+        made = Made(store.sittings, store.about)
+        return Run(records, plan, made, found_in(records, plan, made))
 
 
 def write_dpia(run_dir: str | Path, path: Path, language: str = "en") -> Path:
@@ -109,16 +128,19 @@ def write_dpia(run_dir: str | Path, path: Path, language: str = "en") -> Path:
         return write_assessment(path, assessment(run.found, run.plan, run.records, run.made, untested))
 
 
-def found_in(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any]) -> Findings:
-    """What ``records`` say, of an audit of updates or of a model service."""
-    return service_findings(records, plan) if plan.get("kind") == "service" else findings(records, plan)
+def found_in(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], made: Made | None = None) -> Findings:
+    """What ``records`` say, of an audit of updates or of a model service. ``made``: what the run stored about itself, such
+    as how many results it has; with fewer here, nothing is said for a protection."""
+    found = service_findings(records, plan) if plan.get("kind") == "service" else findings(records, plan)
+    asked = (made or Made()).asked
+    return found if asked is None or asked <= len(records) else unfinished(found, len(records), asked)
 
 
 def render(
     records: list[dict[str, Any]], plan: Mapping[str, Any], made: Made | None = None, *, show_text: bool = False
 ) -> str:
     """The page of an audit of updates or of a model service, as a string. ``made``: what the run stored about itself."""
-    return _rendered(found_in(records, plan), records, plan, made or Made(), show_text)
+    return _rendered(found_in(records, plan, made), records, plan, made or Made(), show_text)
 
 
 def _rendered(f: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any], made: Made, show_text: bool) -> str:

@@ -25,6 +25,7 @@ from rasura.report.missing import (
     no_active_attack,
     no_yardstick,
     not_by_one_who_knows,
+    not_run,
     seen_to_work,
 )
 from rasura.report.pooled import Level
@@ -118,6 +119,19 @@ class Verdict:
         """The verdict on each threat model and batch size by itself."""
         return tuple(one for column in self.columns for one in column.settings) or (self,)
 
+    @property
+    def read(self) -> float | None:
+        """The risk, where it says something: all was measured, or so much was read."""
+        return self.risk if self.word in (READS, ABOVE) else self._measured(self.risk)
+
+    def _measured(self, figure: float | None) -> float | None:
+        return None if self.missing else figure
+
+    @property
+    def bound(self) -> float | None:
+        """``upper``, where nothing is missing that could have read more."""
+        return self._measured(self.upper)
+
     def within(self, limit: float, bound: float | None) -> bool:
         """Whether ``bound`` is known and at most ``limit``. Below ``texts_needed(limit)`` examples no bound is."""
         return not self.missing and bound is not None and bound <= limit
@@ -168,10 +182,11 @@ class Verdict:
         return f"{word} (n = {self.n}, {bound}{guess}{few})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for ``summary.json``."""
+        """Plain values, for ``summary.json``: no figure where it was not measured."""
         return {
-            "verdict": self.word, "says": self.says, "n": self.n, "risk": self.risk, "upper": self.upper,
-            "excess": self.excess, "holds": self.holds, "counted": list(self.counted), "missing": list(self.missing),
+            "verdict": self.word, "says": self.says, "n": self.n, "risk": self.read, "upper": self.bound,
+            "excess": self._measured(self.excess), "holds": self.holds, "counted": list(self.counted),
+            "missing": list(self.missing),
         }  # fmt: skip
 
 
@@ -180,8 +195,8 @@ def verdict(
 ) -> Verdict:
     """The verdict on ``defense`` by its ``records``, and by those of the same update without protection, ``baseline``.
 
-    Threat models and batch sizes are judged apart, and the worst verdict stands. It is about texts: attacks that name
-    labels alone do not count in it.
+    Threat models and batch sizes are judged apart, and the worst verdict stands. One that only the baseline has was not
+    measured. It is about texts: attacks that name labels alone do not count in it.
     """
     records, baseline = list(records), list(baseline)
     records, baseline = (about_texts(some, [*records, *baseline]) for some in (records, baseline))
@@ -192,9 +207,11 @@ def verdict(
     for r in baseline:
         unprotected[setting_of(r)].append(r)
     found = [_of_column(defense, some, unprotected[where], metric, images) for where, some in columns.items()]
+    many = "images" if images else "notes"
     if not found:
-        return Verdict(NOT_MEASURED, defense, 0, missing=(tell("nothing was run"),), many="images" if images else "notes")
-    return worst_of(found)
+        return Verdict(NOT_MEASURED, defense, 0, missing=(tell("nothing was run"),), many=many)
+    absent = (Verdict(NOT_MEASURED, defense, 0, missing=(why,), many=many) for why in not_run(columns, unprotected))
+    return worst_of([*found, *absent])
 
 
 def worst_of(found: Sequence[Verdict]) -> Verdict:
@@ -231,7 +248,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
             if r.inflated
         ),
         *([tell("none of the {many} can be scored", many=many)] if not notes else []),
-        *no_yardstick(here, finished, yardsticks, worked, bool(baseline), many),
+        *no_yardstick(here, finished, yardsticks, worked, {r["attack"] for r in baseline}, many),
         *no_active_attack(records, finished, yardsticks),
         *not_by_one_who_knows(adversaries_of(names_of(defense), records), here, finished, yardsticks, images),
     ]
