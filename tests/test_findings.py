@@ -75,7 +75,7 @@ def test_advice_speaks_only_of_what_was_measured() -> None:
     told = findings(tried).recommendation
     assert "Not in this run" not in told
     assert told.startswith(
-        "Attacks recovered private data under accumulate:1.0d, bf16. No verdict on sealing:all: not measured"
+        "Attacks recovered private data under accumulate:1.0d, bf16. No verdict on sealing:all (no figure)"
     )
     images = findings([{**r, "scores": {"ssim": r["scores"][METRIC]}, "blind": {"ssim": r["blind"][METRIC]}} for r in rows],
                       {"task": "vision"}).recommendation  # fmt: skip
@@ -274,19 +274,19 @@ def test_what_is_read_not_told_and_not_known_is_said_in_turn() -> None:
     found = findings(rows)
     assert found.recommendation == (
         "Attacks recovered private data under bf16, sealing:all. "
-        f"dropout:0.1: {found.verdicts['dropout:0.1'].says}. No verdict on accumulate:9 (risk 20 %): "
+        f"dropout:0.1: {found.verdicts['dropout:0.1'].says}. No verdict on accumulate:9: "
         "not measured against an adversary who knows it: add --attack embedding-rows. "
-        "No verdict on gaussian:1 (risk 20 %), laplace:1 (risk 20 %): "
+        "No verdict on gaussian:1, laplace:1: "
         "not measured against an adversary who knows it: add --attack pursuit,lamp-weighted."
     )
 
 
-def test_a_protection_without_a_verdict_has_the_figures_of_its_attacks() -> None:
-    """What attacks read is said although no verdict stands on it; where none gave a figure, that is said."""
+def test_a_protection_without_a_verdict_has_no_figure_beside_it() -> None:
+    """A figure of attacks that measured nothing would reassure; where none gave a figure, that is said."""
     rows = [*READ[:4], *column("span", "gaussian:1", [0.25] * 4), *column("span", "laplace:1", [None] * 4, "not_applicable")]
     found = findings([{**r, "blind": {METRIC: {**r["blind"][METRIC], "mean": 0.25}}} for r in rows])
     assert found.verdicts["gaussian:1"].risk == 0.25 and found.verdicts["laplace:1"].risk is None
-    assert "gaussian:1 (risk 25 %): not measured" in found.recommendation
+    assert "gaussian:1: not measured" in found.recommendation and "25 %" not in found.recommendation
     assert "laplace:1 (no figure): not measured" in found.recommendation
     assert "Nothing is known" not in found.recommendation
 

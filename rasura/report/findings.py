@@ -150,8 +150,8 @@ def recommendation(f: Findings) -> str:
     said += [f"{name}: {v.says}." for name, v in columns.items() if v.word == NOT_TOLD]
     reasons: dict[str, list[str]] = defaultdict(list)
     for name, v in columns.items():
-        if v.word == NOT_MEASURED:  # without a figure: what was not measured may be read in full
-            reasons[v.says].append(name)
+        if v.word == NOT_MEASURED:  # no figure stands here: what was not measured may be read in full
+            reasons[v.says].append(f"{name} ({tell('no figure')})" if v.risk is None else name)
     said += [tell("No verdict on {names}: {why}.", names=", ".join(names), why=why) for why, names in reasons.items()]
     more = [told for part, told in f.words.here.more.items() if not any(part in name for name in f.columns)]
     if more:
