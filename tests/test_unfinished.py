@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import GUESS, MANY, READ, column, of
+from rows import GUESS, MANY, METRIC, READ, column, of
 
 from rasura.core.provenance import sitting
 from rasura.report.assessment import assessment, markdown
@@ -86,14 +86,12 @@ def test_an_attack_that_worked_without_protection_has_a_result_behind_it() -> No
     best = [{**r, "details": {"ran": "span,tag"}} for r in column("best", "dropout:0.1", [None] * MANY, "failed")]
     assert of([*QUIET, *tag, *best], "dropout:0.1").word == NOT_TOLD, "the portfolio ran it"
     kept = [{**r, "details": {"ran": "tag", "attack": "tag"}} for r in column("best", "none", [1.0] * MANY)]
-    assert of([*QUIET, *kept], "dropout:0.1").missing == (
-        "of the attacks that work without protection, best has no result",
-    )
+    assert of([*QUIET, *kept], "dropout:0.1").missing == ("of the attacks that work without protection, best has no result",)
 
 
 def test_a_sum_of_clients_without_a_yardstick_that_read_one_does_not_hold() -> None:
     def of_two(attack: str) -> list[dict[str, Any]]:
-        two = {"scores": {"token_recall": {"per_record": [GUESS] * 2}}, "blind": {"token_recall": {"per_record": [GUESS] * 2}}}
+        two = {side: {METRIC: {"per_record": [GUESS] * 2}} for side in ("scores", "blind")}
         return [{**r, **two, "batch_size": 2, "examples": [2 * k, 2 * k + 1]} for k, r in
                 enumerate(column(attack, "none", [GUESS] * (MANY // 2)))]  # fmt: skip
 
@@ -118,9 +116,9 @@ def test_an_unfinished_run_never_says_that_a_protection_holds() -> None:
     assert not any(r.chosen for r in rows) and rows[1].step.says.startswith("Finish this run first")
     for language in LANGUAGES:
         with written_in(language):
-            rows = [{**r, "data": "d"} for r in QUIET]
+            told = [{**r, "data": "d"} for r in QUIET]
             made = Made((sitting(),), part.about)
-            said = markdown(assessment(found_in(rows, PLAN, made), PLAN, rows, made, not_tested(rows)))
+            said = markdown(assessment(found_in(told, PLAN, made), PLAN, told, made, not_tested(told)))
             assert said.count("121") >= 2, "in the head and in the verdict"
 
 
