@@ -11,17 +11,17 @@ import pytest
 import torch
 from audit_setting import TEXTS, model_folder, plan_for
 from commands import rasura_command
+from cuda_setting import apart
 from private_setting import DATA, Linear, collate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from training_setting import RECIPE, figures, notes, rows
+from training_setting import fine_tuning, notes, rows
 
 import rasura
 from rasura.attacks.updates.candidates import scores
 from rasura.core.batches import ImageBatch
 from rasura.core.interfaces import Budget
 from rasura.core.rng import drawing, generator, secret_generator
-from rasura.core.run_store import RunStore
 from rasura.core.threat import THREATS, observe
 from rasura.core.updates import changed
 from rasura.core.values import Transcript
@@ -32,7 +32,6 @@ from rasura.victims.loading import load
 from rasura.victims.outputs import predictions
 from rasura.victims.per_example import Together, fault
 from rasura.victims.step import step
-from rasura.victims.train import FineTuning
 from rasura.victims.vision import build
 
 if not torch.cuda.is_available():
@@ -64,14 +63,6 @@ def sent(
     protections = (*parse_defense(defense), *wire)
     rng = generator(0) if more.get("seeded", True) else secret_generator()
     return step(model, batch_for(task, 3), protections, task=task, vocabulary=vocabulary, rng=rng, local=local)
-
-
-def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The distance of two sets of tensors, relative to the first."""
-    assert list(one) == list(other)
-    assert all(t.device.type == "cpu" for t in (*one.values(), *other.values()))
-    size = math.sqrt(sum(float(t.double().square().sum()) for t in one.values()))
-    return math.sqrt(sum(float((one[n].double() - other[n].double()).square().sum()) for n in one)) / size
 
 
 # --- updates
@@ -219,28 +210,21 @@ def test_candidates_are_scored(update: str) -> None:
     assert told[1] == pytest.approx(told[0], rel=1e-2, abs=1e-4)
 
 
-def records(folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    store = RunStore(folder)
-    try:
-        return {(r["defense"], r["attack"]): r for r in store}
-    finally:
-        store.close()
-
-
 @pytest.mark.parametrize("threat", ["honest-server", "malicious-server"])
 def test_an_audit_reads_the_same(threat: str, model_folder: Path, tmp_path: Path) -> None:
     attacks = ("blind", "labels", "embedding-rows", "span", "dager", "lamp-cos", "grab", "joint-pursuit", "decepticons")
     defenses = ("none", "frozen-embeddings", "gaussian:0.1", "dp-sgd:1.0", "sealing:grad=0.3", "pruning:0.9", "dropout:0.1")
     plan = plan_for(model_folder, attacks=attacks, defenses=defenses, threats=(threat,), batch_sizes=(1,), limit=1)
-    for device in ("cpu", "cuda"):
-        list(rasura.audit(plan, out=tmp_path / device, device=device))
-    one, other = records(tmp_path / "cpu"), records(tmp_path / "cuda")
-    assert set(one) == set(other) and {r["device"] for r in other.values()} == {"cuda"}
+    one, other = (
+        {(r.defense, r.attack): r for r in rasura.audit(plan, out=tmp_path / str(k), device=device)}
+        for k, device in enumerate(("cpu", "cuda"))
+    )
+    assert set(one) == set(other) and {r.device for r in other.values()} == {"cuda"}
     for key, r in other.items():
         if key[0] != "dropout:0.1":  # whose masks are others on a GPU
-            assert (r["status"], r["reason"]) == (one[key]["status"], one[key]["reason"]), key
+            assert (r.status, r.reason) == (one[key].status, one[key].reason), key
         if key[0] in ("none", "frozen-embeddings") and key[1] in ("embedding-rows", "span", "labels", "decepticons"):
-            assert r["scores"] == one[key]["scores"] and r["confidence"] == one[key]["confidence"], key
+            assert r.scores == one[key].scores and r.confidence == one[key].confidence, key
 
 
 def test_a_model_in_memory_is_audited_where_it_is(model_folder: Path, tmp_path: Path) -> None:
@@ -277,25 +261,20 @@ def test_the_commands_take_a_gpu(model_folder: Path, tmp_path: Path) -> None:
 # --- trainings
 
 
-def fine_tuned(folder: Path, device: str, defense: str, stop: int | None = None, **options: Any) -> nn.Module:
-    model, some = tiny("bert", "classification", num_labels=2).to(device), rows()
-
+def fine_tuned(folder: Path, device: str, defense: str, stop: int | None = None) -> nn.Module:
     class Stopped(Exception):
         pass
 
     def told(done: int, total: int, about: Mapping[str, float]) -> None:
-        if stop is not None and done == stop:
+        if done == stop:
             raise Stopped
 
-    run = FineTuning(
-        model, some, parse_defense(defense), RECIPE, folder, task="classification", vocabulary=VOCABULARY,
-        evaluate=lambda m: figures(m, some), watched="accuracy", higher=True, **options,
-    )  # fmt: skip
+    run = fine_tuning(folder, defense, device=device)
     try:
         run.run(told)
     except Stopped:
-        return fine_tuned(folder, device, defense, **options)
-    return model
+        return fine_tuned(folder, device, defense)
+    return run.model
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,11 @@ import pytest
 import torch
 from audit_setting import TEXTS, model_folder, plan_for
 from commands import rasura_command, refused
+from cuda_setting import apart
 from membership_setting import plan_for as membership_plan
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from training_setting import RECIPE, figures, notes, rows
+from torch import nn
+from training_setting import fine_tuning, notes, rows
 
 import rasura
 from rasura.core.rng import generator
@@ -35,7 +34,6 @@ from rasura.victims.loading import load
 from rasura.victims.protected_rows import protected
 from rasura.victims.recipe import Recipe
 from rasura.victims.step import step
-from rasura.victims.train import FineTuning
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -52,14 +50,6 @@ SERVICES = (
 )  # fmt: skip
 DRAWN_THERE = ("dp-forward:epsilon=8", "dp-forward:epsilon=8/depth=1")
 """Protections whose noise is drawn on the device, where a seed gives other numbers."""
-
-
-def apart(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
-    """The distance of two sets of tensors, relative to the first."""
-    assert list(one) == list(other)
-    size = math.sqrt(sum(float(t.double().square().sum()) for t in one.values()))
-    gap = sum(float((one[n].double().cpu() - other[n].double().cpu()).square().sum()) for n in one)
-    return math.sqrt(gap) / size
 
 
 def kinds(model: nn.Module) -> set[str]:
@@ -106,13 +96,11 @@ def test_a_fine_tuning_on_ghosts_texts_is_the_same(tmp_path: Path) -> None:
     for where, device in PLACES.items():
         model, folder = tiny("bert", "classification", num_labels=2).to(device), tmp_path / where
         hidden = protected(rows(), parse_defense(GHOST), model, VOCABULARY, folder / "protected", seed=5)
-        some = rows()
-        run = FineTuning(
-            model, hidden, parse_defense(GHOST), RECIPE, folder, task="classification", vocabulary=VOCABULARY,
-            evaluate=lambda m, some=some: figures(m, some), watched="accuracy", higher=True,  # type: ignore[misc]
-        )  # fmt: skip
+        run = fine_tuning(folder, GHOST, device=device, hidden=hidden)
         run.run()
-        found.append(([row.input_ids.tolist() for row in hidden], {n: p.detach() for n, p in model.named_parameters()}))
+        found.append(
+            ([row.input_ids.tolist() for row in hidden], {n: p.detach().cpu() for n, p in run.model.named_parameters()})
+        )
     (ids, one), (same, other) = found
     assert ids == same != [row.input_ids.tolist() for row in rows()]
     assert apart(one, other) < 1e-3

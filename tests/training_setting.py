@@ -34,12 +34,16 @@ def figures(model: torch.nn.Module, some: list[Batch]) -> dict[str, float]:
     return classification(predictions(model, some, 0), [int(r.labels[0]) for r in some])
 
 
-def fine_tuning(folder: Path, defense: str = "none", seed: int = 0, recipe: Recipe = RECIPE, **options: Any) -> FineTuning:
+def fine_tuning(
+    folder: Path, defense: str = "none", seed: int = 0, recipe: Recipe = RECIPE, device: str = "cpu",
+    hidden: list[Batch] | None = None, **options: Any,
+) -> FineTuning:  # fmt: skip
+    """``hidden``: what is trained on in place of ``rows``, which judge."""
     some = rows()
     return FineTuning(
-        tiny("bert", "classification", num_labels=2, seed=seed), some, parse_defense(defense), recipe, folder,
-        task="classification", vocabulary=VOCABULARY, evaluate=lambda m: figures(m, some), watched="accuracy", higher=True,
-        **options,
+        tiny("bert", "classification", num_labels=2, seed=seed).to(device), hidden or some, parse_defense(defense), recipe,
+        folder, task="classification", vocabulary=VOCABULARY, evaluate=lambda m: figures(m, some), watched="accuracy",
+        higher=True, **options,
     )  # fmt: skip
 
 
