@@ -24,7 +24,7 @@ from rasura.runs.train_plan import TrainPlan
 from rasura.studies.deviations import MODELS, measured
 from rasura.studies.files import CELL, load_study, names, prepared
 from rasura.studies.filling import in_time, row_key, urgency
-from rasura.studies.metric_values import level_text, values_of
+from rasura.studies.metric_values import level_text, seeds_of, values_of
 from rasura.studies.plots import of_audit, write
 from rasura.studies.tables import section, write_section
 
@@ -69,7 +69,7 @@ def record(attack: str, values: list[float], status: str = "ok", first: int | No
     scores, size = {"rouge1": {"per_record": values}}, max(1, len(values))
     begin = next(FRESH) if first is None else first
     where = dict(zip(CELL, (attack, "fedsgd", "none", "honest-server", 1)))
-    return {**where, "status": status, "reason": "", "scores": scores if status == "ok" else {}, "cpu_seconds": 2.0,
+    return {**where, "seed": 0, "status": status, "reason": "", "scores": scores if status == "ok" else {}, "cpu_seconds": 2.0,
             "examples": list(range(begin, begin + size)), "blind": {"rouge1": {"per_record": [0.1] * size}}}  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_the_table_holds_our_means_the_blind_level_and_the_paper_s_figure(tmp_pa
     assert isinstance(plan, Plan)
     text = section(study, plan, records)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 10.0 | ")
+    assert rows[1].startswith("| blind | none, honest-server | 1 | 1 | 1 | 10.0 | ")
     assert "| 53.3 | " in rows[2] and "| 1 / 1 / 2 of 5 |" in rows[2] and rows[2].endswith("| 12.3 |")
     assert (
         rows[1].endswith("| – |")
@@ -121,6 +121,14 @@ def test_a_text_counts_once_whatever_the_number_of_seeds() -> None:
     assert values_of(seeds, "rouge1", "scores") == [0.5, (0.5 + 0.5 + 0.1) / 3]
     assert values_of(seeds, "rouge1", "blind") == pytest.approx([0.1, 0.1])
     assert values_of([record("span", [], "crashed")], "rouge1", "scores") == []
+
+
+def test_a_row_has_as_many_seeds_as_the_text_that_was_tried_the_least() -> None:
+    rows = [{**record("span", [0.5, 0.5], first=1), "seed": 0}, {**record("span", [], "failed", first=1), "seed": 1}]
+    assert seeds_of(rows) == 1  # the second text has a value with one seed only
+    rows.append({**record("span", [0.5], first=2), "seed": 7})
+    assert seeds_of(rows) == 2 and seeds_of([*rows, record("span", [], "crashed", first=3)]) == 2
+    assert seeds_of([record("span", [], "not_applicable")]) == 0
 
 
 def test_a_plot_shows_each_attack_over_the_strength_beside_guessing(tmp_path: Path) -> None:

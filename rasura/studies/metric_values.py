@@ -77,6 +77,15 @@ def values_of(records: Iterable[Mapping[str, Any]], metric: str, side: str) -> l
     return [sum(some) / len(some) for some in found.values()]
 
 
+def seeds_of(records: Iterable[Mapping[str, Any]]) -> int:
+    """With how many seeds each text has a value: of a row that is not finished, those of the text with the fewest."""
+    tried: dict[int, set[int]] = {}
+    for r in (r for r in records if r["status"] in ("ok", "failed")):
+        for note in notes_of(r):
+            tried.setdefault(note, set()).add(r["seed"])
+    return min(map(len, tried.values()), default=0)
+
+
 def level_of(values: Sequence[float], metric: str) -> tuple[float, float, float]:
     """Mean of ``values`` and the ends of its interval, in the unit that is shown; NaN where there are none.
 

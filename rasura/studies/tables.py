@@ -20,7 +20,7 @@ from rasura.runs.plans import Plan
 from rasura.runs.service_plan import ServicePlan
 from rasura.runs.train_plan import TrainPlan
 from rasura.studies.files import CELL, FOLDER, Study
-from rasura.studies.metric_values import NAMES, keyed_text, level_text, row_of, spread_text, values_of
+from rasura.studies.metric_values import NAMES, keyed_text, level_text, row_of, seeds_of, spread_text, values_of
 
 RESULTS = FOLDER / "RESULTS.md"
 
@@ -32,14 +32,14 @@ COSTS = 0.05
 
 
 def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> str:
-    """The study's part of the results, in Markdown: our means with 95 % intervals and n, blind, the paper's figure."""
+    """The study's part of the results, in Markdown: our means with 95 % intervals, n, seeds, blind, the paper's figure."""
     rows = sorted(records, key=_place(plan))
     heads = [NAMES.get(m, m) for m in study.metrics]
     paper = f"paper ({' / '.join(heads)})"
     costly = any(r.get("defense_seconds", 0) > COSTS for r in rows)
     cost = ["MB sent", "s to protect"] if costly else []
-    columns = ["attack", "behind", "batch", "n", *heads, f"blind {heads[0]}", ENDED, "CPU s", *cost, paper]
-    about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, {plan.seeds} seed(s) from {plan.seed}"
+    columns = ["attack", "behind", "batch", "n", "seeds", *heads, f"blind {heads[0]}", ENDED, "CPU s", *cost, paper]
+    about = f"data {Path(plan.data or 'demo').name}, budget {plan.budget}, seeds from {plan.seed}"
     lines = head(study, plan, about, columns)
     for cell, group in groupby(rows, key=lambda r: tuple(r[k] for k in CELL)):
         some = list(group)
@@ -49,7 +49,7 @@ def section(study: Study, plan: Plan, records: Iterable[Mapping[str, Any]]) -> s
         blind = level_text(values_of(some, study.metrics[0], "blind"), study.metrics[0])
         behind = ", ".join(dict.fromkeys(str(where[k]) for k in ("defense", "update", "threat") if where[k] not in _USUAL))
         seconds = sum(r["cpu_seconds"] for r in some) / len(some)
-        first = [where["attack"], behind or "none", where["batch_size"], len(values[0])]
+        first = [where["attack"], behind or "none", where["batch_size"], len(values[0]), seeds_of(some)]
         spent = []
         if costly:
             sent, took = (sum(r.get(k, 0) for r in some) / len(some) for k in ("sent_bytes", "defense_seconds"))
