@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Generator
 
 import rasura
@@ -13,7 +14,7 @@ from rasura.attacks.updates.span import Span
 from rasura.core.interfaces import Budget
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
-from rasura.core.values import Confidence, Grant, Observation, Proof, Reconstruction
+from rasura.core.values import Confidence, Grant, Message, Observation, Proof, Reconstruction
 from rasura.registry import trusted
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, batch_of, tiny, tokenizer_folder
 from rasura.victims.step import step
@@ -64,6 +65,15 @@ def test_what_ours_say_stays(seen: Observation) -> None:
 
     again = trusted(replace(guess, labels=(2,)), seen, Mine())
     assert again.confidence == "verified" and again.labels == (1,)
+
+
+@pytest.mark.parametrize("confidence", ["verified", "span", "matched", "none"])
+def test_an_update_of_zeros_supports_no_guess(seen: Observation, confidence: Confidence) -> None:
+    zeros = {n: torch.zeros_like(g) for n, g in seen.gradients.items()}
+    shown = {n: g == 0 for n, g in seen.gradients.items()}  # all that is not zero is hidden
+    for message in (Message(zeros), Message(zeros, shown)):
+        guess = said(Says(confidence=confidence), replace(seen, message=message))
+        assert guess.confidence == "none" and guess.proof is None and guess.tokens == (TEXT,)
 
 
 def test_an_audit_does_not_take_a_plug_in_at_its_word(tmp_path: Path) -> None:

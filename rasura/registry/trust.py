@@ -1,4 +1,4 @@
-"""What is believed of an attack that is not Rasura's."""
+"""What is believed of an attack's guess."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from rasura.core.values import Observation, Reconstruction
 def trusted(guess: Reconstruction, seen: Observation, attack: object) -> Reconstruction:
     """``guess``; of an ``attack`` that is not Rasura's, ``verified`` only where the update proves it here, else ``matched``.
 
-    Anybody can build a ``Proof``, and a verdict rests on it.
+    Anybody can build a ``Proof``, and a verdict rests on it. Where all that is seen of the update is zero, nothing supports
+    a guess, whoever made it: any text explains such an update.
     """
+    if not any(bool(gradient.any()) for gradient in seen.gradients.values()):
+        return guess if guess.confidence == "none" else replace(guess, confidence="none", proof=None)
     ours = type(attack).__module__.split(".")[0] == __name__.split(".")[0]
     if ours or guess.confidence not in ("verified", "span"):
         return guess
