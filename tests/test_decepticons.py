@@ -25,10 +25,26 @@ from rasura.report.page import ACTIVE, not_tested
 from rasura.runs.audit import Audit
 from rasura.testing.attacks import token_f1 as f1
 from rasura.testing.defenses import snapshot
-from rasura.testing.tiny import CAUSAL_VOCABULARY, CLS, ENCODERS, SEP, VOCABULARY, WORDS, batch_for, batch_of, tiny
+from rasura.testing.tiny import (
+    ALL,
+    CAUSAL_VOCABULARY,
+    CLS,
+    ENCODERS,
+    SEP,
+    UNSUPPORTED,
+    VOCABULARY,
+    WORDS,
+    batch_for,
+    batch_of,
+    tiny,
+)
 from rasura.victims.step import step
 
 __all__ = ["model_folder"]
+
+
+CRAFTED = (*ENCODERS, "gpt2", "opt", "mpnet")
+"""Families that the weights can be crafted for."""
 
 
 @cache
@@ -59,16 +75,20 @@ def many(rows: int, length: int) -> Batch:
 
 
 @pytest.mark.parametrize("defense", ["none", "frozen-embeddings"])
-@pytest.mark.parametrize("family", [*ENCODERS, "gpt2"])
+@pytest.mark.parametrize("family", CRAFTED)
 def test_the_texts_of_a_batch_come_back(family: str, defense: str) -> None:
+    """Texts of MPNet begin with another token: it counts no place for one with number 1."""
     batch = batch_for("classification", 4)
+    if family == "mpnet":
+        batch = batch_of([[SEP, *ids[1:]] for ids in texts(batch)], "classification", [0, 1, 2, 0])
     guess = read(observed(family, "classification", batch, defense))
     assert Counter(guess.tokens) == texts(batch) and guess.confidence == "matched"
 
 
-def test_a_causal_model_gives_all_but_the_last_token_and_prefixes_may_be_shared() -> None:
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_a_causal_model_gives_all_but_the_last_token_and_prefixes_may_be_shared(family: str) -> None:
     rows = [[CLS, 40, 3, 41, 9, 42], [CLS, 40, 3, 50, 51], [CLS, 60, 3, 60, 61, 62, 9]]
-    guess = read(observed("gpt2", "causal", batch_of(rows, "causal")))
+    guess = read(observed(family, "causal", batch_of(rows, "causal")))
     assert Counter(guess.tokens) == Counter((*row[:-1], UNKNOWN) for row in rows)
 
 
@@ -139,6 +159,12 @@ def test_weights_of_an_honest_server_or_another_kind_are_declined_in_one_line() 
         Decepticons().craft(tiny("llama", "causal"), "causal", rng=generator(0))
     with pytest.raises(NotApplicable, match="one block"):
         Decepticons().craft(tiny("bert", "classification", blocks=1), "classification", rng=generator(0))
+
+
+@pytest.mark.parametrize("family", sorted({*ALL} - {*UNSUPPORTED, *CRAFTED}))
+def test_other_families_are_declined_in_one_line(family: str) -> None:
+    with pytest.raises(NotApplicable, match=r"no blocks|one block|another width"):
+        Decepticons().craft(tiny(family, "classification"), "classification", rng=generator(0))
 
 
 def test_an_adversary_sees_the_weights_that_were_sent_and_cannot_change_them() -> None:

@@ -17,9 +17,9 @@ from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction, Task
 class Decepticons:
     """An active attack (Fowl et al. 2022): crafts the weights that are trained on, then reads the update as any other does.
 
-    It works for blocks like BERT's and GPT-2's, and for batches of up to about as many tokens as the feed-forward layer has
-    rows, at any depth. What it needs of the update is the gradient of the first block's first feed-forward weight. Texts are
-    ``matched``; a causal model's last token has no gradient and stays ``UNKNOWN``.
+    It works for blocks like those of BERT, MPNet, GPT-2 and OPT, and for batches of up to about as many tokens as the
+    feed-forward layer has rows, at any depth. What it needs of the update is the gradient of the first block's first
+    feed-forward weight. Texts are ``matched``; a causal model's last token has no gradient and stays ``UNKNOWN``.
 
     Raises ``NotApplicable`` where the weights are not its own (an honest server) or that gradient is not sent, and
     ``AttackFailed`` where no token stands out in it.

@@ -13,7 +13,15 @@ import math
 import torch
 from torch import Generator, Tensor, nn
 
-from rasura.attacks.updates.decepticons.layout import DIRECTIONS, Layout, layout, linears_in, matrix, norms_in
+from rasura.attacks.updates.decepticons.layout import (
+    DIRECTIONS,
+    Layout,
+    layout,
+    linears_in,
+    matrix,
+    norms_in,
+    query_key_value,
+)
 from rasura.core.values import Task
 from rasura.victims.models import layer_inputs
 
@@ -85,6 +93,9 @@ def _embed(model: nn.Module, where: Layout, task: Task, rng: Generator) -> None:
         table[:, at] = _codes(len(table), at.stop - at.start, rng).to(table)
     if task == "causal":
         _signs(model.get_parameter(found.word_embedding)[:, -1], rng)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and f"{name}.weight" not in found.embedding_names:
+            module.weight.zero_()  # MPNet's: by distance, so that attention would not be uniform
 
 
 def _signs(column: Tensor, rng: Generator) -> None:
@@ -140,9 +151,9 @@ GATHERED = 64.0
 
 def _gather(model: nn.Module, where: Layout) -> None:
     """The second block: attention brings the last coordinate of all tokens to the one that the head reads."""
-    block = where.found.blocks[1]
-    behind = next(lin for lin in linears_in(where.found, 1) if lin not in block.qkv)
-    inner, outer = matrix(model, block.qkv[-1]), matrix(model, behind)
+    attention = query_key_value(where.found, 1)
+    behind = next(lin for lin in linears_in(where.found, 1) if lin not in attention)
+    inner, outer = matrix(model, attention[-1]), matrix(model, behind)
     inner[inner.shape[0] - where.found.hidden, -1] = 1.0
     outer[-1, 0] = GATHERED
 
@@ -191,7 +202,8 @@ def _random_texts(model: nn.Module, where: Layout, rng: Generator) -> dict[str, 
 def _measure(model: nn.Module, where: Layout, rng: Generator) -> None:
     """The feed-forward layers: rows of one direction switch on one after the other, equally many tokens apart."""
     texts = _random_texts(model, where, rng)
-    inputs = layer_inputs(model, [where.first.module], **texts)[where.first.module][texts["attention_mask"].bool()]
+    inputs = layer_inputs(model, [where.first.module], **texts)[where.first.module]
+    inputs = inputs.reshape(-1, where.found.hidden)[texts["attention_mask"].bool().flatten()]  # OPT's are flat
     first, second = matrix(model, where.first), matrix(model, where.second)
     assert where.first.bias is not None
     bias = model.get_parameter(where.first.bias)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from rasura.core.interfaces import NotApplicable
 from rasura.core.values import Task
-from rasura.victims.models import Linear, Parts, parts
+from rasura.victims.models import Linear, Parts, evaluating, layer_inputs, parts
 from rasura.victims.positions import first_position
 
 DIRECTIONS = 3
@@ -57,6 +58,20 @@ def linears_in(found: Parts, block: int) -> list[Linear]:
     return [lin for lin in found.linears if lin.module.startswith(found.blocks[block].module + ".")]
 
 
+def query_key_value(found: Parts, block: int) -> tuple[Linear, ...]:
+    """The layers that make a block's queries, keys and values, in this order; or the one that makes all three.
+
+    Raises ``NotApplicable`` where their names do not tell them apart.
+    """
+    layers = found.blocks[block].qkv
+    if len(layers) == 1:
+        return layers
+    named = {lin.module.rpartition(".")[2][:1]: lin for lin in layers}  # OPT has its keys first, and its queries last
+    if len(layers) != 3 or named.keys() != {*"qkv"}:
+        raise NotApplicable(f"{', '.join(lin.module for lin in layers)}: not told which of them makes the values")
+    return tuple(named[letter] for letter in "qkv")
+
+
 def layout(model: nn.Module, task: Task) -> Layout:
     """Where ``model`` can be crafted. Raises ``NotApplicable`` where its blocks are not those of BERT or GPT-2."""
     found = parts(model)
@@ -68,12 +83,18 @@ def layout(model: nn.Module, task: Task) -> Layout:
         raise NotApplicable(f"{kind} has no blocks with two norms and two feed-forward layers with biases, as in BERT")
     if task != "causal" and len(found.blocks) < 2:
         raise NotApplicable(f"{kind} has one block; a second one is needed to bring every token to the head")
-    names = [n for n, _ in model.named_modules()]
-    before = names.index(norms[0]) < names.index(found.blocks[0].qkv[0].module)
+    word = model.get_parameter(found.word_embedding)
+    if word.shape[1] != found.hidden:
+        raise NotApplicable(f"{kind} has embeddings of another width than its blocks")
+    with evaluating(model):  # the order in which OPT names its norms is not that in which they run
+        run = layer_inputs(
+            model, [norms[0], found.blocks[0].qkv[0].module], input_ids=torch.full((1, 3), 3, device=word.device)
+        )
+    before = norms[0] in run
     width = found.hidden
     code, place = max(8, width // 8), width // 4
     return Layout(
-        found, before, (*found.blocks[0].qkv, behind[0]), behind[1], behind[2], norms[1] if before else norms[0],
+        found, before, (*query_key_value(found, 0), behind[0]), behind[1], behind[2], norms[1] if before else norms[0],
         slice(0, code), slice(code, code + place), slice(code + place, width - 1), matrix(model, behind[1]).shape[0],
     )  # fmt: skip
 
