@@ -70,7 +70,8 @@ def record(attack: str, values: list[float], status: str = "ok", first: int | No
     begin = next(FRESH) if first is None else first
     where = dict(zip(CELL, (attack, "fedsgd", "none", "honest-server", 1)))
     return {**where, "seed": 0, "status": status, "reason": "", "scores": scores if status == "ok" else {},
-            "cpu_seconds": 2.0, "examples": list(range(begin, begin + size)), "blind": {"rouge1": {"per_record": [0.1] * size}}}  # fmt: skip
+            "cpu_seconds": 2.0, "examples": list(range(begin, begin + size)),
+            "blind": {"rouge1": {"per_record": [0.1] * size}}}  # fmt: skip
 
 
 FRESH = count(1_000, 100)
