@@ -79,6 +79,23 @@ def test_a_process_that_ends_or_refuses_stops_the_run(
     store.close()
 
 
+def test_what_a_step_had_finished_is_kept_when_its_process_ends(tmp_path: Path, model_folder: Path) -> None:
+    class Ends(Audit):
+        """Ends its process at the second attack on the first step."""
+
+        def records(self, cells: Sequence[Cell], progress: Any = None) -> Iterator[Record]:
+            yield next(super().records(cells, progress))
+            os._exit(1)
+
+    prepared = Ends(plan_for(model_folder, limit=1))
+    with closing(RunStore(tmp_path, prepared.plan.canonical())) as store:
+        with closing(Workers(prepared, 1, 1)) as workers, pytest.raises(InputError, match="what is finished is kept"):
+            list(prepared.run(store, workers=workers))
+        (kept,) = store
+        left = {cell.key for cells in prepared.left(store) for cell in cells}
+    assert left == {cell.key for cell in prepared.cells} - {kept["key"]}
+
+
 def test_processes_end_with_the_one_that_made_them(model_folder: Path) -> None:
     prepared = Audit(plan_for(model_folder, limit=1))
     here, there = os.pipe()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,11 +106,10 @@ class Audit:
         whatever was done before."""
         self.describe(store)
         left = self.left(store)
-        steps = (self.records(cells, progress) for cells in left) if workers is None else workers.run(left, progress)
-        for records in steps:
-            for record in records:
-                store.add(record)
-                yield record
+        here = chain.from_iterable(self.records(cells, progress) for cells in left)
+        for record in here if workers is None else workers.run(left, progress):
+            store.add(record)
+            yield record
 
     def describe(self, store: RunStore) -> None:
         """Store what the run is of. Raises ``InputError`` if ``store`` holds results of other weights, texts or methods."""

@@ -60,10 +60,10 @@ class Workers:
             theirs.close()  # so that the end of the process ends the pipe
             self._processes[ours] = process
 
-    def run(self, steps: Sequence[Sequence[Cell]], progress: Callable[[Cell], None] | None = None) -> Iterator[list[Record]]:
-        """The Records of each of the ``steps``, whose cells share a step, in the order in which they end.
+    def run(self, steps: Sequence[Sequence[Cell]], progress: Callable[[Cell], None] | None = None) -> Iterator[Record]:
+        """The Records of all ``steps``, whose cells share a step, in the order in which they end.
 
-        Raises what a step raised, and ``InputError`` if a process was ended from outside.
+        Raises what a step raised, and ``InputError`` if a process was ended from outside; what it had sent comes before.
         """
         waiting, idle = list(reversed(steps)), list(self._processes)
         running: dict[Connection, Sequence[Cell]] = {}
@@ -76,20 +76,22 @@ class Workers:
                 worker.send(running[worker])
             ready = wait(list(running))
             for worker in [w for w in running if w in ready]:
-                cells = running.pop(worker)
                 try:
                     found = worker.recv()
                 except (EOFError, ConnectionError):
+                    first = running[worker][0]
                     raise InputError(
-                        f"the process of {cells[0].defense} at batch size {cells[0].batch_size} was ended from outside, "
+                        f"the process of {first.defense} at batch size {first.batch_size} was ended from outside, "
                         "most likely for lack of memory; what is finished is kept. Run again with --workers 1"
                     ) from None
                 if isinstance(found, BaseException):
                     raise found
-                records, unavailable = found
-                self.prepared.unavailable.update(unavailable)
-                idle.append(worker)
-                yield records
+                if isinstance(found, Record):
+                    yield found
+                else:  # the end of the step
+                    self.prepared.unavailable.update(found)
+                    del running[worker]
+                    idle.append(worker)
 
     def close(self) -> None:
         """End all processes, whatever they are at."""
@@ -112,7 +114,9 @@ def _work(prepared: Prepared, theirs: Connection, inherited: Sequence[Connection
         except EOFError:
             return
         try:
-            found: Any = (list(prepared.records(cells)), prepared.unavailable)
+            for record in prepared.records(cells):
+                theirs.send(record)
+            told: Any = prepared.unavailable
         except Exception as error:
-            found = error
-        theirs.send(found)
+            told = error
+        theirs.send(told)
