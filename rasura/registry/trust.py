@@ -12,7 +12,7 @@ def trusted(guess: Reconstruction, seen: Observation, attack: object) -> Reconst
     """``guess``; of an ``attack`` that is not Rasura's, ``verified`` only where the update proves it here, else ``matched``.
 
     Anybody can build a ``Proof``, and a verdict rests on it. Where all that is seen of the update is zero, nothing supports
-    a guess, whoever made it: any text explains such an update.
+    a guess, ours or not: any text explains such an update.
     """
     if not any(bool(gradient.any()) for gradient in seen.gradients.values()):
         return guess if guess.confidence == "none" else replace(guess, confidence="none", proof=None)
