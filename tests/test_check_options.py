@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rasura.accounting.configurations import Call, Facts, check
+from rasura.accounting.configurations import Call, Facts, Stated, check
 from rasura.accounting.configurations.facts import Unread
 from rasura.accounting.configurations.files import Contents, read_files
 from rasura.cli import app
@@ -54,6 +54,23 @@ def test_a_noise_that_an_unknown_accountant_chooses_has_no_figure(accountant: ob
     (finding,) = check(Contents(calls, Facts(examples=10_000, batch_size=100))).findings
     assert finding.bounds == () and finding.outcome == "not known"
     assert "accountant" in finding.unknown[0]
+
+
+KERAS = {
+    "epsilon": 3.0, "delta": 5e-5, "clipping_norm": 1.0, "batch_size": 100, "train_steps": 300, "train_size": 10_000,
+    "poisson_sampling_in_fit": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call", [Call("make_private_with_epsilon", {**TARGET, "target_delta": 1e-3}), Call("DPKerasConfig", KERAS)]
+)
+def test_a_noise_that_is_chosen_at_one_delta_does_not_have_its_epsilon_at_a_smaller_one(call: Call) -> None:
+    facts = Facts(examples=10_000, batch_size=100)
+    (finding,) = check(Contents((call,), facts, Stated(3.0, 1e-5, "example"))).findings
+    bound = finding.bounds[0]
+    assert finding.outcome == "does not hold" and {one.code for one in finding.hazards} == {"exceeds"}
+    assert bound.delta == 1e-5 and bound.epsilon is not None and bound.epsilon > 3.2
 
 
 @pytest.mark.slow

@@ -26,9 +26,10 @@ def keras(draft: Draft) -> None:
     steps, parts = draft.count("train_steps"), draft.count("gradient_accumulation_steps", 1)
     if size > examples:
         raise Unknown(f"batch_size {size} is above train_size {examples}")
-    target, delta = draft.noise("epsilon"), draft.number("delta")
+    target, chosen_at = draft.noise("epsilon"), draft.number("delta")
     if draft.stated is None:
-        draft.stated = Stated(target, delta if 0 < delta < 1 else None)
+        draft.stated = Stated(target, chosen_at if 0 < chosen_at < 1 else None)
+    delta = chosen_at if draft.stated.delta is None else draft.stated.delta
     known = draft.facts.examples or examples
     if known < examples:
         draft.hazard("sampling", f"train_size is {examples}, but there are {known} examples: each is drawn more often")
@@ -41,7 +42,7 @@ def keras(draft: Draft) -> None:
         raise Unknown("sampling poisson is given, but poisson_sampling_in_fit is off in the program")
     poisson = poisson or draft.facts.sampling == "poisson"
     if draft.value("noise_multiplier") is None:
-        multiplier = 1.001 * sigma_for(target, min(1.0, size * parts / examples), steps, delta)
+        multiplier = 1.001 * sigma_for(target, min(1.0, size * parts / examples), steps, chosen_at)
     else:
         multiplier = draft.noise("noise_multiplier")
     made = max(steps, draft.facts.steps or 0)

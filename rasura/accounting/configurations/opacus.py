@@ -38,7 +38,8 @@ def opacus_target(draft: Draft) -> None:
     """``PrivacyEngine.make_private_with_epsilon``: the multiplier that meets ``target_epsilon`` after ``epochs``.
 
     The noise is computed here by PLD to a thousandth, as Opacus does it by its own accountant. RDP chooses more noise; an
-    approximation such as GDP may choose less, and then nothing is said.
+    approximation such as GDP may choose less, and then nothing is said. It is chosen at ``target_delta``; a statement at
+    another delta is compared with the epsilon that this noise has there.
     """
     _opacus_clip(draft)
     for engine in draft.others:
@@ -47,12 +48,13 @@ def opacus_target(draft: Draft) -> None:
             by = given.text if isinstance(given, Unread) else repr(given)
             raise Unknown(f"the noise is chosen by the accountant {by}; prv and rdp are understood here")
     target, epochs = draft.noise("target_epsilon"), draft.count("epochs")
-    delta = draft.delta("example", draft.number("target_delta"))
+    chosen_at = draft.number("target_delta")
+    delta = draft.delta("example", chosen_at)
     if draft.stated is None:
         draft.stated = Stated(target, delta)
     rate, in_epoch = loader(draft, by_length=True)  # at which Opacus searches the noise
     # An epsilon within a thousandth of the target is the target's: both accountants round.
-    multiplier = 1.001 * sigma_for(target, rate, epochs * in_epoch, delta)
+    multiplier = 1.001 * sigma_for(target, rate, epochs * in_epoch, chosen_at)
     rate, _ = loader(draft, by_length=_opacus_draws(draft))
     steps = steps_made(draft, rate, in_epoch, _opacus_poisson(draft))
     if steps.made > epochs * in_epoch:
