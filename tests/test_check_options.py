@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from rasura.accounting import epsilon
 from rasura.accounting.configurations import Call, Facts, Stated, check
 from rasura.accounting.configurations.facts import Unread
 from rasura.accounting.configurations.files import Contents, read_files
@@ -71,6 +72,18 @@ def test_a_noise_that_is_chosen_at_one_delta_does_not_have_its_epsilon_at_a_smal
     bound = finding.bounds[0]
     assert finding.outcome == "does not hold" and {one.code for one in finding.hazards} == {"exceeds"}
     assert bound.delta == 1e-5 and bound.epsilon is not None and bound.epsilon > 3.2
+
+
+@pytest.mark.parametrize("target", [8.0, 50.0])
+def test_the_figure_of_a_target_is_never_below_the_epsilon_of_the_noise_that_opacus_chooses(target: float) -> None:
+    noises = pytest.importorskip("opacus.accountants.utils")
+    sigma = noises.get_noise_multiplier(
+        target_epsilon=target, target_delta=1e-5, sample_rate=0.05, epochs=5, accountant="prv"
+    )
+    call = Call("make_private_with_epsilon", {**TARGET, "target_epsilon": target, "epochs": 5})
+    (finding,) = check(Contents((call,), Facts(examples=1000, batch_size=50))).findings
+    told = finding.bounds[0].epsilon
+    assert told == target and finding.outcome == "holds" and told >= epsilon(sigma, 0.05, 100, 1e-5)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from rasura.accounting.compositions import POISSON
 from rasura.accounting.configurations.drafts import ADDED, LEFT_OUT, Draft
 from rasura.accounting.configurations.facts import Unknown, Unread, positive
+from rasura.accounting.epsilon import sigma_for
 from rasura.accounting.gaussian import gaussian_epsilon, sampled_epsilon
 from rasura.accounting.guarantees import Run, guarantee
 from rasura.core.values import Mechanism, Stage
@@ -133,6 +134,14 @@ def loader(draft: Draft, *, by_length: bool = False) -> tuple[float, int]:
     return 1 / steps if by_length else max(size / examples, 1 / steps), steps
 
 
+def sought(target: float, rate: float, steps: int, delta: float) -> float:
+    """The least noise multiplier that an accountant chooses so that ``steps`` releases spend at most ``target``.
+
+    A thousandth below the one that is found here to a thousandth: two accountants round in their own ways.
+    """
+    return sigma_for(target, rate, steps, delta) / 1.001
+
+
 def passes_made(draft: Draft) -> int:
     """Passes over the examples: those of a round times the rounds."""
     epochs, given = draft.facts.epochs, draft.call.arguments.get("epochs")
@@ -186,12 +195,13 @@ def _looped(draft: Draft, passes: int, rounds: int) -> int:
 
 def accounted(
     draft: Draft, multiplier: float, steps: Steps, delta: float, readings: Mapping[str, float] | None = None,
-    noise: str = "gaussian", *, assumed: bool = True,
+    noise: str = "gaussian", *, assumed: bool = True, known: float = math.inf,
 ) -> None:  # fmt: skip
     """Record the figures of ``steps`` with noise of ``multiplier`` times what one example can reach.
 
     Without Poisson sampling an example is in one batch of each pass (shuffled), or in every step as far as is known (fixed).
     Then it is left out, with its place in the batch. ``assumed``: the framework accounts all batches as Poisson sampled.
+    ``known``: an epsilon that holds in any case, since the noise was chosen for it.
     """
     if not steps.poisson and assumed:
         draft.hazard("sampling", "batches are not drawn by Poisson sampling, which the framework's accountant assumes")
@@ -207,7 +217,7 @@ def accounted(
         return gaussian_epsilon(math.sqrt(releases) / sigma, delta)
 
     draft.confused(spent, multiplier, readings or {})
-    told(draft, spent(multiplier), delta, ADDED if steps.poisson else LEFT_OUT, (multiplier, 1.0))
+    told(draft, min(spent(multiplier), known), delta, ADDED if steps.poisson else LEFT_OUT, (multiplier, 1.0))
 
 
 def told(draft: Draft, epsilon: float, delta: float, relation: str, equal_noise: tuple[float, float] | None) -> None:

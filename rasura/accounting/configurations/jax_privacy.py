@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-from rasura.accounting.configurations.dp_sgd import Steps, accounted, loader, passes_made
+from rasura.accounting.configurations.dp_sgd import Steps, accounted, loader, passes_made, sought
 from rasura.accounting.configurations.drafts import Draft
 from rasura.accounting.configurations.facts import Call, Facts, Stated, Unknown, positive
-from rasura.accounting.epsilon import sigma_for
 
 KERAS = (
     "epsilon", "delta", "clipping_norm", "batch_size", "gradient_accumulation_steps", "train_steps", "train_size",
@@ -41,8 +40,9 @@ def keras(draft: Draft) -> None:
     if not poisson and draft.facts.sampling == "poisson" and draft.call.extra.get("program"):
         raise Unknown("sampling poisson is given, but poisson_sampling_in_fit is off in the program")
     poisson = poisson or draft.facts.sampling == "poisson"
-    if draft.value("noise_multiplier") is None:
-        multiplier = 1.001 * sigma_for(target, min(1.0, size * parts / examples), steps, chosen_at)
+    searched = draft.value("noise_multiplier") is None
+    if searched:
+        multiplier = sought(target, min(1.0, size * parts / examples), steps, chosen_at)
     else:
         multiplier = draft.noise("noise_multiplier")
     made = max(steps, draft.facts.steps or 0)
@@ -50,7 +50,9 @@ def keras(draft: Draft) -> None:
         draft.hazard("steps", f"train_steps is {steps}, but {made} are made")
     rate, count = min(1.0, size / min(known, examples)), made * parts
     passes = math.ceil(count * size / known)
-    accounted(draft, multiplier / math.sqrt(parts), Steps(rate, count, passes, poisson), delta)
+    as_planned = searched and poisson and (parts, made, known, delta) == (1, steps, examples, chosen_at)
+    drawn = Steps(rate, count, passes, poisson)
+    accounted(draft, multiplier / math.sqrt(parts), drawn, delta, known=target if as_planned else math.inf)
 
 
 def privatizer(draft: Draft) -> None:

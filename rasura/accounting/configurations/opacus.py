@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from rasura.accounting.configurations.dp_sgd import accounted, loader, steps_made
+from rasura.accounting.configurations.dp_sgd import accounted, loader, sought, steps_made
 from rasura.accounting.configurations.drafts import Draft
 from rasura.accounting.configurations.facts import Stated, Unknown, Unread, positive
-from rasura.accounting.epsilon import sigma_for
 
 OPACUS = (
     "module", "optimizer", "criterion", "data_loader", "noise_multiplier", "max_grad_norm", "batch_first",
@@ -37,9 +37,9 @@ def opacus(draft: Draft) -> None:
 def opacus_target(draft: Draft) -> None:
     """``PrivacyEngine.make_private_with_epsilon``: the multiplier that meets ``target_epsilon`` after ``epochs``.
 
-    The noise is computed here by PLD to a thousandth, as Opacus does it by its own accountant. RDP chooses more noise; an
-    approximation such as GDP may choose less, and then nothing is said. It is chosen at ``target_delta``; a statement at
-    another delta is compared with the epsilon that this noise has there.
+    Of the training that it was chosen for, epsilon is the target: Opacus' accountant vouches for it, and may use all of it.
+    Elsewhere the least such noise counts, by PLD. RDP chooses more noise; an approximation such as GDP may choose less, and
+    then nothing is said. It is chosen at ``target_delta``; a statement at another delta is compared with its epsilon there.
     """
     _opacus_clip(draft)
     for engine in draft.others:
@@ -52,14 +52,15 @@ def opacus_target(draft: Draft) -> None:
     delta = draft.delta("example", chosen_at)
     if draft.stated is None:
         draft.stated = Stated(target, delta)
-    rate, in_epoch = loader(draft, by_length=True)  # at which Opacus searches the noise
-    # An epsilon within a thousandth of the target is the target's: both accountants round.
-    multiplier = 1.001 * sigma_for(target, rate, epochs * in_epoch, chosen_at)
+    searched, in_epoch = loader(draft, by_length=True)  # at which Opacus searches the noise
+    planned = epochs * in_epoch
+    multiplier = sought(target, searched, planned, chosen_at)
     rate, _ = loader(draft, by_length=_opacus_draws(draft))
     steps = steps_made(draft, rate, in_epoch, _opacus_poisson(draft))
-    if steps.made > epochs * in_epoch:
+    if steps.made > planned:
         draft.hazard("steps", f"the noise is for {epochs} epochs of {in_epoch} steps, but {steps.made} steps are made")
-    accounted(draft, multiplier, steps, delta)
+    as_planned = steps.poisson and rate == searched and steps.made <= planned and delta == chosen_at
+    accounted(draft, multiplier, steps, delta, known=target if as_planned else math.inf)
 
 
 def _opacus_draws(draft: Draft) -> bool:
