@@ -229,7 +229,13 @@ class Net(nn.Module):
     ["x = x.T", "x = x[0]", "x = x[:8]", "x = x @ x.mT", "x.relu_()", "x = x.mean(0)", "x = x.mean()",
      "x = torch.cat([x, x])", "x = torch.cat([x, x], dim=0)", "x = torch.roll(x, 1)", "x = mix(x)", "x = x.softmax(0)",
      "x = x.view(2, -1).view(-1, 10)", "self.kept = x", "x[0] = 1", "x = torch.relu(x, out=x)",
-     "x = torch.einsum('ij,kj->ij', x, x)", "x = F.batch_norm(x)"],
+     "x = torch.einsum('ij,kj->ij', x, x)", "x = F.batch_norm(x)", "x = F.normalize(x, dim=0)", "x = F.normalize(x, 2, 0)",
+     "x = F.layer_norm(x, x.shape)", "x = F.layer_norm(x, (x.size(0), 10))",
+     "x = F.layer_norm(x, normalized_shape=x.size())",
+     "x = x.unsqueeze(0)", "x = torch.unsqueeze(x, dim=0)", "x = x.squeeze(0)", "x = x.view(1, -1, 10)",
+     "x = x.reshape((1, -1, 10))", "x = x.flatten(0, 1)", "x = torch.flatten(x, 0, 1)", "x = x - x.mean(-2, keepdim=True)",
+     "x = x - x.sum((-2, -1))", "x = torch.cat([x, x], -2)", "for row in x:\n            x = x - row",
+     "rows = [row for row in x]", "for row in self.layers[0](x):\n            x = x - row"],
 )  # fmt: skip
 def test_a_model_that_may_mix_examples_has_no_figure(tmp_path: Path, line: str) -> None:
     found = read(tmp_path, program(loop(), NET.format(line), "model = Net()"))
@@ -239,11 +245,30 @@ def test_a_model_that_may_mix_examples_has_no_figure(tmp_path: Path, line: str) 
 @pytest.mark.parametrize(
     "line",
     ["x = x[:, 0]", "x = x.mean(dim=1)", "x = torch.cat([x, x], dim=1)", "x = F.relu(x).flatten(1)", "x = x.view(-1, 10)",
-     "for layer in self.layers:\n            x = torch.relu(layer(x))", "x = F.log_softmax(self.layers[0](x), dim=-1)"],
+     "for layer in self.layers:\n            x = torch.relu(layer(x))", "x = F.log_softmax(self.layers[0](x), dim=-1)",
+     "x = F.normalize(x)", "x = F.normalize(x, p=2.0, dim=-1)", "x = F.layer_norm(x, (10,))",
+     "x = F.layer_norm(x, x.shape[1:])", "x = F.layer_norm(x, self.shape, eps=1e-6)",
+     "x = x.unsqueeze(1).squeeze(1)", "x = x.view(x.size(0), -1)",
+     "x = x.reshape(x.shape[0], -1)", "x = x.flatten(start_dim=1)", "x = torch.flatten(x, 1, 2)", "x = x.squeeze()",
+     "x = x + self.at(torch.arange(x.size(1), device=x.device).unsqueeze(0))",
+     "for k in range(3):\n            x = self.layers[0](x)",
+     "for k, layer in enumerate(self.layers):\n            x = layer(x)"],
 )  # fmt: skip
 def test_a_model_that_keeps_examples_apart_has_a_figure(tmp_path: Path, line: str) -> None:
     found = read(tmp_path, program(loop(), NET.format(line), "model = Net()"))
     assert found.exit_code == 0, found
+
+
+@pytest.mark.parametrize(
+    ("layer", "apart"),
+    [("nn.Softmax(dim=0)", False), ("nn.Softmax(0)", False), ("nn.Softmax()", False), ("nn.LogSoftmax(dim=given)", False),
+     ("nn.Flatten(0)", False), ("nn.Flatten(start_dim=0, end_dim=1)", False), ("nn.Unflatten(0, (1, -1))", False),
+     ("nn.Softmax(dim=1)", True), ("nn.LogSoftmax(-1)", True), ("nn.Flatten()", True), ("nn.Flatten(1)", True),
+     ("nn.Unflatten(1, (2, 5))", True)],
+)  # fmt: skip
+def test_a_layer_that_runs_over_the_examples_has_no_figure(tmp_path: Path, layer: str, apart: bool) -> None:
+    found = read(tmp_path, program(loop(), before=f"model = nn.Sequential(nn.Linear(10, 2), {layer})"))
+    assert (found.exit_code == 0) == apart and ("over the examples of a batch" in str(found.unknown)) != apart, found
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rasura.accounting.configurations.kinds import CHANGES
 from rasura.accounting.configurations.scopes import Scopes, last_name, root
@@ -24,10 +24,23 @@ _METHODS = (
 )  # fmt: skip
 """What computes for each example by itself, over the dimensions that ``_dimension`` accepts."""
 
-_OVER = ("softmax", "log_softmax", "mean", "sum", "max", "flatten", "cat")
-"""What runs over a dimension. It must be given, and must not be the first, which is that of the examples."""
+_OVER: Mapping[str, tuple[int, bool]] = {
+    **dict.fromkeys(("softmax", "log_softmax", "mean", "sum", "max", "flatten", "cat", "unsqueeze"), (0, False)),
+    "squeeze": (0, True),
+    "normalize": (1, True),
+}
+"""What runs over a dimension: where it stands behind the tensor, and whether it may be left out. It must not be the first,
+which is that of the examples."""
 
-_DIMENSIONS = ("1", "2", "3", "-1", "-2", "(2, 3)", "[2, 3]", "(-2, -1)", "[-2, -1]", "(1, 2)", "[1, 2]")
+_OVER_EXAMPLES: Mapping[str, bool] = {
+    **dict.fromkeys(("Softmax", "LogSoftmax", "Softmin", "Unflatten"), False),
+    **dict.fromkeys(("Flatten", "CosineSimilarity"), True),
+}
+"""Layers that are made for a dimension, and whether it may be left out."""
+
+_DIMENSIONS = ("1", "2", "3", "-1", "(2, 3)", "[2, 3]", "(1, 2)", "[1, 2]")
+"""From the end only the last: the one before it is that of the examples where these have no other."""
+
 _TRANSPOSED = ("T", "mT", "H", "data", "grad")
 _SEQUENCES = (
     "LSTM", "GRU", "RNN", "MultiheadAttention", "Transformer", "TransformerEncoderLayer", "TransformerDecoderLayer",
@@ -47,10 +60,14 @@ def mixed_examples(scopes: Scopes) -> Iterator[tuple[ast.AST, str]]:
                 for inner, what in _strange(scopes, one):
                     yield inner, f"whether {one.name} of {node.name} keeps examples apart is not known: {what}"
     for call in ast.walk(scopes.tree):
-        if isinstance(call, ast.Call) and scopes.original(call.func).removeprefix("DP") in _SEQUENCES:
-            first = [one.value for one in call.keywords if one.arg == "batch_first"]
-            if not first or ast.unparse(first[0]) != "True":
-                yield call, f"without batch_first=True, {ast.unparse(call.func)} may run over the examples of a batch"
+        if not isinstance(call, ast.Call):
+            continue
+        name, shown = scopes.original(call.func), ast.unparse(call)[:60]
+        first = [ast.unparse(one.value) for one in call.keywords if one.arg == "batch_first"]
+        if name.removeprefix("DP") in _SEQUENCES and first != ["True"]:
+            yield call, f"without batch_first=True, {ast.unparse(call.func)} may run over the examples of a batch"
+        if name in _OVER_EXAMPLES and not _dimension(call, 0, _OVER_EXAMPLES[name]):
+            yield call, f"{shown} may run over the examples of a batch"
 
 
 def _modules(tree: ast.AST) -> list[ast.ClassDef]:
@@ -86,6 +103,8 @@ def _strange(scopes: Scopes, function: ast.FunctionDef) -> Iterator[tuple[ast.AS
                 yield node, shown
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
             yield node, shown
+        elif isinstance(node, ast.For | ast.comprehension) and not _of_layers(scopes, node.iter, function):
+            yield node.iter, f"a loop over {ast.unparse(node.iter)[:60]}, which may be the examples"
 
 
 def _of_self(node: ast.AST, function: ast.FunctionDef) -> bool:
@@ -116,14 +135,49 @@ def _apart(scopes: Scopes, node: ast.Call, function: ast.FunctionDef) -> bool:
         return scopes.variable(node.func.id, node.func).scope is function  # a layer of a loop over layers
     method = method or (isinstance(node.func, ast.Attribute) and library is None)
     known = name in _METHODS if method else library in ("", "torch") and name in _FUNCTIONS
-    return known and (name not in _OVER or _dimension(node))
+    if name in _OVER and not (name == "unsqueeze" and _made_here(scopes, node)):
+        place, optional = _OVER[name]
+        known = known and _dimension(node, place if method else place + 1, optional)
+    return known and (name not in ("view", "reshape", "layer_norm") or _shaped(node, name, method))
 
 
-def _dimension(node: ast.Call) -> bool:
+def _of_layers(scopes: Scopes, node: ast.expr, function: ast.FunctionDef) -> bool:
+    """Whether a loop runs over numbers, or over what the module itself holds."""
+    if isinstance(node, ast.Call) and scopes.original(node.func) in ("enumerate", "zip", "reversed"):
+        return all(_of_layers(scopes, one, function) for one in node.args)
+    if isinstance(node, ast.Call) and scopes.original(node.func) == "range":
+        return True
+    given = [one for one in ast.walk(node) if isinstance(one, ast.Call) and (one.args or one.keywords)]
+    return isinstance(node, ast.Constant | ast.List | ast.Tuple) or (_of_self(node, function) and not given)
+
+
+def _dimension(node: ast.Call, place: int, optional: bool) -> bool:
     """Whether a call names the dimension that it runs over, and it is not that of the examples."""
     named = [one.value for one in node.keywords if one.arg in ("dim", "axis", "start_dim")]
-    given = ast.unparse((named or node.args or [ast.Constant(0)])[-1])
-    return given in _DIMENSIONS
+    given = named or node.args[place : place + 1]
+    return ast.unparse(given[0]) in _DIMENSIONS if given else optional
+
+
+def _made_here(scopes: Scopes, node: ast.expr) -> bool:
+    """Whether a chain of methods begins with a tensor that no example is in."""
+    while isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if scopes.original(node.func) in ("arange", "zeros", "ones"):
+            return True
+        node = node.func.value
+    return False
+
+
+def _shaped(node: ast.Call, name: str, method: bool) -> bool:
+    """Whether a new shape keeps a row for each example, or a normalisation runs over entries of one example."""
+    named = [one.value for one in node.keywords if one.arg in ("shape", "normalized_shape")]
+    given = named or node.args[int(not method) :]
+    if not given:
+        return False
+    if name != "layer_norm":
+        first = given[0].elts[0] if isinstance(given[0], ast.Tuple | ast.List) and given[0].elts else given[0]
+        return not isinstance(first, ast.Constant)
+    shape = ast.unparse(given[0])
+    return not (shape.isidentifier() or re.search(r"size\(0\)|shape\[0\]|len\(|\.size\(\)$|(?<!self)\.shape$", shape))
 
 
 def loaded_weights(scopes: Scopes) -> tuple[list[tuple[ast.AST, str]], list[str]]:
