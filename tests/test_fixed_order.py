@@ -23,6 +23,7 @@ from rasura.accounting.banded import BandedPlan, banded_sigma
 from rasura.accounting.gaussian import gaussian_epsilon
 from rasura.accounting.ledger import counted
 from rasura.core.interfaces import InputError
+from rasura.core.rounding import above
 from rasura.integrations.flower.client_rounds import begin_rounds, next_round
 from rasura.runs.drawing import ROW
 from rasura.runs.noise_target import solved
@@ -409,7 +410,7 @@ def test_the_trainer_keeps_the_order_and_refuses_to_resume(tmp_path: Path) -> No
     run.train()
     assert run.ledger.releases == 8
     assert run.guarantee.epsilon == BandedPlan(1.0, 8, 4, 4).epsilon(0.1 / 24)
-    assert [row["epsilon"] for row in run.state.log_history if "epsilon" in row][-1] == run.guarantee.epsilon
+    assert [row["epsilon"] for row in run.state.log_history if "epsilon" in row][-1] == float(above(run.guarantee.epsilon))
     again = trainer(tmp_path, gradient_accumulation_steps=2)
     with pytest.raises(InputError, match="cannot be resumed"):
         again.train(resume_from_checkpoint=True)

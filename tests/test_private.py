@@ -459,7 +459,9 @@ def test_the_trainer_has_a_switch_and_counts(tmp_path: Path) -> None:
     assert spent.epsilon == pytest.approx(epsilon(0.5, 2 / 24, 12, 0.1 / 24))
     assert not all(torch.equal(p, q) for p, q in zip(private.model.parameters(), before))
     logged = [r["epsilon"] for r in private.state.log_history if "epsilon" in r]
-    assert logged[:2] == [pytest.approx(epsilon(0.5, 2 / 24, n, 0.1 / 24)) for n in (6, 12)]
+    exact = [epsilon(0.5, 2 / 24, n, 0.1 / 24) for n in (6, 12)]
+    # The Trainer prints four digits: at a smaller figure than the exact one the guarantee does not hold.
+    assert all(0 <= float(f"{told:.4g}") - true <= 1e-3 * true for told, true in zip(logged[:2], exact, strict=True))
     with pytest.raises(InputError, match="all 12 planned releases"):
         private.train()
 

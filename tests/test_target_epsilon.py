@@ -168,7 +168,7 @@ def test_the_trainers_accumulation_is_one_release_a_step(tmp_path: Path) -> None
     assert private.train().global_step == 8 == private.ledger.releases
     assert private.ledger.runs[0][0].rate == 6 / 24 and 3.9 < private.ledger.epsilon <= 4.0
     logged = [row["epsilon"] for row in private.state.log_history if "epsilon" in row]
-    assert logged == sorted(logged) and logged[-1] == pytest.approx(private.ledger.epsilon)
+    assert logged == sorted(logged) and private.ledger.epsilon <= logged[-1] <= private.ledger.epsilon * 1.001
 
 
 def test_the_trainer_ends_at_max_steps(tmp_path: Path) -> None:

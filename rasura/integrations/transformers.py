@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from rasura.accounting import Guarantee, Ledger
 from rasura.core.interfaces import Defense, InputError
+from rasura.core.rounding import above
 from rasura.runs.drawing import DrawnLoader, OrderedLoader
 from rasura.runs.gradient_canaries import GradientCanaries
 from rasura.runs.private import protect_training
@@ -149,8 +150,9 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
             self.canaries.save(folder / CANARIES)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As ``Trainer.log``, with the epsilon of the releases made so far, if there is a guarantee."""
+        """As ``Trainer.log``, with the epsilon of the releases made so far, if there is a guarantee. It is rounded up to the
+        four digits that a Trainer prints."""
         found = self.guarantee
         if found is not None and found.epsilon is not None:
-            logs = {**logs, "epsilon": found.epsilon}
+            logs = {**logs, "epsilon": float(above(found.epsilon))}
         super().log(logs, start_time)
