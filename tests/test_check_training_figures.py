@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rasura.accounting import Run, guarantee
-from rasura.accounting.configurations import Call, Checked, Facts, check, checked_files
+from rasura.accounting.configurations import Call, Checked, Facts, Finding, check, checked_files
 from rasura.accounting.configurations.files import Contents
-from rasura.accounting.gaussian import sampled_epsilon
+from rasura.accounting.gaussian import gaussian_epsilon, sampled_epsilon
 from rasura.registry import parse_defense
 
 pytest.importorskip("dp_accounting")
@@ -65,6 +65,32 @@ def test_our_loader_draws_at_batch_size_over_examples(tmp_path: Path) -> None:
     assert found == planned(Run(100, 96, 3, 1e-5)) and found == pytest.approx(12.5529, rel=1e-4)
     shorter = LOADER.format("96, drop_last=True") + OURS.replace("epochs=3", "epochs=3, max_steps=4")
     assert figure(read(tmp_path, shorter, examples=100)) == planned(Run(100, 96, 3, 1e-5, max_steps=4))
+
+
+def own_mean(sampling: str, examples: int, **more: object) -> Finding:
+    facts = Facts(examples=examples, batch_size=100, epochs=3, sampling=sampling, delta=1e-5)
+    arguments = {"clip": 1.0, "noise_std": 0.02, "noise_on": "mean", **more}
+    (finding,) = check(Contents((Call("dp_sgd", arguments),), facts)).findings
+    return finding
+
+
+def test_noise_on_a_mean_is_as_large_as_what_the_mean_divides_by() -> None:
+    whole = own_mean("poisson", 1000, mean_over="batch_size").bounds[0].epsilon
+    assert whole == sampled_epsilon(2.0, 0.1, 30, 1e-5)
+    # Of n examples alike and one that is opposite, the mean moves by 2 clips / (n + 1) where it divides by their number.
+    for more, words in (({"mean_over": "batch"}, "nothing is proven"), ({}, "mean_over is not given")):
+        found = own_mean("poisson", 1000, **more)
+        assert found.bounds == () and found.outcome == "not known" and words in found.unknown[0]
+
+
+def test_the_mean_of_a_last_batch_that_is_smaller_has_less_noise() -> None:
+    alike = own_mean("shuffled", 1000).bounds[0].epsilon
+    assert alike == gaussian_epsilon(3**0.5 / 2.0, 1e-5)
+    assert own_mean("shuffled", 1010, mean_over="batch_size").bounds[0].epsilon == alike
+    assert own_mean("shuffled", 1010, mean_over="batch").bounds[0].epsilon == gaussian_epsilon(3**0.5 / 0.2, 1e-5)
+    for wrong in ({}, {"mean_over": "examples"}):
+        found = own_mean("shuffled", 1010, **wrong)
+        assert found.bounds == () and "mean_over" in found.unknown[0]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

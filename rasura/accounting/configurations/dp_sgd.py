@@ -25,8 +25,8 @@ OURS = (
     "optimizers", "optimizer_cls_and_kwargs", "preprocess_logits_for_metrics",
 )  # fmt: skip
 OWN = (
-    "clip", "clip_of", "layers", "noise_multiplier", "noise_std", "noise_on", "noise_seed", "counted_steps",
-    "accounted_as", "delta",
+    "clip", "clip_of", "layers", "noise_multiplier", "noise_std", "noise_on", "mean_over", "noise_seed",
+    "counted_steps", "accounted_as", "delta",
 )  # fmt: skip
 NO_CLIENT = "DP-SGD protects single examples; nothing is proven for all examples of one client together"
 
@@ -35,8 +35,8 @@ def own_loop(draft: Draft) -> None:
     """A loop of one's own, described by ``clip``, ``clip_of`` (example, layer, batch) and the noise.
 
     The noise is ``noise_multiplier`` times the clip on the sum, or has the deviation ``noise_std`` on the sum or mean
-    (``noise_on``). A clip of each of ``layers`` layers bounds an example by sqrt(layers) clips. A clip of a whole batch
-    bounds what one example can change by twice the clip, whatever the batch size.
+    (``noise_on``; ``mean_over``: what the mean divides by). A clip of each of ``layers`` layers bounds an example by
+    sqrt(layers) clips. A clip of a whole batch bounds what one example can change by twice the clip, whatever its size.
     """
     if draft.value("clip") is None:
         draft.hazard("no-clip", "no clip is given: one example can change the sum by any amount")
@@ -48,7 +48,7 @@ def own_loop(draft: Draft) -> None:
         on = draft.value("noise_on")
         if on not in ("sum", "mean"):
             raise Unknown(f"noise_on is {on!r}: whether noise_std is that of the sum or of the mean is not known")
-        deviation = draft.noise("noise_std") * (size if on == "mean" and of != "batch" else 1)
+        deviation = draft.noise("noise_std") * (_least_divisor(draft, size) if on == "mean" and of != "batch" else 1)
     elif draft.value("noise_multiplier") is not None:
         deviation = draft.noise("noise_multiplier") * clip
     else:
@@ -79,6 +79,29 @@ def own_loop(draft: Draft) -> None:
     if expected != draft.facts.sampling:
         draft.hazard("sampling", f"the accounting assumes {expected} batches, but they are {draft.facts.sampling}")
     accounted(draft, multiplier, steps, delta, readings, assumed=False)
+
+
+def _least_divisor(draft: Draft, size: int) -> int:
+    """The least number that a mean divides by: ``mean_over`` batch_size, or the examples of the batch, of which a last batch
+    may have fewer. Raises ``Unknown`` where batches differ in size and that is not given, or their sizes are drawn."""
+    over, poisson = draft.value("mean_over"), draft.facts.sampling == "poisson"
+    if over not in (None, "batch_size", "batch"):
+        raise Unknown(f"mean_over is {over!r}; batch_size and batch (the examples that are in it) are known")
+    last = draft.fact("examples") % size
+    if over == "batch_size" or (not poisson and (draft.facts.drop_last or not last)):
+        return size
+    if over is None:
+        raise Unknown(
+            "mean_over is not given: batches differ in size, and it is not known whether their means divide by batch_size "
+            "or by the number of examples in the batch"
+        )
+    if poisson:
+        raise Unknown(
+            "the mean divides by the number of examples that were drawn, which one example changes as well: nothing is "
+            "proven for it; divide by batch_size"
+        )
+    draft.notes.append(f"the last batch has {last} of {size} examples, and its mean less noise; this is counted")
+    return last
 
 
 def ours(draft: Draft) -> None:
