@@ -486,6 +486,12 @@ def test_the_trainer_refuses_what_would_replace_the_protected_model(tmp_path: Pa
             PrivateTrainer(private.model, defense="dp-sgd:1.0", **{name: print})
 
 
+@pytest.mark.parametrize("strategy", ["group_by_length", "sequential"])
+def test_the_trainer_refuses_another_choice_of_batches_than_its_own(tmp_path: Path, strategy: str) -> None:
+    with pytest.raises(InputError, match=f"train_sampling_strategy is {strategy}; a protected Trainer needs random"):
+        trainer(tmp_path, train_sampling_strategy=strategy)
+
+
 def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
     first = trainer(tmp_path, save_strategy="epoch")
     first.train()
