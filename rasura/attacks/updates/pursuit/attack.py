@@ -59,7 +59,7 @@ class Pursuit:
             known_signs = _without_decay(seen, rows).sign()
             known_signs = known_signs[known_signs.abs().sum(1) > 0]
             fit = Signs(known_signs[torch.randperm(len(known_signs), generator=rng)[:outputs]])
-        search = Search(seen, fit, budget.memory_mb)
+        search = Search(seen, fit, budget.memory_mb, rng)
         found = search()
         texts = _texts(found, search.ends, search.batch)
         if not texts:

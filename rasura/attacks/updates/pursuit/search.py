@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,15 +26,15 @@ MAX_FILLED = 0.6
 """Fraction of the layer's inputs that tokens may fill. Beyond it, any token could be explained."""
 
 STANDS_OUT = 1.1
-"""A token is taken while its gain is at least this many times the best gain at positions beyond every text (true tokens:
-1.15 and more)."""
+"""A token is taken while its gain is at least this many times the best gain of tokens that cannot be there (true
+tokens: 1.15 and more)."""
 
 
 class Search:
     """The pursuit for tokens and their positions. ``ends``: where texts end, as far as this is known."""
 
-    def __init__(self, seen: Observation, fit: Fit, memory_mb: int) -> None:
-        self.fit = fit
+    def __init__(self, seen: Observation, fit: Fit, memory_mb: int, rng: torch.Generator) -> None:
+        self.fit, self.rng = fit, rng
         self.inputs, self.ids = Inputs(seen.model), candidates(seen.vocabulary)
         self.batch = seen.batch_size if Grant.BATCH_SIZE in seen else 1
         self.ends = sorted(seen.lengths) if Grant.LENGTHS in seen else []
@@ -41,7 +42,6 @@ class Search:
         longest = positions(seen.model) or length
         self.max_length = min(length, longest)
         self.known = bool(self.ends)
-        # Where no text reaches, the best token's gain is what chance gives.
         self.control = list(range(longest - 1, self.max_length, -max(1, longest // 8)))[:4]
         self._cached: dict[int, Tensor] = {}
         self._max_cached = (memory_mb << 19) // (4 * len(self.ids) * self.inputs.parts.hidden)
@@ -91,7 +91,31 @@ class Search:
             tell(lambda: [list(dict.fromkeys(t for here in found.values() for t in here))], ordered=False)
 
     def _chance(self, left: Left) -> float:
-        return max((float(self.gains(left, place).max()) for place in self.control), default=0.0)
+        """The best gain of tokens that cannot be there: at places that no text reaches and, where a place changes too little
+        of an input for that, mirrored."""
+        if not self.control:
+            return 0.0
+        if not self.places_tell:
+            left = Left(self.mirror @ left.strong, self.mirror @ left.explained)
+        return max(float(self.gains(left, place).max()) for place in self.control)
+
+    @cached_property
+    def places_tell(self) -> bool:
+        """Whether a token gains so much less where no text reaches that it stands out at its own place. In MPNet it does
+        not: the same word at two places has nearly one input."""
+        own = torch.nn.functional.normalize(self.inputs.first(self.ids, len(self.prefix)))
+        others = (torch.nn.functional.normalize(self.inputs.first(self.ids, place)) for place in self.control)
+        return all(STANDS_OUT * float((own * other).sum(1).square().median()) < 1 for other in others)
+
+    @cached_property
+    def mirror(self) -> Tensor:
+        """A reflection that gives inputs which no token has, and which are spread as those of tokens are: all principal
+        axes but the first are turned around or left, by chance."""
+        inputs = self.inputs.first(self.ids, self.control[0])
+        axes = torch.linalg.eigh(inputs.T @ inputs).eigenvectors
+        turned = torch.randint(0, 2, (len(axes),), generator=self.rng) * 2.0 - 1
+        turned[-1] = 1.0
+        return (axes * turned) @ axes.T
 
     def left(self, found: Mapping[int, Sequence[int]]) -> Left:
         """What the tokens of ``found`` leave unexplained."""
