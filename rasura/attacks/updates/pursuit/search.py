@@ -115,7 +115,8 @@ class Search:
         axes = torch.linalg.eigh(inputs.T @ inputs).eigenvectors
         turned = torch.randint(0, 2, (len(axes),), generator=self.rng) * 2.0 - 1
         turned[-1] = 1.0
-        return (axes * turned) @ axes.T
+        mirror: Tensor = (axes * turned) @ axes.T
+        return mirror
 
     def left(self, found: Mapping[int, Sequence[int]]) -> Left:
         """What the tokens of ``found`` leave unexplained."""
