@@ -24,7 +24,7 @@ from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, adversary_copy, observe
 from rasura.core.values import NO_TEXT, Grant, Message, NotGranted, Observation, Reconstruction, Transcript
 from rasura.data.images import ImageExample, encode_images, images_hash, load_images
-from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_psnr, image_ssim, mse, psnr, ssim
+from rasura.metrics.image import BACKBONE, image_lpips, image_mse, image_psnr, image_ssim, mse, paired_images, psnr, ssim
 from rasura.runs.plans import Plan
 from rasura.runs.scoring import score
 from rasura.victims.step import step
@@ -202,6 +202,11 @@ def test_images_of_a_batch_are_paired_one_to_one() -> None:
     assert twice[0] == 0 and min(twice[1:]) > 0, "one recovered image answers one private image"
     grey = [mse(p, torch.full_like(p, 0.5)) for p in pixels]
     assert image_mse()(Reconstruction(()), truth) == pytest.approx(grey)
+
+
+def test_an_image_that_a_batch_holds_twice_is_read_by_one_guess() -> None:
+    images = torch.stack([torch.zeros(3, 8, 8), torch.zeros(3, 8, 8), torch.ones(3, 8, 8)])
+    assert paired_images(images, images[1:]) == [0, 0, 1] and paired_images(images, images[:1]) == [0, 0, -1]
 
 
 def test_lpips_never_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

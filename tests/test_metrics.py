@@ -105,6 +105,15 @@ def test_tokens_and_places() -> None:
     assert position_exact()(holes, t) == [0.5] and token_precision()(holes, t) == [1.0]
 
 
+def test_a_text_that_a_batch_holds_twice_is_read_by_one_guess() -> None:
+    said, once = truth([20, 21], [20, 21], [30, 31]), guess([30, 31], [20, 21])
+    for metric in EVERY:
+        assert metric(once, said) == pytest.approx([1.0, 1.0, 1.0]), metric.name
+        assert metric(guess([20, 21]), said) == pytest.approx([1.0, 1.0, 0.0]), "another text has no part in it"
+    assert [row["read"] for row in recovered(once, said, True)] == ["w20 w21", "w20 w21", "w30 w31"]
+    assert token_recall()(guess([20, 21]), truth([20, 21], [21, 20])) == [1.0, 0.0], "the same words, another text"
+
+
 def test_everything_named_gives_high_recall_at_low_precision() -> None:
     t, all_words = truth([20, 21]), guess(list(range(11, 111)))
     assert token_recall()(all_words, t) == [1.0] and token_precision()(all_words, t) == [0.02]

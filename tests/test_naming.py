@@ -110,3 +110,19 @@ def test_bags_of_a_decoder_still_read_a_batch(tmp_path: Path) -> None:
     assert bag.status == "ok", bag.reason
     assert all(v >= 0.5 for v in bag.details[NAMED])
     assert findings([r.to_dict() for r in records], {}).verdicts["none"].word == READS
+
+
+def test_a_note_that_an_update_holds_twice_is_read_as_one(tmp_path: Path) -> None:
+    tiny_model = tiny("llama", "causal")
+    tiny_model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    model = tokenizer_folder(tiny_model, tmp_path / "model")
+    records = list(
+        rasura.audit(
+            rasura.Plan(batch_sizes=(2,)), model=model, task="causal", data=["w20 w31 w42 w53"] * 2, budget="quick",
+            out=tmp_path / "run", attacks=["span"], defenses=["none"], metrics=["token_recall"],
+        )
+    )  # fmt: skip
+    (span,) = [r for r in records if r.attack == "span"]
+    assert span.scores["token_recall"]["per_record"] == [1.0, 1.0]
+    found = findings([r.to_dict() for r in records], {}).verdicts["none"]
+    assert (found.word, found.risk, found.proven) == (READS, 1.0, 0), found.says

@@ -60,7 +60,7 @@ class EmbeddingDistance:
         ways = np.array([[wasserstein(a, b) for b in read] for a in sent]).reshape(len(sent), len(read))
         there, own = ([k for k, b in enumerate(some) if len(b)] for some in (read, sent))
         out = [nan] * len(sent)
-        for row, k in zip(own, assign(-ways[np.ix_(own, there)])):
+        for row, k in zip(own, assign(-ways[np.ix_(own, there)], [tuple(batch.ids(row)) for row in own])):
             out[row] = float(ways[row, there[k]]) if k >= 0 else nan
         return out
 

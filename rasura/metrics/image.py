@@ -69,7 +69,8 @@ def paired_images(images: Tensor, read: Tensor | None) -> list[int]:
     """For each private image, the recovered image assigned to it, -1 for none: one to one, with the smallest sum of MSE."""
     if read is None:
         return [-1] * len(images)
-    return assign(-np.array([[mse(a, b) for b in read] for a in images]).reshape(len(images), len(read)))
+    table = -np.array([[mse(a, b) for b in read] for a in images]).reshape(len(images), len(read))
+    return assign(table, [image.cpu().numpy().tobytes() for image in images])
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """The assignment of recovered to private texts (GRAB, appendix B.3: the best text for each; here one to one, which is
-stricter)."""
+stricter). Equal private texts are one text: who read it once has read all of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -40,16 +40,19 @@ def read_texts(guess: Reconstruction, truth: Transcript) -> list[str]:
     return list(guess.texts) or [named_text(t, truth.vocabulary) for t in guess.tokens]
 
 
-def assign(scores: np.ndarray) -> list[int]:
-    """For each reference (row of ``scores`` ``(references, recovered)``), the recovered text assigned to it, -1 for none.
+def assign(scores: np.ndarray, references: Sequence[Hashable]) -> list[int]:
+    """For each of the ``references`` (row of ``scores`` ``(references, recovered)``), the recovered text assigned to it, -1
+    for none.
 
-    One to one, with the greatest sum.
+    One to one, with the greatest sum. Equal references share a recovered text: where a batch holds a text twice, its mean
+    gradient is that of the text alone, so an attack that read it names it once.
     """
-    out = [-1] * len(scores)
+    number = {reference: row for row, reference in reversed(list(enumerate(references)))}
+    rows, out = sorted(number.values()), dict.fromkeys(number.values(), -1)
     if scores.size:
-        for row, column in zip(*linear_sum_assignment(-scores)):
-            out[int(row)] = int(column)
-    return out
+        for row, column in zip(*linear_sum_assignment(-scores[rows])):
+            out[rows[int(row)]] = int(column)
+    return [out[number[reference]] for reference in references]
 
 
 def paired(
@@ -57,4 +60,4 @@ def paired(
 ) -> list[tuple[float, int]]:
     """The score of each reference with the recovered text assigned to it, and that text's number (-1: none, score 0)."""
     table = np.array([[score(r, g) for g in recovered] for r in references]).reshape(len(references), len(recovered))
-    return [(float(table[i, j]) if j >= 0 else 0.0, j) for i, j in enumerate(assign(table))]
+    return [(float(table[i, j]) if j >= 0 else 0.0, j) for i, j in enumerate(assign(table, references))]

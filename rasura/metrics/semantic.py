@@ -34,7 +34,7 @@ class SentenceCosine:
         if not there:
             return [0.0] * len(sent)
         table = self.encode(sent) @ self.encode([read[k] for k in there]).T
-        return [float(table[row, place]) if place >= 0 else 0.0 for row, place in enumerate(assign(table))]
+        return [float(table[row, place]) if place >= 0 else 0.0 for row, place in enumerate(assign(table, sent))]
 
 
 SPEC = MetricSpec(

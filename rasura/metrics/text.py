@@ -147,7 +147,7 @@ class TokenMetric:
         whole = [truth.text_batch.ids(row) for row in range(len(truth.text_batch))]
         read = list(guess.tokens)
         table = np.array([[_common(plain(a), plain(b)) for b in read] for a in whole]).reshape(len(whole), len(read))
-        places = assign(table.astype(float))
+        places = assign(table.astype(float), [tuple(ids) for ids in whole])
         out = []
         for row, place in enumerate(places):
             found, own = read[place] if place >= 0 else (), plain(whole[row])
