@@ -304,6 +304,11 @@ def test_the_task_is_what_the_folder_says(tmp_path: Path, causal_folder: Path, m
         plan_for(model_folder, tmp_path, attacks=("wbc",)).checked()
 
 
+def test_a_whole_causal_model_needs_its_base(tmp_path: Path, causal_folder: Path) -> None:
+    with pytest.raises(InputError, match=r"does not say on which model its training began; pass that model as --base"):
+        plan_for(causal_folder, tmp_path).checked()
+
+
 def test_a_text_without_a_predicted_token_is_refused(tmp_path: Path, causal_folder: Path) -> None:
     """Its loss was taken for 0, which made it the likeliest member of all."""
     plan = plan_for(causal_folder, tmp_path, base=str(causal_folder))

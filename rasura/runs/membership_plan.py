@@ -23,13 +23,13 @@ class MembershipPlan:
 
     ``rows``: the ``rows.json`` of a training run, which lists the rows of ``members`` that were used. If ``non_members`` is
     None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base
-    of an adapter, otherwise MiniLM. ``task``: None for what the model's folder says, otherwise classification. ``attacks``:
-    None for the usual ones of the task. ``defense``, ``recipe``: how the model was trained. The adversary trains
-    ``shadow_models`` models in the same way, each on a random half of the candidates and of ``reference``, a file of other
-    texts. ``fprs``: false positive rates; empty for 1 % and 0.1 %, if there are enough texts. ``epsilon``, ``delta``: a
-    guarantee with which the figures are compared. ``limit``: maximum number of texts on each side. ``text_column``,
-    ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text stand for the model's classes
-    of the same names.
+    of an adapter, otherwise MiniLM, which a causal model cannot have begun on. ``task``: None for what the model's folder
+    says, otherwise classification. ``attacks``: None for the usual ones of the task. ``defense``, ``recipe``: how the model
+    was trained. The adversary trains ``shadow_models`` models in the same way, each on a random half of the candidates and
+    of ``reference``, a file of other texts. ``fprs``: false positive rates; empty for 1 % and 0.1 %, if there are enough
+    texts. ``epsilon``, ``delta``: a guarantee with which the figures are compared. ``limit``: maximum number of texts on
+    each side. ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text
+    stand for the model's classes of the same names.
     """
 
     model: str
@@ -64,7 +64,9 @@ class MembershipPlan:
         task = self.task or task_of(self.model)
         known("task", task, [t for t in get_args(Task) if t != "vision"])
         attacks = usual_membership(task) if self.attacks is None else self.attacks
-        base = self.base or (base_of(Path(self.model)) if is_adapter(self.model) else "minilm")
+        base = self.base or (base_of(Path(self.model)) if is_adapter(self.model) else None)
+        if base is None and task == "causal":
+            raise InputError(f"{self.model} does not say on which model its training began; pass that model as --base")
         _ = self.parts
         if self.non_members is None and self.rows is None:
             raise InputError(
@@ -89,4 +91,4 @@ class MembershipPlan:
             auc_bound(self.epsilon, self.delta)
         elif self.delta:
             raise InputError(f"delta is {self.delta} without an epsilon; also pass --epsilon")
-        return replace(self, task=task, attacks=attacks, base=base)
+        return replace(self, task=task, attacks=attacks, base=base or "minilm")
