@@ -309,6 +309,18 @@ def test_a_whole_causal_model_needs_its_base(tmp_path: Path, causal_folder: Path
         plan_for(causal_folder, tmp_path).checked()
 
 
+def test_a_base_that_is_the_audited_model_itself_compares_nothing(tmp_path: Path, causal_folder: Path) -> None:
+    """Three of them gave every text one score: an AUC of .5, from which the run concluded that nothing was told."""
+    from rasura.report.membership import membership_findings
+
+    plan = plan_for(causal_folder, tmp_path, base=str(causal_folder))
+    records = [r.to_dict() for r in infer_membership(plan, out=tmp_path / "run")]
+    compared = {n for n in CAUSAL if Grant.REFERENCE_MODEL in registry.MEMBERSHIP[n].make().needs}
+    assert compared and {r["attack"] for r in records if r["status"] == "not_applicable"} == compared
+    assert all("answers every text as" in r["reason"] for r in records if r["attack"] in compared)
+    assert membership_findings(records, MembershipAudit(plan, tmp_path / "run").identity).missing
+
+
 def test_a_text_without_a_predicted_token_is_refused(tmp_path: Path, causal_folder: Path) -> None:
     """Its loss was taken for 0, which made it the likeliest member of all."""
     plan = plan_for(causal_folder, tmp_path, base=str(causal_folder))

@@ -9,9 +9,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from rasura.core.answers import Answers
 from rasura.core.batches import Batch
-from rasura.core.errors import InputError
+from rasura.core.errors import InputError, NotApplicable
 from rasura.runs.membership_plan import MembershipPlan
 from rasura.victims.adapters import base_of, turns_off
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
@@ -63,8 +65,15 @@ class QueriedModels:
         return self._answers("audited", rows)
 
     def ask_reference(self, rows: Sequence[Batch]) -> Answers:
-        """The public model's answers."""
-        return self._answers("reference", rows)
+        """The public model's answers. Raises ``NotApplicable`` where they are the audited model's own for each of ``rows``:
+        a comparison then says nothing of what was trained."""
+        found = self._answers("reference", rows)
+        if len(rows) and torch.equal(found.losses, self._answers("audited", rows).losses):
+            raise NotApplicable(
+                f"{self.plan.base} answers every text as {self.plan.model} does, so there is nothing to compare; pass the "
+                "model as it was after training, and as --base the public one from which training started"
+            )
+        return found
 
     def _answers(self, which: str, rows: Sequence[Batch]) -> Answers:
         kept = any(rows is some for some in self.kept)
