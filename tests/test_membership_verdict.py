@@ -50,6 +50,15 @@ def test_what_is_above_guessing_is_said_whoever_is_missing() -> None:
     assert told.missing
 
 
+def test_the_headline_names_an_attack_that_the_verdict_names() -> None:
+    free: dict[str, Any] = {"defense": "none"}
+    told = found(row("loss", auc=0.1, **free), row("lira", auc=0.2, **free), row("rmia", auc=0.5, **free), **free)
+    assert "loss ranks a member above another text with a chance of 0.100" in told.sentences[0]
+    assert told.sentences[1].startswith("Above guessing: loss, lira separate members from others, and their intervals")
+    quiet = found(row("loss", auc=0.45, **free), row("rmia", auc=0.52, **free), **free)
+    assert "rmia ranks" in quiet.sentences[0] and quiet.sentences[1].startswith("Not told from guessing")
+
+
 def test_no_mark_of_the_page_says_more_than_its_headline() -> None:
     def page(*rows: dict[str, Any]) -> str:
         return " ".join(render_membership(rows, {**PLAN, "attacks": [r["attack"] for r in rows]}).split())

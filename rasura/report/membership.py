@@ -114,7 +114,7 @@ def _figures(
 ) -> list[str]:
     members, others = plan["n_members"], plan["n_others"]
     if not rates:
-        best = max(real, key=lambda r: r["scores"]["auc"]["mean"])
+        best = _strongest(real)
         return [
             tell(
                 "Asked about {members} texts that the model was trained on and {others} other texts, {attack} ranks a "
@@ -147,10 +147,12 @@ def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None, missing: Seque
     ranked = [r["attack"] for r in real if _above(r)]
     if ranked:
         few = "There are too few texts to measure how many members are found at a low false positive rate."
-        return tell(
-            "Above guessing: {attacks} separates members from others, and its interval excludes guessing.",
-            attacks=", ".join(ranked),
-        ) + (f" {recorded(few)}" if rate is not None else "")
+        with_one = tell("Above guessing: {attacks} separates members from others, and its interval excludes guessing.",
+            attacks=ranked[0])  # fmt: skip
+        with_more = tell("Above guessing: {attacks} separate members from others, and their intervals exclude guessing.",
+            attacks=", ".join(ranked))  # fmt: skip
+        said = with_one if len(ranked) == 1 else with_more
+        return said + (f" {recorded(few)}" if rate is not None else "")
     if missing:
         told = unmeasured(missing)
         return f"{told[0].upper()}{told[1:]}."
@@ -160,6 +162,15 @@ def _verdict(real: Sequence[Mapping[str, Any]], rate: str | None, missing: Seque
         "Not told from guessing: with {n} texts, an AUC of up to {high:.3f} is not ruled out, and another attack may do "
         "better.", n=n, high=float(high),
     )  # fmt: skip
+
+
+def _strongest(real: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The attack of the headline: of those that rank members apart, on either side, the one farthest from guessing; where
+    none does, the one with the highest AUC."""
+    apart = [r for r in real if _above(r)]
+    if apart:
+        return max(apart, key=lambda r: abs(r["scores"]["auc"]["mean"] - 0.5))
+    return max(real, key=lambda r: r["scores"]["auc"]["mean"])
 
 
 def _above(record: Mapping[str, Any]) -> bool:
