@@ -63,3 +63,14 @@ def test_a_place_that_stays_open_is_told(victim: Victim, tmp_path: Path) -> None
         table.copy_(kept)
     assert found.texts == ("w40 the w42",) and found.confidence == "span"
     assert found.notes == ("1 of 4 tokens stay open, since the embeddings of other words are equal or nearly so",)
+
+
+def test_fewer_texts_than_the_batch_are_told(tmp_path: Path) -> None:
+    """Two equal texts of a causal model have the mean gradient of one."""
+    twice = load(tokenizer_folder(tiny("gpt2", "causal"), tmp_path / "model"), "causal")
+    inputs = dict(twice.tokenizer([TEXT, TEXT], return_tensors="pt"))
+    path = tmp_path / "u.safetensors"
+    capture(twice.model, inputs | {"labels": inputs["input_ids"]}, path)
+    found = read_update(path, twice, ReadRequest(attack="span", batch_size=2))
+    assert found.texts == (TEXT,) and found.notes == ("1 of 2 texts; equal texts are named once",)
+    assert read_update(path, twice, ReadRequest(attack="span", batch_size=1)).notes == ()
