@@ -72,6 +72,25 @@ def test_a_tied_head_stays_tied_and_another_is_mixed_alike(tied: bool) -> None:
         assert torch.equal(same.get_input_embeddings().weight, same.get_output_embeddings().weight)  # type: ignore[operator]
 
 
+def test_a_model_with_a_second_table_of_tokens_is_refused() -> None:
+    """Gemma 3n has one: its rows would stay in the public order, and the answers would be those to other tokens."""
+
+    class Twice(nn.Embedding):
+        def __init__(self, words: nn.Embedding) -> None:
+            super().__init__(*words.weight.shape)
+            self.second = nn.Embedding(*words.weight.shape)
+
+        def forward(self, input: Tensor) -> Tensor:
+            out: Tensor = super().forward(input) + self.second(input)
+            return out
+
+    model = tiny("llama", "causal", tied=False)
+    words = model.get_input_embeddings()  # type: ignore[operator]  # a Hugging Face model
+    model.set_input_embeddings(Twice(words))  # type: ignore[operator]
+    with pytest.raises(InputError, match="second as well"):
+        obfuscate(model, ObfuscationSettings(k=5), SPECIAL, generator(4))
+
+
 @pytest.mark.parametrize(("family", "task"), PAIRS)
 def test_an_obfuscated_model_still_runs_and_no_row_is_left(family: str, task: str) -> None:
     model, batch = tiny(family, task), batch_for(task).inputs()

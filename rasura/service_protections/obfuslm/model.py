@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +17,7 @@ from rasura.service_protections.obfuslm.clusters import Clusters, embed_cluster
 from rasura.service_protections.obfuslm.residual import change_stream, model_head
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.synthesis import calibrated_synth, weight_synth
-from rasura.victims.models import parts
+from rasura.victims.models import Parts, layer_output, parts
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,11 @@ def obfuscate(
     order decides which row begins one. A head shares the permutation and the weights, its bias too; a tied one stays tied.
     Classifier heads are as they were. ``in_place`` changes ``model`` itself, for large ones. Randomness from the operating
     system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for settings that the model's size does
-    not allow.
+    not allow, and for a model that looks tokens up in a second table.
     """
+    known = parts(model)
+    _refuse_second_table(model, known)
     made = model if in_place else copy.deepcopy(model)
-    known = parts(made)
     table = made.get_submodule(known.word_embedding.rsplit(".", 1)[0]).weight
     assert isinstance(table, Tensor)
     rng = rng or secret_generator()
@@ -81,6 +84,29 @@ def obfuscate_embedding(
     made = copy.deepcopy(embedding)
     tokens, clusters = _hide_tokens(made.weight, (), settings, fixed, rng or secret_generator())
     return Obfuscated(made, tokens, len(clusters), clusters.merged)
+
+
+def _refuse_second_table(model: nn.Module, known: Parts) -> None:
+    """Raises ``InputError`` where token ids index another table, as in Gemma 3n: its rows would keep the public order."""
+    ids = torch.tensor([[5, 3, 7, 4]], device=model.get_parameter(known.word_embedding).device)
+    others = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and f"{n}.weight" != known.word_embedding]
+    asked: list[str] = []
+
+    def hook(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(isinstance(x, Tensor) and torch.equal(x, ids) for x in (*args, *kwargs.values())):
+            asked.append(name)
+
+    handles = [model.get_submodule(n).register_forward_pre_hook(partial(hook, n), with_kwargs=True) for n in others]
+    try:
+        layer_output(model, known.blocks[0].module, input_ids=ids, attention_mask=torch.ones_like(ids))
+    finally:
+        for handle in handles:
+            handle.remove()
+    if asked:
+        raise InputError(
+            f"{type(model).__name__} looks tokens up in {asked[0]} as well, whose rows would keep the public order; "
+            "ObfusLM knows models with one table of tokens"
+        )
 
 
 def _hide_tokens(
