@@ -11,6 +11,7 @@ from audit_setting import NAMES, TEXTS, model_folder
 from rows import GUESS, MANY, READ, column, of, record
 
 import rasura
+from rasura.core.records import Record
 from rasura.core.values import Grant, Reconstruction
 from rasura.report.findings import findings
 from rasura.report.readings import NAMED, NAMED_BLIND
@@ -96,33 +97,30 @@ def test_an_audit_says_how_much_of_what_was_named_stands_in_the_batch(
     assert ("read back" in said) == (word == READS)
 
 
-def test_bags_of_a_decoder_still_read_a_batch(tmp_path: Path) -> None:
+def of_a_decoder(folder: Path, texts: list[str], attack: str) -> tuple[Record, list[dict[str, Any]]]:
+    """The attack's Record of one batch of ``texts``, and those of the run."""
     tiny_model = tiny("llama", "causal")
-    tiny_model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
-    model = tokenizer_folder(tiny_model, tmp_path / "model")
+    tiny_model.save_pretrained(folder / "model")  # type: ignore[operator]
+    model = tokenizer_folder(tiny_model, folder / "model")
     records = list(
         rasura.audit(
-            rasura.Plan(batch_sizes=(2,)), model=model, task="causal", data=["w20 w31 w42 w53", "w64 w75 w86 w97"],
-            budget="quick", out=tmp_path / "run", attacks=["embedding-rows"], defenses=["none"], metrics=["token_recall"],
+            rasura.Plan(batch_sizes=(2,)), model=model, task="causal", data=texts, budget="quick", out=folder / "run",
+            attacks=[attack], defenses=["none"], metrics=["token_recall"],
         )
     )  # fmt: skip
-    (bag,) = [r for r in records if r.attack == "embedding-rows"]
+    (here,) = [r for r in records if r.attack == attack]
+    return here, [r.to_dict() for r in records]
+
+
+def test_bags_of_a_decoder_still_read_a_batch(tmp_path: Path) -> None:
+    bag, records = of_a_decoder(tmp_path, ["w20 w31 w42 w53", "w64 w75 w86 w97"], "embedding-rows")
     assert bag.status == "ok", bag.reason
     assert all(v >= 0.5 for v in bag.details[NAMED])
-    assert findings([r.to_dict() for r in records], {}).verdicts["none"].word == READS
+    assert findings(records, {}).verdicts["none"].word == READS
 
 
 def test_a_note_that_an_update_holds_twice_is_read_as_one(tmp_path: Path) -> None:
-    tiny_model = tiny("llama", "causal")
-    tiny_model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
-    model = tokenizer_folder(tiny_model, tmp_path / "model")
-    records = list(
-        rasura.audit(
-            rasura.Plan(batch_sizes=(2,)), model=model, task="causal", data=["w20 w31 w42 w53"] * 2, budget="quick",
-            out=tmp_path / "run", attacks=["span"], defenses=["none"], metrics=["token_recall"],
-        )
-    )  # fmt: skip
-    (span,) = [r for r in records if r.attack == "span"]
+    span, records = of_a_decoder(tmp_path, ["w20 w31 w42 w53"] * 2, "span")
     assert span.scores["token_recall"]["per_record"] == [1.0, 1.0]
-    found = findings([r.to_dict() for r in records], {}).verdicts["none"]
+    found = findings(records, {}).verdicts["none"]
     assert (found.word, found.risk, found.proven) == (READS, 1.0, 0), found.says

@@ -91,6 +91,16 @@ def test_a_model_with_a_second_table_of_tokens_is_refused() -> None:
         obfuscate(model, ObfuscationSettings(k=5), SPECIAL, generator(4))
 
 
+@pytest.mark.parametrize("kind", ["BartForCausalLM", "BartForSequenceClassification"])
+def test_tables_that_are_shared_or_count_tokens_alone_are_no_second_table(kind: str) -> None:
+    """BART's encoder and decoder share one table, and its position embedding is given the tokens to count them."""
+    size = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in
+            (("layers", 2), ("attention_heads", 2), ("ffn_dim", 64))}  # fmt: skip
+    config = transformers.BartConfig(vocab_size=300, d_model=32, max_position_embeddings=64, **size)
+    made = obfuscate(getattr(transformers, kind)(config), ObfuscationSettings(k=5), SPECIAL, generator(4))
+    assert sorted(made.tokens.tolist()) == list(range(300))
+
+
 @pytest.mark.parametrize(("family", "task"), PAIRS)
 def test_an_obfuscated_model_still_runs_and_no_row_is_left(family: str, task: str) -> None:
     model, batch = tiny(family, task), batch_for(task).inputs()

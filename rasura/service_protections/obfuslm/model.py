@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from rasura.service_protections.obfuslm.clusters import Clusters, embed_cluster
 from rasura.service_protections.obfuslm.residual import change_stream, model_head
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.obfuslm.synthesis import calibrated_synth, weight_synth
-from rasura.victims.models import Parts, layer_output, parts
+from rasura.victims.models import layer_output, parts
 
 
 @dataclass(frozen=True)
@@ -55,9 +54,14 @@ def obfuscate(
     system unless ``rng`` is given, which is for experiments. Raises ``InputError`` for settings that the model's size does
     not allow, and for a model that looks tokens up in a second table.
     """
-    known = parts(model)
-    _refuse_second_table(model, known)
+    rows = range(len(model.get_parameter(parts(model).word_embedding)))
+    if second := _token_tables(model, list(islice((i for i in rows if i not in fixed), 8))):
+        raise InputError(
+            f"{type(model).__name__} looks tokens up in {second[0]} as well, whose rows would keep the public order; "
+            "ObfusLM knows models with one table of tokens"
+        )
     made = model if in_place else copy.deepcopy(model)
+    known = parts(made)
     table = made.get_submodule(known.word_embedding.rsplit(".", 1)[0]).weight
     assert isinstance(table, Tensor)
     rng = rng or secret_generator()
@@ -86,27 +90,23 @@ def obfuscate_embedding(
     return Obfuscated(made, tokens, len(clusters), clusters.merged)
 
 
-def _refuse_second_table(model: nn.Module, known: Parts) -> None:
-    """Raises ``InputError`` where token ids index another table, as in Gemma 3n: its rows would keep the public order."""
-    ids = torch.tensor([[5, 3, 7, 4]], device=model.get_parameter(known.word_embedding).device)
-    others = [n for n, m in model.named_modules() if isinstance(m, nn.Embedding) and f"{n}.weight" != known.word_embedding]
-    asked: list[str] = []
+def _token_tables(model: nn.Module, words: Sequence[int]) -> list[str]:
+    """The modules that look tokens up in a table other than the word embedding's, as in Gemma 3n: for the ordinary tokens
+    ``words`` in another order, something else leaves them. BART's position embedding is given tokens, and only counts them.
+    """
+    table = model.get_parameter(parts(model).word_embedding)
+    ids = torch.tensor([list(words)], device=table.device)
 
-    def hook(name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(isinstance(x, Tensor) and torch.equal(x, ids) for x in (*args, *kwargs.values())):
-            asked.append(name)
+    def out(name: str, text: Tensor) -> Tensor | None:
+        return layer_output(model, name, input_ids=text, attention_mask=torch.ones_like(text))
 
-    handles = [model.get_submodule(n).register_forward_pre_hook(partial(hook, n), with_kwargs=True) for n in others]
-    try:
-        layer_output(model, known.blocks[0].module, input_ids=ids, attention_mask=torch.ones_like(ids))
-    finally:
-        for handle in handles:
-            handle.remove()
-    if asked:
-        raise InputError(
-            f"{type(model).__name__} looks tokens up in {asked[0]} as well, whose rows would keep the public order; "
-            "ObfusLM knows models with one table of tokens"
-        )
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.weight.data_ptr() != table.data_ptr():
+            one, other = out(name, ids), out(name, ids.flip(1))
+            if one is not None and other is not None and not torch.equal(one, other):
+                found.append(name)
+    return found
 
 
 def _hide_tokens(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rasura.core.interfaces import NotApplicable
 from rasura.core.values import Task
 from rasura.victims.models import Linear, Parts, evaluating, layer_inputs, parts
-from rasura.victims.positions import first_position
+from rasura.victims.positions import filler, first_position
 
 DIRECTIONS = 3
 """Directions in which every token is measured: one that shares its step in one of them mostly has it alone in another."""
@@ -86,10 +86,9 @@ def layout(model: nn.Module, task: Task) -> Layout:
     word = model.get_parameter(found.word_embedding)
     if word.shape[1] != found.hidden:
         raise NotApplicable(f"{kind} has embeddings of another width than its blocks")
+    ids = torch.full((1, 3), filler(model), device=word.device)
     with evaluating(model):  # the order in which OPT names its norms is not that in which they run
-        run = layer_inputs(
-            model, [norms[0], found.blocks[0].qkv[0].module], input_ids=torch.full((1, 3), 3, device=word.device)
-        )
+        run = layer_inputs(model, [norms[0], found.blocks[0].qkv[0].module], input_ids=ids)
     before = norms[0] in run
     width = found.hidden
     code, place = max(8, width // 8), width // 4

@@ -103,15 +103,15 @@ class Search:
     def places_tell(self) -> bool:
         """Whether a token gains so much less where no text reaches that it stands out at its own place. In MPNet it does
         not: the same word at two places has nearly one input."""
-        own = torch.nn.functional.normalize(self.inputs.first(self.ids, len(self.prefix)))
-        others = (torch.nn.functional.normalize(self.inputs.first(self.ids, place)) for place in self.control)
+        own = torch.nn.functional.normalize(self._own(len(self.prefix)))
+        others = (torch.nn.functional.normalize(self._own(place)) for place in self.control)
         return all(STANDS_OUT * float((own * other).sum(1).square().median()) < 1 for other in others)
 
     @cached_property
     def mirror(self) -> Tensor:
         """A reflection that gives inputs which no token has, and which are spread as those of tokens are: all principal
         axes but the first are turned around or left, by chance."""
-        inputs = self.inputs.first(self.ids, self.control[0])
+        inputs = self._own(self.control[0])
         axes = torch.linalg.eigh(inputs.T @ inputs).eigenvectors
         turned = torch.randint(0, 2, (len(axes),), generator=self.rng) * 2.0 - 1
         turned[-1] = 1.0
@@ -134,13 +134,18 @@ class Search:
             return self.batch
         return sum(end > place for end in self.ends)
 
-    def gains(self, left: Left, place: int) -> Tensor:
-        """How much of ``left`` each token at ``place`` would explain, ``(candidates,)``."""
+    def _own(self, place: int) -> Tensor:
+        """The input of each candidate at ``place``, ``(candidates, hidden)``."""
         own = self._cached.get(place)
         if own is None:
             own = self.inputs.first(self.ids, place)
             if len(self._cached) < self._max_cached:
                 self._cached[place] = own
+        return own
+
+    def gains(self, left: Left, place: int) -> Tensor:
+        """How much of ``left`` each token at ``place`` would explain, ``(candidates,)``."""
+        own = self._own(place)
         size = own.square().sum(1)
         beside = (size - (own @ left.explained).square().sum(1)).clamp_min(0.05 * float(size.mean()))
         gain: Tensor = (own @ left.strong).square().sum(1) / beside
