@@ -166,7 +166,9 @@ def test_the_sentence_says_where_and_of_what_it_speaks() -> None:
         first = findings([{**some, "blind": scores(METRIC, *[GUESS] * size)}]).sentence[0]
         assert first == f"From one update of {told} behind bf16, the server read back {one.text} of the words."
     both = findings([record("span", "bf16", 0.5), record("span", "pruning:0.9", 0.9), record("span", "none", 0.3)])
-    assert both.sentence[0].startswith("From one update of a single note with no protection") and len(both.sentence) == 2
+    assert both.sentence[0].startswith("From one update of a single note with no protection")
+    assert both.sentence[1:2] == ("More may be readable: this was not fully measured, and the verdict says why.",)
+    assert findings(READ).sentence[1].startswith("Guessing without the update")
     crashed = findings([record("span", "bf16", status="crashed")])
     assert crashed.sentence == (
         "No attack on the updates gave a guess at the notes that can be scored; the table gives the reasons.",

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from rows import GUESS, MANY, METRIC, READ, column, of
 
 from rasura.core.provenance import sitting
@@ -15,9 +16,10 @@ from rasura.report.gate import NOT_JUDGED, gate
 from rasura.report.head import Made
 from rasura.report.language import LANGUAGES, written_in
 from rasura.report.machine import judgements, tracked
-from rasura.report.page import ACTIVE, REMEMBERED, found_in, not_tested
-from rasura.report.protections import protection_rows
+from rasura.report.page import ACTIVE, REMEMBERED, found_in, not_tested, render
+from rasura.report.protections import plot, protection_rows
 from rasura.report.sums import curve, least
+from rasura.report.terminal import summary
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS
 
 QUIET = [*READ, *column("span", "dropout:0.1", [GUESS] * MANY)]
@@ -40,6 +42,27 @@ def test_a_protection_that_was_not_measured_has_no_figure_that_reassures() -> No
     assert not {"risk dropout:0.1", "upper dropout:0.1"} & set(figures) and figures["risk none"] == 1.0
     assert "No verdict on dropout:0.1: not measured: of the attacks" in found.recommendation
     assert "%" not in found.recommendation and "no figure" not in found.recommendation
+
+
+def test_no_page_shows_a_figure_beside_not_measured() -> None:
+    sized = [{**r, "sent_bytes": 100 if r["defense"] == "none" else 50} for r in CRASHED]
+    found, made = findings(sized, PLAN), Made()
+    assert found.best["dropout:0.1"].level is not None and found.figure("dropout:0.1") is None
+    assert (found.mark("none"), found.mark("dropout:0.1")) == ("100", "?")
+    bare, behind = protection_rows(found, PLAN, sized, made)
+    assert bare.level is not None and behind.level is None
+    assert [line["dot"] is None for line in plot((bare, behind), found)["lines"]] == [False, True]
+    told = [{**r, "data": "d", "versions": {}, "device": "cpu", "schema": 3} for r in sized]
+    row = next(line for line in markdown(assessment(found, PLAN, told, made, [])).splitlines() if "| dropout:0.1 |" in line)
+    assert row.split("|")[3].strip() == "no figure"
+    page = render(told, PLAN, made)
+    assert (
+        page.count('class="dot"') == 1 and "tag read 0 %" not in page and '<td class="c" data-name="read, %">?</td>' in page
+    )
+    console = Console(width=120, record=True)
+    console.print(summary(found))
+    last = next(line for line in console.export_text().splitlines() if "best of all" in line)
+    assert "?" in last and "100" in last
 
 
 @pytest.mark.parametrize(("value", "word"), [(1.0, READS), (0.5, ABOVE)])

@@ -143,3 +143,13 @@ class Findings:
     labels: tuple[LabelReading, ...] = ()
     settings: int = 1
     unfinished: bool = False
+
+    def figure(self, column: str) -> Entry | None:
+        """The strongest attack on ``column`` with its figure. None where no attack has one, or where something that was
+        not measured could have read more: no figure stands for a protection beside "not measured"."""
+        return self.best.get(column) if self.verdicts[column].read is not None else None
+
+    def mark(self, column: str) -> str:
+        """The mark of ``figure`` in the matrix: ``?`` where none may stand, ``–`` where no attack has one."""
+        entry = self.figure(column)
+        return entry.mark if entry is not None else "?" if column in self.best else "–"

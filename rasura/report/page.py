@@ -195,9 +195,9 @@ def strength(defense: str) -> tuple[str, float] | None:
 def _curves(f: Findings) -> list[dict[str, Any]]:
     """Defenses that were run at several strengths: best attack's risk against the strength."""
     families: dict[str, list[tuple[float, Level]]] = {}
-    for defense, entry in f.best.items():
-        found = strength(defense)
-        if found is not None and entry.level:
+    for defense in f.columns:
+        found, entry = strength(defense), f.figure(defense)
+        if found is not None and entry is not None and entry.level:
             families.setdefault(found[0], []).append((found[1], entry.level))
     out = []
     for name, points in families.items():
@@ -230,11 +230,11 @@ def _frontier(f: Findings) -> dict[str, Any] | None:
     if not sizes or max(sizes.values()) < 1.01 * min(sizes.values()):
         return None
     most = max(sizes.values())
-    risks = {d: e.level.mean for d, e in f.best.items() if e.level}
+    risks = {d: e.level.mean for d in f.columns if (e := f.figure(d)) and e.level}
     points: list[dict[str, Any]] = []
     labels: list[dict[str, Any]] = []
     for number, (name, sent) in enumerate(sizes.items(), 1):
-        price, entry = f.prices[name], f.best.get(name)
+        price, entry = f.prices[name], f.figure(name)
         points.append({"number": number, "name": name, "sent": size(sent), "seconds": price.seconds, "entry": entry})
         if name in risks:
             x, y = 60 + 410 * sent / most, _height(risks[name])

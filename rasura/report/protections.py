@@ -23,8 +23,8 @@ PRIVATE = "differential privacy"
 class Row:
     """One protection: ``about`` in plain words by part, ``costs`` as name and value, ``step`` to take next.
 
-    ``entry``: the strongest attack with its figure; None where no attack has one. ``private``: whether a part of it is
-    recorded with differential privacy.
+    ``entry``: the strongest attack with its figure, see ``Findings.figure``. ``private``: whether a part of it is recorded
+    with differential privacy.
     """
 
     name: str
@@ -55,7 +55,7 @@ def protection_rows(
             name in f.baseline and name not in f.judged,
             name == chosen,
             _about(v.defense, made),
-            f.best.get(name),
+            f.figure(name),
             _costs(name, f, made, plan),
             next_step(v, f, plan, records, made.protections),
             any(PRIVATE in made.protections.get(n, {}).get("guarantee", "") for n in names_of(v.defense)),

@@ -54,6 +54,7 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
             level=entry.level.text, share=words.share,
         )
     ]  # fmt: skip
+    out += partly(f, name)
     if f.settings > 1:
         threat, size = entry.setting
         out.append(
@@ -75,6 +76,13 @@ def sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> list[str]:
             )
         )  # fmt: skip
     return [*out, *unknown_words(records), *_unruled(records), *labels]
+
+
+def partly(f: Findings, column: str) -> list[str]:
+    """That the figure of a column is not all that could be read; nothing where the verdict bears it."""
+    if f.figure(column) is not None:
+        return []
+    return [tell("More may be readable: this was not fully measured, and the verdict says why.")]
 
 
 def _labels(f: Findings) -> list[str]:

@@ -12,7 +12,7 @@ from rasura.report.language import tell
 from rasura.report.matrix import Findings, Wording
 from rasura.report.pooled import Level, pooled
 from rasura.report.readings import notes_of, reading, without_a_figure
-from rasura.report.sentence import RISK, covered, left_out, unknown_words, where
+from rasura.report.sentence import RISK, covered, left_out, partly, unknown_words, where
 from rasura.report.verdicts import plain, worst_of
 
 ANSWERS = "answer_bag_f1"
@@ -64,6 +64,7 @@ def _sentence(f: Findings, records: Sequence[Mapping[str, Any]]) -> Iterator[str
         "Of {notes} notes sent {where}, the operator of the service read back {level} {share}.", notes=entry.notes,
         where=where(name), level=entry.level.text, share=f.words.here.share,
     )  # fmt: skip
+    yield from partly(f, name)
     if entry.coverage:
         yield covered(*entry.coverage, f.words.here.many)
     yield from left_out(f)

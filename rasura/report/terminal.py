@@ -26,10 +26,10 @@ def summary(f: Findings) -> Group:
                 mark += "\n{} of {}".format(*entry.coverage)
             row.append(Text(mark, style="bold" if entry is not None and entry.step >= 3 else ""))
         table.add_row(attack, *row)
-    best = [Text(f.best[c].mark if c in f.best else "–", style="bold") for c in f.columns]
+    best = [Text(f.mark(c), style="bold") for c in f.columns]
     table.add_section()
     table.add_row(Text("best of all", style="bold"), *best)
-    table.caption = "– not applicable    · gave up    ! crashed; reasons are in the report"
+    table.caption = "– not applicable    · gave up    ! crashed    ? not measured; reasons are in the report"
     if any(e.mark == "labels" for e in f.matrix.values()):
         table.caption += "    labels: names labels and no text"
     if f.settings > 1:
