@@ -73,6 +73,11 @@ def test_a_training_tells_who_its_members_are(tmp_path: Path, model_folder: Path
         data.write_text("\n".join(other) + "\n")
         with pytest.raises(InputError, match="lists rows of another file than"):
             MembershipAudit(plan, tmp_path / "run")
+    assert replace(plan, base=None).checked().base == told["base"] == training.plan.model, "the rows name it"
+    for without in ({k: v for k, v in told.items() if k != "base"}, {**told, "base": 3}):
+        rows.write_text(json.dumps(without))
+        with pytest.raises(InputError, match="pass that model as --base"):
+            replace(plan, base=None).checked()
     rows.write_text('{"trained": [99], "held_out": []}')
     with pytest.raises(InputError, match="does not list rows"):
         MembershipAudit(plan, tmp_path / "run")

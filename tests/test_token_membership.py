@@ -304,9 +304,10 @@ def test_the_task_is_what_the_folder_says(tmp_path: Path, causal_folder: Path, m
         plan_for(model_folder, tmp_path, attacks=("wbc",)).checked()
 
 
-def test_a_whole_causal_model_needs_its_base(tmp_path: Path, causal_folder: Path) -> None:
-    with pytest.raises(InputError, match=r"does not say on which model its training began; pass that model as --base"):
-        plan_for(causal_folder, tmp_path).checked()
+def test_a_whole_model_needs_its_base(tmp_path: Path, causal_folder: Path, model_folder: Path) -> None:
+    for folder in (causal_folder, model_folder):
+        with pytest.raises(InputError, match=r"does not say on which model its training began; pass that model as --base"):
+            plan_for(folder, tmp_path).checked()
 
 
 def test_a_base_that_is_the_audited_model_itself_compares_nothing(tmp_path: Path, causal_folder: Path) -> None:

@@ -90,7 +90,7 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
     },
     "membership": {
         "attack": "the usual ones of the task", "num_labels": "as the model folder states", "reference": "none",
-        "task": "as the model folder states", "base": "an adapter's own; for a classifier minilm",
+        "task": "as the model folder states", "base": "an adapter's own, or the one that --rows name",
     },
     "train": {"unit": "each text by itself"},
     "reproduce": {"attack": "all", "defense": "all", "data": "where the run had it", "model": "where the run had it"},

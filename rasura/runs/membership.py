@@ -240,7 +240,7 @@ class MembershipAudit:
 def infer_membership(plan: MembershipPlan, *, out: str | Path, device: str = "cpu") -> list[Record]:
     """Attack a trained model by ``plan``, into the folder ``out``; returns the Records, in the order of their ids.
 
-    ``infer_membership(MembershipPlan("my-model", "train.jsonl", "other.jsonl"), out="runs/membership")``. Attacks that
+    ``infer_membership(MembershipPlan("my-adapter", "train.jsonl", "other.jsonl"), out="runs/membership")``. Attacks that
     ``out`` holds are not run again. ``rasura.write_report(out)`` writes the report.
     """
     prepared = MembershipAudit(plan, out, device=device)

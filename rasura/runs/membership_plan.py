@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.options import known
@@ -23,7 +24,7 @@ class MembershipPlan:
 
     ``rows``: the ``rows.json`` of a training run, which lists the rows of ``members`` that were used. If ``non_members`` is
     None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base
-    of an adapter, otherwise MiniLM, which a causal model cannot have begun on. ``task``: None for what the model's folder
+    of an adapter, or the one that ``rows`` name. ``task``: None for what the model's folder
     says, otherwise classification. ``attacks``: None for the usual ones of the task. ``defense``, ``recipe``: how the model
     was trained. The adversary trains ``shadow_models`` models in the same way, each on a random half of the candidates and
     of ``reference``, a file of other texts. ``fprs``: false positive rates; empty for 1 % and 0.1 %, if there are enough
@@ -59,14 +60,31 @@ class MembershipPlan:
         """The parts of ``defense`` in training, parsed once."""
         return parse_defense(self.defense)
 
+    def _named_by_rows(self) -> str | None:
+        """The model on which the training of ``rows`` began."""
+        found = None if self.rows is None else self.rows_told().get("base")
+        return found if isinstance(found, str) and found else None
+
+    def rows_told(self) -> dict[str, Any]:
+        """What the file ``rows`` says. Raises ``InputError`` for one that no training wrote."""
+        try:
+            told = json.loads(Path(str(self.rows)).read_text(encoding="utf-8"))
+            if not isinstance(told, dict):
+                raise ValueError
+        except (OSError, ValueError, RecursionError):
+            raise InputError(self.not_rows) from None
+        return told
+
+    @property
+    def not_rows(self) -> str:
+        """What is said of a file that does not list rows of ``members``."""
+        return f"{self.rows} does not list rows of {self.members}; expected the rows.json of its training run"
+
     def checked(self) -> MembershipPlan:
         """This plan, with base, task and attacks filled in. Raises ``InputError`` if it is wrong."""
         task = self.task or task_of(self.model)
         known("task", task, [t for t in get_args(Task) if t != "vision"])
         attacks = usual_membership(task) if self.attacks is None else self.attacks
-        base = self.base or (base_of(Path(self.model)) if is_adapter(self.model) else None)
-        if base is None and task == "causal":
-            raise InputError(f"{self.model} does not say on which model its training began; pass that model as --base")
         _ = self.parts
         if self.non_members is None and self.rows is None:
             raise InputError(
@@ -91,4 +109,7 @@ class MembershipPlan:
             auc_bound(self.epsilon, self.delta)
         elif self.delta:
             raise InputError(f"delta is {self.delta} without an epsilon; also pass --epsilon")
-        return replace(self, task=task, attacks=attacks, base=base or "minilm")
+        base = self.base or (base_of(Path(self.model)) if is_adapter(self.model) else self._named_by_rows())
+        if base is None:  # shadow models and comparisons from another model would make the attacks look weak
+            raise InputError(f"{self.model} does not say on which model its training began; pass that model as --base")
+        return replace(self, task=task, attacks=attacks, base=base)

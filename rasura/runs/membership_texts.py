@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 
 from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.errors import InputError
@@ -56,17 +54,15 @@ class MembershipTexts:
         if plan.rows is None:
             return [inside, others or []]
         everything = inside
+        told = plan.rows_told()
         try:
-            told = json.loads(Path(plan.rows).read_text(encoding="utf-8"))
             numbers = [k for name in ("trained", "held_out") for k in told[name]]
             if not all(type(k) is int and 0 <= k < len(everything) for k in numbers) or len(set(numbers)) < len(numbers):
                 raise ValueError
             trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
             same = told["texts"] == texts_hash(everything)
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            raise InputError(
-                f"{plan.rows} does not list rows of {plan.members}; expected the rows.json of its training run"
-            ) from None
+        except (ValueError, LookupError, TypeError):
+            raise InputError(plan.not_rows) from None
         if not same:
             raise InputError(
                 f"{plan.rows} lists rows of another file than {plan.members}, or of the same texts in another order; pass "

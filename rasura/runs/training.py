@@ -120,7 +120,9 @@ class Training:
         apart = set(each[:count])
         held = [k for k, one in zip(some, whose) if one in apart]
         kept = [k for k, one in zip(some, whose) if one not in apart]
-        self.parted = {"trained": kept, "held_out": held, "texts": texts_hash(everything)}
+        self.parted = {
+            "trained": kept, "held_out": held, "texts": texts_hash(everything), "base": self.plan.model
+        }  # fmt: skip
         return [everything[k] for k in kept], [everything[k] for k in held]
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
@@ -134,7 +136,7 @@ class Training:
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) != self.about:
             raise InputError(f"{self.folder} holds a training with other settings, data or weights; choose another --out")
         write_whole(path, canonical(self.about) + "\n")
-        # Which rows of the file were trained on: what membership inference is held against.
+        # Which rows of the file were trained on, and on which model training began: what attacks on membership start from.
         write_whole(self.folder / "rows.json", canonical(self.parted) + "\n")
 
     def protected_rows(
