@@ -248,7 +248,7 @@ def test_the_command_tells_a_missed_target_from_one_that_nobody_can_judge(
     assert found.exit_code == 0, found.output
     assert "the weakest setting that holds" in " ".join(found.output.split())
     train, audit = [line.strip() for line in found.output.splitlines() if line.startswith("    rasura ")]
-    assert train.startswith(f"rasura train {notes} --model {model_folder} --defense none,{WAITING}:")
+    assert train.startswith(f"rasura train {notes} --model {model_folder} --task classification --defense none,{WAITING}:")
     assert audit.startswith(f"rasura audit {notes} ") and "--attack span" in audit and f"--defense {WAITING}:" in audit
     assert "protect_training" not in found.output, "which refuses to wait for more text"
     assert "to apply" not in unknown.output

@@ -21,7 +21,7 @@ __all__ = ["model_folder"]
 
 BIG = ("audit", "read", "calibrate", "train", "membership", "reproduce", "check-dp", "diagnose")
 PLANNED = {
-    "task": "task", "attack": "attacks", "defense": "defenses", "update": "updates", "threat": "threats",
+    "attack": "attacks", "defense": "defenses", "update": "updates", "threat": "threats",
     "batch_size": "batch_sizes", "seeds": "seeds", "seed": "seed", "max_memory": "max_memory",
 }  # fmt: skip
 """Options of ``rasura audit`` whose default stands in ``Plan``."""

@@ -13,6 +13,7 @@ import typer
 from rasura.cli.outcome import Ending, Junit, Mlflow, Sarif, Wandb, conclude
 from rasura.cli.services import run_service_audit, service_planned
 from rasura.cli.shared import (
+    AnyTask,
     AttackedModel,
     Entries,
     FreshLabels,
@@ -36,6 +37,7 @@ from rasura.cli.shared import (
     say,
     split,
     starting,
+    task_named,
 )
 from rasura.core.errors import InputError
 
@@ -61,7 +63,7 @@ def audit(
     reference: Reference = None,
     language_model: LanguageModel = None,
     model: AttackedModel = None,
-    task: Annotated[str | None, typer.Option(help="classification, causal or vision")] = None,
+    task: AnyTask = None,
     attack: Annotated[str | None, typer.Option(help="attacks, separated by commas; see: rasura list attacks")] = None,
     defense: Annotated[str | None, typer.Option(help="defenses, separated by commas; combine defenses with +")] = None,
     update: Kinds = None,
@@ -147,7 +149,8 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
     from rasura.core.options import known
     from rasura.runs.plans import SUITES, Plan, from_toml
 
-    plan = from_toml(config) if config else Plan()
+    unnamed = Plan(task="")
+    plan = from_toml(config, unnamed) if config else unnamed
     if suite:
         attacks, defenses = SUITES[known("suite", suite, SUITES)]
         plan = replace(plan, attacks=attacks, defenses=defenses)
@@ -155,7 +158,8 @@ def _planned(config: Path | None, suite: str | None, given: dict[str, Any]) -> A
         raise InputError("FILE and --text were both given; pass one of them")
     if "texts" in given:
         given.setdefault("limit", len(given["texts"]))
-    return replace(plan, **given).checked()
+    plan = replace(plan, **given)
+    return replace(plan, task=plan.task or task_named(None, plan.model, plan.num_labels)).checked()
 
 
 def _check_run(engine: str, address: str | None, workers: int | None, device: str) -> None:

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from rasura.cli.shared import (
+    AnyTask,
     AsJson,
     AttackedModel,
     Budget,
@@ -34,6 +35,7 @@ from rasura.cli.shared import (
     out,
     say,
     split,
+    task_named,
     watched,
 )
 from rasura.core.errors import InputError
@@ -72,7 +74,7 @@ def calibrate(
     reference: Reference = None,
     language_model: LanguageModel = None,
     model: AttackedModel = None,
-    task: Annotated[str, typer.Option(help="classification, causal or vision")] = "classification",
+    task: AnyTask = None,
     update: Annotated[str, typer.Option(help="kind of update; see: rasura list update-kinds")] = "fedsgd",
     threat: Annotated[str, typer.Option(help="the threat model; see: rasura list threats")] = "honest-server",
     batch_size: Annotated[int, typer.Option(help="examples per update")] = 1,
@@ -103,14 +105,15 @@ def calibrate(
     from rasura.runs.plans import Plan
     from rasura.victims.recipe import Recipe
 
+    kind = task_named(task, model, num_labels)
     plan = Plan(
-        model or Plan.model, task, file, _one_source(file, text), reference, language_model, _attacks(attack, defense, task),
+        model or Plan.model, kind, file, _one_source(file, text), reference, language_model, _attacks(attack, defense, kind),
         split(defense) or (), (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds,
         seed=seed, budget=budget, truncate=truncate, num_labels=num_labels, max_memory=max_memory, entries=entries,
         text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
     recipe = Recipe(epochs, train_batch_size, learning_rate, patience=epochs, seed=seed)
-    metric = risk or ("ssim" if task == "vision" else "rougeL")
+    metric = risk or ("ssim" if kind == "vision" else "rougeL")
     wanted = CalibrationPlan(plan, metric, at_most, steps, utility, train, test, train_limit, recipe)
     run_calibration(wanted, folder, device_named(device), as_json, report_language)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import AsJson, TextTask, app, err, out, say, starting
+from rasura.cli.shared import AsJson, TextTask, app, err, out, say, starting, task_named
 from rasura.core.errors import InputError
 from rasura.core.rounding import below
 
@@ -25,7 +25,7 @@ def draw(
     model: Annotated[str, typer.Option(help="model that will be trained: folder or hub id")],
     data: Annotated[str | None, typer.Option(help="training texts that the canaries are mixed into")] = None,
     number: Annotated[int, typer.Option(help="number of canaries; half of them are trained on")] = 500,
-    task: TextTask = "classification",
+    task: TextTask = None,
     num_labels: Annotated[int | None, typer.Option(help="number of classes, if the model folder does not state it")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -39,7 +39,7 @@ def draw(
         from rasura.runs.canaries import COINS, MIXED
         from rasura.runs.canaries import draw as drawn
 
-        kind: Any = known("task", task, ("classification", "causal"))
+        kind: Any = known("task", task_named(task, model, num_labels), ("classification", "causal"))
         made = drawn(model, data, number, folder, task=kind, num_labels=num_labels)
     inside = sum(one.included for one in made)
     if as_json:

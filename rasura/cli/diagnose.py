@@ -23,6 +23,7 @@ from rasura.cli.shared import (
     out,
     say,
     starting,
+    task_named,
 )
 
 
@@ -32,7 +33,7 @@ def diagnose(
     examples: Annotated[int, typer.Option(help="number of texts that will be trained on")],
     public: Annotated[bool, typer.Option("--public/--private", help="whether the texts of DATA are public")],
     model: Annotated[str, typer.Option(help="model folder or hub id")] = "minilm",
-    task: TextTask = "classification",
+    task: TextTask = None,
     defense: Annotated[str, typer.Option(help="dp-sgd or normalised, as in rasura train")] = "dp-sgd",
     target_epsilon: Annotated[float | None, typer.Option(help="epsilon that dp-sgd without a number must keep to")] = None,
     epochs: Annotated[int, typer.Option(help="number of epochs")] = 20,
@@ -59,7 +60,7 @@ def diagnose(
     from rasura.runs.diagnosed_file import diagnose_file
     from rasura.victims.recipe import Recipe
 
-    kind: Any = known("task", task, ("classification", "causal"))
+    kind: Any = known("task", task_named(task, model, num_labels), ("classification", "causal"))
     rule: Any = known("optimizer", optimizer, ("adamw", "sgd"))
     with starting():
         found = diagnose_file(

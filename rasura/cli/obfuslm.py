@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import FreshLabels, err, out, protect, say
+from rasura.cli.shared import FreshLabels, TextTask, err, out, protect, say, task_named
 
 
 @protect.command()
@@ -35,7 +35,7 @@ def obfuslm(
     ] = False,
     hidden_k: Annotated[int, typer.Option(help="dimensions per cluster, with --plus")] = 10,
     hidden_epsilon: Annotated[float, typer.Option(help="mixing parameter of the dimensions, with --plus")] = 3.0,
-    task: Annotated[str, typer.Option(help="classification, causal, or auto to detect it from the model")] = "auto",
+    task: TextTask = None,
     num_labels: FreshLabels = None,
     passphrase: Annotated[
         bool, typer.Option("--passphrase", help="ask for a passphrase for the key, unless RASURA_PASSPHRASE is set")
@@ -52,14 +52,12 @@ def obfuslm(
     from rasura.service_protections.obfuslm.synthesis import max_success
 
     settings = ObfuscationSettings(k, epsilon, beta, plus, hidden_k, hidden_epsilon, calibrated=calibrated)
-    kind: Any = known("task", task, ("auto", "classification", "causal"))
+    kind: Any = known("task", task_named(task, model, num_labels), ("classification", "causal"))
     secret = os.environ.get("RASURA_PASSPHRASE")
     if passphrase and secret is None:
         secret = typer.prompt("passphrase", hide_input=True, confirmation_prompt=True, err=True)
     with err.status("loading and obfuscating the model"):
-        made = obfuscate_model(
-            model, folder, key, settings, passphrase=secret, task=None if kind == "auto" else kind, num_labels=num_labels
-        )
+        made = obfuscate_model(model, folder, key, settings, passphrase=secret, task=kind, num_labels=num_labels)
     if as_json:
         told = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(made).items()}
         sys.stdout.write(json.dumps(told) + "\n")

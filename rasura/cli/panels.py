@@ -71,14 +71,14 @@ UNSET: Mapping[str, str] = {
     "rows": "all rows of --members", "fpr": "0.01 and 0.001 where n is large enough", "epsilon": "none", "dpia": "none",
     "target_epsilon": "none", "clients": "single updates", "physical_batch_size": "the whole batch",
     "utility": "none", "train": "FILE", "train_limit": "all", "k": "70", "overlap": "0.1", "group": "1",
-    "language": "en", "table": "none", "data": "the study's", "seeds": "the study's",
+    "task": "as the model folder states", "language": "en", "table": "none", "data": "the study's", "seeds": "the study's",
     **dict.fromkeys(COLUMNS, "recognised by its name"), **dict.fromkeys(("junit", "sarif", "mlflow", "wandb"), "none"),
 }  # fmt: skip
 """What holds for an option that is not given and has no value in the code of its command."""
 
 UNSET_IN: Mapping[str, Mapping[str, str]] = {
     "audit": {
-        "model": "minilm; for images lenet", "task": "classification", "attack": "blind, embedding-rows, span, best",
+        "model": "minilm; for images lenet", "attack": "blind, embedding-rows, span, best",
         "defense": "none, frozen-embeddings+dropout:0.1, frozen-blocks:1, pruning:0.9, gaussian:0.001", "update": "fedsgd",
         "threat": "honest-server", "batch_size": "1", "limit": "4, or all of --text; with --service 64", "seeds": "1",
         "seed": "0", "budget": "default; with --service quick", "max_memory": "4096",
@@ -90,7 +90,7 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
     },
     "membership": {
         "attack": "the usual ones of the task", "num_labels": "as the model folder states", "reference": "none",
-        "task": "as the model folder states", "base": "an adapter's own, or the one that --rows name",
+        "base": "an adapter's own, or the one that --rows name",
     },
     "train": {"unit": "each text by itself"},
     "reproduce": {"attack": "all", "defense": "all", "data": "where the run had it", "model": "where the run had it"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,15 +17,14 @@ Browser = Annotated[bool, typer.Option("--open", help="open the page in the brow
 
 
 @app.command()
-def playground(
-    model: Models = "minilm", task: TextTask = "classification", port: Port = 8600, browser: Browser = False
-) -> None:
+def playground(model: Models = "minilm", task: TextTask = None, port: Port = 8600, browser: Browser = False) -> None:
     """Open a page on this machine where a text is read back from one training step, under the protection that you choose.
 
     Nothing leaves this machine. --task is that of folders. Ctrl-C ends it.
 
     Example: rasura playground --model minilm,smollm2
     """
+    from rasura.core.options import known as option
     from rasura.data.text import demo_examples
     from rasura.report.template import filled
     from rasura.runs.playground import ADVERSARIES, FIRST, PROTECTIONS, Playground
@@ -34,8 +33,9 @@ def playground(
     names = split(model)
     if not names:
         raise InputError("no model was given; pass --model minilm")
+    kind: Any = None if task is None else option("task", task, ("classification", "causal"))
     with err.status("loading the models"):
-        known = Playground(names, task)
+        known = Playground(names, kind)
     page = filled(
         "playground.html", models=known.names, protections=PROTECTIONS, adversaries=ADVERSARIES, first=FIRST,
         texts=[e.text for e in demo_examples()],

@@ -25,6 +25,7 @@ from rasura.cli.shared import (
     out,
     say,
     starting,
+    task_named,
 )
 from rasura.core.errors import InputError
 
@@ -60,7 +61,7 @@ def read(
     model: Model,
     updates: Updates = None,
     watch: Watch = None,
-    task: TextTask = "classification",
+    task: TextTask = None,
     attack: Attack = "best",
     batch_size: BatchSize = None,
     labels: Labels = None,
@@ -100,7 +101,7 @@ def read(
         from rasura.victims.loading import load
 
         level: Any = known("budget", budget, ("quick", "default", "paper"))
-        kind, paths = _text_task(task), _checked(updates or [], watch, candidates)
+        kind, paths = _text_task(task, model, num_labels), _checked(updates or [], watch, candidates)
         victim = load(
             model, kind, num_labels=num_labels, seed=seed, device=device_named(device),
             allow_pickle=allow_pickle, adapter=adapter_among(model, before, names_from),
@@ -163,15 +164,15 @@ def _line(about: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _text_task(task: str) -> Any:
+def _text_task(task: str | None, model: str, num_labels: int | None) -> Any:
     from typing import get_args
 
     from rasura.core.options import known
     from rasura.core.values import Task
 
-    if known("task", task, get_args(Task)) == "vision":
+    if known("task", named := task_named(task, model, num_labels), get_args(Task)) == "vision":
         raise InputError("read recovers text only; for images, use rasura audit FOLDER --task vision")
-    return task
+    return named
 
 
 def _told(found: ReadResult, as_json: bool, path: Path | None = None) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -47,7 +47,8 @@ TruncateAll = Annotated[bool, typer.Option("--truncate", help="truncate texts th
 Truncate = Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")]
 MaxLength = Annotated[int | None, typer.Option(help="maximum text length in tokens")]
 Optimizer = Annotated[str, typer.Option(help="optimizer: adamw or sgd")]
-TextTask = Annotated[str, typer.Option(help="classification or causal")]
+TextTask = Annotated[str | None, typer.Option(help="classification or causal")]
+AnyTask = Annotated[str | None, typer.Option(help="classification, causal or vision")]
 Out = Annotated[Path, typer.Option("--out", help="folder for the results; the same command resumes the run")]
 Device = Annotated[str, typer.Option(help="device: cpu, cuda, cuda:1 or mps; auto is cuda if there is one")]
 StepDevice = Annotated[
@@ -157,3 +158,12 @@ def watched(*columns: ProgressColumn, close: Callable[[], None] = lambda: None) 
         raise typer.Exit(130) from None
     finally:
         close()
+
+
+def task_named(task: str | None, model: str | None, num_labels: int | None = None) -> Any:
+    """The ``task`` that was given. Otherwise classification where classes were given, or what the model's folder states."""
+    if task is not None or num_labels is not None or model is None:
+        return task or "classification"
+    from rasura.victims.weights import task_of
+
+    return task_of(model)

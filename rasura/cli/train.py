@@ -30,6 +30,7 @@ from rasura.cli.shared import (
     protect,
     say,
     split,
+    task_named,
     training_device,
     watched,
 )
@@ -142,6 +143,7 @@ ForService = Annotated[
     bool, typer.Option("--service", help="treat --defense as protections of a model service: none,obfuslm:k=10")
 ]
 Models = Annotated[Path, typer.Option("--out", help="folder for the models; the same command resumes the run")]
+one_of: Any = known
 
 
 @app.command()
@@ -149,7 +151,7 @@ def train(
     data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV or Parquet file, or data set id")],
     test: Annotated[str | None, typer.Option(help="original texts to evaluate the trained model on")] = None,
     model: Annotated[str, typer.Option(help="model folder or hub id")] = "minilm",
-    task: TextTask = "classification",
+    task: TextTask = None,
     defense: Annotated[str, typer.Option(help="defenses, separated by commas; combine defenses with +")] = "none",
     epochs: Annotated[int, typer.Option(help="maximum number of epochs")] = 20,
     patience: Annotated[int, typer.Option(help="epochs without improvement before training stops")] = 5,
@@ -193,22 +195,19 @@ def train(
     from rasura.victims.recipe import Recipe
 
     course: Any = schedule  # which Recipe checks
+    kind = task_named(task, model, num_labels)
     recipe = Recipe(
-        epochs, batch_size, learning_rate, patience=patience, optimizer=_of("optimizer", optimizer, ("adamw", "sgd")),
-        precision=_of("precision", precision, ("float32", "bf16")), keep=_of("epoch to keep", keep, ("best", "last")),
+        epochs, batch_size, learning_rate, patience=patience, optimizer=one_of("optimizer", optimizer, ("adamw", "sgd")),
+        precision=one_of("precision", precision, ("float32", "bf16")), keep=one_of("epoch to keep", keep, ("best", "last")),
         seed=seed, noise="seeded" if seeded_noise else "secure", schedule=course, warmup=warmup,
         physical_batch_size=physical_batch_size,
     )  # fmt: skip
     plan = TrainPlan(
-        data, test, model, task, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
+        data, test, model, kind, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,
         delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon, unit=unit,
         gradient_canaries=gradient_canaries,
     )  # fmt: skip
     trained(prepared(plan if update is None else following(plan, update), folder, training_device(device)), as_json)
-
-
-def _of(kind: str, name: str, names: tuple[str, ...]) -> Any:
-    return known(kind, name, names)
 
 
 def following(plan: Any, update: str) -> Any:

@@ -24,7 +24,7 @@ OPTIONS = {
 """Fields of a plan, and the options of ``rasura audit`` that set them."""
 
 USUAL: Mapping[str, Any] = {
-    "model": "minilm", "task": "classification", "updates": ["fedsgd"], "threats": ["honest-server"], "batch_sizes": [1],
+    "model": "minilm", "updates": ["fedsgd"], "threats": ["honest-server"], "batch_sizes": [1],
     "seeds": 1, "seed": 0, "budget": "default", "num_labels": None, "truncate": False, "max_length": None,
 }  # fmt: skip
 """Defaults of an audit of updates, which a command leaves out."""
@@ -58,6 +58,8 @@ def command(verb: str, plan: Mapping[str, Any], fields: Iterable[str] = tuple(OP
     words = ["rasura", verb, *(["--service"] if service else [])]
     words += [str(plan["data"])] if plan.get("data") else []
     words += ["--text", MASK] * (0 if plan.get("data") else len(plan.get("texts", ())))
+    if wanted.get("task") == "classification" and found.get("model", "minilm") == "minilm":
+        del wanted["task"]  # what a command takes from the model
     for name, value in wanted.items():
         if value == (None if service else USUAL.get(name)) or value is False or value is None or value == []:
             continue

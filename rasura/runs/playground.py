@@ -13,15 +13,17 @@ from rasura.core.errors import InputError
 from rasura.core.options import known
 from rasura.core.records import Record
 from rasura.core.so_far import SoFar
+from rasura.core.values import Task
 from rasura.data.fictional import fictional_notes
 from rasura.runs.audit import Audit
 from rasura.runs.cells import Cell
 from rasura.runs.listened import listened
 from rasura.runs.plans import Plan
 from rasura.runs.scoring import recovered_so_far
-from rasura.victims.loading import Victim, load, with_one_label
+from rasura.victims.embedded import TASKS
+from rasura.victims.loading import load, with_one_label
+from rasura.victims.weights import task_of
 
-TASKS = {"minilm": "classification", "smollm2": "causal"}
 """Models that are known by name, each with its task here."""
 
 PROTECTIONS = ("none", "noise", "dropout", "frozen-embeddings", "pruning", "half precision", "signs")
@@ -94,15 +96,12 @@ class Question:
 class Playground:
     """Models that are loaded once, and the answers to questions, one at a time.
 
-    ``models``: names of ``TASKS``, or folders, whose task is ``task``.
+    ``models``: names of ``TASKS``, or folders. ``task``: that of the folders; None for what each states.
     """
 
-    def __init__(self, models: tuple[str, ...], task: str = "classification") -> None:
-        self.tasks = {name: TASKS.get(name, task) for name in models}
-        self.victims: dict[str, Victim] = {}
-        for name, made in self.tasks.items():
-            kind: Any = made
-            self.victims[name] = with_one_label(load(name, kind))
+    def __init__(self, models: tuple[str, ...], task: Task | None = None) -> None:
+        self.tasks = {name: TASKS.get(name) or task or task_of(name) for name in models}
+        self.victims = {name: with_one_label(load(name, made)) for name, made in self.tasks.items()}
         self._one = Lock()
         for _ in self.answers({"model": models[0], "text": "A first text ."}):  # reads what the metrics need
             pass

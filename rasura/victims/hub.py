@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
 from rasura.core.errors import InputError
@@ -45,6 +45,16 @@ def check_hub_id(name: str) -> None:
         raise InputError(
             f"{name} is not a model folder, and the Hugging Face hub was not reached ({why}); {KNOWN}"
         ) from None
+
+
+def hub_config(name: str) -> Path | None:
+    """The config of the model ``name`` on the hub or in its cache; None where it is not to be had. Raises ``InputError`` as
+    ``check_hub_id`` does."""
+    check_hub_id(name)
+    try:
+        return Path(hf_hub_download(name, "config.json"))
+    except (OSError, HfHubHTTPError, HFValidationError):
+        return None  # loading says what is wrong
 
 
 KNOWN = f"pass a folder, or one of {', '.join(NAMES)} (see: rasura list models)"

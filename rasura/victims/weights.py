@@ -17,6 +17,8 @@ from torch import nn
 
 from rasura.core.interfaces import InputError
 from rasura.core.values import Task
+from rasura.victims.embedded import TASKS
+from rasura.victims.hub import hub_config
 from rasura.victims.models import parts
 
 CONFIG_BYTES = 10_000_000
@@ -70,12 +72,15 @@ def is_adapter(model: str | Path) -> bool:
 
 
 def task_of(model: str | Path) -> Task:
-    """The task that the folder of a model or an adapter states; classification where it states none. Raises ``InputError``
-    as ``read_config`` does."""
+    """The task that ``model`` states, a folder of a model or an adapter, a hub id or a name of ours; classification where it
+    states none. Raises ``InputError`` as ``read_config`` and ``check_hub_id`` do."""
     folder = Path(model)
+    if str(model) in TASKS:
+        return TASKS[str(model)]
     if is_adapter(folder):
         return "causal" if read_config(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" else "classification"
-    stated = read_config(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
+    config = folder / "config.json" if folder.exists() else hub_config(str(model))
+    stated = read_config(config).get("architectures") if config is not None and config.is_file() else None
     names = [str(name) for name in stated] if isinstance(stated, list) else []
     return "causal" if any(name.endswith(CAUSAL) for name in names) else "classification"
 

@@ -1,0 +1,81 @@
+"""The task of a command: what was asked for, or what the model's folder states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from audit_setting import TEXTS, model_folder
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from rasura.cli import app
+from rasura.cli.shared import task_named
+from rasura.core.errors import InputError
+from rasura.report.commands import command
+from rasura.testing.tiny import tiny
+from rasura.victims.loading import load
+from rasura.victims.weights import task_of
+
+__all__ = ["model_folder"]
+
+
+@pytest.fixture(scope="module")
+def causal_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("causal")
+    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    tiny("llama", "causal").save_pretrained(folder)
+    return folder
+
+
+def told(*words: object) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_the_folder_states_the_task(causal_folder: Path, model_folder: Path) -> None:
+    assert [task_of(m) for m in (causal_folder, model_folder, "minilm", "smollm2")] == [
+        "causal", "classification", "classification", "causal",
+    ]  # fmt: skip
+    assert task_named(None, str(causal_folder)) == "causal"
+    assert task_named("classification", str(causal_folder)) == task_named(None, str(causal_folder), 3) == "classification"
+    assert task_named(None, None) == "classification" and task_named("vision", None) == "vision"
+    with pytest.raises(InputError, match="does not exist"):
+        task_named(None, "./no-such-folder")
+
+
+def test_a_command_of_a_report_says_the_task_where_the_model_is_not_the_usual_one() -> None:
+    for model, task, said in (
+        ("minilm", "classification", False), ("gpt2", "classification", True), ("gpt2", "causal", True),
+    ):  # fmt: skip
+        assert ("--task" in command("audit", {"model": model, "task": task, "data": "notes.jsonl"})) == said
+
+
+def test_a_causal_update_is_read_as_one(causal_folder: Path, tmp_path: Path) -> None:
+    victim = load(causal_folder, "causal")
+    ids = torch.tensor([victim.tokenizer(TEXTS[0])["input_ids"]])
+    loss: Any = victim.model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    grads = {name: p.grad for name, p in victim.model.named_parameters() if p.grad is not None}
+    save_file(grads, tmp_path / "u.safetensors")
+    common = ["read", tmp_path / "u.safetensors", "--model", causal_folder, "--batch-size", 1, "--attack", "span", "--json"]
+    found, asked = (json.loads(told(*common, *more)) for more in ([], ["--task", "causal"]))
+    assert found["texts"] == asked["texts"] and found["confidence"] == asked["confidence"] == "verified"
+
+
+def test_an_audit_takes_the_task_of_the_folder_unless_it_is_told_another(causal_folder: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.jsonl"
+    notes.write_text("".join(json.dumps({"text": text, "label": 0}) + "\n" for text in TEXTS[:2]))
+    config = tmp_path / "plan.toml"
+    config.write_text('task = "classification"\n')
+    for more, task in (([], "causal"), (["--num-labels", 2], "classification"), (["--config", config], "classification")):
+        out = tmp_path / f"run{len(more)}{task}{'--config' in more}"
+        told("audit", notes, "--model", causal_folder, "--attack", "span", "--defense", "none", "--limit", 1, "--budget",
+             "quick", "--out", out, *more)  # fmt: skip
+        page = (out / "report.html").read_text()
+        assert f"--task {task}" in page or f"<dd>{task}</dd>" in page, more
