@@ -194,8 +194,7 @@ def train(
     from rasura.runs.train_plan import TrainPlan
     from rasura.victims.recipe import Recipe
 
-    course: Any = schedule  # which Recipe checks
-    kind = task_named(task, model, num_labels)
+    course, kind = one_of("schedule", schedule, ("constant", "linear", "cosine")), task_named(task, model, num_labels)
     recipe = Recipe(
         epochs, batch_size, learning_rate, patience=patience, optimizer=one_of("optimizer", optimizer, ("adamw", "sgd")),
         precision=one_of("precision", precision, ("float32", "bf16")), keep=one_of("epoch to keep", keep, ("best", "last")),
