@@ -12,6 +12,11 @@ pytest.importorskip("dp_accounting")
 
 PLAIN = {
     "a loop": program(loop()),
+    "a data set that is made ready": program(
+        loop(),
+        "from datasets import load_dataset\ndef ready(row):\n    return [w * 2 for w in row]",
+        "rows = load_dataset('imdb')\nparts = rows.map(ready).filter(len).train_test_split(0.1)\ntrain_set = parts['train']",
+    ),
     "figures that are printed": program(
         "best = 0.0\n" + loop(STEP + "best += loss.item()\nif epoch == 0:\n    print(loss.item())\n") + "print(best)\n"
     ),
@@ -119,6 +124,18 @@ EVASIONS = {
     "a data set of copies": program(loop()).replace(
         "DataLoader(train_set,", "DataLoader(torch.utils.data.ConcatDataset([train_set] * 10),"
     ),
+    **{
+        f"a data set of copies by {name}": program(loop(), name, before).replace(
+            "DataLoader(train_set,", "DataLoader(double,"
+        )
+        for name, before in (
+            ("from datasets import concatenate_datasets", "double = concatenate_datasets([train_set, train_set])"),
+            ("from datasets import concatenate_datasets as more", "both = more([train_set] * 2)\ndouble = both.map(f)"),
+            ("from itertools import chain", "double = list(chain(train_set, train_set))"),
+            ("import random", "rows = random.choices(train_set, k=9)\ndouble = rows"),
+            ("from torch.utils.data import TensorDataset", "x = train_set.x.repeat(2, 1)\ndouble = TensorDataset(x, x)"),
+        )
+    },
     "a data set of copies by a name": program(
         loop(), before="double = train_set + train_set\nloader = DataLoader(double, batch_size=64)"
     ).replace("    loader = DataLoader(train_set, batch_size=64)\n", ""),

@@ -30,17 +30,13 @@ _LOADER_BESIDE = (
     "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
     "pin_memory_device", "in_order",
 )  # fmt: skip
-_REPEATING = (
-    "ConcatDataset",
-    "ChainDataset",
-    "repeat",
-    "repeat_interleave",
-    "cat",
-    "concat",
-    "concatenate",
-    "tile",
-    "stack",
-)
+_COPIES = (
+    "ConcatDataset", "ChainDataset", "concatenate_datasets", "interleave_datasets", "repeat", "repeat_interleave", "tile",
+    "cycle",
+)  # fmt: skip
+_REPEATING = (*_COPIES, "cat", "concat", "concatenate", "stack", "chain", "sample", "choices", "choice")
+"""Calls that make copies of examples, and calls that may."""
+
 _GROWING = ("extend", "append", "insert", "add")
 _COUNTED = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps")
 _ARGUMENTS_BESIDE = (
@@ -119,30 +115,57 @@ def made(
 
 
 def _repeats(scopes: Scopes, node: ast.expr) -> bool:
-    """Whether the expression of a data set may hold an example more than once, as far as its variable shows."""
+    """Whether the expression of a data set may hold an example more than once, as far as the variables behind it show."""
+    seen: set[Variable] = set()
+    ahead = [(node, True)]
+    while ahead:
+        one, whole = ahead.pop()
+        made, grows = _made_of(scopes, one)
+        if whole and (grows or any(_may_repeat(scopes, value) for value in made)):
+            return True
+        inner = [part for value in made for part in ast.walk(value)]
+        if {scopes.original(part) for part in inner if isinstance(part, ast.Name | ast.Attribute)} & set(_COPIES):
+            return True
+        roots = {root(value) for value in made}
+        for part in inner:  # ``data.map(f)`` is all of ``data``; of other variables, only what makes copies is told
+            variable = scopes.read(part)
+            if variable is not None and variable not in seen:
+                seen.add(variable)
+                ahead.append((part, part in roots))  # type: ignore[arg-type]  # a name is an expression
+    return False
+
+
+def _may_repeat(scopes: Scopes, value: ast.expr) -> bool:
+    """Whether an expression by itself may hold an example more than once."""
+    inner = list(ast.walk(value))
+    named = {scopes.original(one) for one in inner if isinstance(one, ast.Name | ast.Attribute)}
+    grows = any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add | ast.Mult) for one in inner)
+    return bool(named & set(_REPEATING)) or grows or any(isinstance(one, ast.ListComp) for one in inner)
+
+
+def _made_of(scopes: Scopes, node: ast.expr) -> tuple[list[ast.expr], bool]:
+    """The expressions that a data set is made by: its own, those that its variable is assigned, and what functions of this
+    file return for them. And whether the variable grows."""
     variable = scopes.read(node)
     made = [node]
     for one in [*scopes.bound(variable), *scopes.loads.get(variable, [])] if variable is not None else ():
         statement = scopes.statement(one)
         if isinstance(statement, ast.AugAssign):
-            return True
+            return made, True
         stores = statement.targets if isinstance(statement, ast.Assign) else []
         if isinstance(statement, ast.Assign) and any(_begins(scopes, store, variable) for store in stores):
             made.append(statement.value)
         around = scopes.parents.get(one)
         while isinstance(around, ast.Attribute | ast.Subscript):
             if isinstance(around, ast.Attribute) and around.attr in _GROWING:
-                return True
+                return made, True
             around = scopes.parents.get(around)
     for value in list(made):  # a function of this file that makes the data set
         called = scopes.read(value.func) if isinstance(value, ast.Call) else None
         for function in scopes.bound(called) if called is not None else ():
             if isinstance(function, ast.FunctionDef):
                 made += [one.value for one in ast.walk(function) if isinstance(one, ast.Return) and one.value is not None]
-    inner = [one for value in made for one in ast.walk(value)]
-    named = [scopes.original(one) for one in inner if isinstance(one, ast.Name | ast.Attribute)]
-    grows = [one for one in inner if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add | ast.Mult)]
-    return bool(set(named) & set(_REPEATING) or grows) or any(isinstance(one, ast.ListComp) for one in inner)
+    return made, False
 
 
 def _begins(scopes: Scopes, node: ast.expr, variable: Variable | None) -> bool:
