@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from pathlib import Path
 
@@ -169,9 +170,15 @@ def test_the_bar_fits_a_terminal_and_shows_the_current_cell() -> None:
 def test_without_a_terminal_lines_say_how_far_it_is(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "EVERY", 0.0)
+    monkeypatch.setattr(shared, "EVERY", 0.01)
     assert not shared.err.is_terminal
     words = [word for text in TEXTS for word in ("--text", text)]
     common = ("--model", model_folder, "--attack", "blind", "--defense", "none", "--out", tmp_path / "run")
     done = rasura_command("audit", *words, *common)
-    assert re.search(r"3 of 3 cells, \d+:\d\d, ", done.stderr) and "3 cells (0 done before), 3 texts; roughly" in done.stderr
+    assert (
+        re.search(r"\d of 3 cells, \d+:\d\d, ", done.stderr) and "3 cells (0 done before), 3 texts; roughly" in done.stderr
+    )
+    notes = tmp_path / "notes.jsonl"
+    notes.write_text("".join(json.dumps({"text": text, "label": 0}) + "\n" for text in TEXTS))
+    done = rasura_command("protect", "ghost", notes, tmp_path / "hidden.jsonl", "--model", model_folder, "--language", "none")
+    assert re.search(r"(minutes left|starting|substitutes).*, \d+:\d\d$", done.stderr, re.MULTILINE), done.stderr

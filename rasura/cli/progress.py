@@ -11,21 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Spinner
 from rich.table import Column
 from rich.text import Text
 
-from rasura.cli.shared import err, watched
-
-EVERY = 60.0
-"""Seconds between two lines where there is no terminal to draw a bar on."""
-
-
-def clock(seconds: float) -> str:
-    """``0:42``, ``12:05`` or ``3:07:09``.
-
-    >>> clock(42), clock(725), clock(11229)
-    ('0:42', '12:05', '3:07:09')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+from rasura.cli.shared import clock, watched
 
 
 def remaining(elapsed: float, done: float, left: float, processes: int) -> float:
@@ -52,7 +38,7 @@ class Cells:
     def __init__(self, estimated: Mapping[str, float], processes: int) -> None:
         self.estimated, self.processes = dict(estimated), processes
         self.done, self.left = 0.0, sum(estimated.values())
-        self.began = self.cell = self.said = time.monotonic()
+        self.began = self.cell = time.monotonic()
 
     def times(self) -> str:
         """Elapsed, remaining, and the time in the current cell, in the width that a terminal has left."""
@@ -82,14 +68,9 @@ class Bar:
         self._bar.update(self._line, description=what)
 
     def end(self, key: str) -> None:
-        """The cell ``key`` has ended. Without a terminal, a line says so about once a minute."""
+        """The cell ``key`` has ended."""
         self._cells.end(key)
         self._bar.advance(self._line)
-        now = time.monotonic()
-        if not err.is_terminal and now - self._cells.said > EVERY:
-            self._cells.said = now
-            task = self._bar.tasks[0]
-            err.print(f"{task.completed:.0f} of {task.total:.0f} cells, {self._cells.times()}", highlight=False)
 
 
 def columns() -> tuple[ProgressColumn, ...]:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -143,21 +144,50 @@ def say(text: object, *, to: Console = out, style: str | None = None) -> None:
     to.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
 
 
+EVERY = 60.0
+"""Seconds between two lines where there is no terminal to draw a bar on."""
+
+
+def clock(seconds: float) -> str:
+    """``0:42``, ``12:05`` or ``3:07:09``.
+
+    >>> clock(42), clock(725), clock(11229)
+    ('0:42', '12:05', '3:07:09')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 @contextmanager
 def watched(*columns: ProgressColumn, close: Callable[[], None] = lambda: None) -> Iterator[Progress]:
-    """A progress bar for resumable work, which moves inside a long step, too. Ctrl-C prints a notice and exits with code
-    130; ``close`` is always called."""
+    """A progress bar for resumable work, which moves inside a long step, too; without a terminal, a line every minute.
+    Ctrl-C prints a notice and exits with code 130; ``close`` is always called."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
+    over = Event()
     try:
         usual = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
         with Progress(*(columns or usual), console=err, transient=True) as bar:
+            if not err.is_terminal:
+                Thread(target=_lines, args=(bar, over), daemon=True).start()
             yield bar
     except KeyboardInterrupt:
         err.print("interrupted; finished work is kept, and the same command resumes the run")
         raise typer.Exit(130) from None
     finally:
+        over.set()
         close()
+
+
+def _lines(bar: Progress, over: Event) -> None:
+    """How far the tasks of ``bar`` are, a line each, until the work is ``over``."""
+    while not over.wait(EVERY):
+        for task in bar.tasks:
+            count = f"{task.completed:.0f} of {task.total:.0f}" if task.total else ""
+            cells = task.fields.get("told")
+            told = [f"{count} cells", cells.times()] if cells else [task.description, count, clock(task.elapsed or 0.0)]
+            say(", ".join(filter(None, told)), to=err)
 
 
 def task_named(task: str | None, model: str | None, num_labels: int | None = None) -> Any:
