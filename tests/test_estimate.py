@@ -180,5 +180,7 @@ def test_without_a_terminal_lines_say_how_far_it_is(
     )
     notes = tmp_path / "notes.jsonl"
     notes.write_text("".join(json.dumps({"text": text, "label": 0}) + "\n" for text in TEXTS))
-    done = rasura_command("protect", "ghost", notes, tmp_path / "hidden.jsonl", "--model", model_folder, "--language", "none")
+    done = rasura_command(
+        "protect", "ghost", notes, tmp_path / "hidden.jsonl", "--model", model_folder, "--language", "none"
+    )
     assert re.search(r"(minutes left|starting|substitutes).*, \d+:\d\d$", done.stderr, re.MULTILINE), done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,17 @@ def test_every_option_is_in_a_panel_and_shows_its_default(command: str) -> None:
         if not option.required and not getattr(option, "is_flag", False):
             assert option.default is not None or isinstance(option.show_default, str), option.name
     assert all(f"─ {panel} ─" in help_ for panel in {o.rich_help_panel for o in options(command)})
+
+
+def commands(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, one in group.commands.items():
+        yield from commands(one, f"{before}{name} ") if hasattr(one, "commands") else [(before + name, one)]
+
+
+def test_every_argument_and_option_says_what_it_is() -> None:
+    found = {f"{name} {p.name}": p.help for name, one in commands(typer.main.get_command(app)) for p in one.params}
+    assert "protect ghost target" in found and "read updates" in found and len(found) > 200
+    assert [name for name, help_ in found.items() if not help_] == []
 
 
 def test_the_defaults_that_help_shows_are_those_of_the_plan() -> None:

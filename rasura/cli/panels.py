@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from inspect import unwrap
+from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+from typer.models import ArgumentInfo
 
 COLUMNS = ("text_column", "pair_column", "label_column")
 
@@ -15,7 +17,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "file", "data", "text", "updates", "watch", "source", "model", "task", "members", "non_members", "rows",
         "batch_size", "limit", "config", "num_labels", "truncate", "max_length", "labels", "lengths", "dropout",
         "frozen_embeddings", "how", "update", "before", "before_round", "names_from", "hidden", "allow_pickle", "train",
-        "public", "test", "train_limit", "holdout", *COLUMNS,
+        "public", "test", "train_limit", "holdout", "target", *COLUMNS,
     ),
     "Adversary": (
         "threat", "attack", "reference", "language_model", "budget", "max_memory", "entries", "candidates",
@@ -23,7 +25,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Protections": (
         "defense", "suite", "risk", "at_most", "steps", "utility", "delta", "epsilon", "target_epsilon", "seeded_noise",
-        "gradient_canaries", "target", "k",
+        "gradient_canaries", "k",
         "overlap", "group", "beam", "keep_punctuation", "keep_numbers", "round_trip", "language", "table",
     ),
     "Training": (
@@ -118,12 +120,21 @@ class Panelled(TyperCommand):
         panels = {one: panel for panel, names in PANELS.items() for one in names} | dict(MOVED.get(command, {}))
         unset = {**UNSET, **UNSET_IN.get(command, {})}
         given: list[Any] = list(self.params)
+        told = _told_of(options.get("callback"))
         for parameter in given:
+            parameter.help = parameter.help or told.get(parameter.name)  # typer 0.20 loses it beside click 8.5
             parameter.rich_help_panel = panels.get(parameter.name, parameter.rich_help_panel)
             if parameter.default is None and not parameter.required and parameter.name in unset:
                 parameter.show_default = unset[parameter.name]
         order = [*PANELS]
         self.params.sort(key=lambda p: _place(p, panels, order))
+
+
+def _told_of(function: Any) -> dict[str, str]:
+    """The help of each argument of a command's function, by name."""
+    known = get_type_hints(unwrap(function), include_extras=True) if function is not None else {}
+    said = ((name, about) for name, one in known.items() for about in getattr(one, "__metadata__", ()))
+    return {name: about.help for name, about in said if isinstance(about, ArgumentInfo) and about.help}
 
 
 def _place(parameter: Any, panels: Mapping[str, str], order: list[str]) -> int:
