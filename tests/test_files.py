@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rasura.core.files import read_limited, read_private, write_whole
+from rasura.core.files import make_private, read_limited, read_private, write_whole
 from rasura.core.interfaces import InputError
 from rasura.defenses.homomorphic_keys import Context, make_keys
 from rasura.service_protections.obfuslm.key import Key
@@ -37,6 +37,31 @@ def test_a_file_is_its_owners_alone_unless_it_is_public(tmp_path: Path) -> None:
     write_whole(tmp_path / "shown", "c")
     assert mode(tmp_path / "shown") == 0o600 and (tmp_path / "shown").read_text() == "c"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["secret", "shown"]
+
+
+def test_what_a_library_writes_is_its_owners_alone_and_whole(tmp_path: Path) -> None:
+    modes: list[int] = []
+
+    def plainly(path: Path) -> None:
+        path.write_bytes(b"weights")
+        modes.append(mode(path))
+
+    def by_another_file(path: Path) -> None:
+        (tmp_path / "other").write_bytes(b"more")
+        (tmp_path / "other").replace(path)
+
+    def fails(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    for write, content in ((plainly, b"weights"), (by_another_file, b"more")):
+        make_private(tmp_path / "file", write)
+        assert (mode(tmp_path / "file"), (tmp_path / "file").read_bytes()) == (0o600, content)
+    with pytest.raises(OSError, match="No space"):
+        make_private(tmp_path / "file", fails)
+    assert (
+        modes == [0o600] and [p.name for p in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == b"more"
+    )
 
 
 def test_no_moment_at_other_rights_and_no_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,6 +60,19 @@ def write_whole(path: str | Path, content: str | bytes, *, private: bool = True,
         why = getattr(error, "strerror", None) or "not a valid file name"
         raise InputError(f"{target} cannot be written ({why}); choose another place") from None
     _keep_name(target.parent)
+
+
+def make_private(target: Path, write: Callable[[Path], object]) -> None:
+    """Let ``write`` write a file that only its owner can read, whatever the library behind it does, and that is there whole
+    or not at all."""
+    part = target.with_name(f".{target.name[:64]}.{secrets.token_hex(8)}.part")
+    try:
+        os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        write(part)
+        part.chmod(0o600)  # of another file in its place, too
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _keep_name(folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from rasura.core.answers import Answers, Membership, ShadowModel
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError
+from rasura.core.files import make_private
 from rasura.core.records import Record, cell_key
 from rasura.core.rng import generator
 from rasura.core.run_store import RunStore
@@ -131,9 +133,8 @@ class MembershipAudit:
             )  # fmt: skip
             run.run()
             said = answers(victim.model, pool, self.models.pad)
-            part = path.with_suffix(".part")
-            save_file({k: getattr(said, k).contiguous() for k in ("losses", "margins", "logits")}, str(part))
-            part.replace(path)
+            kept = {k: getattr(said, k).contiguous() for k in ("losses", "margins", "logits")}
+            make_private(path, partial(save_file, kept))
             run.finish({"epochs": run.history.epoch, "train_loss": run.history.best})
         return Answers(**load_file(str(path)))
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from rasura.core.batches import Batch
+from rasura.core.files import make_private
 from rasura.core.interfaces import Defense
 from rasura.core.rng import generator
 from rasura.core.values import Stage, Vocabulary
@@ -47,9 +49,7 @@ def protected(
             batch = joined(some, vocabulary.pad_id or 0)
             for k, part in enumerate(parts):
                 batch, states[k] = part.apply(batch, states[k], generator(seed, "data", k, start))
-            part_file = file.with_suffix(".part")
-            save_file({"input_ids": batch.input_ids.contiguous()}, str(part_file))
-            part_file.replace(file)
+            make_private(file, partial(save_file, {"input_ids": batch.input_ids.contiguous()}))
         ids = load_file(str(file))["input_ids"]
         for row, new in zip(some, ids):
             out.append(renamed(row, new[None, : row.input_ids.shape[1]]))

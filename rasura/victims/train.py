@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from rasura.accounting import Draw, Ledger
 from rasura.core.accumulation import counted, gathered, needed_tokens
 from rasura.core.batches import Batch
-from rasura.core.files import write_whole
+from rasura.core.files import make_private, write_whole
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.rng import Randomness, SecretGenerator, generator, secret_generator
 from rasura.core.values import Stage, Task, Vocabulary
@@ -204,7 +205,7 @@ class FineTuning:
         weights = {n: p.detach().cpu().contiguous() for n, p in self.trained.items()}
         if better:
             h.best, h.best_epoch = value, h.epoch
-            self._save(lambda path: save_file(weights, str(path)), "best.safetensors")
+            make_private(self.folder / "best.safetensors", partial(save_file, weights))
         moments = {
             f"{name}/{key}": value.detach().cpu().contiguous()
             for name, parameter in self.trained.items()
@@ -218,12 +219,7 @@ class FineTuning:
             about["ledger"] = json.dumps(self.ledger.state_dict())
         if self.canaries is not None:
             about["canaries"] = json.dumps(self.canaries.state_dict())
-        self._save(lambda path: save_file(last, str(path), metadata=about), "last.safetensors")
-
-    def _save(self, write: Callable[[Path], None], name: str) -> None:
-        part = self.folder / f"{name}.part"
-        write(part)
-        part.replace(self.folder / name)
+        make_private(self.folder / "last.safetensors", partial(save_file, last, metadata=about))
 
     def _resume(self) -> None:
         from safetensors import safe_open
