@@ -492,6 +492,11 @@ def test_the_trainer_refuses_another_choice_of_batches_than_its_own(tmp_path: Pa
         trainer(tmp_path, train_sampling_strategy=strategy)
 
 
+def test_a_batch_size_that_is_searched_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="auto_find_batch_size is True; a protected Trainer needs False"):
+        trainer(tmp_path, auto_find_batch_size=True)
+
+
 def test_a_resumed_trainer_counts_on(tmp_path: Path) -> None:
     first = trainer(tmp_path, save_strategy="epoch")
     first.train()

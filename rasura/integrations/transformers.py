@@ -38,7 +38,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
     among them: the one would replace the protected model, the other its loss.
 
     Raises ``InputError`` for settings that no guarantee covers: label smoothing, float16, several devices, a data set
-    without a length, batches grouped by length or taken in order.
+    without a length, batches grouped by length or taken in order, a batch size that is searched.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class PrivateTrainer(transformers.Trainer):  # type: ignore[misc]  # transformer
         wrong = {
             "label_smoothing_factor": (self.args.label_smoothing_factor, 0),
             "fp16": (self.args.fp16, False),
+            "auto_find_batch_size": (self.args.auto_find_batch_size, False),
             "train_sampling_strategy": (getattr(self.args, "train_sampling_strategy", "random"), "random"),
             "number of devices": (max(1, self.args.n_gpu) * self.args.world_size, 1),
         }
