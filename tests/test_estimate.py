@@ -167,6 +167,19 @@ def test_the_bar_fits_a_terminal_and_shows_the_current_cell() -> None:
     assert "118/1200" in shown and "ghost-generation" in shown
 
 
+def test_a_long_run_says_that_a_smaller_budget_takes_less(
+    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rasura.cli import audit
+
+    words = ["audit", "--text", TEXTS[0], "--model", model_folder, "--attack", "blind", "--defense", "none"]
+    assert "takes a fraction" not in rasura_command(*words, "--out", tmp_path / "short").stderr
+    monkeypatch.setattr(audit, "LONG", 0.0)
+    assert "CPU time on 1 process; --budget quick takes" in rasura_command(*words, "--out", tmp_path / "long").stderr
+    quick = rasura_command(*words, "--budget", "quick", "--out", tmp_path / "quick").stderr
+    assert "takes a fraction" not in quick
+
+
 def test_without_a_terminal_lines_say_how_far_it_is(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,6 +174,8 @@ def _check_run(engine: str, address: str | None, workers: int | None, device: st
 
 
 ENGINES = ("local", "ray")
+LONG = 1800.0
+"""CPU seconds from which on a run says that a smaller budget takes less."""
 
 
 def run_audit(
@@ -195,12 +197,10 @@ def run_audit(
         say("--workers has no effect: beside a GPU processes cannot be forked safely. With CUDA_VISIBLE_DEVICES= set to "
             "nothing, the audit runs on several cores", to=err)  # fmt: skip
     what = "images" if prepared.data.images else "texts"
-    cells = len(prepared.cells)
-    err.print(
-        f"{cells} cell{'s' * (cells != 1)} ({cells - len(estimated)} done before), {len(prepared.data.private)} "
-        f"{what}; roughly {duration(sum(estimated.values()))} of CPU time on {count} process{'es' * (count > 1)}",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    cells, roughly = len(prepared.cells), sum(estimated.values())
+    less = "; --budget quick takes a fraction of that" if roughly > LONG and plan.budget != "quick" else ""
+    say(f"{cells} cell{'s' * (cells != 1)} ({cells - len(estimated)} done before), {len(prepared.data.private)} "
+        f"{what}; roughly {duration(roughly)} of CPU time on {count} process{'es' * (count > 1)}{less}", to=err)  # fmt: skip
     limit = None if prepared.plan.texts else prepared.plan.limit
     for line in left_over(prepared.plan.batch_sizes, len(prepared.data.private), limit):
         say(line, to=err)
