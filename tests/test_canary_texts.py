@@ -70,6 +70,19 @@ def test_a_model_that_learned_its_texts_by_heart_is_caught(tmp_path: Path, model
     assert done.returncode == 2 and "also pass --delta" in done.stderr
 
 
+def test_texts_keep_the_classes_that_the_model_names(tmp_path: Path, model_folder: Path) -> None:
+    base = tmp_path / "base"
+    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(base)
+    model = tiny("bert", "classification", num_labels=2)
+    model.config.id2label, model.config.label2id = {0: "no", 1: "yes"}, {"no": 0, "yes": 1}
+    model.save_pretrained(base)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"text": f"alpha w{k}", "label": ("yes", "no")[k % 2]}) + "\n" for k in range(6)))
+    draw(str(base), str(data), 20, tmp_path / "drawn", task="classification")
+    rows = {r["text"]: r["label"] for r in map(json.loads, (tmp_path / "drawn" / "train.jsonl").read_text().splitlines())}
+    assert [rows[f"alpha w{k}"] for k in range(6)] == [1, 0] * 3
+
+
 def test_exposure_is_what_ranks_say() -> None:
     """Written out: a canary's rank among the canaries that were left out, itself included, where n of them are ranked."""
     scores = np.array([5.0, 4.0, 3.0, 2.0, 2.0, 1.0])

@@ -126,6 +126,56 @@ def test_candidates_of_a_file(tmp_path: Path, minilm_path: Path) -> None:
         read_candidates(tmp_path / "update.safetensors", files["given"], one, request)
 
 
+@pytest.fixture(scope="module")
+def named(minilm_path: Path) -> Victim:
+    one = load(minilm_path, "classification")
+    one.model.config.id2label = {0: "negative", 1: "positive"}
+    return one
+
+
+def rows_in(path: Path, rows: list[tuple[str, str]]) -> Path:
+    path.write_text("".join(json.dumps({"text": t, "label": name}) + "\n" for t, name in rows), encoding="utf-8")
+    return path
+
+
+def sent_to(path: Path, one: Victim, example: Example, factor: float = 1.0) -> Path:
+    sent, _ = changed(one.model, rows_of(one, [example])[0].inputs(), [n for n, _ in one.model.named_parameters()])
+    save_file({n: (factor * g).contiguous() for n, g in sent.items()}, str(path))
+    return path
+
+
+def test_labels_that_are_text_are_the_models_classes_whatever_row_is_first(tmp_path: Path, named: Victim) -> None:
+    texts = ["snow fell all night", "the court sits at noon"]
+    update = sent_to(tmp_path / "u.safetensors", named, Example(texts[0], None, 0))
+    both = [(texts[0], "negative"), (texts[1], "positive")]
+    for order in (both, both[::-1], both[:1]):
+        found = read_candidates(update, rows_in(tmp_path / "c.jsonl", order), named, ReadRequest(update="fedsgd"))
+        assert {c.text: c.score for c in found.candidates}[texts[0]] == pytest.approx(1.0, abs=1e-4)
+    for wrong, why in (("bad", "has the classes negative, positive"), ("negative ones", "give the numbers")):
+        with pytest.raises(InputError, match=why):
+            read_candidates(update, rows_in(tmp_path / "c.jsonl", [(texts[0], wrong)]), named)
+
+
+def test_a_model_that_does_not_name_its_classes_takes_numbers_alone(tmp_path: Path, minilm_path: Path) -> None:
+    one = load(minilm_path, "classification")
+    update = sent_to(tmp_path / "u.safetensors", one, Example("snow fell", None, 0))
+    with pytest.raises(InputError, match="does not name its classes; give the numbers"):
+        read_candidates(update, rows_in(tmp_path / "c.jsonl", [("snow fell", "negative")]), one)
+
+
+def test_the_sign_counts_only_where_it_is_known(tmp_path: Path, named: Victim) -> None:
+    """A difference of weights has the opposite sign of the gradient: its text had the lowest score of all."""
+    text = "snow fell all night"
+    update = sent_to(tmp_path / "u.safetensors", named, Example(text, None, 0), -0.01)
+    given = rows_in(tmp_path / "c.jsonl", [(text, "negative"), ("the court sits at noon", "positive")])
+    others = rows_in(tmp_path / "o.jsonl", [(f"letter {k} came from basel", "negative") for k in range(6)])
+    found = read_candidates(update, given, named, ReadRequest(reference=others), simulated=1)
+    assert found.candidates[0].score == pytest.approx(1.0, abs=1e-4) and found.candidates[0].p == pytest.approx(1 / 7)
+    assert found.auc is not None and all(0 <= c.score < 1.001 for c in found.candidates)
+    said = read_candidates(update, given, named, ReadRequest(update="fedsgd"))
+    assert said.candidates[0].score == pytest.approx(-1.0, abs=1e-4)
+
+
 def test_references_count_once_as_the_model_sees_them(tmp_path: Path, minilm_path: Path) -> None:
     one = load(minilm_path, "classification")
     batch = rows_of(one, [Example("the court sits at noon", None, 1)])[0]

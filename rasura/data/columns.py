@@ -234,8 +234,16 @@ def model_classes(model: str) -> tuple[str, ...]:
     try:
         path = Path(model) / "config.json"
         found: Any = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size < 1 << 24 else {}
-        names = {int(k): v for k, v in found["id2label"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return class_names(found["id2label"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return ()
+
+
+def class_names(id2label: Any) -> tuple[str, ...]:
+    """The names of the classes 0, 1, ... in the field of a model's config; empty where they are ``LABEL_0`` and so on."""
+    try:
+        names = {int(k): v for k, v in id2label.items()}
+    except (ValueError, TypeError, AttributeError):
         return ()
     usual = all(isinstance(v, str) and re.fullmatch(r"LABEL_\d+", v) for v in names.values())
     if usual or sorted(names) != list(range(len(names))) or not all(isinstance(v, str) for v in names.values()):

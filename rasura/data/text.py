@@ -67,18 +67,19 @@ def load_examples(
     columns: Columns | None = None,
     label_names: Sequence[str] | None = None,
     model: str | None = None,
+    classes: Sequence[str] = (),
 ) -> Examples:
     """Read texts and labels from a ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or ``.parquet`` file, or a data set id.
 
     Encoding and separator of a CSV file are detected; ``columns`` gives unusual column names. Labels that are text are
-    numbered in the order of their first rows, by ``label_names`` (from another file; empty for numbers), or as the classes
-    of the trained ``model``. A log line says how the file was read, unless everything is default. At most ``limit`` rows are
-    read. Raises ``InputError`` for a missing, empty or damaged file, a missing column, an empty text or a bad label, with
-    its row; the message never quotes a text.
+    numbered in the order of their first rows, by ``label_names`` (from another file; empty for numbers), or as the
+    ``classes`` of the model, by default those that the folder ``model`` names. A log line says how the file was read, unless
+    everything is default. At most ``limit`` rows are read. Raises ``InputError`` for a missing, empty or damaged file, a
+    missing column, an empty text or a bad label, with its row; the message never quotes a text.
     """
     chosen = Chosen(columns or Columns(), str(source))
     rows = Source(source, chosen.wanted)
-    labels = Labels(str(source), label_names, model_classes(model) if model else ())
+    labels = Labels(str(source), label_names, classes or (model_classes(model) if model else ()))
     examples = Examples()
     size = 0
     for number, row in islice(rows, limit):

@@ -59,7 +59,10 @@ def draw(
         texts.add(" ".join(secrets.choice(words) for _ in range(LENGTH)))
     labels = [None if task == "causal" else secrets.randbelow(num_labels) for _ in texts]
     canaries = tuple(Canary(text, label, bool(secrets.randbits(1))) for text, label in zip(sorted(texts), labels))
-    rows = [*(load_examples(data) if data else ()), *(Example(c.text, label=c.label) for c in canaries if c.included)]
+    rows = [
+        *(load_examples(data, model=model) if data else ()),
+        *(Example(c.text, label=c.label) for c in canaries if c.included),
+    ]
     secrets.SystemRandom().shuffle(rows)
     folder.mkdir(parents=True, exist_ok=True)
     told = {"version": VERSION, "task": task, "num_labels": num_labels, "canaries": [vars(c) for c in canaries]}

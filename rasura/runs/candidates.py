@@ -18,6 +18,7 @@ from rasura.core.local import Local
 from rasura.core.rng import generator, permutation
 from rasura.core.updates import changed
 from rasura.core.values import Observation
+from rasura.data.columns import class_names
 from rasura.data.text import Example, encode, load_examples
 from rasura.metrics.intervals import pairs_interval
 from rasura.metrics.membership import Rate, auc, needed, tpr_at
@@ -81,8 +82,8 @@ def read_candidates(
     simulated rounds would leave out something of the request (``not_simulated``).
     """
     request = request or ReadRequest()
-    given = load_examples(candidates)
-    references = [] if request.reference is None else list(load_examples(request.reference))
+    given = _labelled(candidates, victim)
+    references = [] if request.reference is None else _labelled(request.reference, victim)
     asked, read, local = rows_of(victim, given), rows_of(victim, references), request.local
     known, other = ([one for row in some for one in contents(row)] for some in (asked, read))
     if both := sum(map(set(known).__contains__, other)):
@@ -95,13 +96,25 @@ def read_candidates(
                 "--simulated-rounds"
             )
         sent, visible = seen.gradients, seen.visible
-        found = scores(victim.model, inputs_of(asked), sent, local, visible)
-        others = scores(victim.model, inputs_of(rows), sent, local, visible)
+        signed = seen.message.signed
+        found = scores(victim.model, inputs_of(asked), sent, local, visible, signed)
+        others = scores(victim.model, inputs_of(rows), sent, local, visible, signed)
         told = tuple(Candidate(e.text, s, *judged(s, others)) for e, s in zip(given, found))
         if not simulated:
             return CandidatesRead(told, len(rows), repeated=len(read) - len(rows))
-        rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed, visible)
+        rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed, visible, signed)
     return CandidatesRead(told, len(rows), simulated, *reliability(rounds), len(read) - len(rows))
+
+
+def _labelled(file: str | Path, victim: Victim) -> list[Example]:
+    """The texts of ``file`` with the classes of ``victim`` as labels. Raises ``InputError`` for labels that are text and not
+    the names of these: the gradient of a text with another label is that of another text."""
+    classes = class_names(getattr(victim.model.config, "id2label", None)) if victim.task == "classification" else ()
+    found = load_examples(file, classes=classes)
+    if victim.task == "classification" and not set(found.label_names or ()) <= set(classes):
+        names = f"has the classes {', '.join(classes)}" if classes else "does not name its classes"
+        raise InputError(f"{file}: the labels are text, and {victim.name} {names}; give the numbers that the round had")
+    return list(found)
 
 
 def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:
@@ -133,10 +146,11 @@ def simulate(
     rounds: int,
     seed: int,
     visible: Mapping[str, Tensor] | None = None,
+    signed: bool = True,
 ) -> list[Round]:
     """The scores of ``rows`` in each of ``rounds`` rounds that trained the parameters ``names`` on ``size`` of them (half if
     the size is unknown), and which of them were in it. The mean score outside a round is subtracted from its scores. Of what
-    a round sends, only the entries in ``visible`` are seen."""
+    a round sends, only the entries in ``visible`` are seen, and their sign only if ``signed``."""
     inside = size or len(rows) // 2
     if inside < 1 or len(rows) - inside < 1:
         raise InputError(
@@ -152,7 +166,7 @@ def simulate(
         order_of = partial(permutation, rng=rng)
         sent, _ = changed(victim.model, batch.to(device).inputs(), names, local, order_of)
         sent = {n: g * visible[n] if visible and n in visible else g for n, g in sent.items()}
-        told = scores(victim.model, inputs_of([rows[k] for k in order]), sent, local, visible)
+        told = scores(victim.model, inputs_of([rows[k] for k in order]), sent, local, visible, signed)
         found = torch.tensor(told, dtype=torch.double)
         out.append(((found - found[inside:].mean()).tolist(), [True] * inside + [False] * (len(rows) - inside)))
     return out

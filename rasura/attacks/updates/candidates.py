@@ -62,13 +62,15 @@ def scores(
     sent: Gradients,
     local: Local = FEDSGD,
     visible: Mapping[str, Tensor] | None = None,
+    signed: bool = True,
 ) -> list[float]:
     """How likely each of ``texts`` was in the round that ``sent`` came from; higher is likelier, the scale is arbitrary.
 
-    Of one gradient, and where entries are hidden, the ``agreement``; of a training, which an adversary knows the weights
-    before and after of, the ``fall`` of the loss.
+    Of one gradient, and where entries are hidden, the ``agreement``, or its size where the sign of what was ``sent`` is not
+    known; of a training, which an adversary knows the weights before and after of, the ``fall`` of the loss.
     """
     if local.kind == "fedsgd" or visible:
-        return [agreement(model, text, sent, visible) for text in texts]
+        found = [agreement(model, text, sent, visible) for text in texts]
+        return found if signed else [abs(score) for score in found]
     after = last_weights(model, sent, local)
     return [fall(model, text, after) for text in texts]
