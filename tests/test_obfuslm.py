@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from commands import rasura_process, refused
+from commands import rasura_command, rasura_process, refused
 from torch import Tensor, nn
 
 import rasura
@@ -21,6 +22,7 @@ from rasura.service_protections.obfuslm.folder import obfuscate_model
 from rasura.service_protections.obfuslm.key import Key
 from rasura.service_protections.obfuslm.model import obfuscate, obfuscate_embedding
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.service_protections.obfuslm.synthesis import max_success
 from rasura.testing.tiny import FAMILIES, PAD, VOCABULARY, WORDS, batch_for, tiny, tokenizer_folder
 
 SPECIAL = VOCABULARY.special_ids
@@ -268,3 +270,11 @@ def test_the_command_writes_folder_and_key(public: Path, tmp_path: Path) -> None
     told = json.loads(done.stdout)
     assert told["tokens"] == WORDS - len(SPECIAL) and Key.load(told["key"]).settings["plus"] is True
     assert refused(*words).startswith("rasura: ")
+
+
+def test_the_bound_of_the_command_is_rounded_up(public: Path, tmp_path: Path) -> None:
+    bound = 100 * max_success(0.1, 10)
+    words = ["protect", "obfuslm", public, tmp_path / "s", "--key", tmp_path / "k", "--epsilon", 0.1, "--calibrated"]
+    done = rasura_command(*words)
+    found = re.search(r"at most ([\d.]+) % of cases", done.stdout)
+    assert found is not None and bound <= float(found[1]) < bound + 0.1, done.stdout

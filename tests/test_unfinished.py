@@ -18,7 +18,7 @@ from rasura.report.language import LANGUAGES, written_in
 from rasura.report.machine import judgements, tracked
 from rasura.report.page import ACTIVE, REMEMBERED, found_in, not_tested, render
 from rasura.report.protections import plot, protection_rows
-from rasura.report.sums import curve, least
+from rasura.report.sums import curve, least, sum_rows
 from rasura.report.terminal import summary
 from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS
 
@@ -143,6 +143,27 @@ def test_an_unfinished_run_never_says_that_a_protection_holds() -> None:
             made = Made((sitting(),), part.about)
             said = markdown(assessment(found_in(told, PLAN, made), PLAN, told, made, not_tested(told)))
             assert said.count("121") >= 2, "in the head and in the verdict"
+
+
+def test_an_interrupted_run_names_no_number_of_clients() -> None:
+    def of(size: int, value: float) -> list[dict[str, Any]]:
+        return [
+            {**r, "batch_size": size, "examples": list(range(k * size, (k + 1) * size)), "data": "d", "versions": {},
+             "device": "cpu", "schema": 3, **{s: {METRIC: {"per_record": [v] * size}} for s, v in
+                                              (("scores", value), ("blind", GUESS))}}
+            for k, r in enumerate(column("span", "none", [value] * (MANY // size)))
+        ]  # fmt: skip
+
+    rows = [*of(1, 1.0), *of(2, GUESS)]
+    for cells, held in ((len(rows), True), (len(rows) + 1, False)):
+        made = Made((), {"cells": cells, "clients": [1, 2]})
+        page, found = render(rows, PLAN, made), found_in(rows, PLAN, made)
+        assert ("At least 2 clients" in page) == held
+        assert (least(curve(rows, (1, 2), METRIC, found.unfinished)) == 2) == held
+        assert [s.read for s in sum_rows(curve(rows, (1, 2), METRIC, found.unfinished))] == [
+            "100 %",
+            "20 %" if held else "–",
+        ]
 
 
 # --- active attacks

@@ -10,6 +10,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from rasura.accounting import Run, guarantee
+from rasura.core.errors import InputError
 from rasura.core.rng import generator, laplace
 from rasura.core.values import Mechanism, Stage
 from rasura.service_protections.obfuslm.clusters import embed_cluster
@@ -192,3 +193,10 @@ def test_the_first_id_of_a_calibrated_cluster_is_any_of_its_rows(calibrated: boo
             count += 1
     chance = stats.binomtest(central, count, 1 / 5, alternative="greater").pvalue
     assert chance > 1e-3 if calibrated else chance < 1e-6
+
+
+@pytest.mark.parametrize("name", ["epsilon", "hidden_epsilon"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
+def test_an_epsilon_is_a_finite_number_above_0(name: str, value: float) -> None:
+    with pytest.raises(InputError, match="expected a finite number above 0"):
+        ObfuscationSettings(**{name: value})

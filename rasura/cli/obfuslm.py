@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from rasura.cli.shared import FreshLabels, TextTask, err, out, protect, say, task_named
+from rasura.core.rounding import above
 
 
 @protect.command()
@@ -66,8 +67,8 @@ def obfuslm(
     out.print(f"{made.tokens} tokens in {made.clusters} clusters; {made.merged} {merged}")
     if calibrated:
         out.print(
-            f"From the table alone, a token is named in at most {100 * max_success(epsilon, k):.1f} % of cases. Frequencies "
-            "and the order of words are not counted."
+            f"From the table alone, a token is named in at most {above(100 * max_success(epsilon, k), 3)} % of cases. "
+            "Frequencies and the order of words are not counted."
         )
     say(f"server: {made.folder}")
     say(f"owner:  {made.key} (anyone with this file can read every text)")

@@ -80,7 +80,7 @@ def conclude(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, 
         out.print(summary(found))
         say(f"\nreport: {path}")
     if ending.clients is not None:
-        for line in curve_lines(curve(records, ending.clients, found.metric)):
+        for line in curve_lines(curve(records, ending.clients, found.metric, found.unfinished)):
             say(line, to=err if ending.as_json else out)
     sent = _sent(records, plan, folder, ending, found)
     if judged is not None:

@@ -14,7 +14,7 @@ from rasura.report.language import tell
 from rasura.report.matrix import IMAGES, TEXTS, Entry, Findings, Price
 from rasura.report.readings import BLIND, gave_up, guessing, notes_of, of_labels, setting_of, without_a_figure
 from rasura.report.sentence import HEADLINE, headline, sentence
-from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, verdict, worst_of
+from rasura.report.verdicts import ABOVE, NOT_MEASURED, NOT_TOLD, READS, Verdict, plain, unsaid, verdict
 
 
 def _values(records: Iterable[Mapping[str, Any]], metric: str, side: str = "scores") -> list[float | None]:
@@ -162,9 +162,8 @@ def recommendation(f: Findings) -> str:
 def unfinished(f: Findings, done: int, asked: int) -> Findings:
     """``f`` of a run that has only ``done`` of its ``asked`` results: what is not here could have read more, so that
     nothing is said for a protection."""
-    why = (tell("the run is unfinished ({done} of {asked} results)", done=done, asked=asked),)
-    left = {c: Verdict(NOT_MEASURED, v.defense, 0, missing=why, many=v.many) for c, v in f.verdicts.items()}
-    found = replace(f, verdicts={c: worst_of([v, left[c]]) for c, v in f.verdicts.items()}, unfinished=True)
+    why = tell("the run is unfinished ({done} of {asked} results)", done=done, asked=asked)
+    found = replace(f, verdicts={c: unsaid(v, why) for c, v in f.verdicts.items()}, unfinished=why)
     return replace(found, recommendation=recommendation(found))
 
 

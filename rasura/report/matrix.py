@@ -117,7 +117,7 @@ class Findings:
     the batch size. ``baseline``: columns without protection, with which the others are compared; ``judged``: those that the
     run is judged by. ``blind``: guessing in the setting of the headline. ``without_a_figure``: how many examples of how many
     cannot be scored. ``labels``: what was read of labels. ``settings``: how many threat models and batch sizes there are.
-    ``unfinished``: whether the run has more results than are here."""
+    ``unfinished``: why nothing is said for a protection where the run has more results than are here; empty otherwise."""
 
     metric: str
     attacks: tuple[str, ...]
@@ -142,7 +142,7 @@ class Findings:
     without_a_figure: tuple[int, int] = (0, 0)
     labels: tuple[LabelReading, ...] = ()
     settings: int = 1
-    unfinished: bool = False
+    unfinished: str = ""
 
     def figure(self, column: str) -> Entry | None:
         """The strongest attack on ``column`` with its figure. None where no attack has one, or where something that was

@@ -174,7 +174,7 @@ def _rendered(f: Findings, records: list[dict[str, Any]], plan: Mapping[str, Any
         frontier=None if service else _frontier(f),
         source={"millions": VALUES / 1e6, "clients": CLIENTS, "place": SOURCE},
         ways=() if service else way_lines(f),
-        sums=sum_rows(summed) if (summed := curve(records, made.clients, f.metric)) else (),
+        sums=sum_rows(summed) if (summed := curve(records, made.clients, f.metric, f.unfinished)) else (),
         least=conclusion(summed) if summed else "",
     )
 

@@ -15,7 +15,7 @@ from rasura.core.errors import InputError
 from rasura.report.language import tell
 from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.sentence import HEADLINE
-from rasura.report.verdicts import NOT_MEASURED, Verdict, verdict
+from rasura.report.verdicts import NOT_MEASURED, Verdict, unsaid, verdict
 
 Record = Mapping[str, Any]
 
@@ -30,8 +30,11 @@ def checked_clients(clients: tuple[int, ...]) -> tuple[int, ...]:
     return found
 
 
-def curve(records: Iterable[Record], clients: Iterable[int], metric: str = HEADLINE) -> dict[int, Verdict]:
-    """The verdict on the sum of each number of ``clients``, from the records of unprotected updates of so many examples."""
+def curve(
+    records: Iterable[Record], clients: Iterable[int], metric: str = HEADLINE, unfinished: str = ""
+) -> dict[int, Verdict]:
+    """The verdict on the sum of each number of ``clients``, from the records of unprotected updates of so many examples.
+    ``unfinished``: as in ``Findings``."""
     every = [r for r in records if r["defense"] == "none" and r["update"] == "fedsgd"]
     single = [r for r in every if r["batch_size"] == 1]
     found = {}
@@ -41,7 +44,7 @@ def curve(records: Iterable[Record], clients: Iterable[int], metric: str = HEADL
             missing = (tell("the run has no {count} examples for each sum", count=count),)
             found[count] = Verdict(NOT_MEASURED, "none", 0, missing=missing)
             continue
-        found[count] = verdict("none", here, [{**r, "batch_size": count} for r in single], metric)
+        found[count] = unsaid(verdict("none", here, [{**r, "batch_size": count} for r in single], metric), unfinished)
     return found
 
 
@@ -92,6 +95,6 @@ class Sum:
 def sum_rows(verdicts: Mapping[int, Verdict]) -> tuple[Sum, ...]:
     """The curve as a table."""
     return tuple(
-        Sum(count, "–" if v.risk is None else f"{100 * v.risk:.0f} %", v.attack, v.says)
+        Sum(count, "–" if v.read is None else f"{100 * v.read:.0f} %", v.attack, v.says)
         for count, v in sorted(verdicts.items())
     )

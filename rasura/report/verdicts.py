@@ -230,6 +230,11 @@ def worst_of(found: Sequence[Verdict]) -> Verdict:
     )  # fmt: skip
 
 
+def unsaid(v: Verdict, why: str) -> Verdict:
+    """``v`` without anything that it says for the protection, and why."""
+    return worst_of([v, Verdict(NOT_MEASURED, v.defense, 0, missing=(why,), many=v.many)]) if why else v
+
+
 def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Record], metric: str, images: bool) -> Verdict:
     cells = cells_of(records, metric)
     notes = {n for some in cells.values() for n in some}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import isfinite
 
 from rasura.core.interfaces import InputError
 
@@ -40,8 +41,8 @@ class ObfuscationSettings:
             if getattr(self, name) < 1:
                 raise InputError(f"{name} is {getattr(self, name)}; expected a number of rows of at least 1")
         for name in ("epsilon", "hidden_epsilon"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name} is {getattr(self, name)}; expected a number above 0")
+            if not (getattr(self, name) > 0 and isfinite(getattr(self, name))):
+                raise InputError(f"{name} is {getattr(self, name)}; expected a finite number above 0")
         if self.calibrated and not (self.disjoint and self.merge_leftovers):
             raise InputError("calibrated noise needs clusters of at least k rows; leave out disjoint and merge_leftovers")
         if not 0 <= self.beta <= 1:
