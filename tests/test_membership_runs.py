@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from audit_setting import model_folder
 from membership_setting import plain, plan_for, write
 from typer.testing import CliRunner
@@ -24,8 +25,11 @@ from rasura.core.values import Grant
 from rasura.metrics.membership import auc, coin_level
 from rasura.report.page import write_report
 from rasura.runs.membership import MembershipAudit, infer_membership
+from rasura.runs.membership_rows import learned
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
+from rasura.victims.loading import load
+from rasura.victims.recipe import Recipe
 
 __all__ = ["model_folder"]
 
@@ -53,6 +57,36 @@ def test_the_run_resumes_to_the_same_records(tmp_path: Path, model_folder: Path)
     assert (tmp_path / "parts" / "shadow_models" / "001" / "answers.safetensors").stat().st_mtime_ns == stamp
     with pytest.raises(InputError, match="another plan"):
         infer_membership(plan_for(model_folder, tmp_path, shadow_models=4), out=tmp_path / "parts")
+
+
+def test_a_training_tells_on_what_it_began_and_how_it_learned(tmp_path: Path, model_folder: Path) -> None:
+    data = write(tmp_path / "notes.jsonl", 0, 40)
+    recipe = Recipe(epochs=3, learning_rate=2e-3, batch_size=4, optimizer="sgd", momentum=0.5, keep="last", seed=3)
+    training = Training(TrainPlan(str(data), model=str(model_folder), holdout=0.5, recipe=recipe), tmp_path / "train")
+    (result,) = training.run()
+    rows, model = str(tmp_path / "train" / "rows.json"), tmp_path / "train" / "none-3" / "model"
+    plan = plan_for(model, tmp_path, members=str(data), non_members=None, rows=rows, base=None)
+    assert MembershipAudit(plan, tmp_path / "run").plan.base == str(model_folder)
+    other = tmp_path / "other"
+    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(other)
+    changed = load(model_folder, "classification").model
+    with torch.no_grad():
+        next(changed.parameters()).add_(1e-3)
+    changed.save_pretrained(other)
+    with pytest.raises(InputError, match="other weights than the model on which the training of"):
+        MembershipAudit(replace(plan, base=str(other)), tmp_path / "run")
+    found = learned(str(model), str(data), rows, 9, {"batch_size": 8})
+    assert found == Recipe(3, 8, 2e-3, patience=3, optimizer="sgd", momentum=0.5, keep="last", seed=9)
+    assert learned("m", "d", None, 0, {}) == Recipe(epochs=5, patience=5)
+    told = json.loads(Path(rows).read_text())
+    Path(rows).write_text(json.dumps({**told, "recipe": {**told["recipe"], "keep": "best"}}))
+    assert learned(str(model), str(data), rows, 0, {}).epochs == result["best_epoch"] < 3
+    Path(rows).write_text(json.dumps({**told, "recipe": {**told["recipe"], "schedule": "linear", "epochs": 4}}))
+    assert learned(str(model), str(data), rows, 0, {}).epochs == 4, "fewer would be another schedule"
+    for wrong in (3, {"epochs": "many"}):
+        Path(rows).write_text(json.dumps({**told, "recipe": wrong}))
+        with pytest.raises(InputError, match="does not list rows"):
+            learned(str(model), str(data), rows, 0, {})
 
 
 def test_a_training_tells_who_its_members_are(tmp_path: Path, model_folder: Path) -> None:

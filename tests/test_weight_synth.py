@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -198,5 +199,6 @@ def test_the_first_id_of_a_calibrated_cluster_is_any_of_its_rows(calibrated: boo
 @pytest.mark.parametrize("name", ["epsilon", "hidden_epsilon"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan")])
 def test_an_epsilon_is_a_finite_number_above_0(name: str, value: float) -> None:
+    given: dict[str, Any] = {name: value}
     with pytest.raises(InputError, match="expected a finite number above 0"):
-        ObfuscationSettings(**{name: value})
+        ObfuscationSettings(**given)

@@ -14,7 +14,6 @@ from rasura.cli.shared import (
     Device,
     LabelColumn,
     MaxLength,
-    Optimizer,
     Out,
     PairColumn,
     ReportLanguage,
@@ -47,10 +46,12 @@ def membership(
     ] = None,
     shadow_models: Annotated[int, typer.Option(help="number of shadow models that the adversary trains; must be even")] = 8,
     defense: Annotated[str, typer.Option(help="the protection under which the model was trained")] = "none",
-    epochs: Annotated[int, typer.Option(help="epochs of the shadow models; use the same number as for the model")] = 5,
-    batch_size: Annotated[int, typer.Option(help="texts per step of the shadow models")] = 32,
-    learning_rate: Annotated[float, typer.Option(help="learning rate of the shadow models")] = 1e-4,
-    optimizer: Optimizer = "adamw",
+    epochs: Annotated[
+        int | None, typer.Option(help="epochs of the shadow models; use the same number as for the model")
+    ] = None,
+    batch_size: Annotated[int | None, typer.Option(help="texts per step of the shadow models")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="learning rate of the shadow models")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="optimizer: adamw or sgd")] = None,
     fpr: Annotated[str | None, typer.Option(help="false positive rates, separated by commas")] = None,
     epsilon: Annotated[float | None, typer.Option(help="epsilon of a guarantee to compare the results with")] = None,
     delta: Annotated[float, typer.Option(help="delta of that guarantee")] = 0.0,
@@ -74,10 +75,11 @@ def membership(
     from rasura.core.options import known
     from rasura.report.language import LANGUAGES
     from rasura.runs.membership_plan import MembershipPlan
-    from rasura.victims.recipe import Recipe
+    from rasura.runs.membership_rows import learned
 
-    kind: Any = known("optimizer", optimizer, ("adamw", "sgd"))
-    recipe = Recipe(epochs, batch_size, learning_rate, patience=max(1, epochs), optimizer=kind, seed=seed)
+    kind = None if optimizer is None else known("optimizer", optimizer, ("adamw", "sgd"))
+    asked = {"epochs": epochs, "batch_size": batch_size, "learning_rate": learning_rate, "optimizer": kind}
+    recipe = learned(model, members, rows, seed, {name: value for name, value in asked.items() if value is not None})
     try:
         rates = tuple(float(part) for part in split(fpr) or ())
     except ValueError:

@@ -92,7 +92,9 @@ UNSET_IN: Mapping[str, Mapping[str, str]] = {
     },
     "membership": {
         "attack": "the usual ones of the task", "num_labels": "as the model folder states", "reference": "none",
-        "base": "an adapter's own, or the one that --rows name",
+        "base": "an adapter's own, or the one that --rows name", "epochs": "those of --rows, or 5",
+        "batch_size": "that of --rows, or 32", "learning_rate": "that of --rows, or 1e-4",
+        "optimizer": "that of --rows, or adamw",
     },
     "train": {"unit": "each text by itself"},
     "reproduce": {"attack": "all", "defense": "all", "data": "where the run had it", "model": "where the run had it"},

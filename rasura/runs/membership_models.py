@@ -15,6 +15,7 @@ from rasura.core.answers import Answers
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError, NotApplicable
 from rasura.runs.membership_plan import MembershipPlan
+from rasura.runs.membership_rows import body, told_by
 from rasura.victims.adapters import base_of, turns_off
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
@@ -48,6 +49,14 @@ class QueriedModels:
                 f"{plan.base} has {self.base.vocabulary.size} tokens, but {plan.model} has "
                 f"{self.victim.vocabulary.size}; pass the public model from which training started as --base"
             )
+
+        if plan.rows is not None and self.switch is None:
+            began = told_by(plan.rows, plan.members).get("base_weights")
+            if began is not None and began != body(self.base):
+                raise InputError(
+                    f"{plan.base} has other weights than the model on which the training of {plan.rows} began; pass that "
+                    "model as --base"
+                )
 
     @cached_property
     def base(self) -> Victim:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.options import known
 from rasura.core.values import Task
 from rasura.metrics.membership import auc_bound, needed
 from rasura.registry import MEMBERSHIP, parse_defense, usual_membership
+from rasura.runs.membership_rows import EPOCHS, told_by
 from rasura.victims.adapters import base_of
 from rasura.victims.recipe import Recipe
 from rasura.victims.weights import is_adapter, task_of
@@ -53,7 +53,7 @@ class MembershipPlan:
     text_column: str | None = None
     pair_column: str | None = None
     label_column: str | None = None
-    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=5))
+    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=EPOCHS))
 
     @cached_property
     def parts(self) -> Defense:
@@ -62,23 +62,8 @@ class MembershipPlan:
 
     def _named_by_rows(self) -> str | None:
         """The model on which the training of ``rows`` began."""
-        found = None if self.rows is None else self.rows_told().get("base")
+        found = None if self.rows is None else told_by(self.rows, self.members).get("base")
         return found if isinstance(found, str) and found else None
-
-    def rows_told(self) -> dict[str, Any]:
-        """What the file ``rows`` says. Raises ``InputError`` for one that no training wrote."""
-        try:
-            told = json.loads(Path(str(self.rows)).read_text(encoding="utf-8"))
-            if not isinstance(told, dict):
-                raise ValueError
-        except (OSError, ValueError, RecursionError):
-            raise InputError(self.not_rows) from None
-        return told
-
-    @property
-    def not_rows(self) -> str:
-        """What is said of a file that does not list rows of ``members``."""
-        return f"{self.rows} does not list rows of {self.members}; expected the rows.json of its training run"
 
     def checked(self) -> MembershipPlan:
         """This plan, with base, task and attacks filled in. Raises ``InputError`` if it is wrong."""

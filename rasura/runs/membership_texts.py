@@ -9,6 +9,7 @@ from rasura.core.errors import InputError
 from rasura.data.overlap import texts_hash, wording_of
 from rasura.data.text import Example, columns_of, load_examples, place_of
 from rasura.runs.membership_plan import MembershipPlan
+from rasura.runs.membership_rows import no_rows, told_by
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim
 
@@ -54,7 +55,7 @@ class MembershipTexts:
         if plan.rows is None:
             return [inside, others or []]
         everything = inside
-        told = plan.rows_told()
+        told = told_by(plan.rows, plan.members)
         try:
             numbers = [k for name in ("trained", "held_out") for k in told[name]]
             if not all(type(k) is int and 0 <= k < len(everything) for k in numbers) or len(set(numbers)) < len(numbers):
@@ -62,7 +63,7 @@ class MembershipTexts:
             trained, held = ([everything[k] for k in told[name]] for name in ("trained", "held_out"))
             same = told["texts"] == texts_hash(everything)
         except (ValueError, LookupError, TypeError):
-            raise InputError(plan.not_rows) from None
+            raise no_rows(plan.rows, plan.members) from None
         if not same:
             raise InputError(
                 f"{plan.rows} lists rows of another file than {plan.members}, or of the same texts in another order; pass "

@@ -30,6 +30,7 @@ from rasura.metrics.utility import HIGHER_IS_BETTER, causal, classification, sto
 from rasura.runs.canary_result import measured
 from rasura.runs.drawing import numbered
 from rasura.runs.gradient_canaries import GradientCanaries
+from rasura.runs.membership_rows import began
 from rasura.runs.noise_target import check_target
 from rasura.runs.scoring import versions
 from rasura.runs.train_plan import TrainPlan, by_chance
@@ -84,7 +85,7 @@ class Training:
             planned = self._ledger(parts, ()).planned
             if text not in asked.defenses and asked.target_epsilon is not None:
                 check_target(planned, asked.target_epsilon)
-        self._claim()
+        self._claim(began(victim, plan.model, plan.recipe))
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
         """A ledger for a training under ``parts``, planned for the maximum number of epochs."""
@@ -120,24 +121,22 @@ class Training:
         apart = set(each[:count])
         held = [k for k, one in zip(some, whose) if one in apart]
         kept = [k for k, one in zip(some, whose) if one not in apart]
-        self.parted = {
-            "trained": kept, "held_out": held, "texts": texts_hash(everything), "base": self.plan.model
-        }  # fmt: skip
+        self.parted = {"trained": kept, "held_out": held, "texts": texts_hash(everything)}
         return [everything[k] for k in kept], [everything[k] for k in held]
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
         return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
 
-    def _claim(self) -> None:
-        """Claim the folder for this plan. Raises ``InputError`` if it belongs to another plan; defenses and seeds may be
-        added."""
+    def _claim(self, start: Mapping[str, Any]) -> None:
+        """Claim the folder for this plan; ``start`` says how its training begins. Raises ``InputError`` if it belongs to
+        another plan; defenses and seeds may be added."""
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "plan.json"
         if path.exists() and json.loads(path.read_text(encoding="utf-8")) != self.about:
             raise InputError(f"{self.folder} holds a training with other settings, data or weights; choose another --out")
         write_whole(path, canonical(self.about) + "\n")
         # Which rows of the file were trained on, and on which model training began: what attacks on membership start from.
-        write_whole(self.folder / "rows.json", canonical(self.parted) + "\n")
+        write_whole(self.folder / "rows.json", canonical({**self.parted, **start}) + "\n")
 
     def protected_rows(
         self, defense: str, victim: Victim, progress: Callable[[int, int], None] | None = None
