@@ -287,7 +287,7 @@ def test_a_figure_that_is_no_number_is_none() -> None:
 
 
 def test_the_command_trains_behind_protections_of_a_service(tmp_path: Path, model_folder: Path) -> None:
-    notes(tmp_path / "notes.jsonl", list(4 * TEXTS))
+    notes(tmp_path / "notes.jsonl", [f"{t} w{k}" for k, t in enumerate(4 * TEXTS)])
     options = ["train", tmp_path / "notes.jsonl", "--model", model_folder, "--service", "--out", tmp_path / "run"]
     options += ["--epochs", "1", "--json", "--defense"]
     done = rasura_command(*options, "none,obfuslm:k=2/epsilon=3")

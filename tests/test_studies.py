@@ -293,8 +293,8 @@ def test_a_training_study_ends_in_a_table_of_utility(
 ) -> None:
     study_folder(tmp_path, TRAINING.replace("[train]", f'[train]\nmodel = "{model_folder}"'))
     monkeypatch.chdir(tmp_path)
-    for name in ("notes.jsonl", "test.jsonl"):
-        notes(tmp_path / name, 3 * TEXTS)
+    for start, name in ((0, "notes.jsonl"), (50, "test.jsonl")):
+        notes(tmp_path / name, [f"{t} w{k}" for k, t in enumerate(3 * TEXTS, start)])
     done = CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path), "--seeds", "2"])
     assert done.exit_code == 0, done.output
     text = (tmp_path / "studies" / "RESULTS.md").read_text()
@@ -331,7 +331,7 @@ def test_utility_stands_beside_the_risk_of_the_same_protection(
 ) -> None:
     study_folder(tmp_path, TRADEOFF.replace("[plan]", f'[plan]\nmodel = "{model_folder}"'))
     monkeypatch.chdir(tmp_path)
-    notes(tmp_path / "notes.jsonl", 3 * TEXTS)
+    notes(tmp_path / "notes.jsonl", [f"{t} w{k}" for k, t in enumerate(3 * TEXTS)])
     results = tmp_path / "studies" / "RESULTS.md"
     found = CliRunner().invoke(app, ["study", "one", "--limit", "2"], catch_exceptions=False)
     assert found.exit_code == 0, found.output
@@ -429,7 +429,7 @@ def test_deviations_of_substitutes_are_those_of_the_trained_models(
 ) -> None:
     study_folder(tmp_path, DEVIATIONS.replace("[train]", f'[train]\nmodel = "{model_folder}"'))
     monkeypatch.chdir(tmp_path)
-    notes(tmp_path / "notes.jsonl", 3 * TEXTS)
+    notes(tmp_path / "notes.jsonl", [f"{t} w{k}" for k, t in enumerate(3 * TEXTS)])
     done = CliRunner().invoke(app, ["study", "one", "--data", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     plan = prepared(load_study("one", tmp_path / "studies"), data=str(tmp_path))

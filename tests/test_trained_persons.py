@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from audit_setting import TEXTS, model_folder
+from audit_setting import model_folder
 from commands import rasura_command
-from training_setting import fine_tuning
+from training_setting import fine_tuning, text
 
 from rasura.accounting import Ledger, Run, epsilon
 from rasura.accounting.ledger import counted
@@ -43,7 +43,7 @@ def written(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def notes(folder: Path, count: int = 24) -> str:
-    rows = [{"text": TEXTS[k % len(TEXTS)], "label": k % 2, "author": f"a{k * k % 7}"} for k in range(count)]
+    rows = [{"text": text(k), "label": k % 2, "author": f"a{k * k % 7}"} for k in range(count)]
     return written(folder, rows)
 
 

@@ -187,7 +187,7 @@ def test_a_training_that_learned_nothing_is_said() -> None:
 
 
 def test_the_command_trains_behind_several_defenses_and_resumes(tmp_path: Path, model_folder: Path) -> None:
-    options = ["train", notes(tmp_path), "--test", notes(tmp_path, "test.jsonl", 6), "--model", model_folder]
+    options = ["train", notes(tmp_path), "--test", notes(tmp_path, "test.jsonl", 6, 20), "--model", model_folder]
     options += ["--epochs", "2", "--batch-size", "4", "--out", tmp_path / "run", "--json"]
     done = rasura_command(*options, "--defense", "none,gaussian:0.01")
     assert done.returncode == 0, done.stderr

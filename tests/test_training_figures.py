@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from audit_setting import model_folder
+from commands import rasura_command
 from tokenizers import Tokenizer, models, pre_tokenizers
 from training_setting import RECIPE, fine_tuning, notes
 
@@ -121,7 +122,7 @@ def test_costs_allow_for_the_choice_on_both_sides() -> None:
 def test_a_result_says_how_many_epochs_were_compared_on_its_texts(
     tmp_path: Path, model_folder: Path, recipe: Recipe, tested: bool, compared: int
 ) -> None:
-    test = str(notes(tmp_path, "test.jsonl", 6)) if tested else None
+    test = str(notes(tmp_path, "test.jsonl", 6, 20)) if tested else None
     plan = TrainPlan(str(notes(tmp_path)), test, str(model_folder), holdout=0.4, recipe=recipe)
     (one,) = Training(plan, tmp_path / "run").run()
     assert one["epochs_compared"] == compared
@@ -224,7 +225,9 @@ def test_a_training_that_diverges_ends_without_a_model(tmp_path: Path, model_fol
 def test_figures_on_test_texts_that_are_no_numbers_are_none(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = TrainPlan(str(notes(tmp_path)), str(notes(tmp_path, "test.jsonl", 6)), str(model_folder), recipe=Recipe(epochs=1))
+    plan = TrainPlan(
+        str(notes(tmp_path)), str(notes(tmp_path, "test.jsonl", 6, 20)), str(model_folder), recipe=Recipe(epochs=1)
+    )
     training = Training(plan, tmp_path / "run")
     real = training._figures
 
@@ -249,3 +252,32 @@ def test_texts_without_a_token_to_predict_are_refused(tmp_path: Path, causal_fol
         Training(replace(plan, data=str(short), test=str(long)), tmp_path / "run")
     (one,) = Training(replace(plan, test=str(long)), tmp_path / "other").run()
     assert one["after"]["loss"] > 0
+
+
+# --- texts that a model is judged on
+
+
+def test_repeated_texts_and_those_that_are_trained_on_do_not_count(tmp_path: Path, model_folder: Path) -> None:
+    data, test = notes(tmp_path), notes(tmp_path, "test.jsonl", 6, 20)
+    rows = test.read_text().splitlines()
+    test.write_text("\n".join([*rows * 3, *data.read_text().splitlines()]) + "\n")
+    plan = TrainPlan(str(data), str(test), str(model_folder), recipe=Recipe(epochs=1))
+    training = Training(plan, tmp_path / "run")
+    (result,) = training.run()
+    alone = tmp_path / "alone.jsonl"
+    held = [json.loads(row)["text"] for row in data.read_text().splitlines()]
+    trained = {text for row in training.rows for text in row.texts}
+    labels = {text: k % 2 for k, text in enumerate(held)}
+    left = [json.dumps({"text": text, "label": labels[text]}) for text in held if text not in trained]
+    alone.write_text("\n".join([*rows, *left]) + "\n")
+    (once,) = Training(replace(plan, test=str(alone)), tmp_path / "once").run()
+    assert result["n_test"] == once["n_test"] == 7 and result["after"] == once["after"]
+    assert (result["n_left_out"], once["n_left_out"]) == (2 * 6 + 11, 0)
+    words = ["train", data, "--test", test, "--model", model_folder, "--epochs", "1", "--out", tmp_path / "run"]
+    done = rasura_command(*words)
+    told = "23 more are left out: repeated, or trained on"
+    assert f"evaluated on 7 texts of the test ({told})" in " ".join(done.stdout.split()), done.stdout + done.stderr
+    assert told in (tmp_path / "run" / "report.html").read_text()
+    alone.write_text("".join(json.dumps({"text": text, "label": labels[text]}) + "\n" for text in trained))
+    with pytest.raises(InputError, match="every text is also among those to train on"):
+        Training(replace(plan, test=str(alone)), tmp_path / "other")

@@ -47,7 +47,12 @@ def fine_tuning(
     )  # fmt: skip
 
 
-def notes(folder: Path, name: str = "notes.jsonl", count: int = 12) -> Path:
+def notes(folder: Path, name: str = "notes.jsonl", count: int = 12, start: int = 0) -> Path:
     path = folder / name
-    path.write_text("".join(json.dumps({"text": TEXTS[k % len(TEXTS)], "label": k % 2}) + "\n" for k in range(count)))
+    path.write_text("".join(json.dumps({"text": text(k), "label": k % 2}) + "\n" for k in range(start, start + count)))
     return path
+
+
+def text(k: int) -> str:
+    """The text number ``k``; all are different, as the model sees them."""
+    return TEXTS[k] if k < len(TEXTS) else f"{TEXTS[k % len(TEXTS)]} w{k}"

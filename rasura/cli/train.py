@@ -285,10 +285,12 @@ def tabled(results: list[dict[str, Any]], folder: Path) -> None:
             f"a person is all texts with one value of the column {unit['column']}: {unit['persons']} persons, "
             f"{unit['most_texts']} texts or less each"
         )
+    left = results[0].get("n_left_out", 0)
+    less = f" ({left} more are left out: repeated, or trained on)" if left else ""
     for r in (r for r in results if "canaries" in r):
         say(f"{r['defense']}, seed {r['seed']}: {r['canaries']['statement']}")
     out.print(
-        f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}; models: {folder}",
+        f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}{less}; models: {folder}",
         markup=False,
         soft_wrap=True,
     )

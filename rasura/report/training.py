@@ -214,6 +214,12 @@ def _sentence(judged: Sequence[tuple[Side, str, str]]) -> str:
     return " ".join(said) or tell("What protection costs was not judged.")
 
 
+def _less(result: Mapping[str, Any]) -> str:
+    """That some texts are left out of a test; nothing where none is."""
+    count = result.get("n_left_out", 0)
+    return " " + tell("({count} more are left out: repeated, or trained on)", count=count) if count else ""
+
+
 def _facts(side: Side) -> list[tuple[str, str]]:
     first, n = side.results[0], len(side.results)
     least, most = (end(r["epochs"] for r in side.results) for end in (min, max))
@@ -221,7 +227,7 @@ def _facts(side: Side) -> list[tuple[str, str]]:
     seconds = duration(sum(r["wall_seconds"] for r in side.results) / n)
     about = [
         (tell("seeds"), ", ".join(str(r["seed"]) for r in side.results)),
-        (tell("test texts"), str(first["n_test"])),
+        (tell("test texts"), str(first["n_test"]) + _less(first)),
         (tell("time"), tell("{duration} a training, {epochs} epochs", duration=seconds, epochs=epochs)),
     ]
     return [*about, (tell("guarantee"), "; ".join(promises(side.results)))]

@@ -37,7 +37,7 @@ from rasura.runs.train_plan import TrainPlan, by_chance
 from rasura.runs.trained import SERVED, finished, folder_of
 from rasura.service_protections.service import Service
 from rasura.victims.adapters import with_fresh_adapter
-from rasura.victims.batching import renamed, split
+from rasura.victims.batching import apart, renamed, split
 from rasura.victims.fingerprint import fingerprint
 from rasura.victims.loading import Victim, load, with_one_label
 from rasura.victims.outputs import check_predicted, nats, predictions
@@ -68,8 +68,9 @@ class Training:
         start = time.process_time()
         self.rows = self._encoded(victim, kept)
         self.encoding = time.process_time() - start
-        self.held = self._encoded(victim, held)
-        self.test = self.held if tested is None else self._encoded(victim, tested)
+        self.held = self._others(victim, held, f"{plan.data}, texts held out")
+        self.test = self.held if tested is None else self._others(victim, tested, str(plan.test))
+        self.left_out = len(held if tested is None else tested) - len(self.test)
         if plan.task == "causal":
             check_predicted(self.held, f"{plan.data}, texts held out")
             check_predicted(self.test, str(plan.test))
@@ -123,6 +124,12 @@ class Training:
         kept = [k for k, one in zip(some, whose) if one not in apart]
         self.parted = {"trained": kept, "held_out": held, "texts": texts_hash(everything)}
         return [everything[k] for k in kept], [everything[k] for k in held]
+
+    def _others(self, victim: Victim, examples: Sequence[Example], source: str) -> list[Batch]:
+        """The texts that the model is judged on: each once, and none that it is trained on."""
+        if found := apart(self._encoded(victim, examples), self.rows):
+            return found
+        raise InputError(f"{source}: every text is also among those to train on; pass others as --test")
 
     def _encoded(self, victim: Victim, examples: Sequence[Example]) -> list[Batch]:
         return encoded(victim, examples, max_length=self.plan.max_length, truncate=self.plan.truncate)
@@ -200,7 +207,7 @@ class Training:
             victim.tokenizer.save_pretrained(place / "model")
         result = {
             "defense": defense, "seed": seed, "task": plan.task, "model": Path(plan.model).name, "data": self.about["data"],
-            "n_train": len(rows), "n_holdout": len(held), "n_test": len(test),
+            "n_train": len(rows), "n_holdout": len(held), "n_test": len(test), "n_left_out": self.left_out,
             "tested_on": "test" if plan.test else "holdout", "before": before, "after": stored(self._figures(model, test)),
             "epochs": history.epoch, "best_epoch": history.best_epoch, "history": history.epochs,
             "mechanism": [{"name": m.name, "stage": m.stage.value, "parameters": dict(m.parameters)} for m in mechanisms],

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from rasura.core.batches import Batch
+from rasura.core.batches import Batch, contents, places_of_each
 from rasura.core.rng import Randomness, permutation, uniform
 
 POOL = 16
@@ -101,3 +101,9 @@ def none_of(row: Batch) -> Batch:
     """An empty batch of the same kind as ``row``."""
     types = None if row.token_type_ids is None else row.token_type_ids[:0]
     return Batch(row.input_ids[:0], row.attention_mask[:0], row.labels[:0], (), (), types, row.special_ids)
+
+
+def apart(rows: Sequence[Batch], others: Sequence[Batch]) -> list[Batch]:
+    """Those of ``rows``, one text each, that the model sees as none of ``others`` and as none before them."""
+    known = [one for row in others for one in contents(row)]
+    return [rows[k] for k in places_of_each([one for row in rows for one in contents(row)], known)]
