@@ -12,6 +12,13 @@ pytest.importorskip("dp_accounting")
 
 PLAIN = {
     "a loop": program(loop()),
+    "a data set of a class": program(
+        loop(),
+        "class Texts:\n    pass",
+        "place = folder + '/train.txt'\nrows = []\nfor line in open(place):\n    rows.append(line)\n"
+        "texts = [row.strip() for row in rows]\nfound = [t for k, t in enumerate(texts) if t]\n"
+        "scaled = values * 0.5 + 1\ncount = 0\ncount += 1\ntrain_set = Texts(found, scaled, count)",
+    ),
     "a data set that is made ready": program(
         loop(),
         "from datasets import load_dataset\ndef ready(row):\n    return [w * 2 for w in row]",
@@ -134,6 +141,16 @@ EVASIONS = {
             ("from itertools import chain", "double = list(chain(train_set, train_set))"),
             ("import random", "rows = random.choices(train_set, k=9)\ndouble = rows"),
             ("from torch.utils.data import TensorDataset", "x = train_set.x.repeat(2, 1)\ndouble = TensorDataset(x, x)"),
+            ("import torch as t", "x = t.cat([train_set.x, train_set.x])\ndouble = TensorDataset(x, x)"),
+            ("class Texts: pass", "both = train_set + train_set\ndouble = Texts(both)"),
+            ("class Texts(list): pass", "rows = list(train_set) * 2\ndouble = Texts(rows)"),
+            ("class Rows(list): pass", "rows = list(train_set)\nrows += rows\ndouble = Rows(rows)"),
+            ("class Rows: pass", "rows = list(train_set)\nrows.extend(rows)\ndouble = Rows(rows)"),
+            ("class Twice: pass", "rows = [a for a in train_set for _ in range(2)]\ndouble = Twice(rows)"),
+            ("class Round: pass", "rows = [train_set[k % 9] for k in range(99)]\ndouble = Round(rows)"),
+            ("from torch.utils.data import Subset", "double = Subset(train_set, list(range(100)) * 3)"),
+            ("import pandas as pd", "rows = pd.concat([train_set, train_set])\ndouble = rows.values"),
+            ("import numpy as np", "places = np.random.choice(100, 100)\ndouble = [train_set[k] for k in places]"),
         )
     },
     "a data set of copies by a name": program(

@@ -30,12 +30,15 @@ _LOADER_BESIDE = (
     "timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
     "pin_memory_device", "in_order",
 )  # fmt: skip
-_COPIES = (
+_REPEATING = (
     "ConcatDataset", "ChainDataset", "concatenate_datasets", "interleave_datasets", "repeat", "repeat_interleave", "tile",
-    "cycle",
+    "cycle", "cat", "concat", "concatenate", "stack", "vstack", "hstack", "expand", "chain", "sample", "choices", "choice",
+    "resample",
 )  # fmt: skip
-_REPEATING = (*_COPIES, "cat", "concat", "concatenate", "stack", "chain", "sample", "choices", "choice")
-"""Calls that make copies of examples, and calls that may."""
+"""Calls that make copies of examples, or may."""
+
+_ONE_BY_ONE = ("enumerate", "zip", "list", "tuple", "sorted", "tqdm", "items", "values", "keys", "iter")
+"""Calls with as many items as what they are given, or fewer."""
 
 _GROWING = ("extend", "append", "insert", "add")
 _COUNTED = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps")
@@ -115,23 +118,23 @@ def made(
 
 
 def _repeats(scopes: Scopes, node: ast.expr) -> bool:
-    """Whether the expression of a data set may hold an example more than once, as far as the variables behind it show."""
+    """Whether the expression of a data set may hold an example more than once, as far as the variables behind it show.
+
+    Items that are added one by one (``append``) are only doubted for the data set itself: a file is read so.
+    """
     seen: set[Variable] = set()
-    ahead = [(node, True)]
+    ahead: list[tuple[ast.expr, bool]] = [(node, True)]
     while ahead:
-        one, whole = ahead.pop()
-        made, grows = _made_of(scopes, one)
-        if whole and (grows or any(_may_repeat(scopes, value) for value in made)):
-            return True
-        inner = [part for value in made for part in ast.walk(value)]
-        if {scopes.original(part) for part in inner if isinstance(part, ast.Name | ast.Attribute)} & set(_COPIES):
+        one, itself = ahead.pop()
+        made, grows = _made_of(scopes, one, _GROWING if itself else ("extend",))
+        if grows or any(_may_repeat(scopes, value) for value in made):
             return True
         roots = {root(value) for value in made}
-        for part in inner:  # ``data.map(f)`` is all of ``data``; of other variables, only what makes copies is told
+        for part in (part for value in made for part in ast.walk(value) if isinstance(part, ast.Name)):
             variable = scopes.read(part)
             if variable is not None and variable not in seen:
                 seen.add(variable)
-                ahead.append((part, part in roots))  # type: ignore[arg-type]  # a name is an expression
+                ahead.append((part, itself and part in roots))  # ``data.map(f)`` is all of ``data``
     return False
 
 
@@ -139,25 +142,45 @@ def _may_repeat(scopes: Scopes, value: ast.expr) -> bool:
     """Whether an expression by itself may hold an example more than once."""
     inner = list(ast.walk(value))
     named = {scopes.original(one) for one in inner if isinstance(one, ast.Name | ast.Attribute)}
-    grows = any(isinstance(one, ast.BinOp) and isinstance(one.op, ast.Add | ast.Mult) for one in inner)
-    return bool(named & set(_REPEATING)) or grows or any(isinstance(one, ast.ListComp) for one in inner)
+    comprehensions = [one for one in inner if isinstance(one, ast.ListComp | ast.GeneratorExp | ast.SetComp | ast.DictComp)]
+    return (
+        bool(named & set(_REPEATING))
+        or any(map(_adds_up, inner))
+        or any(len(one.generators) > 1 or not _one_by_one(scopes, one.generators[0].iter) for one in comprehensions)
+    )
 
 
-def _made_of(scopes: Scopes, node: ast.expr) -> tuple[list[ast.expr], bool]:
+def _adds_up(node: ast.AST) -> bool:
+    """Whether a sum or a product may be one of lists: neither of numbers nor of words."""
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Mult):
+        return False
+    plain = [type(one.value) for one in (node.left, node.right) if isinstance(one, ast.Constant)]
+    words = any(isinstance(one, ast.JoinedStr) for one in (node.left, node.right))
+    return not (words or float in plain or str in plain or (isinstance(node.op, ast.Add) and int in plain))
+
+
+def _one_by_one(scopes: Scopes, node: ast.expr) -> bool:
+    """Whether a loop over ``node`` takes each item of something once."""
+    if isinstance(node, ast.Call):
+        return scopes.original(node.func) in _ONE_BY_ONE and all(_one_by_one(scopes, one) for one in node.args)
+    return isinstance(node, ast.Name | ast.Attribute | ast.Subscript | ast.Constant)
+
+
+def _made_of(scopes: Scopes, node: ast.expr, growing: Sequence[str]) -> tuple[list[ast.expr], bool]:
     """The expressions that a data set is made by: its own, those that its variable is assigned, and what functions of this
-    file return for them. And whether the variable grows."""
+    file return for them. And whether the variable grows, by a method in ``growing`` or by itself."""
     variable = scopes.read(node)
     made = [node]
     for one in [*scopes.bound(variable), *scopes.loads.get(variable, [])] if variable is not None else ():
         statement = scopes.statement(one)
-        if isinstance(statement, ast.AugAssign):
+        if isinstance(statement, ast.AugAssign) and not isinstance(statement.value, ast.Constant):
             return made, True
         stores = statement.targets if isinstance(statement, ast.Assign) else []
         if isinstance(statement, ast.Assign) and any(_begins(scopes, store, variable) for store in stores):
             made.append(statement.value)
         around = scopes.parents.get(one)
         while isinstance(around, ast.Attribute | ast.Subscript):
-            if isinstance(around, ast.Attribute) and around.attr in _GROWING:
+            if isinstance(around, ast.Attribute) and around.attr in growing:
                 return made, True
             around = scopes.parents.get(around)
     for value in list(made):  # a function of this file that makes the data set
