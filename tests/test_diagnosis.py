@@ -57,6 +57,50 @@ def test_the_signal_is_what_different_texts_agree_on(clip: float) -> None:
     assert found.after == pytest.approx(50 * signal / noise * math.sqrt(40), rel=1e-3) and found.steps == 40
 
 
+def test_the_least_signal_is_that_of_the_jackknife_over_texts() -> None:
+    each = [g * min(1.0, 0.1 / float(g.norm())) for g in own_gradients(6)]
+
+    def square(some: list[Tensor]) -> float:
+        pairs = [float(a @ b) for i, a in enumerate(some) for k, b in enumerate(some) if i != k]
+        return sum(pairs) / len(pairs)
+
+    without = [square([g for k, g in enumerate(each) if k != left]) for left in range(6)]
+    spread = math.sqrt(5 / 6 * sum((one - sum(without) / 6) ** 2 for one in without))
+    least = math.sqrt(max(0.0, square(each) - 2.5706 * spread))
+    found = told("dp-sgd:0.01/clip=0.1", epochs=2)
+    noise = 0.01 * 0.1 * math.sqrt(found.trained)
+    assert found.least == pytest.approx(50 * least / noise * math.sqrt(40), rel=1e-3, abs=1e-6)
+    assert found.after is not None and found.least is not None and found.least < found.after
+
+
+def test_copies_of_a_text_do_not_agree_with_each_other() -> None:
+    model = tiny("bert", "classification", num_labels=2)
+    usual: dict[str, Any] = {"examples": 1000, "batch_size": 50, "public": True}
+    with pytest.raises(InputError, match="1 different texts; expected at least two"):
+        rasura.diagnose_training(model, collate(ALIKE[:1] * 5), "dp-sgd:1.0", **usual)
+    once = rasura.diagnose_training(model, collate(ALIKE[:4]), "dp-sgd:1.0", **usual)
+    assert rasura.diagnose_training(model, collate(ALIKE[:4] * 3), "dp-sgd:1.0", **usual) == once
+
+
+def test_few_texts_do_not_say_that_nothing_was_found() -> None:
+    """Of two texts that agree by chance, no interval says that they would again."""
+    two = told("dp-sgd:1e-4", count=2)
+    assert two.after is not None and two.after > 3 and two.least == 0.0
+    assert "these 2 texts do not exclude 0; below 3 expect to learn little" in " ".join(two.findings)
+
+
+@pytest.mark.parametrize("more", ["gaussian:5", "random-pruning:0.99", "sign"])
+def test_parts_that_change_a_step_are_refused(more: str) -> None:
+    with pytest.raises(InputError, match="a diagnosis knows dp-sgd alone; leave out"):
+        told(f"dp-sgd:1.0+{more}")
+    assert told("frozen-embeddings+dp-sgd:1.0").trained < told("dp-sgd:1.0").trained
+
+
+def test_larger_batches_are_advised_only_where_they_help() -> None:
+    found = told("dp-sgd", target_epsilon=0.5, examples=50, batch_size=64)
+    assert not any("would make the ratio" in one for one in found.findings)
+
+
 def test_the_advice_on_batches_is_what_they_give() -> None:
     common: dict[str, Any] = {"target_epsilon": 0.5, "epochs": 2}
     small, large = told("dp-sgd", **common), told("dp-sgd", batch_size=200, **common)

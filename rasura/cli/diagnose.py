@@ -81,4 +81,5 @@ def diagnose(
     )
     out.print(f"norms of a text's gradient: {norms[0]:.3g} to {norms[-1]:.3g}, median {norms[len(norms) // 2]:.3g}")
     if found.signal_to_noise is not None and found.after is not None:
-        out.print(f"signal over noise: {found.signal_to_noise:.2g} in a step, {found.after:.2g} after all steps")
+        least = f", at least {found.least:.2g} by the 95 % interval" if found.least else ""
+        out.print(f"signal over noise: {found.signal_to_noise:.2g} in a step, {found.after:.2g} after all steps{least}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from rasura.accounting import Run, formal, sigma_for
+from rasura.core.batches import places_of_each
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Defense
 from rasura.core.rng import drawing, secret_generator
-from rasura.core.values import Mechanism
+from rasura.core.values import Mechanism, Stage
 from rasura.runs.loop_checks import loop_defense
 from rasura.runs.noise_target import SAMPLED, solved
 from rasura.victims.per_example import fault, per_example
@@ -40,7 +41,8 @@ class Diagnosis:
 
     ``findings``: what will go wrong, in sentences; empty if nothing was found. ``norms``: the norm of each text's gradient.
     ``signal_to_noise``: the length of what the texts of one step agree on, over the length of the noise, both expected; None
-    where it cannot be estimated. ``after``: the same after all steps, if the texts agreed on one direction throughout.
+    where it cannot be estimated. ``after``: the same after all steps, if the texts agreed on one direction throughout;
+    ``least``: the lower end of its 95 % interval over texts, 0 where it may be nothing.
     """
 
     findings: tuple[str, ...]
@@ -51,6 +53,7 @@ class Diagnosis:
     trained: int
     signal_to_noise: float | None
     after: float | None
+    least: float | None = None
 
 
 def diagnose_training(
@@ -68,14 +71,14 @@ def diagnose_training(
 ) -> Diagnosis:
     """Look at a few texts, and say what will go wrong in a training under ``dp-sgd`` or ``normalised``.
 
-    ``batch``: the model's keyword arguments for some texts, with labels; two at least, and better thirty. ``public``: they
-    are not private; looking at private texts spends privacy that no ledger counts, and the findings say so. ``examples``,
-    ``batch_size``, ``epochs``, ``delta`` and ``target_epsilon`` describe the planned training as in
-    ``rasura.protect_training``. ``optimizer``: for findings on its rate.
+    ``batch``: the model's keyword arguments for some texts, with labels; two different ones at least, and better thirty.
+    Each counts once. ``public``: they are not private; looking at private texts spends privacy that no ledger counts, and
+    the findings say so. ``examples``, ``batch_size``, ``epochs``, ``delta`` and ``target_epsilon`` describe the planned
+    training as in ``rasura.protect_training``. ``optimizer``: for findings on its rate.
 
-    The signal is estimated from products of different texts' clipped gradients, so that few texts do not overstate it. It
-    holds for the model as it is now: later it is mostly smaller. Raises ``InputError`` for other protections, for fewer than
-    two texts, and as ``protect_training`` does.
+    The signal is estimated from products of different texts' clipped gradients, with a jackknife interval; its lower end is
+    what the findings go by. It holds for the model as it is now: later it is mostly smaller. Raises ``InputError`` for other
+    protections, also beside these, for fewer than two texts, and as ``protect_training`` does.
     """
     run = Run(examples, batch_size, epochs, delta)
     if target_epsilon is not None:
@@ -87,34 +90,48 @@ def diagnose_training(
         raise InputError(f"a diagnosis needs {' or '.join(SAMPLED)} with a guarantee; found {names}")
     if carrier.parameters.get("per") is not None:
         raise InputError("a diagnosis looks at clips of whole gradients; leave per=layer out of what is diagnosed")
-    size = len(next(iter(batch.values())))
+    beside = [p.mechanism.name for p in parts if p.mechanism is not carrier and p.mechanism.stage is not Stage.MODEL]
+    if beside:
+        raise InputError(
+            f"a diagnosis knows {carrier.name} alone; leave out {' and '.join(beside)}, which change a step too"
+        )
+    batch, size = _different(batch)
     if size < 2:
-        raise InputError(f"{size} texts; expected at least two, and better thirty")
+        raise InputError(f"{size} different texts; expected at least two, and better thirty")
     with defended(model, parts):
         found = _looked(model, batch, size, carrier)
         why = fault(model, batch, size)
-    signal, noise = found.signal, found.sigma * found.clip * math.sqrt(found.trained)
-    once = None if signal is None else min(run.batch_size, run.examples) * signal / noise
-    after = None if once is None else once * math.sqrt(run.steps)
+    times = min(run.batch_size, run.examples) / (found.sigma * found.clip * math.sqrt(found.trained))
+    once = None if found.signal is None else times * found.signal
+    after, least = (None if s is None else times * s * math.sqrt(run.steps) for s in (found.signal, found.least))
     findings = [] if public else [PRIVATE.format(m=size)]
-    findings += _of_norms(found, carrier, optimizer) + _of_noise(found, run, after, target_epsilon, carrier)
+    findings += _of_norms(found, carrier, optimizer) + _of_noise(found, run, after, least or 0.0, target_epsilon, carrier)
     if why is not None:
         findings.append(f"The texts of a batch go one by one, which is slow: {why}.")
     if run.fails >= 1 / examples:
         findings.append(f"Delta {run.fails:.3g} is not below 1 / {examples}: publishing one text in full would satisfy it.")
-    return Diagnosis(tuple(findings), found.norms, found.clip, found.sigma, run.steps, found.trained, once, after)
+    return Diagnosis(tuple(findings), found.norms, found.clip, found.sigma, run.steps, found.trained, once, after, least)
+
+
+def _different(batch: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """``batch`` with each text once, and how many these are: copies would count as texts that agree."""
+    size = len(next(iter(batch.values())))
+    rows = [tuple(tuple(t[k].flatten().tolist()) for t in batch.values() if len(t) == size) for k in range(size)]
+    kept = places_of_each(rows)
+    return {name: t[kept] if len(t) == size else t for name, t in batch.items()}, len(kept)
 
 
 @dataclass(frozen=True)
 class _Look:
-    """The gradients of some texts: norms, trained entries, and the length of the mean clipped gradient (None: not known);
-    beside the clip and the noise multiplier of the protection."""
+    """The gradients of some texts: norms, trained entries, and the length of the mean clipped gradient (None: not known)
+    with the lower end of its interval; beside the clip and the noise multiplier of the protection."""
 
     norms: tuple[float, ...]
     clip: float
     sigma: float
     trained: int
     signal: float | None
+    least: float | None
 
 
 def _looked(model: nn.Module, batch: Mapping[str, Tensor], size: int, carrier: Mechanism) -> _Look:
@@ -123,23 +140,46 @@ def _looked(model: nn.Module, batch: Mapping[str, Tensor], size: int, carrier: M
         each = per_example(model, batch, size, mean=lambda: gradients(model, batch)[0], told=lambda loss: None).each
         clip = float(carrier.parameters["clip"] or 0)
         norms: list[float] = []
+        weights: list[float] = []
         total: dict[str, Tensor] = {}
-        squares, trained = 0.0, 0
+        trained = 0
         for found in each():
             norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values()))
             trained = sum(g.numel() for g in found.values())
             norms.append(norm)
-            weight = 1.0 if not norm else clip / norm if carrier.name == "normalised" else min(1.0, clip / norm)
-            squares += (weight * norm) ** 2
+            weights.append(1.0 if not norm else clip / norm if carrier.name == "normalised" else min(1.0, clip / norm))
             for name, g in found.items():
-                part = weight * g.double()
+                part = weights[-1] * g.double()
                 total[name] = total[name] + part if name in total else part
-    whole = sum(float(g.square().sum()) for g in total.values())
+        whole = sum(float(g.square().sum()) for g in total.values())
+        shares = [w * sum(float((g.double() * total[n]).sum()) for n, g in f.items()) for w, f in zip(weights, each())]
+    squares = [(w * n) ** 2 for w, n in zip(weights, norms)]
     # The square of the mean is that of the sum without each text's product with itself, which is no agreement.
-    square = (whole - squares) / (size * (size - 1))
-    return _Look(
-        tuple(norms), clip, float(carrier.parameters["sigma"] or 0), trained, math.sqrt(square) if square > 0 else None
-    )
+    square = (whole - sum(squares)) / (size * (size - 1))
+    sigma = float(carrier.parameters["sigma"] or 0)
+    if not square > 0:
+        return _Look(tuple(norms), clip, sigma, trained, None, None)
+    least = square - _margin(whole, squares, shares)
+    return _Look(tuple(norms), clip, sigma, trained, math.sqrt(square), math.sqrt(max(0.0, least)))
+
+
+def _margin(whole: float, squares: Sequence[float], shares: Sequence[float]) -> float:
+    """How far the squared signal may lie below its estimate, by the jackknife over texts; infinite for two texts.
+
+    ``whole``: the square of the sum of the texts' gradients, ``squares``: those of each, ``shares``: their products with the
+    sum.
+    """
+    from scipy.stats import t
+
+    m = len(squares)
+    if m < 3:
+        return math.inf
+    without = [
+        (whole - 2 * share + square - (sum(squares) - square)) / ((m - 1) * (m - 2))
+        for square, share in zip(squares, shares)
+    ]
+    mean = sum(without) / m
+    return float(t.ppf(0.975, m - 1)) * math.sqrt((m - 1) / m * sum((one - mean) ** 2 for one in without))
 
 
 def _of_norms(found: _Look, carrier: Mechanism, optimizer: torch.optim.Optimizer | None) -> list[str]:
@@ -168,23 +208,27 @@ def _of_norms(found: _Look, carrier: Mechanism, optimizer: torch.optim.Optimizer
     return out
 
 
-def _of_noise(found: _Look, run: Run, after: float | None, target: float | None, carrier: Mechanism) -> list[str]:
+def _of_noise(
+    found: _Look, run: Run, after: float | None, least: float, target: float | None, carrier: Mechanism
+) -> list[str]:
+    count = len(found.norms)
     if not all(map(math.isfinite, found.norms)):
         return []
     if after is None:
-        return [f"The {len(found.norms)} texts agree on no direction, so nothing can be said of signal and noise. Look at "
-                "more texts."]  # fmt: skip
-    if after >= ENOUGH:
+        return [f"The {count} texts agree on no direction, so nothing can be said of signal and noise. Look at more texts."]
+    if least >= ENOUGH:
         return []
-    says = (
-        f"After all {run.steps} steps, what the texts agree on is {after:.2g} times as long as the noise; below {ENOUGH:g} "
-        f"expect to learn little. Train fewer weights than {found.trained}, or take larger batches"
-    )
+    seen = f"After all {run.steps} steps, what the texts agree on is {after:.2g} times as long as the noise"
+    below = f"below {ENOUGH:g} expect to learn little."
+    if after >= ENOUGH:
+        return [f"{seen}, but these {count} texts do not exclude {least:.2g}; {below} Look at more texts."]
+    says = f"{seen}; {below} Train fewer weights than {found.trained}, or take larger batches"
     batch = min(4 * run.batch_size, run.examples)
-    if target is None or batch == run.batch_size:
-        return [f"{says}, more epochs or less noise."]
-    wide = Run(run.examples, batch, run.epochs, run.delta)
-    kind: Any = carrier.parameters.get("noise", "gaussian")
-    less = found.sigma / sigma_for(target, wide.rate, wide.steps, wide.fails, noise=kind)
-    gain = batch / run.batch_size * less * math.sqrt(wide.steps / run.steps)
-    return [f"{says}: batches of {batch} would make the ratio {gain:.1f} times better at the same epsilon."]
+    if target is not None and batch > run.batch_size:
+        wide = Run(run.examples, batch, run.epochs, run.delta)
+        kind: Any = carrier.parameters.get("noise", "gaussian")
+        less = found.sigma / sigma_for(target, wide.rate, wide.steps, wide.fails, noise=kind)
+        gain = batch / run.batch_size * less * math.sqrt(wide.steps / run.steps)
+        if gain > 1.05:
+            return [f"{says}: batches of {batch} would make the ratio {gain:.1f} times better at the same epsilon."]
+    return [f"{says}, more epochs or less noise."]
