@@ -211,7 +211,7 @@ def test_training_steps_hold_enough_tokens_and_every_text(tmp_path: Path) -> Non
 
 def test_training_texts_that_never_suffice_are_refused_at_the_start(tmp_path: Path, model_folder: Path) -> None:
     path = tmp_path / "notes.csv"
-    path.write_text("text,label\n" + "\n".join(f"alpha met echo in delta .,{k % 2}" for k in range(12)) + "\n")
+    path.write_text("text,label\n" + "\n".join(f"alpha met echo in delta w{k},{k % 2}" for k in range(12)) + "\n")
     with pytest.raises(InputError, match=r"hold \d+ different tokens, but accumulate waits for 6400"):
         Training(TrainPlan(str(path), model=str(model_folder), defenses=("none", "accumulate:100d")), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -106,7 +106,7 @@ def test_labels_of_two_files_mean_the_same(tmp_path: Path) -> None:
 
 
 def test_names_are_stored_with_the_model_and_read_by_them(tmp_path: Path, model_folder: Path) -> None:
-    rows = [(t, ("ham", "spam")[k % 2]) for k, t in enumerate(TEXTS * 2)]
+    rows = [(f"{t} w{k}", ("ham", "spam")[k % 2]) for k, t in enumerate(TEXTS * 2)]
     (tmp_path / "train.csv").write_text(table([("text", "label"), *rows], ",", "\n"))
     plan = TrainPlan(str(tmp_path / "train.csv"), model=str(model_folder), recipe=Recipe(epochs=1, batch_size=4))
     (result,) = Training(plan, tmp_path / "run").run()

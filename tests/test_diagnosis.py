@@ -161,6 +161,15 @@ def test_gradients_that_are_not_finite_give_no_ratio() -> None:
     assert found.signal_to_noise is None and found.after is None
 
 
+def test_a_loss_that_is_no_number_is_said_and_not_an_error() -> None:
+    model: Any = tiny("bert", "classification", num_labels=2)
+    batch = collate(ALIKE[:4])
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[batch["input_ids"][1, 1]] = torch.nan
+    found = rasura.diagnose_training(model, batch, "dp-sgd:1.0", examples=1000, batch_size=50, public=True)
+    assert "texts are not finite" in " ".join(found.findings) and found.after is None
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

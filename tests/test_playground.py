@@ -191,7 +191,7 @@ def test_what_an_attack_that_did_not_end_had_read_is_taken_back(known: Playgroun
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "task"), [("minilm", "classification"), ("smollm2", "causal")])
-def test_a_pretrained_model_is_read_in_a_browser(model: str, task: str, pretrained: Path, tmp_path: Path) -> None:
+def test_a_pretrained_model_is_read_in_a_browser(model: str, task: Any, pretrained: Path, tmp_path: Path) -> None:
     """Prints after how many seconds each answer was shown: ``pytest -s`` shows them."""
     known = Playground((model if model == "minilm" else str(pretrained / model),), task)
     with served(known) as server:

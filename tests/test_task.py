@@ -42,7 +42,7 @@ def test_the_folder_states_the_task(causal_folder: Path, model_folder: Path) -> 
     assert [task_of(m) for m in (causal_folder, model_folder, "minilm", "smollm2")] == [
         "causal", "classification", "classification", "causal",
     ]  # fmt: skip
-    assert task_named(None, str(causal_folder)) == "causal"
+    assert task_named(None, str(causal_folder)) == "causal" and task_of("lenet") == task_of("cnn") == "vision"
     assert task_named("classification", str(causal_folder)) == task_named(None, str(causal_folder), 3) == "classification"
     assert task_named(None, None) == "classification" and task_named("vision", None) == "vision"
     with pytest.raises(InputError, match="does not exist"):

@@ -101,6 +101,8 @@ class Playground:
 
     def __init__(self, models: tuple[str, ...], task: Task | None = None) -> None:
         self.tasks = {name: TASKS.get(name) or task or task_of(name) for name in models}
+        if images := [name for name, made in self.tasks.items() if made == "vision"]:
+            raise InputError(f"{images[0]} reads images; the playground takes language models")
         self.victims = {name: with_one_label(load(name, made)) for name, made in self.tasks.items()}
         self._one = Lock()
         for _ in self.answers({"model": models[0], "text": "A first text ."}):  # reads what the metrics need

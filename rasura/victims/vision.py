@@ -15,6 +15,7 @@ from transformers.modeling_outputs import ImageClassifierOutput
 
 from rasura.core.interfaces import InputError
 from rasura.core.rng import seeded
+from rasura.victims.weights import IMAGE_MODELS
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def cnn(num_labels: int, *, image_size: int = 32, seed: int = 0) -> ImageClassif
         return ImageClassifier(config, body, 512).eval()
 
 
-MODELS = {"lenet": lenet, "cnn": cnn}
+MODELS = dict(zip(IMAGE_MODELS, (lenet, cnn)))
 
 
 def build(name: str | Path, num_labels: int, *, seed: int = 0) -> ImageClassifier:

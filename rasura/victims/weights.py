@@ -47,6 +47,9 @@ HEADS = (".classifier.weight", ".classifier.out_proj.weight", ".score.weight")
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of architectures that are causal language models."""
 
+IMAGE_MODELS = ("lenet", "cnn")
+"""Names of models that read images (``victims.vision``)."""
+
 NAMED = 3
 """Number of weights that a message names."""
 
@@ -77,6 +80,8 @@ def task_of(model: str | Path) -> Task:
     folder = Path(model)
     if str(model) in TASKS:
         return TASKS[str(model)]
+    if str(model) in IMAGE_MODELS:
+        return "vision"
     if is_adapter(folder):
         return "causal" if read_config(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM" else "classification"
     config = folder / "config.json" if folder.exists() else hub_config(str(model))
