@@ -281,6 +281,7 @@ def _notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple
         out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
     if request.batch_size is not None and len(guess.tokens) < request.batch_size:
         out.append(f"{len(guess.tokens)} of {request.batch_size} texts; equal texts are named once")
-    if guess.confidence == "verified" and guess.labels is None and request.update is None and victim.task != "causal":
+    by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign
+    if by_gradient and guess.labels is None and request.update is None and victim.task != "causal":
         out.append("the labels depend on the sign of the file; --update fedsgd says that it holds a gradient")
     return tuple(out)
