@@ -14,11 +14,13 @@ from torch.utils.data import DataLoader
 
 import rasura
 from rasura.accounting import Draw
+from rasura.accounting.one_run import LowerBound
 from rasura.core.errors import InputError
 from rasura.core.mechanisms import DpSgd
 from rasura.core.rng import generator
 from rasura.core.values import PerExample
 from rasura.defenses.dp_sgd import dp_sgd
+from rasura.runs.gradient_canaries import CanaryBounds
 from rasura.testing.tiny import tiny
 
 pytest.importorskip("dp_accounting")
@@ -175,3 +177,12 @@ def test_the_trainer_keeps_canaries_with_its_checkpoints(tmp_path: Path) -> None
     resumed.train(resume_from_checkpoint=True)
     assert (second.included == first.included).all() and second.releases == 4
     assert resumed.ledger is not None and second.measure(resumed.ledger).bound.canaries == 50
+
+
+@pytest.mark.parametrize(("plain", "gaussian", "says"), [
+    (0.0, 0.0, " The guesses show nothing"), (0.0, 0.211, " Without that assumption the guesses show nothing"), (0.5, 0.6, ""),
+])  # fmt: skip
+def test_what_guesses_do_not_show_is_said_of_the_bound_that_is_0(plain: float, gaussian: float, says: str) -> None:
+    one, other = (LowerBound(epsilon, 1e-5, 0.95, 100, 20, 12) for epsilon in (plain, gaussian))
+    told = CanaryBounds(one, other, 8.0).statement
+    assert says in told and ("show nothing" in told) == bool(says)

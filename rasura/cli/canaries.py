@@ -96,7 +96,8 @@ def measure(
                 f"those left out {told.left_out} of {told.others}"
             )
         if not bound.epsilon:
-            out.print("The guesses show nothing. That does not prove that the training is private.")
+            start = "Without that assumption the" if found.gaussian.epsilon else "The"
+            out.print(f"{start} guesses show nothing. That does not prove that the training is private.")
         if refuted:
             out.print(f"The stated epsilon {epsilon:g} at delta {bound.delta:g} is refuted.", style="bold")
     if refuted:

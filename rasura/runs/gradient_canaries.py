@@ -56,7 +56,8 @@ class CanaryBounds:
             f"{below(self.gaussian.epsilon)} if the training hides a canary as Gaussian noise does."
         )
         if not one.epsilon:
-            says += " The guesses show nothing, which does not prove that the training is private."
+            start = "Without that assumption the" if self.gaussian.epsilon else "The"
+            says += f" {start} guesses show nothing, which does not prove that the training is private."
         if self.stated is None:
             return f"{says} No epsilon is stated."
         return f"{says} Stated: {above(self.stated)}" + ("; it is refuted." if self.refuted else ".")
