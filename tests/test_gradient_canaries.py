@@ -180,7 +180,8 @@ def test_the_trainer_keeps_canaries_with_its_checkpoints(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("plain", "gaussian", "says"), [
-    (0.0, 0.0, " The guesses show nothing"), (0.0, 0.211, " Without that assumption the guesses show nothing"), (0.5, 0.6, ""),
+    (0.0, 0.0, " The guesses show nothing"), (0.0, 0.211, " Without that assumption the guesses show nothing"),
+    (0.5, 0.6, ""),
 ])  # fmt: skip
 def test_what_guesses_do_not_show_is_said_of_the_bound_that_is_0(plain: float, gaussian: float, says: str) -> None:
     one, other = (LowerBound(epsilon, 1e-5, 0.95, 100, 20, 12) for epsilon in (plain, gaussian))
