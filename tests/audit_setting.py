@@ -28,6 +28,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def causal_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
+    """A decoder with the words of ``model_folder``."""
+    folder = tmp_path_factory.mktemp("causal")
+    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
+    tiny("gpt2", "causal").save_pretrained(folder)
+    return folder
+
+
 def plan_for(folder: Path, **more: Any) -> Plan:
     fields: dict[str, Any] = {
         "model": str(folder), "texts": TEXTS, "limit": 3, "attacks": ("blind", "embedding-rows", "span"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from audit_setting import model_folder, plan_for
-from rows import GUESS, MANY, METRIC, READ, column, record, sentences
+from rows import GUESS, MANY, METRIC, READ, column, record, sentences, stored
 
 from rasura.report.assessment import assessment, markdown
 from rasura.report.findings import findings, summarise
@@ -62,8 +62,7 @@ def test_a_setting_where_an_attack_gave_up_is_not_the_one_where_it_read() -> Non
 
 def test_a_protection_under_which_every_attack_gave_up_is_not_said_to_have_been_read() -> None:
     rows = [*READ, *column("span", "dropout:0.1", [None] * MANY, "failed")]
-    told = [{**r, "data": "d", "versions": {}, "device": "cpu", "schema": 3} for r in rows]
-    page = render(told, {"attacks": ["span"], "defenses": ["none", "dropout:0.1"]})
+    page = render(stored(rows), {"attacks": ["span"], "defenses": ["none", "dropout:0.1"]})
     assert page.count("Every attack gave up, which counts as guessing") == 1 and page.count("span read ") == 1
 
 

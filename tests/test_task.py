@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from audit_setting import TEXTS, model_folder
+from audit_setting import TEXTS, causal_folder, model_folder
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -17,19 +16,10 @@ from rasura.cli import app
 from rasura.cli.shared import task_named
 from rasura.core.errors import InputError
 from rasura.report.commands import command
-from rasura.testing.tiny import tiny
 from rasura.victims.loading import load
 from rasura.victims.weights import task_of
 
-__all__ = ["model_folder"]
-
-
-@pytest.fixture(scope="module")
-def causal_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("causal")
-    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
-    tiny("llama", "causal").save_pretrained(folder)
-    return folder
+__all__ = ["causal_folder", "model_folder"]
 
 
 def told(*words: object) -> str:

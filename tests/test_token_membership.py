@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from audit_setting import NAMES, model_folder
+from audit_setting import NAMES, causal_folder, model_folder
 from typer.testing import CliRunner
 
 from rasura import registry
@@ -32,7 +32,7 @@ from rasura.testing.tiny import CLS, PAD, batch_of, tiny
 from rasura.victims.loading import load
 from rasura.victims.outputs import answers
 
-__all__ = ["model_folder"]
+__all__ = ["causal_folder", "model_folder"]
 
 CAUSAL = [name for name in registry.usual_membership("causal") if name != "blind"]
 OF_TOKENS = [name for name in CAUSAL if name != "loss"]
@@ -200,14 +200,6 @@ def test_answers_do_not_depend_on_what_stands_beside_a_text(monkeypatch: pytest.
 
 
 # --- the run
-
-
-@pytest.fixture(scope="module")
-def causal_folder(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
-    folder = tmp_path_factory.mktemp("causal")
-    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder)
-    tiny("gpt2", "causal").save_pretrained(folder)
-    return folder
 
 
 def adapter(folder: Path, base: Path, **options: Any) -> Path:

@@ -239,7 +239,7 @@ def test_bad_training_input_is_refused_in_one_line(tmp_path: Path, model_folder:
     assert "unknown defense" in refused("train", data, *common, "--defense", "ghst")
     assert "holdout" in refused("train", data, *common, "--holdout", "1.5")
     assert "learning rate" in refused("train", data, *common, "--learning-rate", "0")
-    assert "unknown schedule 'step'" in refused("train", data, *common, "--schedule", "step")
+    assert "constant, linear or cosine" in refused("train", data, *common, "--schedule", "step")
     assert "warmup is 1.0" in refused("train", data, *common, "--schedule", "linear", "--warmup", "1")
     assert "the schedule linear or cosine" in refused("train", data, *common, "--warmup", "0.1")
     assert "expected a full local training" in refused("train", data, *common, "--update", "fedavg-sgd:4")

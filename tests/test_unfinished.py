@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from rows import GUESS, MANY, METRIC, READ, column, of
+from rows import GUESS, MANY, METRIC, READ, column, of, stored
 
 from rasura.core.provenance import sitting
 from rasura.report.assessment import assessment, markdown
@@ -52,7 +52,7 @@ def test_no_page_shows_a_figure_beside_not_measured() -> None:
     bare, behind = protection_rows(found, PLAN, sized, made)
     assert bare.level is not None and behind.level is None
     assert [line["dot"] is None for line in plot((bare, behind), found)["lines"]] == [False, True]
-    told = [{**r, "data": "d", "versions": {}, "device": "cpu", "schema": 3} for r in sized]
+    told = stored(sized)
     row = next(line for line in markdown(assessment(found, PLAN, told, made, [])).splitlines() if "| dropout:0.1 |" in line)
     assert row.split("|")[3].strip() == "no figure"
     page = render(told, PLAN, made)
@@ -147,12 +147,11 @@ def test_an_unfinished_run_never_says_that_a_protection_holds() -> None:
 
 def test_an_interrupted_run_names_no_number_of_clients() -> None:
     def of(size: int, value: float) -> list[dict[str, Any]]:
-        return [
-            {**r, "batch_size": size, "examples": list(range(k * size, (k + 1) * size)), "data": "d", "versions": {},
-             "device": "cpu", "schema": 3, **{s: {METRIC: {"per_record": [v] * size}} for s, v in
-                                              (("scores", value), ("blind", GUESS))}}
-            for k, r in enumerate(column("span", "none", [value] * (MANY // size)))
-        ]  # fmt: skip
+        shares = {s: {METRIC: {"per_record": [v] * size}} for s, v in (("scores", value), ("blind", GUESS))}
+        rows = enumerate(column("span", "none", [value] * (MANY // size)))
+        return stored(
+            {**r, "batch_size": size, "examples": list(range(k * size, (k + 1) * size)), **shares} for k, r in rows
+        )
 
     rows = [*of(1, 1.0), *of(2, GUESS)]
     for cells, held in ((len(rows), True), (len(rows) + 1, False)):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import AsJson, TextTask, app, err, out, say, starting, task_named
+from rasura.cli.shared import AsJson, TextTask, app, err, out, say, starting, text_task
 from rasura.core.errors import InputError
 from rasura.core.rounding import below
 
@@ -33,13 +33,11 @@ def draw(
 
     Example: rasura canaries draw canaries --model minilm --data notes.jsonl --number 500
     """
-    from rasura.core.options import known
-
     with starting(), err.status("drawing"):
         from rasura.runs.canaries import COINS, MIXED
         from rasura.runs.canaries import draw as drawn
 
-        kind: Any = known("task", task_named(task, model, num_labels), ("classification", "causal"))
+        kind: Any = text_task(task, model, num_labels)
         made = drawn(model, data, number, folder, task=kind, num_labels=num_labels)
     inside = sum(one.included for one in made)
     if as_json:

@@ -23,7 +23,7 @@ from rasura.cli.shared import (
     out,
     say,
     starting,
-    task_named,
+    text_task,
 )
 
 
@@ -60,7 +60,7 @@ def diagnose(
     from rasura.runs.diagnosed_file import diagnose_file
     from rasura.victims.recipe import Recipe
 
-    kind: Any = known("task", task_named(task, model, num_labels), ("classification", "causal"))
+    kind: Any = text_task(task, model, num_labels)
     rule: Any = known("optimizer", optimizer, ("adamw", "sgd"))
     with starting():
         found = diagnose_file(

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import FreshLabels, TextTask, err, out, protect, say, task_named
+from rasura.cli.shared import FreshLabels, TextTask, err, out, protect, say, text_task
 from rasura.core.rounding import above
 
 
@@ -47,13 +47,12 @@ def obfuslm(
 
     Example: rasura protect obfuslm minilm served --key my.key
     """
-    from rasura.core.options import known
     from rasura.service_protections.obfuslm.folder import obfuscate_model
     from rasura.service_protections.obfuslm.settings import ObfuscationSettings
     from rasura.service_protections.obfuslm.synthesis import max_success
 
     settings = ObfuscationSettings(k, epsilon, beta, plus, hidden_k, hidden_epsilon, calibrated=calibrated)
-    kind: Any = known("task", task_named(task, model, num_labels), ("classification", "causal"))
+    kind: Any = text_task(task, model, num_labels)
     secret = os.environ.get("RASURA_PASSPHRASE")
     if passphrase and secret is None:
         secret = typer.prompt("passphrase", hide_input=True, confirmation_prompt=True, err=True)

@@ -197,3 +197,10 @@ def task_named(task: str | None, model: str | None, num_labels: int | None = Non
     from rasura.victims.weights import task_of
 
     return task_of(model)
+
+
+def text_task(task: str | None, model: str, num_labels: int | None = None) -> Any:
+    """``task_named``, of language models. Raises ``InputError`` for another task."""
+    from rasura.core.options import known
+
+    return known("task", task_named(task, model, num_labels), ("classification", "causal"))

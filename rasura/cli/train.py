@@ -143,7 +143,7 @@ ForService = Annotated[
     bool, typer.Option("--service", help="treat --defense as protections of a model service: none,obfuslm:k=10")
 ]
 Models = Annotated[Path, typer.Option("--out", help="folder for the models; the same command resumes the run")]
-one_of: Any = known
+one_of: Any = known  # whose answers a recipe takes for its literals
 
 
 @app.command()
@@ -194,12 +194,12 @@ def train(
     from rasura.runs.train_plan import TrainPlan
     from rasura.victims.recipe import Recipe
 
-    course, kind = one_of("schedule", schedule, ("constant", "linear", "cosine")), task_named(task, model, num_labels)
+    kind = task_named(task, model, num_labels)
     recipe = Recipe(
         epochs, batch_size, learning_rate, patience=patience, optimizer=one_of("optimizer", optimizer, ("adamw", "sgd")),
         precision=one_of("precision", precision, ("float32", "bf16")), keep=one_of("epoch to keep", keep, ("best", "last")),
-        seed=seed, noise="seeded" if seeded_noise else "secure", schedule=course, warmup=warmup,
-        physical_batch_size=physical_batch_size,
+        seed=seed, noise="seeded" if seeded_noise else "secure", warmup=warmup, physical_batch_size=physical_batch_size,
+        schedule=schedule,  # type: ignore[arg-type]  # Recipe checks it
     )  # fmt: skip
     plan = TrainPlan(
         data, test, model, kind, split(defense) or ("none",), limit, holdout, num_labels, lora, truncate, max_length, seeds,

@@ -23,14 +23,14 @@ class MembershipPlan:
     """Attacks that separate ``members`` from ``non_members`` (files of texts with labels) of the trained ``model``.
 
     ``rows``: the ``rows.json`` of a training run, which lists the rows of ``members`` that were used. If ``non_members`` is
-    None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base
-    of an adapter, or the one that ``rows`` name. ``task``: None for what the model's folder
-    says, otherwise classification. ``attacks``: None for the usual ones of the task. ``defense``, ``recipe``: how the model
-    was trained. The adversary trains ``shadow_models`` models in the same way, each on a random half of the candidates and
-    of ``reference``, a file of other texts. ``fprs``: false positive rates; empty for 1 % and 0.1 %, if there are enough
-    texts. ``epsilon``, ``delta``: a guarantee with which the figures are compared. ``limit``: maximum number of texts on
-    each side. ``text_column``, ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text
-    stand for the model's classes of the same names.
+    None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base of
+    an adapter, or the one that ``rows`` name. ``task``: None for what the model's folder says, otherwise classification.
+    ``attacks``: None for the usual ones of the task. ``defense``, ``recipe``: how the model was trained. The adversary
+    trains ``shadow_models`` models in the same way, each on a random half of the candidates and of ``reference``, a file of
+    other texts. ``fprs``: false positive rates; empty for 1 % and 0.1 %, if there are enough texts. ``epsilon``, ``delta``:
+    a guarantee with which the figures are compared. ``limit``: maximum number of texts on each side. ``text_column``,
+    ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text stand for the model's classes
+    of the same names.
     """
 
     model: str

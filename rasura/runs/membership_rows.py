@@ -53,8 +53,8 @@ def learned(model: str, members: str, rows: str | None, seed: int, given: Mappin
     """How shadow models of ``model`` learn: as ``rows`` say that it did, for as many epochs as its weights are of, or
     ``EPOCHS``; all but what was ``given``. Raises ``InputError`` for a file that no training wrote."""
     told = {} if rows is None else told_by(rows, members).get("recipe", {})
-    if rows is not None and not isinstance(told, dict):
-        raise no_rows(rows, members)
+    if not isinstance(told, dict):
+        raise no_rows(str(rows), members)
     values = {"epochs": EPOCHS, **{n: told[n] for n in LEARNED if n in told}}
     if told.get("schedule") == "constant":  # of another schedule, fewer epochs would be another one
         values["epochs"] = _kept(Path(model).parent / "result.json", told) or values["epochs"]
