@@ -28,6 +28,7 @@ from rasura.attacks.shared.verify import (
 )
 from rasura.core.interfaces import AttackFailed
 from rasura.core.local import FEDSGD, Local
+from rasura.core.mechanisms import Gaussian
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, WITH_LABELS, observe
 from rasura.core.updates import announced_update, changed
@@ -375,7 +376,7 @@ def test_a_single_number_tells_nothing_however_far_decoys_are() -> None:
 def of_a_file(seen: Observation, sign: float = 1.0) -> Observation:
     """The same update in a file of which nobody said whether it holds a gradient or a change of weights."""
     entries = {n: sign * g for n, g in seen.gradients.items()}
-    return replace(seen, message=replace(seen.message, gradients=entries, signed=False))
+    return replace(seen, message=replace(seen.message, gradients=entries, sign="unknown"))
 
 
 @pytest.mark.parametrize("label", [0, 1])
@@ -386,9 +387,21 @@ def test_of_two_classes_a_file_tells_the_text_and_no_label(label: int) -> None:
     for sign in (1.0, -0.01):
         proof = prove(of_a_file(seen, sign), [TEXT])
         assert proof is not None and proof.tokens == (tuple(TEXT),) and proof.labels is None
-    stated = replace(of_a_file(seen, -1.0).message, signed=True)
-    wrong = prove(replace(seen, message=stated), [TEXT])
-    assert wrong is not None and wrong.labels == (1 - label,), "a gradient, says the user"
+    for sign, labels in ((1.0, (label,)), (-0.01, None), (-1.0, None)):
+        stated = replace(of_a_file(seen, sign).message, sign="stated")
+        proof = prove(replace(seen, message=stated), [TEXT])
+        assert proof is not None and proof.labels == labels, "a gradient, says the user"
+
+
+def test_a_stated_sign_of_a_clipped_update_is_believed_as_its_size_says_nothing() -> None:
+    seen = seen_of(tiny("bert", "classification", num_labels=2), [TEXT], [1])
+    stated = replace(of_a_file(seen, 0.1).message, sign="stated")
+    plain, clipped = (
+        replace(seen, message=stated, granted={**seen.granted, Grant.MECHANISM: how})
+        for how in ((), (Gaussian(sigma=0.0, clip=1.0),))
+    )
+    assert (proof := prove(plain, [TEXT])) is not None and proof.labels is None
+    assert (proof := prove(clipped, [TEXT])) is not None and proof.labels == (1,)
 
 
 def test_of_three_classes_or_granted_labels_a_file_tells_the_label() -> None:

@@ -101,8 +101,8 @@ class Message:
     ``gradients`` holds the clear tensors. ``visible`` (bool, same shapes; a missing name means all visible) is false where
     an entry was sealed, or dropped in a way that the receiver can see; the clear tensor holds zeros there. ``sealed`` holds
     ciphertexts. ``kind`` is the update kind; ``"fedsgd"`` is one gradient. ``header`` holds what the receiver must know
-    about the sealing: the scheme, which keys, and a digest of the mask. ``signed``: whether the sign of the entries is
-    known. A captured file may hold a gradient or a change of weights, which goes the other way, unless somebody says so.
+    about the sealing: the scheme, which keys, and a digest of the mask. ``sign``: whether the sign of the entries is known.
+    A captured file may hold a gradient or a change of weights, which goes the other way; ``stated`` if somebody says which.
     """
 
     gradients: Gradients
@@ -110,7 +110,7 @@ class Message:
     sealed: Mapping[str, bytes] = field(default_factory=dict)
     kind: str = "fedsgd"
     header: Mapping[str, Parameter] = field(default_factory=dict)
-    signed: bool = True
+    sign: Literal["known", "stated", "unknown"] = "known"
 
 
 @dataclass(frozen=True)

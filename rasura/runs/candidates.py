@@ -96,7 +96,7 @@ def read_candidates(
                 "--simulated-rounds"
             )
         sent, visible = seen.gradients, seen.visible
-        signed = seen.message.signed
+        signed = seen.message.sign != "unknown"
         found = scores(victim.model, inputs_of(asked), sent, local, visible, signed)
         others = scores(victim.model, inputs_of(rows), sent, local, visible, signed)
         told = tuple(Candidate(e.text, s, *judged(s, others)) for e, s in zip(given, found))

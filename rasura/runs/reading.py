@@ -230,7 +230,7 @@ def _observed(update: Update, victim: Victim, request: ReadRequest) -> Observati
     _refuse_zeros(entries, visible)
     prior = request.scorer
     return observe_update(
-        Message(entries, visible, kind=local.kind, signed=request.update is not None),
+        Message(entries, visible, kind=local.kind, sign="unknown" if request.update is None else "stated"),
         victim.task,
         model=victim.model,
         vocabulary=victim.vocabulary,
@@ -282,6 +282,9 @@ def _notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple
     if request.batch_size is not None and len(guess.tokens) < request.batch_size:
         out.append(f"{len(guess.tokens)} of {request.batch_size} texts; equal texts are named once")
     by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign
-    if by_gradient and guess.labels is None and request.update is None and victim.task != "causal":
-        out.append("the labels depend on the sign of the file; --update fedsgd says that it holds a gradient")
+    if by_gradient and guess.labels is None and victim.task != "causal":
+        which = "; --update fedsgd says that it holds a gradient"
+        if request.update is not None:
+            which = f", and its size is not that of the update {request.update}"
+        out.append(f"the labels depend on the sign of the file{which}")
     return tuple(out)

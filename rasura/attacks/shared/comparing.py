@@ -48,6 +48,12 @@ def relative_error(
     return math.sqrt(error / square)
 
 
+def scale(guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None) -> float:
+    """How many times the size of ``guess`` that of ``observed`` is, over visible entries; NaN if ``guess`` is zero there."""
+    inner, own, _ = _products(list(_shown(guess, observed, visible)))
+    return inner / own if own else math.nan
+
+
 def cosine(
     guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None
 ) -> float:

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rasura.attacks.shared.comparing import relative_error
+from rasura.attacks.shared.comparing import relative_error, scale
 from rasura.attacks.shared.decoys import decoys, free_places, weakest
 from rasura.attacks.shared.dummies import ordinary_ids
 from rasura.attacks.shared.labelings import labelings, pad, targets, turned
 from rasura.attacks.shared.twins import Texts, twins
 from rasura.core.interfaces import AttackFailed
+from rasura.core.mechanisms import typed
 from rasura.core.rng import generator
 from rasura.core.updates import announced_update, changed
 from rasura.core.values import UNKNOWN, Confidence, Grant, Observation, Parameter, Proof, Reconstruction, Vocabulary
@@ -158,7 +159,8 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
     Their recomputed update must be within ``VERIFIED`` of the observed one, that of every decoy must miss it by ``MARGIN``
     times as much (the last tensors of a large one may show that), and the visible entries must be too many for a chance fit.
     None under active dropout, since nothing can be recomputed there, and for a text of special tokens alone, which has no
-    decoys. It holds no labels where the update does not tell them, since its sign is not known (``Message.signed``).
+    decoys. It holds no labels where the update does not tell them, since its sign is not known, or only stated while its
+    size differs (``Message.sign``).
     """
     error, labels = _fitted(seen, tokens, types)
     if not error < VERIFIED or labels is None:
@@ -187,10 +189,19 @@ def prove(seen: Observation, tokens: Sequence[Sequence[int]], types: Sequence[Se
 
 
 def _signed(seen: Observation, inputs: Mapping[str, Tensor], logits: Tensor, labels: Tensor, error: float) -> bool:
-    """Whether the update tells ``labels``: its sign is known, or they are, or no other labels fit it turned around."""
-    if seen.message.signed or Grant.LABELS in seen or seen.task == "causal":
+    """Whether the update tells ``labels``: its sign is known, or they are, or no other labels fit it turned around.
+
+    A sign that is only stated is believed where the update has the size that ``labels`` give, unless it was clipped.
+    """
+    sign = seen.message.sign
+    if sign == "known" or Grant.LABELS in seen or seen.task == "causal":
         return True
     update = announced_update(seen)
+    if sign == "stated":
+        guess, _ = changed(seen.model, {**inputs, "labels": labels}, list(seen.gradients), update)
+        clipped = Grant.MECHANISM in seen and any(math.isfinite(typed(m).largest_norm) for m in seen.mechanism)
+        if clipped or abs(scale(guess, seen.gradients, seen.visible) - 1) < VERIFIED:
+            return True
     guess, _ = changed(seen.model, {**inputs, "labels": turned(logits, labels)}, list(seen.gradients), update)
     return apart(error, relative_error({n: -g for n, g in guess.items()}, seen.gradients, seen.visible))
 
