@@ -6,6 +6,7 @@ import asyncio
 import json
 import pickle
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -194,6 +195,24 @@ def test_a_trained_model_comes_back_whole(setting: Setting, tmp_path: Path) -> N
         assert answer.probabilities == pytest.approx(logits.double().softmax(0).tolist(), abs=1e-5)
     refused = httpx.get(f"{setting.server.url}/v1/models/notes/files", trust_env=False)
     assert refused.status_code == 401
+
+
+def test_labels_that_are_text_must_be_classes_that_the_model_names(setting: Setting, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "w1", "label": "d"}')
+    named = shutil.copytree(setting.folder / "bert", tmp_path / "named")
+    config = json.loads((named / "config.json").read_text())
+    config |= {"id2label": {"0": "a", "1": "b", "2": "c"}, "label2id": {"a": 0, "b": 1, "c": 2}}
+    (named / "config.json").write_text(json.dumps(config))
+    with setting.client() as client:
+        assert client.model("notes")["classes"] == []
+        with pytest.raises(InputError, match="the labels are text, and notes does not name its classes; give the numbers"):
+            client.train("notes", data, "wrong")
+        client.upload(named, "named")
+        assert client.model("named")["classes"] == ["a", "b", "c"]
+        with pytest.raises(InputError, match="has the classes a, b, c; give the numbers"):
+            client.train("named", data, "wrong")
+        client.delete("named")
 
 
 def test_a_download_that_is_cut_or_wrong_leaves_nothing(setting: Setting, tmp_path: Path) -> None:

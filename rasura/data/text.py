@@ -108,6 +108,16 @@ def load_examples(
     return examples
 
 
+def load_labelled(source: str | Path, classes: Sequence[str], model: str) -> Examples:
+    """Texts with the ``classes`` of a trained ``model`` as labels. Raises ``InputError`` for labels that are text and not
+    the names of these: numbers that the file alone gives could exchange the classes."""
+    found = load_examples(source, classes=classes)
+    if not set(found.label_names or ()) <= set(classes):
+        names = f"has the classes {', '.join(classes)}" if classes else "does not name its classes"
+        raise InputError(f"{source}: the labels are text, and {model} {names}; give the numbers of its classes")
+    return found
+
+
 def columns_of(plan: Any) -> Columns:
     """The columns named by the fields ``text_column``, ``pair_column`` and ``label_column`` of ``plan``."""
     return Columns(plan.text_column, plan.pair_column, plan.label_column)

@@ -19,7 +19,7 @@ from rasura.core.rng import generator, permutation
 from rasura.core.updates import changed
 from rasura.core.values import Observation
 from rasura.data.columns import class_names
-from rasura.data.text import Example, encode, load_examples
+from rasura.data.text import Example, encode, load_examples, load_labelled
 from rasura.metrics.intervals import pairs_interval
 from rasura.metrics.membership import Rate, auc, needed, tpr_at
 from rasura.registry.candidates import scores
@@ -107,14 +107,11 @@ def read_candidates(
 
 
 def _labelled(file: str | Path, victim: Victim) -> list[Example]:
-    """The texts of ``file`` with the classes of ``victim`` as labels. Raises ``InputError`` for labels that are text and not
-    the names of these: the gradient of a text with another label is that of another text."""
-    classes = class_names(getattr(victim.model.config, "id2label", None)) if victim.task == "classification" else ()
-    found = load_examples(file, classes=classes)
-    if victim.task == "classification" and not set(found.label_names or ()) <= set(classes):
-        names = f"has the classes {', '.join(classes)}" if classes else "does not name its classes"
-        raise InputError(f"{file}: the labels are text, and {victim.name} {names}; give the numbers that the round had")
-    return list(found)
+    """The texts of ``file`` with the classes of ``victim`` as labels: the gradient of a text with another label is that of
+    another text."""
+    if victim.task != "classification":
+        return list(load_examples(file))
+    return list(load_labelled(file, class_names(getattr(victim.model.config, "id2label", None)), victim.name))
 
 
 def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:

@@ -107,7 +107,8 @@ class Client:
         return found
 
     def model(self, name: str) -> Mapping[str, Any]:
-        """The server's description of a model: kind, vocabulary, max_length, labels, pair."""
+        """The server's description of a model: kind, vocabulary, max_length, labels, classes (their names, if it
+        has names), pair."""
         if name not in self._known:
             self._known[name] = self._server.ask("GET", f"/v1/models/{_quoted(name)}")
         return self._known[name]
@@ -124,10 +125,15 @@ class Client:
 
         ``settings`` as in ``rasura.server.data.JobSettings``. Returns the job; see ``status`` and ``wait``.
         """
-        from rasura.data.text import load_examples
+        from rasura.data.text import load_examples, load_labelled
         from rasura.server.data import write
 
-        chosen = load_examples(examples) if isinstance(examples, str | Path) else list(examples)
+        chosen: Sequence[Any] = list(examples) if not isinstance(examples, str | Path) else ()
+        if isinstance(examples, str | Path):
+            about = self.model(name)
+            labelled = about["kind"] == "classification"
+            classes = [str(c) for c in about.get("classes", ())]  # older stores hold none
+            chosen = load_labelled(examples, classes, name) if labelled else load_examples(examples)
         rows = self._rows(name, chosen, truncate)
         with tempfile.TemporaryDirectory() as place:
             write(rows, Path(place) / DATA)

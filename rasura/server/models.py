@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rasura.data.columns import class_names
 from rasura.server.container import CONFIG, WEIGHTS, tensor_shapes
 from rasura.server.limits import Refused
 from rasura.service_protections.obfuslm.key import PAIR
@@ -34,9 +35,10 @@ DTYPES = frozenset({"F32", "F16", "BF16"})
 def checked(folder: Path) -> dict[str, Any]:
     """The description of the model in ``folder``, without allocating it.
 
-    Returns ``kind`` (classification or causal), ``vocabulary``, ``max_length`` in tokens, ``labels``, ``pad``, ``ends`` (ids
-    that end a text), ``hidden``, ``blocks``, ``heads``, ``inner`` (width of the feed-forward part), ``parameters``,
-    ``pair``. Raises ``Refused`` for a config that is invalid, is of another family, or describes other tensors than the file
+    Returns ``kind`` (classification or causal), ``vocabulary``, ``max_length`` in tokens, ``labels``, ``classes`` (their
+    names; empty where they have none), ``pad``, ``ends`` (ids that end a text), ``hidden``, ``blocks``, ``heads``, ``inner``
+    (width of the feed-forward part), ``parameters``, ``pair``. Raises ``Refused`` for a config that is invalid, is of
+    another family, or describes other tensors than the file
     holds: what is allocated later is as large as what was sent.
     """
     config = _config(folder / CONFIG)
@@ -72,6 +74,7 @@ def checked(folder: Path) -> dict[str, Any]:
         "vocabulary": rows,
         "max_length": longest,
         "labels": 0 if causal else int(made.num_labels),
+        "classes": [] if causal else list(class_names(made.id2label)),
         "pad": pad,
         "ends": [i for i in (end if isinstance(end, list) else [end]) if isinstance(i, int)],
         "hidden": int(text.hidden_size),

@@ -39,7 +39,8 @@ OPEN = ("queued", "running")
 
 @dataclass(frozen=True)
 class Model:
-    """A stored model: what its tenant calls it, and ``about`` it: kind, vocabulary, max_length, labels, pad, ends, pair."""
+    """A stored model: what its tenant calls it, and ``about`` it: kind, vocabulary, max_length, labels, classes, pad, ends,
+    pair."""
 
     id: str
     tenant: str
