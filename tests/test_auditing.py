@@ -272,6 +272,17 @@ def test_what_a_step_cannot_do_is_no_protection(model_folder: Path, tmp_path: Pa
     assert record.status == "crashed" and record.reason.startswith("the training step failed: ")
 
 
+def test_an_update_that_is_not_finite_is_no_protection(model_folder: Path, tmp_path: Path) -> None:
+    plan = plan_for(model_folder, attacks=("blind", "pursuit", "span"), defenses=("none", "gaussian:1e39"))
+    records = [r.to_dict() for r in audit(plan, out=tmp_path)]
+    behind = [r for r in records if r["defense"] == "gaussian:1e39"]
+    assert {(r["status"], r["reason"].partition(",")[0]) for r in behind} == {
+        ("not_applicable", "what is sent holds values that are not finite")
+    }
+    found = findings(records, plan.canonical())
+    assert found.verdicts["gaussian:1e39"].word == "not measured" and "gaussian:1e39" not in found.best
+
+
 def test_the_baseline_is_run_with_a_plan_that_lacks_it(model_folder: Path, tmp_path: Path) -> None:
     plan = plan_for(model_folder, attacks=("blind", "span"), defenses=("frozen-embeddings",))
     assert [c.defense for c in Audit(plan, baseline=False).cells] == ["frozen-embeddings"] * 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from rasura.service_protections.noisy_states import MatrixGaussian, analytic_sig
 from rasura.service_protections.obfuslm.settings import ObfuscationSettings
 from rasura.service_protections.replacement import CusText, Replacement, SanText, Words, replaced
 from rasura.service_protections.service import Service
-from rasura.service_protections.split import Split
+from rasura.service_protections.split import Change, Split
 from rasura.service_protections.word_vectors import glove
 from rasura.testing.tiny import CLS, SEP, VOCABULARY, WORDS, batch_for, tiny
 from rasura.victims.step import step
@@ -260,15 +261,38 @@ def test_vectors_of_a_file_take_the_place_of_the_models_table(tmp_path: Path) ->
 
 
 def test_settings_that_cannot_be_are_refused() -> None:
-    wrong: dict[str, dict[str, Any]] = {
-        "santext+": {"epsilon": 0.0}, "custext+": {"size": 0}, "dp-forward": {"epsilon": -1.0}, "cape": {"epsilon": 0.0},
-        "textobfuscator": {"noise": -1.0}, "sentinellms": {"times": 0},
+    numbers = {
+        "santext+": ("epsilon", "share", "change"), "custext+": ("epsilon",), "madlib": ("epsilon",),
+        "dp-forward": ("epsilon", "delta", "clip"), "cape": ("epsilon", "adversary"),
+        "textobfuscator": ("close", "away", "noise"),
     }  # fmt: skip
-    for name, options in wrong.items():
+    for name, options in numbers.items():
+        for option, wrong in product(options, (-1, math.nan, math.inf)):
+            with pytest.raises(InputError, match="expected"):
+                service(name, **{option: wrong})
+    zero = (("santext+", "epsilon"), ("custext+", "size"), ("dp-forward", "clip"), ("cape", "epsilon"))
+    for name, option in (*zero, ("sentinellms", "times")):
         with pytest.raises(InputError, match="expected"):
-            service(name, **options)
-    with pytest.raises(InputError, match="depth is 4"):
-        service("dp-forward", depth=4)
+            service(name, **{option: 0})
+
+
+class Overflow(Change):
+    def forward(self, states: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return states * torch.inf
+
+
+class Nothing(SanText):
+    def chances(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.full((len(tokens), WORDS), torch.nan)
+
+
+def test_what_no_model_can_use_is_not_taken_for_a_protection() -> None:
+    states = service("none")
+    states = replace(states, served=Split(states.served, 0, Overflow()))
+    drawn = replace(service("santext+"), replacement=Nothing(Words.of(TABLE, VOCABULARY)))
+    for made, why in ((states, "not finite"), (drawn, "outside the vocabulary")):
+        with pytest.raises(NotApplicable, match=f"{why}, so nothing can be measured"):
+            service_transcript(made, IDS, generator(2))
 
 
 # --- Madlib

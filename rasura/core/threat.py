@@ -12,7 +12,7 @@ from torch import nn
 
 from rasura.core.answers import Answers, ModelObservation, ServiceObservation, ServiceTranscript, ShadowModel
 from rasura.core.batches import Batch
-from rasura.core.interfaces import ModelService
+from rasura.core.interfaces import ModelService, NotApplicable
 from rasura.core.rng import Randomness, secret_generator
 from rasura.core.values import UNKNOWN, Grant, Mechanism, Message, Observation, Task, Transcript, Vocabulary
 
@@ -200,10 +200,15 @@ def observe_model(
 def service_transcript(
     service: ModelService, ids: Sequence[tuple[int, ...]], rng: Randomness | None = None
 ) -> ServiceTranscript:
-    """The truth of sending the texts ``ids``, special tokens included, to ``service``."""
+    """The truth of sending the texts ``ids``, special tokens included, to ``service``. Raises ``NotApplicable`` for states
+    that are not finite and for ids outside the vocabulary: no model can use them, and no attack is measured by them."""
     rng = rng or secret_generator()
     drawn = service.sent(ids, rng) if service.draws else None
     vectors = service.states(ids, rng)
+    if not all(bool(states.isfinite().all()) for states in vectors or ()):
+        raise NotApplicable("the states that are sent hold values that are not finite, so nothing can be measured")
+    if any(not 0 <= token < service.vocabulary.size for text in drawn or () for token in text):
+        raise NotApplicable("ids that are sent are outside the vocabulary, so nothing can be measured")
     return ServiceTranscript(
         service.public, service.served, service.tokens, tuple(ids), service.vocabulary, service.mechanism, drawn, vectors,
         service.uploaded,

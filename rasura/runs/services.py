@@ -128,14 +128,15 @@ class ServiceAudit:
         for protection, cells in groupby(self.cells, key=lambda cell: cell.protection):
             uploaded = cache(partial(self._uploaded, protection))
             services = {"uploaded": uploaded, "trained": cache(partial(self._trained, protection, uploaded))}
-            sent = cache(lambda weights, p=protection, made=services: self._sent(made[weights], self._answers(store, p)))
+            answers = cache(partial(self._answers, services["trained"]))
+            sent = cache(partial(self._sent, services, answers))
             for cell in cells:
                 if cell.key in store:
                     continue
                 if progress is not None:
                     progress(cell)
                 client = cell.attack == CLIENT
-                record = self._continued(cell, services["trained"]()) if client else self._read(cell, sent(cell.weights))
+                record = self._continued(cell, answers) if client else self._read(cell, sent(cell.weights))
                 store.add(record)
                 yield record
 
@@ -148,17 +149,10 @@ class ServiceAudit:
         assert self.training is not None, "which __init__ asked for"
         return self.training.trained_service(uploaded(), protection, self.plan.seed)
 
-    def _answers(self, store: RunStore, protection: str) -> list[tuple[int, ...]] | None:
-        """The service's continuations, from the client's Record, which comes first; None if it generates nothing."""
-        if not self._generates:
-            return None
-        key = next(c.key for c in self.cells if (c.protection, c.attack) == (protection, CLIENT))
-        return [tuple(ids) for ids in store[key]["details"]["answers"]]
-
-    def _continued(self, cell: ServiceCell, service: Service) -> Record:
-        """The service's continuations of the first half of every text, in the client's ids, and their similarity to the
-        second half."""
-        wall, start = time.perf_counter(), time.process_time()
+    def _answers(self, trained: Callable[[], Service]) -> list[list[int]]:
+        """The service's continuations of the first half of every text, in the client's ids. Always the same, and not
+        stored: they may hold private text."""
+        service = trained()
         if not hasattr(service.served, "generate"):
             raise InputError(f"{service.mechanism.name}: text generation does not work for a client that sends states")
         back = service.tokens.argsort()
@@ -172,23 +166,31 @@ class ServiceAudit:
                     eos_token_id=self.victim.tokenizer.eos_token_id, pad_token_id=self.victim.vocabulary.pad_id or 0,
                 )  # fmt: skip
             answers.append(back[said[0, len(given) :]].tolist())
-        near = likeness(answers, self._endings(), self.victim.vocabulary, "better")
+        return answers
+
+    def _continued(self, cell: ServiceCell, answers: Callable[[], list[list[int]]]) -> Record:
+        """How similar the ``answers`` are to the second half of every text."""
+        wall, start = time.perf_counter(), time.process_time()
+        near = likeness(answers(), self._endings(), self.victim.vocabulary, "better")
         return self._record(
-            cell, "ok", "", scores=near, details={"answers": answers},
-            wall_seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - start,
-        )  # fmt: skip
+            cell, "ok", "", scores=near, wall_seconds=time.perf_counter() - wall, cpu_seconds=time.process_time() - start
+        )
 
     def _endings(self) -> list[tuple[int, ...]]:
         """The second half of every text."""
         return [ids[len(p) :] for ids, p in zip(self.ids, self.prompts)]
 
-    def _sent(self, service: Callable[[], Service], answers: Sequence[tuple[int, ...]] | None) -> Outcome[Sent]:
+    def _sent(
+        self, services: Mapping[str, Callable[[], Service]], answers: Callable[[], list[list[int]]], weights: str
+    ) -> Outcome[Sent]:
         """The texts under a protection, the same for every attack; or the reason why there is no such service to attack."""
+        said = answers() if self._generates else None
 
         def made() -> Sent:
             start = time.perf_counter()
-            ids = self.ids if answers is None else [p + a for p, a in zip(self.prompts, answers)]
-            truth = service_transcript(service(), ids, generator(self.drawn, "sent"))
+            ids = self.ids if said is None else [(*p, *a) for p, a in zip(self.prompts, said)]
+            service = services[weights]()
+            truth = service_transcript(service, ids, generator(self.drawn, "sent"))
             seconds = time.perf_counter() - start
             seen = observe_service(truth, reference_text=self.reference)
             return Sent(truth, seen, self.scores(self._guess("blind", seen), truth), seconds)

@@ -22,8 +22,8 @@ def analytic_sigma(epsilon: float, delta: float) -> float:
     Balle and Wang 2018, theorem 8: delta = Phi(1 / 2s - epsilon s) - e^epsilon Phi(-1 / 2s - epsilon s). DP-Forward's
     analytic matrix Gaussian mechanism is this for matrices, with independent entries.
     """
-    if not (epsilon > 0 and 0 < delta < 1):
-        raise InputError(f"epsilon {epsilon}, delta {delta}; expected epsilon above 0 and delta between 0 and 1")
+    if not (0 < epsilon < math.inf and 0 < delta < 1):
+        raise InputError(f"epsilon {epsilon}, delta {delta}; expected a finite epsilon above 0 and delta between 0 and 1")
     from scipy.stats import norm
 
     def spent(sigma: float) -> float:
@@ -49,6 +49,8 @@ class MatrixGaussian(Change):
 
     def __init__(self, epsilon: float, delta: float = 1e-5, clip: float = 1.0) -> None:
         super().__init__()
+        if not 0 < clip < math.inf:
+            raise InputError(f"dp-forward: clip {clip}; expected a finite clip above 0")
         self.clip, self.sigma = clip, clip * analytic_sigma(epsilon, delta)
 
     def forward(self, states: Tensor, mask: Tensor) -> Tensor:
@@ -92,9 +94,10 @@ class Cape(Change):
 
     def __init__(self, table: Tensor, names: Tensor, epsilon: float = 5.0, adversary: float = 0.1) -> None:
         super().__init__()
-        if not (epsilon > 0 and adversary >= 0):
+        if not (0 < epsilon < math.inf and 0 <= adversary < math.inf):
             raise InputError(
-                f"cape: epsilon {epsilon}, adversary {adversary}; expected epsilon above 0 and adversary at least 0"
+                f"cape: epsilon {epsilon}, adversary {adversary}; expected finite values, epsilon above 0 and adversary at "
+                "least 0"
             )
         self.epsilon, self.weight = epsilon, adversary
         place = torch.full((len(table),), -100)
@@ -138,8 +141,10 @@ class Prototypes(Change):
         self, clusters: Tensor, centres: Tensor, close: float = 0.03, away: float = 0.01, noise: float = 1.0
     ) -> None:
         super().__init__()
-        if min(close, away, noise) < 0:
-            raise InputError(f"textobfuscator: close {close}, away {away}, noise {noise}; expected values of at least 0")
+        if not all(0 <= value < math.inf for value in (close, away, noise)):
+            raise InputError(
+                f"textobfuscator: close {close}, away {away}, noise {noise}; expected finite values of at least 0"
+            )
         self.close, self.away, self.noise = close, away, noise
         self.register_buffer("clusters", clusters)
         self.register_buffer("spread", centres.std())

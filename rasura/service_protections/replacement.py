@@ -7,6 +7,7 @@ a model's own table can stand in for word vectors, and lengths stay as they are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -79,10 +80,10 @@ class SanText:
     change: float = 0.3
 
     def __post_init__(self) -> None:
-        if not (self.epsilon > 0 and 0 < self.share <= 1 and 0 <= self.change <= 1):
+        if not (0 < self.epsilon < math.inf and 0 < self.share <= 1 and 0 <= self.change <= 1):
             raise InputError(
-                f"santext+: epsilon {self.epsilon}, share {self.share}, change {self.change}; expected an epsilon above 0, "
-                "a share above 0 and at most 1, a change between 0 and 1"
+                f"santext+: epsilon {self.epsilon}, share {self.share}, change {self.change}; expected a finite epsilon "
+                "above 0, a share above 0 and at most 1, a change between 0 and 1"
             )
 
     @property
@@ -156,8 +157,8 @@ class CusText:
     stop: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if not (self.epsilon > 0 and self.size >= 1):
-            raise InputError(f"custext+: epsilon {self.epsilon}, size {self.size}; expected one above 0 and at least 1")
+        if not (0 < self.epsilon < math.inf and self.size >= 1):
+            raise InputError(f"custext+: epsilon {self.epsilon}, size {self.size}; expected finite, above 0 and at least 1")
 
     @property
     def mechanism(self) -> Mechanism:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rasura.core.batches import Batch, ImageBatch
 from rasura.core.exact import full_products
-from rasura.core.interfaces import Defense, InputError
+from rasura.core.interfaces import Defense, InputError, NotApplicable
 from rasura.core.local import FEDSGD, Local
 from rasura.core.rng import Randomness, drawing, permutation, secret_generator
 from rasura.core.unchanged import Assembled, Clean
@@ -159,7 +159,7 @@ def step(
     same masks. Masks from a ``SecretGenerator`` cannot be repeated. ``expected``: the mean batch size under random sampling;
     None for batches of a fixed size. ``public``: the model that the client knew before a server sent ``model``; protections
     of the data use it. ``record``: receives the number of entries of each aggregated tensor, where noise is drawn.
-    ``most``, ``kept`` and ``counts`` as in ``message_for``.
+    ``most``, ``kept`` and ``counts`` as in ``message_for``. Raises ``NotApplicable`` if what is sent is not finite.
     """
     if local.kind != "fedsgd" and any(p.stage is Stage.AGGREGATE and p.mechanism.name != "mean" for p in defense):
         raise InputError(
@@ -179,6 +179,8 @@ def step(
             model, inputs, len(batch), defense, rng, local=local, expected=expected, record=record, most=most,
             counts=counts, kept=kept,
         )  # fmt: skip
+    if not all(bool(sent.isfinite().all()) for sent in message.gradients.values()):
+        raise NotApplicable("what is sent holds values that are not finite, so nothing can be measured")
     mechanism = tuple(p.mechanism for p in defense)
     if local != FEDSGD:
         mechanism = (local.mechanism, *mechanism)
