@@ -50,7 +50,7 @@ def test_the_gate_says_how_many_texts_it_takes() -> None:
     assert found.exit == 4
     (line,) = found.says
     assert line == (
-        "dropout:0.1: not judged against --fail-above 50 %: 4 notes do not rule out a risk of up to 70 %; at least "
+        "dropout:0.1: not judged against --fail-above 50 %: 4 notes do not rule out a risk of up to 69.9 %; at least "
         f"{texts_needed(0.5)} are needed, and roughly 12 for scores like these"
     )
     assert of_gate([*READ, *column("span", "dropout:0.1", [GUESS] * MANY)], 0.5).exit == 0

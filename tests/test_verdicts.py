@@ -80,7 +80,7 @@ def test_not_told_from_guessing_needs_a_yardstick_and_says_n_and_the_bound() -> 
     assert (found.word, found.n, found.counted, found.missing) == (NOT_TOLD, MANY, ("span",), ())
     high = mean_interval([GUESS] * MANY)[2]
     assert found.upper == high
-    assert found.says == f"not told from guessing (n = 60, upper bound {100 * high:.0f} %, guessing 20 %)"
+    assert found.says == f"not told from guessing (n = 60, upper bound {math.ceil(100 * high)} %, guessing 20 %)"
     assert found.holds and found.meets(0.3) and not found.meets(0.2)
 
 

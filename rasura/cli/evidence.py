@@ -12,6 +12,7 @@ import typer
 from rich.table import Table
 
 from rasura.cli.shared import StepDevice, app, device_named, err, out, say
+from rasura.core.rounding import percent
 
 if TYPE_CHECKING:
     from rasura.report.compare import Comparison
@@ -51,7 +52,7 @@ def _print(found: Comparison) -> None:
         say(f"{'worse verdict' if column in found.worse else 'verdict'} on {said}")
     table = Table("attack", "protection", "before, %", "after, %", "difference, points", "n", "", header_style="bold")
     for c in found.changes:
-        mean = ["–" if v is None else f"{100 * v:.0f}" for v in (c.before, c.after)]
+        mean = ["–" if v is None else f"{percent(v):.0f}" for v in (c.before, c.after)]
         span = "–" if c.low is None or c.high is None else f"{100 * c.low:+.0f} to {100 * c.high:+.0f}"
         n = str(c.n[0]) if c.n[0] == c.n[1] else f"{c.n[0]}, {c.n[1]}"
         word = f"{c.word}: {c.why}" if c.why else c.word

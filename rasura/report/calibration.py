@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
+from rasura.core.rounding import percent, percent_above, percent_below
 from rasura.report.commands import applied
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, size, tell
@@ -41,7 +42,7 @@ def share(level: Mapping[str, Any] | None) -> str:
     """A level in percent, with its interval and n."""
     if level is None:
         return tell("not measured")
-    mean, low, high = (100 * level[end] for end in ("mean", "low", "high"))
+    mean, low, high = percent(level["mean"], 1), percent_below(level["low"], 1), percent_above(level["high"], 1)
     return tell("{mean:.1f} % ({low:.1f} to {high:.1f}), n = {n}", mean=mean, low=low, high=high, n=level["n"])
 
 

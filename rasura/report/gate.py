@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rasura.core.errors import InputError
+from rasura.core.rounding import above, below, percent
 from rasura.report.verdicts import READS, Verdict, plain, texts_needed, unmeasured
 
 PASSED, ABOVE_LIMIT, NOT_JUDGED = 0, 3, 4
@@ -45,19 +46,20 @@ def outcomes(verdicts: Mapping[str, Verdict], limit: float) -> dict[str, tuple[i
     judged unless it was fully measured and the upper bound of what was read is at most ``limit``.
     """
     checked_limit(limit)
-    share = f"--fail-above {100 * limit:.3g} %"
+    share = _limit(limit)
     found: dict[str, tuple[int, str]] = {}
     for name, v in judged(verdicts).items():
         most = max((c for c in v.columns or (v,) if _read_more(c, limit)), key=lambda c: c.risk or 0.0, default=None)
         if most is not None:
-            read = f"{most.attack} read {100 * (most.risk or 0):.0f} %"
+            read = f"{most.attack} read {below(100 * (most.risk or 0))} %"
             found[name] = ABOVE_LIMIT, f"{name}: {read}, above {share}{_guessing(most, limit)}"
         elif v.word == READS:
             found[name] = ABOVE_LIMIT, f"{name}: {v.says}, which no limit allows"
         elif not v.meets(limit):
             found[name] = NOT_JUDGED, f"{name}: not judged against {share}: {_why(v, limit)}"
         else:
-            found[name] = PASSED, f"{name}: at most {100 * (v.upper or 0):.0f} % is read, within {share}"
+            most_read = above(100 * (1.0 if v.upper is None else v.upper))
+            found[name] = PASSED, f"{name}: at most {most_read} % is read, within {share}"
     return found
 
 
@@ -67,10 +69,12 @@ def gate(verdicts: Mapping[str, Verdict], limit: float) -> Gate:
     above = [says for code, says in found.values() if code == ABOVE_LIMIT]
     unknown = [says for code, says in found.values() if code == NOT_JUDGED]
     if not found:
-        unknown = [
-            f"nothing to judge against --fail-above {100 * limit:.3g} %: the run contains no protection and no baseline"
-        ]
+        unknown = [f"nothing to judge against {_limit(limit)}: the run contains no protection and no baseline"]
     return Gate(ABOVE_LIMIT if above else NOT_JUDGED if unknown else PASSED, tuple(found), (*above, *unknown))
+
+
+def _limit(limit: float) -> str:
+    return f"--fail-above {100 * limit:g} %"
 
 
 def _read_more(v: Verdict, limit: float) -> bool:
@@ -83,16 +87,16 @@ def _guess(v: Verdict) -> float:
 
 
 def _guessing(v: Verdict, limit: float) -> str:
-    return f" (guessing alone scores {100 * _guess(v):.0f} %, so no protection can pass)" if _guess(v) > limit else ""
+    return f" (guessing alone scores {percent(_guess(v)):.0f} %, so no protection can pass)" if _guess(v) > limit else ""
 
 
 def _why(v: Verdict, limit: float) -> str:
     if v.missing or v.upper is None or v.risk is None:
         return unmeasured(v.missing or ("no attack gave a result",))
     if _guess(v) >= limit:
-        return f"guessing alone scores {100 * _guess(v):.0f} %, so no protection can pass"
+        return f"guessing alone scores {percent(_guess(v)):.0f} %, so no protection can pass"
     likely = need = texts_needed(limit)
     if v.risk < limit:  # an interval narrows with the root of the number of examples
         likely = max(need, math.ceil(v.n * ((v.upper - v.risk) / (limit - v.risk)) ** 2))
-    told = f"{v.n} {v.many} do not rule out a risk of up to {100 * v.upper:.0f} %"
+    told = f"{v.n} {v.many} do not rule out a risk of up to {above(100 * v.upper, 3)} %"
     return f"{told}; at least {need} are needed, and roughly {likely} for scores like these"

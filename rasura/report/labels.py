@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.records import LABELS
+from rasura.core.rounding import percent
 from rasura.report.language import tell
 from rasura.report.readings import Record, Setting, setting_of
 
@@ -80,6 +81,6 @@ def label_sentence(readings: Sequence[LabelReading], where: str) -> list[str]:
         tell(
             "Labels {where}: {attack} named every label of {whole} of {n} updates, {right:.0f} % of the labels. Naming the "
             "most frequent class every time: {guess:.0f} %.", where=where, attack=most.attack, whole=most.whole,
-            n=most.updates, right=100 * most.right, guess=100 * most.guess,
+            n=most.updates, right=percent(most.right), guess=percent(most.guess),
         )
     ]  # fmt: skip

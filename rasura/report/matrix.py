@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rasura.core.rounding import percent
 from rasura.report.labels import LabelReading
 from rasura.report.language import recorded
 from rasura.report.pooled import Level
@@ -84,7 +85,7 @@ class Entry:
     def mark(self) -> str:
         """What the cell shows."""
         if self.scored and self.level is not None:
-            return f"{100 * self.level.mean:.0f}"
+            return f"{percent(self.level.mean):.0f}"
         return "!" if self.crashed else "labels" if self.labels else "·" if self.gave_up else "–"
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rasura.core.rounding import percent, percent_above, percent_below
 from rasura.metrics.membership import auc_bound
 from rasura.report.commands import Step
 from rasura.report.head import Made, duration, machine, origin, settings
@@ -31,11 +32,11 @@ class Found:
 
 
 def _share(value: float) -> str:
-    return f"{number(100 * value, '.1f')} %"
+    return f"{number(percent(value, 1), '.1f')} %"
 
 
 def _rate(score: Mapping[str, Any]) -> str:
-    low, high = (100 * score[end] for end in ("low", "high"))
+    low, high = percent_below(score["low"], 1), percent_above(score["high"], 1)
     return tell("{mean} ({low:.1f} to {high:.1f})", mean=_share(score["mean"]), low=low, high=high)
 
 

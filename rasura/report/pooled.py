@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from rasura.core.rounding import percent, percent_above, percent_below
 from rasura.metrics.intervals import mean_or_interval
 from rasura.report.language import tell
 
@@ -23,7 +24,7 @@ class Level:
     @property
     def text(self) -> str:
         """In whole percent with its interval."""
-        mean, low, high = (100 * x for x in (self.mean, self.low, self.high))
+        mean, low, high = percent(self.mean), percent_below(self.low), percent_above(self.high)
         return tell("{mean:.0f} % (95 %: {low:.0f} to {high:.0f}, n = {n})", mean=mean, low=low, high=high, n=self.n)
 
 

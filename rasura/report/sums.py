@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.errors import InputError
+from rasura.core.rounding import percent
 from rasura.report.language import tell
 from rasura.report.missing import HOLDS_WITHIN
 from rasura.report.sentence import HEADLINE
@@ -95,6 +96,6 @@ class Sum:
 def sum_rows(verdicts: Mapping[int, Verdict]) -> tuple[Sum, ...]:
     """The curve as a table."""
     return tuple(
-        Sum(count, "–" if v.read is None else f"{100 * v.read:.0f} %", v.attack, v.says)
+        Sum(count, "–" if v.read is None else f"{percent(v.read):.0f} %", v.attack, v.says)
         for count, v in sorted(verdicts.items())
     )

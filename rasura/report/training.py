@@ -11,6 +11,7 @@ from typing import Any
 
 from rasura.core.errors import InputError
 from rasura.core.provenance import Sitting
+from rasura.core.rounding import percent_above, percent_below
 from rasura.metrics.learned import accuracy_interval, epochs_compared, has_figures, learned, unlearned
 from rasura.report.commands import Step
 from rasura.report.head import Made, duration, machine, origin, settings
@@ -96,9 +97,9 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
         return UNKNOWN, f"{says} {tell('It may have been judged on other texts than the training without protection.')}"
     if side is baseline:
         return tell("baseline"), says
-    most = 100 * max(0.0, baseline.level[2] - side.level[1])
+    most = percent_above(max(0.0, baseline.level[2] - side.level[1]), 1)
     if side.level[2] < baseline.level[1]:
-        least = 100 * (baseline.level[1] - side.level[2])
+        least = percent_below(baseline.level[1] - side.level[2], 1)
         cost = tell("It costs {least:.1f} to {most:.1f} points of accuracy.", least=least, most=most)
         return LESS, f"{says} {cost}"
     return NOT_LESS, f"{says} {tell('A cost of up to {most:.1f} points is not ruled out.', most=most)}"

@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from rasura.core.options import name_of
+from rasura.core.rounding import percent, percent_above
 from rasura.metrics.intervals import mean_interval
 from rasura.report.language import recorded, tell
 from rasura.report.missing import (
@@ -172,13 +173,13 @@ class Verdict:
                 "{word} ({attack}: nearly all words of {whole} of {n} {many}, among those of others)", word=word,
                 attack=self.attack, whole=self.whole, n=self.n, many=many,
             )  # fmt: skip
-        guess = "" if self.guess is None else tell(", guessing {guess:.0f} %", guess=100 * self.guess.mean)
+        guess = "" if self.guess is None else tell(", guessing {guess:.0f} %", guess=percent(self.guess.mean))
         if self.word != NOT_TOLD:
-            return f"{word} ({self.attack}: {100 * (self.own.risk or 0):.0f} %{guess}, n = {self.n})"
+            return f"{word} ({self.attack}: {percent(self.own.risk or 0):.0f} %{guess}, n = {self.n})"
         few = "" if self.holds else tell("; too few or too uncertain to conclude that it holds")
         if self.n < texts_needed(HOLDS_WITHIN):
             few = tell("; too few to conclude that it holds, which takes {wanted}", wanted=texts_needed(HOLDS_WITHIN))
-        bound = tell("upper bound {upper:.0f} %", upper=100.0 * (self.upper or 1))
+        bound = tell("upper bound {upper:.0f} %", upper=percent_above(1.0 if self.upper is None else self.upper))
         return f"{word} (n = {self.n}, {bound}{guess}{few})"
 
     def to_dict(self) -> dict[str, Any]:
