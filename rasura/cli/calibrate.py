@@ -160,7 +160,7 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool, langu
         result = prepared.run(lambda c: bar.update(line, description=f"{c.attack} / {c.defense}"))
     path = write_report(folder, language=language)
     found = [f["setting"] for f in result["families"] if f["status"] in REACHED]
-    apply = {setting: applied(setting, wanted.plan.canonical()) for setting in found}
+    apply = {setting: applied(setting, wanted.plan.canonical(), result["training"]) for setting in found}
     if as_json:
         sys.stdout.write(json.dumps({**result, "apply": apply, "report": str(path)}, ensure_ascii=False) + "\n")
     else:

@@ -185,8 +185,8 @@ def render_calibration(
 ) -> str:
     """The page as a string. ``plan``: the identity of the run; ``records``: what it measured; ``made``: as in ``Made``."""
     told = [
-        {**row, "word": recorded(WORDS[part["status"]]), "apply": applied(part["setting"], _plan(plan, result))
-         if part["status"] in REACHED else [], "chosen": part["status"] in REACHED}
+        {**row, "word": recorded(WORDS[part["status"]]), "chosen": part["status"] in REACHED, "apply":
+         applied(part["setting"], _plan(plan, result), result.get("training", {})) if part["status"] in REACHED else []}
         for row, part in zip(rows(result), result["families"])
     ]  # fmt: skip
     lines = [

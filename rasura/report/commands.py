@@ -105,14 +105,17 @@ def _step(
     return Step(says, command("train", _named(plan), OF_TRAINING, defenses=["none", v.defense]))
 
 
-def applied(setting: str, plan: Mapping[str, Any]) -> list[str]:
-    """The commands, and the Python line where a loop can take it, that apply ``setting`` and audit exactly that."""
+def applied(setting: str, plan: Mapping[str, Any], training: Mapping[str, Any]) -> list[str]:
+    """The commands, and the Python line where a loop can take it, that apply ``setting`` and audit exactly that.
+    ``training``: the data and the options of ``rasura train`` that a guarantee was stated for."""
     names = names_of(setting)
     lines = []
     if "sealing" in names:
         lines.append(f'rasura new federated my-app, with defense = "{setting}" in its pyproject.toml')
     elif plan.get("task") != "vision" and not plain(setting):
-        lines.append(command("train", _named(plan), OF_TRAINING, defenses=["none", setting]))
+        of = {"data": training["data"]} if "data" in training else {}
+        told = {name: value for name, value in training.items() if name != "data"}
+        lines.append(command("train", {**_named(plan), **of}, OF_TRAINING, defenses=["none", setting], **told))
         if not {"ghost", "accumulate"} & set(names):
             call = f'rasura.protect_training(model, optimizer, loader, "{setting}")'
             lines.append(f"model, optimizer, loader, ledger = {call}")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rasura.accounting import Run, guarantee, sampling_for
+from rasura.accounting import guarantee, sampling_for
 from rasura.core.errors import MissingExtra
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.run_store import RunStore
@@ -61,7 +61,8 @@ class Calibration:
         self.fresh, self.fresh_data, self.which = self._fresh(searched)
         self.training: Training | None = None
         if wanted.utility is not None:
-            self.training = self._training(tuple(dict.fromkeys(one.rest for one in self.families)))
+            rests = tuple(dict.fromkeys(one.rest for one in self.families))
+            self.training = self._training(rests)
         self.store = RunStore(folder, wanted.identity())
 
     def _fresh(self, searched: frozenset[Hashable]) -> tuple[Plan, AuditData | None, str]:
@@ -81,14 +82,15 @@ class Calibration:
         return replace(other, skip=after.skip), kept, "other texts, other seeds"
 
     def _training(self, defenses: tuple[str, ...]) -> Training:
+        return Training(self._train_plan(defenses), self.folder / "utility", device=self.device)
+
+    def _train_plan(self, defenses: tuple[str, ...] = ("none",)) -> TrainPlan:
         w, p = self.wanted, self.plan
-        return Training(
-            TrainPlan(
-                str(w.train or p.data), w.test, p.model, p.task, defenses, w.train_limit, num_labels=self.victim.num_labels
-                if p.task == "classification" else None, lora=self.adapter.rank, truncate=p.truncate, recipe=w.recipe,
-                targets=self.adapter.targets, adapter_dropout=self.adapter.dropout,
-                **{name: getattr(p, name) for name in COLUMNS},
-            ), self.folder / "utility", device=self.device,
+        return TrainPlan(
+            str(w.train or p.data), w.test, p.model, p.task, defenses, w.train_limit, num_labels=self.victim.num_labels
+            if p.task == "classification" else None, lora=self.adapter.rank, truncate=p.truncate, recipe=w.recipe,
+            targets=self.adapter.targets, adapter_dropout=self.adapter.dropout,
+            **{name: getattr(p, name) for name in COLUMNS},
         )  # fmt: skip
 
     def estimate(self) -> float:
@@ -122,6 +124,7 @@ class Calibration:
             "model": first.get("model", p.model), "data": first.get("data", ""), "threat": p.threats[0],
             "threat_plain": first.get("threat_plain", ""), "budget": p.budget, "utility": w.utility,
             "versions": first.get("versions", {}), "families": found, "checks": self._checks(found),
+            "training": self._told_training(),
         }  # fmt: skip
         result |= {"label_names": list(self.label_names)} if self.label_names else {}
         result["recommendation"] = recommendation(result)
@@ -186,18 +189,29 @@ class Calibration:
             found["status"] = "not verified"
         return found
 
+    def _told_training(self) -> dict[str, Any]:
+        """The options of ``rasura train`` that the guarantee and the cost are for."""
+        w, recipe = self.wanted, self.wanted.recipe
+        told = {
+            "data": w.train or self.plan.data, "test": w.test, "limit": w.train_limit, "epochs": recipe.epochs,
+            "patience": recipe.patience, "batch-size": recipe.batch_size, "learning-rate": recipe.learning_rate,
+            "lora": self.adapter.rank or None,
+        }  # fmt: skip
+        return {name: value for name, value in told.items() if value is not None}
+
     def _guarantee(self, setting: str) -> dict[str, Any]:
-        """The setting's guarantee for the texts of a training run with the plan's recipe and secure noise."""
+        """The setting's guarantee for the texts of a training with the plan's recipe and secure noise, as the command that
+        ``applied`` names runs it."""
         parts = self.defenses[setting]
-        mechanisms, recipe = [p.mechanism for p in parts], self.wanted.recipe
-        source = self.wanted.train or self.plan.data
+        mechanisms, recipe, plan = [p.mechanism for p in parts], self.wanted.recipe, self._train_plan()
+        source, examples = self.wanted.train or self.plan.data, self.n_texts
         if self.training is not None:
             examples = len(self.training.rows)
-        elif source is None or self.plan.task == "vision":
-            examples = self.n_texts
-        else:
-            examples = len(load_examples(source, columns=columns_of(self.plan)))
-        run = Run(examples, recipe.batch_size, recipe.epochs, sampling=sampling_for(mechanisms))
+        elif self.plan.task != "vision":
+            if source is not None:
+                examples = len(load_examples(source, limit=plan.limit, columns=columns_of(self.plan)))
+            examples -= plan.held_out(examples)
+        run = plan.run(examples, sampling_for(mechanisms))
         with defended(self.model, parts):
             sizes = [p.numel() for p in self.model.parameters() if p.requires_grad]
         about = {"examples": examples, "batch_size": recipe.batch_size, "epochs": recipe.epochs}

@@ -80,6 +80,10 @@ class TrainPlan:
         unit: Literal["text", "person"] = "text" if self.unit is None or sampling != "poisson" else "person"
         return Run(examples, recipe.batch_size, recipe.epochs, self.delta, sampling, unit=unit)
 
+    def held_out(self, count: int) -> int:
+        """How many of ``count`` texts, or persons, are held out."""
+        return max(1, round(self.holdout * count))
+
     def with_noise_for(self, examples: int) -> TrainPlan:
         """This plan with the noise that its target epsilon needs for ``examples`` training texts, or persons."""
         if self.target_epsilon is None:

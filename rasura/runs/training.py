@@ -115,7 +115,7 @@ class Training:
         # Each person is one of those trained on, or held out, with all of their texts.
         whose = [everything[k].unit if self.plan.unit else k for k in some]
         each = list(dict.fromkeys(whose))
-        count = max(1, round(self.plan.holdout * len(each)))
+        count = self.plan.held_out(len(each))
         if count >= len(each):
             kind = "texts" if self.plan.unit is None else "persons"
             raise InputError(f"{self.plan.data}: {len(each)} {kind} are too few to hold any out; expected at least 2")
