@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -191,7 +192,7 @@ def status(
 @client.command()
 def classify(
     model: Annotated[str, typer.Argument(help="name of the model on the server")],
-    texts: Annotated[list[str], typer.Argument(help="texts, or one file: JSONL, CSV or Parquet")],
+    texts: Annotated[list[str], typer.Argument(help="texts, or one file: JSONL, JSON, CSV, TSV or Parquet")],
     key: KeyFile,
     truncate: Annotated[bool, typer.Option("--truncate", help="truncate texts that are too long")] = False,
     url: Url = LOCAL,
@@ -199,23 +200,28 @@ def classify(
     allow_http: AllowHttp = False,
     as_json: AsJson = False,
 ) -> None:
-    """Classify texts.
+    """Classify texts. Each is printed behind its label and the label's probability, which is rounded down.
 
     Example: rasura client classify reviews-1 "a fine film" --key my.key --token-file token
     """
+    from rasura.core.rounding import below
+    from rasura.data.rows import names_file
     from rasura.data.text import load_examples
 
     pairs = None
-    if len(texts) == 1 and Path(texts[0]).suffix in (".jsonl", ".csv", ".parquet"):
+    files = [text for text in texts if names_file(text)]
+    if files and len(texts) > 1:
+        raise InputError(f"{files[0]} names a file, and {len(texts)} arguments were given; pass texts, or one file alone")
+    if files:
         examples = load_examples(texts[0])
         texts = [e.text for e in examples]
         pairs = [e.text_pair or "" for e in examples] if any(e.text_pair for e in examples) else None
     with _client(url, token_file, allow_http, key) as known:
         answers = known.classify(model, texts, pairs, truncate=truncate)
     found = [{"label": a.label, "probabilities": a.probabilities} for a in answers]
-    _print(
-        found, as_json, "\n".join(f"{a.label}  {a.probabilities[a.label]:.3f}  {text}" for a, text in zip(answers, texts))
-    )
+    # No text is certain: a probability of 1 is one that float64 cannot tell from it.
+    likely = [below(min(a.probabilities[a.label], math.nextafter(1.0, 0.0))) for a in answers]
+    _print(found, as_json, "\n".join(f"{a.label}  {p}  {text}" for a, p, text in zip(answers, likely, texts)))
 
 
 @client.command()

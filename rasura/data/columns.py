@@ -63,7 +63,7 @@ class Chosen:
         if text is None:
             option = "" if self.asked.text is None else f" named {self.asked.text!r}"
             # The first row of a table without a header, if it is one word, looks like the name of a column.
-            bare = sum(map(bool, names)) == 1 and not self.source.endswith((".jsonl", ".json", ".parquet"))
+            bare = sum(map(bool, names)) == 1 and not self.source.lower().endswith((".jsonl", ".json", ".parquet"))
             found = "one column, whose first row may be text" if bare else shown(names)
             raise InputError(
                 f"{self.source}, row 1: no column text{option} (found: {found}); pass the name of the text column as "

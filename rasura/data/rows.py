@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -40,29 +41,25 @@ class Source:
         self.name, self.path, self.wanted = str(source), path, wanted
         self.taken: list[str] = []
         self._lines: Lines | None = None
-        readers: Mapping[str, Callable[[], Iterator[Row]]] = {
-            ".jsonl": self._jsonl, ".json": self._json, ".csv": self._csv, ".tsv": self._csv, ".parquet": self._parquet,
-        }  # fmt: skip
+        self._reader: Callable[[], Iterator[Row]] = self._hub
         suffix = path.suffix.lower()
         try:
             there, exists = path.is_file(), path.exists()
         except (OSError, ValueError):  # a name that no file can have
             raise InputError("FILE is not a valid file name; expected a .jsonl, .csv or .parquet file") from None
         if there:
-            if suffix not in readers:
+            if suffix not in READERS:
                 raise InputError(f"{path}: unknown file type {path.suffix or '(none)'}; expected .jsonl, .csv or .parquet")
             if path.stat().st_size == 0:
                 raise InputError(f"{path} is empty; expected rows with a column text")
-            self._reader = readers[suffix]
-        elif suffix in readers or path.is_absolute() or self.name.startswith(".") or exists:
+            self._reader = partial(READERS[suffix], self)
+        elif suffix in READERS or path.is_absolute() or self.name.startswith(".") or exists:
             raise InputError(f"{source} does not exist or is not a file; expected a .jsonl, .csv or .parquet file")
         elif not re.fullmatch(r"[\w.-]{1,96}(/[\w.-]{1,96})?", self.name):
             # Not quoted, and not asked of a server: it may be a text instead of a file.
             raise InputError(
                 "FILE does not exist, and its name is not a data set id; expected a .jsonl, .csv or .parquet file"
             )
-        else:
-            self._reader = self._hub
 
     def __iter__(self) -> Iterator[Row]:
         try:
@@ -209,6 +206,20 @@ class Source:
             raise InputError(f"{self.name} is neither a file nor a data set that can be loaded here ({first})") from None
         split = next(iter(found.values())) if hasattr(found, "values") else found
         yield from enumerate(split, 1)
+
+
+READERS: Mapping[str, Callable[[Source], Iterator[Row]]] = {
+    ".jsonl": Source._jsonl, ".json": Source._json, ".csv": Source._csv, ".tsv": Source._csv, ".parquet": Source._parquet,
+}  # fmt: skip
+"""How a file is read, by the end of its name in lower case."""
+
+
+def names_file(text: str) -> bool:
+    """Whether ``text``, which may be a text itself, names a file: one that exists, or that is read here by its suffix."""
+    try:
+        return Path(text).suffix.lower() in READERS or Path(text).is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
 
 
 def shown(names: Any) -> str:
