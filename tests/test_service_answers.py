@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -9,7 +10,13 @@ import pytest
 import torch
 from commands import rasura_command, refused
 from safetensors.torch import load_file, save_file
-from service_setting import ALICE, Setting, setting, token_file
+from service_setting import ALICE, TEXTS, Setting, setting, token_file
+
+from rasura.core.rng import generator
+from rasura.server.client import Client
+from rasura.service_protections.obfuslm.folder import obfuscate_model
+from rasura.service_protections.obfuslm.settings import ObfuscationSettings
+from rasura.testing.tiny import tiny, tokenizer_folder
 
 __all__ = ["setting"]
 
@@ -47,3 +54,16 @@ def test_files_of_every_suffix_are_read_and_no_label_is_certain(setting: Setting
         client.delete("sure")
         client.upload(sure, "sure")
     assert rasura_command(*ask, "w20 w21").stdout == "1  0.999  w20 w21\n"
+
+
+def test_a_continuation_that_ends_within_a_character_is_shown_to_its_end(setting: Setting, tmp_path: Path) -> None:
+    plain = tokenizer_folder(tiny("llama", "causal", blocks=2, hidden=32), tmp_path / "plain")
+    words = (plain / "tokenizer.json").read_text()
+    # What a tokenizer of bytes decodes an incomplete character to.
+    (plain / "tokenizer.json").write_text(re.sub(r'"(w\d+)"', '"\\1\ufffd"', words))
+    obfuscate_model(plain, tmp_path / "cut", tmp_path / "cut.key", ObfuscationSettings(k=4), rng=generator(1, "cut"))
+    prompt = " ".join(f"{word}\ufffd" for word in TEXTS[0].split() if word.startswith("w"))
+    with Client(setting.server.url, ALICE, key=tmp_path / "cut.key") as client:
+        client.upload(tmp_path / "cut", "cut")
+        found = "".join(client.generate("cut", prompt, new_tokens=5))
+    assert found.count("\ufffd") >= 4 and len(found.split()) == 5 and found.endswith("\ufffd")

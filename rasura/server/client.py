@@ -202,14 +202,17 @@ class Client:
             ids = ids[:-1]
         body = {"input": ids, "new_tokens": new_tokens, "temperature": temperature, "top_k": top_k, "seed": seed}
         new: list[int] = []
-        before, shown = tokenizer.decode(ids, skip_special_tokens=True), 0
+        before, text, shown = tokenizer.decode(ids, skip_special_tokens=True), "", 0
         for token in self._server.stream(f"/v1/models/{_quoted(name)}/generate", body):
             new.append(token)
             # Decoded with the prompt: a first piece alone would lose its space.
             text = tokenizer.decode(ids + new, skip_special_tokens=True)[len(before) :]
+            # It may be a character whose bytes have not all come.
             if len(text) > shown and not text.endswith("\ufffd"):
                 yield text[shown:]
                 shown = len(text)
+        if len(text) > shown:
+            yield text[shown:]
 
     def _tokenizer(self, name: str) -> Any:
         from rasura.service_protections.obfuslm.tokenizer import ObfuscatedTokenizer
