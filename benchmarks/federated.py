@@ -183,7 +183,7 @@ def main() -> None:
             "num-server-rounds": told.rounds, "min-clients": told.clients - len(at), "allow-few-clients": True,
             "model": told.model, "limit": told.limit,
             "data": str(Path(told.data).resolve()), "update": told.update, "results": str(place / "results.json"),
-            "timeout": told.timeout, "identities": str(make_identities(place, told.clients)),
+            "timeout": told.timeout, "identities": str(make_identities(place, told.clients)[-1]),
             "identity": str(place / "identity-{client}.secret"),
         }  # fmt: skip
         if told.test:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rasura.core.files import make_private, read_limited, read_private, write_whole
+from rasura.core.files import make_private, read_limited, read_private, write_new, write_whole
 from rasura.core.interfaces import InputError
 from rasura.defenses.homomorphic_keys import Context, make_keys
 from rasura.service_protections.obfuslm.key import Key
@@ -37,6 +37,29 @@ def test_a_file_is_its_owners_alone_unless_it_is_public(tmp_path: Path) -> None:
     write_whole(tmp_path / "shown", "c")
     assert mode(tmp_path / "shown") == 0o600 and (tmp_path / "shown").read_text() == "c"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["secret", "shown"]
+
+
+def test_new_files_are_written_together_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "new" / "keys"
+    assert write_new(folder, {"b": "secret"}, {"a": "public"}) == (folder / "b", folder / "a")
+    assert (mode(folder / "b"), mode(folder / "a")) == (0o600, 0o666) and (folder / "a").read_text() == "public"
+    with pytest.raises(InputError, match=r"keys/a already exists and is not overwritten"):
+        write_new(folder, {"c": "secret"}, {"a": "other"})
+    (folder / "d").symlink_to("nowhere")
+    with pytest.raises(InputError, match=r"keys/d already exists"):
+        write_new(folder, {"c": "secret", "d": "secret"})
+    # Another process makes one of them in the meantime: what is not ours stays.
+    link = os.link
+
+    def late(source: Path, target: Path) -> None:
+        if target.name == "f":
+            target.write_text("theirs")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(InputError, match=r"keys/f already exists"):
+        write_new(folder, {"e": "secret"}, {"f": "public"})
+    assert sorted(p.name for p in folder.iterdir()) == ["a", "b", "d", "f"] and (folder / "f").read_text() == "theirs"
 
 
 def test_what_a_library_writes_is_its_owners_alone_and_whole(tmp_path: Path) -> None:

@@ -286,6 +286,11 @@ def test_the_command_makes_both_files_and_never_prints_a_key(tmp_path: Path) -> 
     secret, public = Context.load(told["secret"]), Context.load(told["public"])
     assert secret.secret and not public.secret and secret.key == public.key == told["key"] and told["clients"] == 4
     assert "not overwritten" in refused("keys", tmp_path / "keys")
+    for scheme, there in (("bfv", "server.public"), ("identity", "identities.public")):
+        (tmp_path / there).write_text("of another key")
+        assert f"{there} already exists and is not overwritten" in refused("keys", tmp_path, "--scheme", scheme)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["identities.public", "server.public"]
+    assert "cannot be made" in refused("keys", tmp_path / "server.public" / "keys")
     assert "fits at most 64 clients" in refused("keys", tmp_path / "other", "--clients", "100")
     plain = rasura_command("keys", tmp_path / "third")
     assert len(plain.stdout) < 500 and "clients.secret" in plain.stdout

@@ -136,7 +136,7 @@ def test_clients_with_other_lists_do_not_take_part_together() -> None:
 def test_files_of_identities_are_private_and_read_strictly(tmp_path: Path) -> None:
     from rasura.integrations.flower.identities import load_identity, make_identities, make_identity, read_identities
 
-    listed = make_identities(tmp_path, 3)
+    *_, listed = make_identities(tmp_path, 3)
     keys = [load_identity(tmp_path / f"identity-{k}.secret") for k in range(3)]
     assert read_identities(listed) == tuple(sorted(k.public for k in keys))
     assert all((tmp_path / f"identity-{k}.secret").stat().st_mode & 0o777 == 0o600 for k in range(3))

@@ -35,10 +35,7 @@ def keys(
         return
     chosen: Any = scheme
     made = make_keys(clients, chosen)
-    folder.mkdir(parents=True, exist_ok=True)
-    secret, public = folder / "clients.secret", folder / "server.public"
-    made.save(secret)
-    made.public().save(public)
+    secret, public = made.save_both(folder)
     if as_json:
         about = {"key": made.key, "secret": str(secret), "public": str(public), "clients": made.parameters.max_clients}
         sys.stdout.write(json.dumps(about) + "\n")
@@ -59,9 +56,8 @@ def _identities(folder: Path, clients: int, as_json: bool) -> None:
 
     if clients < 1:
         raise InputError(f"--clients is {clients}; expected at least 1")
-    folder.mkdir(parents=True, exist_ok=True)
-    listed = make_identities(folder, clients)
-    secret = [str(folder / f"identity-{k}.secret") for k in range(clients)]
+    *own, listed = make_identities(folder, clients)
+    secret = [str(path) for path in own]
     if as_json:
         sys.stdout.write(json.dumps({"secret": secret, "public": str(listed)}) + "\n")
         return

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -55,11 +55,43 @@ def write_whole(path: str | Path, content: str | bytes, *, private: bool = True,
         finally:
             part.unlink(missing_ok=True)
     except FileExistsError:
-        raise InputError(f"{target} already exists and is not overwritten; remove it or choose another name") from None
+        raise _taken(target) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
         why = getattr(error, "strerror", None) or "not a valid file name"
         raise InputError(f"{target} cannot be written ({why}); choose another place") from None
     _keep_name(target.parent)
+
+
+def write_new(
+    folder: Path, secret: Mapping[str, str | bytes], public: Mapping[str, str | bytes] | None = None
+) -> tuple[Path, ...]:
+    """Write new files into ``folder``, by name: all of them, or none. Their paths, in this order.
+
+    Only their owner can read the ``secret`` ones. The folder is made where it is missing. Raises ``InputError`` where one of
+    the files exists, before any is written, and as ``write_whole`` does.
+    """
+    files = [(folder / name, data, True) for name, data in secret.items()]
+    files += [(folder / name, data, False) for name, data in (public or {}).items()]
+    for path, *_ in files:
+        if os.path.lexists(path):
+            raise _taken(path)
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, data, private in files:
+            write_whole(path, data, private=private, replace=False)
+            written.append(path)
+    except BaseException as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise InputError(f"the folder {folder} cannot be made ({error.strerror}); choose another place") from None
+        raise
+    return tuple(written)
+
+
+def _taken(path: Path) -> InputError:
+    return InputError(f"{path} already exists and is not overwritten; remove it or choose another name")
 
 
 def make_private(target: Path, write: Callable[[Path], object]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from rasura.core.errors import InputError, MissingExtra
-from rasura.core.files import read_limited, write_whole
+from rasura.core.files import read_limited, write_new, write_whole
 
 Scheme = Literal["bfv", "ckks"]
 
@@ -122,9 +122,17 @@ class Context:
     def save(self, path: str | Path) -> None:
         """Write the context, completely or not at all. Only the owner can read a file with a secret key, from its first byte
         on. Raises ``InputError`` if a file of this name exists: keys are not overwritten."""
+        write_whole(path, self._file(), private=self.secret, replace=False)
+
+    def save_both(self, folder: str | Path) -> tuple[Path, Path]:
+        """Write ``clients.secret``, and ``server.public`` for the server, into ``folder``: both or none. Their paths. Raises
+        ``InputError`` if one of them exists."""
+        secret, public = write_new(Path(folder), {"clients.secret": self._file()}, {"server.public": self.public()._file()})
+        return secret, public
+
+    def _file(self) -> bytes:
         about = f"{self.parameters.scheme} {self.parameters.max_clients} {self.key}".encode()
-        head = b"%s\n%s %s\n" % (MAGIC, about, _digest(about + self.data).encode())
-        write_whole(path, head + self.data, private=self.secret, replace=False)
+        return b"%s\n%s %s\n" % (MAGIC, about, _digest(about + self.data).encode()) + self.data
 
     @classmethod
     def load(cls, path: str | Path) -> Context:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rasura.accounting import LowerBound, gaussian_run_bound, one_run_bound, right_guesses
 from rasura.core.answers import Answers
 from rasura.core.errors import InputError
-from rasura.core.files import read_limited, write_whole
+from rasura.core.files import read_limited, write_new
 from rasura.core.values import Task
 from rasura.data.text import Example, load_examples
 from rasura.runs.training import encoded
@@ -64,10 +64,8 @@ def draw(
         *(Example(c.text, label=c.label) for c in canaries if c.included),
     ]
     secrets.SystemRandom().shuffle(rows)
-    folder.mkdir(parents=True, exist_ok=True)
     told = {"version": VERSION, "task": task, "num_labels": num_labels, "canaries": [vars(c) for c in canaries]}
-    write_whole(folder / COINS, json.dumps(told, ensure_ascii=False), replace=False)
-    write_whole(folder / MIXED, "".join(_row(one) for one in rows), replace=False)
+    write_new(folder, {COINS: json.dumps(told, ensure_ascii=False), MIXED: "".join(_row(one) for one in rows)})
     return canaries
 
 

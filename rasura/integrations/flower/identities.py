@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 
 from rasura.core.ciphers import KEY, SigningKey
-from rasura.core.files import read_limited, read_private, write_whole
+from rasura.core.files import read_limited, read_private, write_new, write_whole
 from rasura.core.interfaces import InputError
 
 LIMIT = 1 << 22
@@ -27,25 +27,26 @@ def make_identity(path: str | Path) -> str:
     """Write a new secret key to ``path``, which only its owner can read; its public key as text. Raises ``InputError`` for a
     file that exists."""
     secret = secrets.token_bytes(KEY)
-    write_whole(path, secret.hex() + "\n", replace=False)
+    write_whole(path, _secret(secret), replace=False)
     return SigningKey(secret).public.hex()
 
 
-def make_identities(folder: Path, clients: int) -> Path:
-    """``identity-0.secret`` and so on in ``folder``, and the list of their public keys, whose path is returned."""
-    public = [f"{make_identity(folder / f'identity-{k}.secret')} client {k}" for k in range(clients)]
-    write_identities(folder / "identities.public", public)
-    return folder / "identities.public"
+def make_identities(folder: Path, clients: int) -> tuple[Path, ...]:
+    """Write ``identity-0.secret`` and so on into ``folder``, and last the list of their public keys: all or none. Their
+    paths. Raises ``InputError`` if one of them exists."""
+    made = [secrets.token_bytes(KEY) for _ in range(clients)]
+    listed = [f"{SigningKey(secret).public.hex()} client {k}\n" for k, secret in enumerate(made)]
+    own = {f"identity-{k}.secret": _secret(secret) for k, secret in enumerate(made)}
+    return write_new(folder, own, {"identities.public": "".join(listed)})
+
+
+def _secret(key: bytes) -> str:
+    return f"{key.hex()}\n"
 
 
 def load_identity(path: str | Path) -> SigningKey:
     """The key in ``path``. Raises ``InputError`` for a file that others can read, and for one that holds no key."""
     return SigningKey(_key(read_private(path, "identity", LIMIT).decode(errors="replace").strip(), path))
-
-
-def write_identities(path: str | Path, public: list[str]) -> None:
-    """Write a list of public keys, one on each line."""
-    write_whole(path, "".join(f"{line}\n" for line in public), private=False, replace=False)
 
 
 def read_identities(path: str | Path) -> tuple[bytes, ...]:

@@ -80,6 +80,5 @@ def new_app(folder: str | Path, clients: int = 4, by: str = "secagg") -> Path:
     if keys is None:
         make_identities(place / "keys", clients)
     else:
-        keys.save(place / "keys" / "clients.secret")
-        keys.public().save(place / "keys" / "server.public")
+        keys.save_both(place / "keys")
     return place
