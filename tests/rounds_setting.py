@@ -34,8 +34,8 @@ def keys() -> Keys:
 
 
 def sides(defense: str, keys: Keys) -> tuple[Agreement, Agreement]:
-    """The clients' agreement and the server's."""
-    return agree(defense, model(), keys), agree(defense, model(), keys.public())
+    """The clients' agreement, for rounds of any number of clients, and the server's."""
+    return agree(defense, model(), keys, min_clients=1, allow_few_clients=True), agree(defense, model(), keys.public())
 
 
 def texts(client: int) -> Batch:

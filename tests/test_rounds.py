@@ -405,6 +405,22 @@ def test_three_clients_are_the_least_unless_said_otherwise(keys: Keys) -> None:
     assert server.collect(replies) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("count", "defense"), [(1, DEFENSES[1]), (2, DEFENSES[2])])
+def test_a_client_does_not_open_a_sum_of_fewer_than_it_agreed_on(count: int, defense: str, keys: Keys) -> None:
+    side = Side(defense, keys)
+    side.server.collect([(c, side.message(1, c), 1.0) for c in range(count)])
+    usual = agree(defense, model(), keys)
+    told = header(clients=3, shares=float(count))(side.server.aggregate)
+    for aggregate, reason in (
+        (side.server.aggregate, f"the aggregate is a sum of {count} clients, .* expected at least 3, as min_clients"),
+        (told, f"is the sum of {count} clients, not of 3 as claimed"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            opened(usual, side.server.visible(), aggregate)
+    with pytest.raises(InputError, match="a round of 2 clients: with two, .*at least 3, or pass allow_few_clients"):
+        agree(defense, model(), keys, min_clients=2)
+
+
 @pytest.mark.parametrize("min_clients", [0, -1])
 def test_a_round_of_nobody_is_refused(min_clients: int, keys: Keys) -> None:
     with pytest.raises(InputError, match="expected"):

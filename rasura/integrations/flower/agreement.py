@@ -37,7 +37,7 @@ HELD = (torch.float16, torch.float32, torch.float64)
 class Agreement:
     """``start``: the public weights that training starts from, by parameter name; ``sealed``: true where an entry is sealed,
     for every name, or empty; ``keys``: the scheme's context, the clients' secret one or the server's public one. ``masked``:
-    true where an entry is summed securely instead, and then ``least``: a sum of fewer clients is never opened; ``noise``:
+    true where an entry is summed securely instead. ``least``: a client never opens a sum of fewer clients. ``noise``:
     the deviation of the noise in the sum, as a multiple of ``clip``, the largest norm of a client's update; ``identities``:
     the public keys of all who may take part, empty where that is not checked.
 
@@ -131,10 +131,10 @@ def agree(
 ) -> Agreement:
     """The agreement for training the parameters of ``model`` that require gradients.
 
-    ``model`` must be the same for all: the published weights, with a head drawn from a seed. With secure aggregation, a
-    client refuses to open a sum of fewer than ``min_clients``, and less than three are refused without
-    ``allow_few_clients``; with ``identities`` (``read_identities``), it checks that each key of a round was signed by one of
-    them. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
+    ``model`` must be the same for all: the published weights, with a head drawn from a seed. A client refuses to open a sum
+    of fewer than ``min_clients``, and less than three are refused without ``allow_few_clients``, where a defense seals.
+    With secure aggregation and ``identities`` (``read_identities``), it checks that each key of a round was signed by one
+    of them. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
     keys, keys of another scheme, and weights in bfloat16.
     """
     start = {n: p.detach().cpu().clone() for n, p in model.named_parameters() if p.requires_grad}
@@ -157,8 +157,8 @@ def agree(
         settings = sealing.parsed(wanted[0])
         if settings.scheme == "none":
             raise InputError("sealing without a scheme loses the sealed entries; write sealing:.../scheme=bfv")
+        check_few(min_clients, allow_few_clients)
         if settings.scheme == "secagg":
-            check_few(min_clients, allow_few_clients)
             masked = sealing.agreed_mask(settings, model, list(start), seed)
             digest = mask_digest({n: ~m for n, m in masked.items()})
             sums = (masked, min_clients, settings.noise, settings.clip, identities)
@@ -169,7 +169,7 @@ def agree(
             raise InputError(f"the keys are for {keys.parameters.scheme}, but the defense seals with {settings.scheme}")
         sealed = sealing.agreed_mask(settings, model, list(start), seed)
     mask = mask_digest({n: ~m for n, m in sealed.items()})
-    return Agreement(defense, start, sealed, keys if wanted else None, _digest(start), mask)
+    return Agreement(defense, start, sealed, keys if wanted else None, _digest(start), mask, least=min_clients)
 
 
 def check_few(min_clients: int, allow_few_clients: bool) -> None:

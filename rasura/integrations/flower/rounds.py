@@ -56,7 +56,7 @@ class Opened:
 
 def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) -> Opened:
     """The model in ``clear`` (tensors that are not sealed as a whole) and ``aggregate``. Needs the secret key. Raises
-    ``InputError`` if shapes, keys, the mask or counts differ from the agreement.
+    ``InputError`` if shapes, keys, the mask or counts differ from the agreement, and for a sum of too few clients.
     """
     for name, tensor in agreement.start.items():
         if name not in clear and not agreement.whole(name):
@@ -76,6 +76,11 @@ def opened(agreement: Agreement, clear: Mapping[str, Tensor], aggregate: bytes) 
     clients, shares = message.header.get("clients"), message.header.get("shares")
     if type(clients) is not int or not isinstance(shares, float) or not 0 < shares <= clients:
         raise InputError(f"the aggregate is for {clients!r} clients with {shares!r} shares")
+    if clients < agreement.least:  # opening compares this number with the one inside the ciphertexts
+        raise InputError(
+            f"the aggregate is a sum of {clients} clients, of which each learns about the others; expected at least "
+            f"{agreement.least}, as min_clients says in agree (min-clients in the app)"
+        )
     _, scale = sealing.flattened(nothing, agreement.sealed, read_scales(message.header.get("scales"), agreement))
     held = homomorphic.Sealed(tuple(message.sealed.values()), clients)
     total = homomorphic.opened_sum(held, scale, agreement.keys) / shares
