@@ -417,7 +417,7 @@ def test_a_client_does_not_open_a_sum_of_fewer_than_it_agreed_on(count: int, def
     ):
         with pytest.raises(InputError, match=reason):
             opened(usual, side.server.visible(), aggregate)
-    with pytest.raises(InputError, match="a round of 2 clients: with two, .*at least 3, or pass allow_few_clients"):
+    with pytest.raises(InputError, match=r"a round of 2 clients: with two, .*at least 3, or pass allow_few_clients"):
         agree(defense, model(), keys, min_clients=2)
 
 

@@ -13,6 +13,7 @@ import typer
 
 from rasura.cli.shared import Device, app, err, say, training_device
 from rasura.core.errors import InputError
+from rasura.core.rounding import above, below
 
 client = typer.Typer(
     no_args_is_help=True, help="Use a model service: texts and the key stay on this machine, and only token ids are sent."
@@ -163,9 +164,28 @@ def train_remotely(
 
 
 def _told(job: dict[str, Any]) -> str:
-    last = " ".join(f"{k} {v:.3f}" for k, v in (job["epochs"] or [{}])[-1].items() if v is not None)
     state = f"{job['state']} {job['reason']}".rstrip()
-    return f"job {job['id']}: {job['model']} -> {job['output']}, {state}, epoch {job['epoch']} {last}".rstrip()
+    start = f"job {job['id']}: {job['model']} -> {job['output']}, {state}, epoch {job['epoch']} of at most {job['of']}"
+    if job["state"] not in ("running", "done"):
+        return start
+    kept = job.get("kept") or {"epoch": None, "reason": "the server does not say which epoch it kept"}
+    if kept["epoch"] is None:
+        return f"{start}; not measured: {kept['reason']}"
+    figures = {name: f"{name} {_figure(name, value)}" for name, value in kept["figures"].items()}
+    of_training = figures.pop("train_loss")
+    if (ends := kept["accuracy_interval"]) is not None:
+        figures["accuracy"] += f" ({ends[0]:.2f} to {ends[1]:.2f})"
+    best = "kept" if job["state"] == "done" else "best so far"
+    why = f" ({kept['reason']})" if kept["reason"] else ""
+    told = ", ".join([f"held-out texts: {kept['held_out']}", *figures.values()])
+    return f"{start}; {best}: epoch {kept['epoch']}, {of_training}; {told}{why}"
+
+
+def _figure(name: str, value: float | None) -> str:
+    """A figure that is rounded to the side on which it does not look better."""
+    if value is None:
+        return "not measured"
+    return above(value, 3) if name.endswith(("loss", "perplexity")) else below(value)
 
 
 @client.command()
@@ -204,7 +224,6 @@ def classify(
 
     Example: rasura client classify reviews-1 "a fine film" --key my.key --token-file token
     """
-    from rasura.core.rounding import below
     from rasura.data.rows import names_file
     from rasura.data.text import load_examples
 

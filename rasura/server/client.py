@@ -146,7 +146,8 @@ class Client:
         return found
 
     def status(self, job: str) -> dict[str, Any]:
-        """The state of a job: ``state`` (queued, running, done, failed, cancelled), ``reason``, ``epochs``."""
+        """The state of a job: ``state`` (queued, running, done, failed, cancelled), ``reason``, ``epochs``, and
+        ``kept``, the epoch whose weights the model has, as ``rasura.server.judged.judged`` tells it."""
         found: dict[str, Any] = self._server.ask("GET", f"/v1/jobs/{_quoted(job)}")
         return found
 

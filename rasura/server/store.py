@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rasura.core.errors import InputError
+from rasura.server.judged import judged
 from rasura.server.limits import Refused
 
 SCHEMA = """
@@ -55,7 +56,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Job:
-    """A fine-tuning job: trains ``model`` (an id; ``name`` to its tenant) into a new model named ``output``."""
+    """A fine-tuning job: trains ``model`` (an id; ``name`` to its tenant) into a new one named ``output``."""
 
     id: str
     tenant: str
@@ -67,12 +68,14 @@ class Job:
     reason: str
     epochs: list[dict[str, float | None]]
     starts: int
+    kept: int | None = None
+    held_out: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The description for its tenant."""
         return {
             "id": self.id, "model": self.name, "output": self.output, "state": self.state, "reason": self.reason,
-            "epoch": len(self.epochs), "of": self.settings["epochs"], "epochs": self.epochs,
+            "epoch": len(self.epochs), "of": self.settings["epochs"], **judged(self.epochs, self.kept, self.held_out),
         }  # fmt: skip
 
 
@@ -249,11 +252,12 @@ class Store:
             db.execute("UPDATE jobs SET state = 'running', starts = starts + 1 WHERE id = ?", (rows[0][0],))
         return self.job(rows[0][0])
 
-    def progress(self, number: str, epochs: list[dict[str, float]]) -> None:
-        """Note the figures of the ``epochs`` so far; one that is not finite as None, for JSON."""
+    def progress(self, number: str, epochs: list[dict[str, float]], kept: int, held_out: int) -> None:
+        """Note the figures of the ``epochs`` so far, one that is not finite as None; the rest as in ``judged``."""
         finite = [{name: value if math.isfinite(value) else None for name, value in one.items()} for one in epochs]
+        told = {"epochs": finite, "kept": kept, "held_out": held_out}
         with self._transaction() as db:
-            db.execute("UPDATE jobs SET epochs = ? WHERE id = ?", (json.dumps(finite), number))
+            db.execute("UPDATE jobs SET epochs = ? WHERE id = ?", (json.dumps(told), number))
 
     def end_job(self, number: str, state: str, reason: str = "") -> bool:
         """Move an open job to ``state``; False where it was at its end already. Its data go with its last state."""
@@ -275,7 +279,8 @@ def _model(row: Any) -> Model:
 
 def _job(row: Any) -> Job:
     number, tenant, model, name, output, settings, state, reason, epochs, starts = row
-    return Job(number, tenant, model, name, output, json.loads(settings), state, reason, json.loads(epochs), starts)
+    told = found if isinstance(found := json.loads(epochs), dict) else {"epochs": found}  # a list: none yet, or an old store
+    return Job(number, tenant, model, name, output, json.loads(settings), state, reason, starts=starts, **told)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from rasura.server import data, models
 from rasura.server.container import CONFIG, WEIGHTS
 from rasura.server.store import Job, Store, exclusive
 from rasura.victims.adapters import with_partial_adapter
+from rasura.victims.batching import apart
 from rasura.victims.outputs import check_predicted, nats, predictions
 from rasura.victims.recipe import Recipe
 from rasura.victims.train import FineTuning
@@ -38,7 +39,10 @@ def train(store: Store, job: Job, device: str) -> None:
     rows = data.read(place, task == "causal")
     order = torch.randperm(len(rows), generator=generator(settings.seed, "part")).tolist()
     count = min(len(rows) - 1, max(1, round(settings.holdout * len(rows))))
-    held = [rows[k] for k in order[:count]]
+    held, rest = ([rows[k] for k in some] for some in (order[:count], order[count:]))
+    # Where every held-out text is trained on, too, they still stop the training early, and no figure is stated.
+    different = apart(held, rest)
+    held = different or held
     if task == "causal":
         check_predicted(held, "the held-out texts")
     model = models.opened(store.path(source), task, device)
@@ -54,11 +58,15 @@ def train(store: Store, job: Job, device: str) -> None:
         precision=settings.precision, seed=settings.seed,
     )  # fmt: skip
     run = FineTuning(
-        model, [rows[k] for k in order[count:]], (), recipe, place / "training", task=task,
+        model, rest, (), recipe, place / "training", task=task,
         vocabulary=data.vocabulary(about), evaluate=figures, watched=watched, higher=HIGHER_IS_BETTER[watched],
     )  # fmt: skip
-    history = run.run(lambda *_: store.progress(job.id, run.history.epochs or []))
-    store.progress(job.id, history.epochs or [])
+
+    def noted(*_: object) -> None:
+        store.progress(job.id, run.history.epochs or [], run.history.best_epoch, len(different))
+
+    run.run(noted)
+    noted()  # of a job that had ended but for its model
     merge: Any = getattr(model, "merge_and_unload", None)
     whole: Any = model if merge is None else merge()
     with store.incoming() as part:
