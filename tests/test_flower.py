@@ -7,12 +7,12 @@ import logging
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from federated_setting import app_modules, folder, simulated
 from flower_setting import LocalGrid, app_of, flower
 from rounds_setting import DEFENSES, FIRST, averaged, keys, largest, model, sides
 
@@ -23,9 +23,8 @@ from rasura.defenses.homomorphic_keys import make_keys
 from rasura.integrations.flower.agreement import agree, read_scales
 from rasura.integrations.flower.collector import RoundFailed
 from rasura.integrations.flower.rounds import opened
-from rasura.testing.tiny import tiny
 
-__all__ = ["flower", "keys"]
+__all__ = ["app_modules", "flower", "folder", "keys"]
 
 STEPS = "local:batch=3/lr=5e-4"
 """At least two steps a round on what each client of these tests has."""
@@ -120,52 +119,6 @@ def test_flower_refuses_too_many_clients_and_reports_clients_that_cannot_open(ke
 
 
 # The app that ``rasura new federated`` writes.
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A random model with a tokenizer, and texts."""
-    from transformers import BertTokenizerFast
-
-    place = tmp_path / "model"
-    tiny("bert", "classification", num_labels=2, hidden=32).save_pretrained(str(place))  # type: ignore[operator]
-    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]", *(f"w{k}" for k in range(5, 300))]
-    (place / "vocab.txt").write_text("\n".join(words) + "\n")
-    BertTokenizerFast(vocab=str(place / "vocab.txt"), model_max_length=64).save_pretrained(str(place))
-    rows = [{"text": f"w{20 + k} w{60 + 3 * k} w{100 + 5 * k} w{30 + k}", "label": k % 2} for k in range(10)]
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return tmp_path
-
-
-@pytest.fixture
-def app_modules(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    from rasura.integrations.flower.new_app import new_app
-
-    place = new_app(folder / "app", 3, by="bfv")
-    monkeypatch.syspath_prepend(str(place))
-    yield place
-    for name in [n for n in sys.modules if n.split(".")[0] == "federated"]:
-        del sys.modules[name]
-
-
-def simulated(place: Path, folder: Path, **given: Any) -> dict[str, Any]:
-    """Two rounds of the generated app with two clients, in this process."""
-    import importlib
-
-    from flwr.app import Context, RecordDict
-
-    config = tomllib.loads((place / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
-    config |= {"num-server-rounds": 2, "model": str(folder / "model"), "data": str(folder / "texts.jsonl")}
-    config |= {"min-clients": 2, "allow-few-clients": True, "results": str(folder / "results.json"), **given}
-    client, server = (importlib.import_module(f"federated.{n}_app") for n in ("client", "server"))
-    contexts = {
-        k: Context(1, k, {"partition-id": k, "num-partitions": 2}, RecordDict(), config) for k in range(2)
-    }  # fmt: skip
-    server.app(
-        LocalGrid(range(2), lambda node, message: client.app(message, contexts[node])),
-        Context(1, 0, {}, RecordDict(), config),
-    )
-    return dict(json.loads((folder / "results.json").read_text())["rounds"])
 
 
 @pytest.mark.usefixtures("flower")
