@@ -51,7 +51,8 @@ def test_flower_trains_as_its_own_fedavg_does(defense: str, keys: Keys) -> None:
         step += 2 * max(scales.values()) / ((1 << 15) - 1)
     assert largest(dict(found), expected) <= step
     figures = result.train_metrics_clientapp[2]
-    assert figures["rasura-beyond"] == 0 and figures["rasura-bytes"] > 1000
+    assert figures["rasura-bytes"] > 1000
+    assert figures.get("rasura-beyond") == (None if defense == "none" else 0)
     # Clients evaluate the opened model: the figure is that of plain FedAvg.
     sizes = [r.evaluate_metrics_clientapp[2]["size"] for r in (plain, result)]
     assert sizes[0] == pytest.approx(sizes[1], abs=0.1)

@@ -221,3 +221,12 @@ def test_a_clipped_update_is_sent_whole_where_noise_is_small() -> None:
     made = strategy(agreed(noisy), first_scale=FIRST)
     made.start(grid=grid_of(4, app_of(agreed(noisy))), num_rounds=1)
     assert largest(weights(made), averaged(dict(made.agreement.start), range(4))) < 0.05
+
+
+@pytest.mark.parametrize("defense", [f"{ALL}/noise=1.0/clip=0.001", "none"])
+def test_entries_beyond_the_scale_are_no_figure_where_there_is_no_scale(defense: str) -> None:
+    """With noise the whole update is clipped by its norm, which nobody reports: the noise would not cover it."""
+    from rasura.integrations.flower import strategy
+
+    result = strategy(agreed(defense), first_scale=FIRST).start(grid=grid_of(3, app_of(agreed(defense))), num_rounds=1)
+    assert set(result.train_metrics_clientapp[1]) == {"rasura-bytes", "rasura-cpu-seconds"}

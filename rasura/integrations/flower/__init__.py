@@ -75,9 +75,9 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
 
     ``setup(context)`` gives the ``ClientSetup``. It is called with every message, so cache its result. The app sees plain
     weights under ``arrays`` and returns trained weights with the metric ``num-examples``. One Rasura message leaves the
-    client, with the app's metrics and three more: ``rasura-beyond`` (entries clipped to the agreed scale), ``rasura-bytes``
-    and ``rasura-cpu-seconds``. Other records are dropped. If a message cannot be decrypted or protected, the client answers
-    with an error of one line.
+    client, with the app's metrics and more: ``rasura-bytes``, ``rasura-cpu-seconds`` and, where there is an agreed scale,
+    ``rasura-beyond`` (entries clipped to it). Other records are dropped. If a message cannot be decrypted or protected, the
+    client answers with an error of one line.
     """
 
     def mod(message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
@@ -117,8 +117,7 @@ def protection_mod(setup: Callable[[Any], ClientSetup]) -> Callable[[Any, Any, C
             if len(arrays) != 1 or not isinstance(metrics.get(EXAMPLES), int | float):
                 raise InputError(f"the app returned {len(arrays)} array records; expected one, and the metric {EXAMPLES}")
             trained = as_tensors({n: a.numpy() for n, a in arrays[0].items()})
-            given = (client.agreement, ticket, before, trained, metrics[EXAMPLES], masking)
-            data, figures = protected(*given)
+            data, figures = protected(client.agreement, ticket, before, trained, metrics[EXAMPLES], masking)
             _keep(context, masking.state if masking is not None else None)
             for name, value in figures.items():
                 metrics[f"rasura-{name}"] = value

@@ -124,7 +124,8 @@ class Masking:
 
     def apply(self, message: Message, share: float) -> Message:
         """``message`` without the entries that are summed securely, which it carries masked. Values beyond the scale are
-        cut, and counted in the header; then all are multiplied by the client's weight ``share``."""
+        cut, and counted in the header; then all are multiplied by the client's weight ``share``. With noise there is no
+        such count: the whole update is made shorter, and noise would not cover a figure of that."""
         setting = setting_of(self.agreement, self.call.number, self.call.session, self.call.model)
         client, masked = _resumed(setting, self.state, self.identity), self.agreement.masked
         values, _ = flattened(message.gradients, masked, dict.fromkeys(masked, 1.0))
@@ -132,22 +133,23 @@ class Masking:
         vector = client.masked(self.call.data, steps)
         self.state = client.state()
         visible = {n: ~m & message.visible[n] if n in message.visible else ~m for n, m in masked.items()}
-        header = {
-            **message.header, "mask": mask_digest({n: ~m for n, m in masked.items()}), "scheme": "secagg", "beyond": beyond
-        }  # fmt: skip
+        header = {**message.header, "mask": mask_digest({n: ~m for n, m in masked.items()}), "scheme": "secagg"}
+        if beyond is not None:
+            header["beyond"] = beyond
         clear = {n: g.masked_fill(masked[n], 0) for n, g in message.gradients.items()}
         return Message(clear, visible, {"secagg/000000": vector}, message.kind, header)
 
-    def _steps(self, values: NDArray[np.float64], share: float, shared: Round) -> tuple[NDArray[np.int32], int]:
+    def _steps(self, values: NDArray[np.float64], share: float, shared: Round) -> tuple[NDArray[np.int32], int | None]:
         """The weighted values in whole steps, with this client's noise where there is any; and how many were beyond the
-        scale. A client that is not honest may send anything else: what the server checks is ``SecureSums.opened``."""
+        scale, None where there is noise and no scale. A client that is not honest may send anything else: what the server
+        checks is ``SecureSums.opened``."""
         if not self.agreement.noise:
             blocks = blocks_of(self.agreement, self.first_scale)
             cut = np.clip(values, -blocks.scales, blocks.scales)  # values that are not finite stay so, and are refused
             return encoded(cut * share, blocks, shared.encoding)[0], int(np.count_nonzero(cut != values))
         sigma = sigma_of(self.agreement.noise, shared.noisy, shared.encoding.half)
         noisy = clipped(values * share, self.agreement.clip) + discrete_gaussian(len(values), sigma)
-        return noisy.astype(np.int32), 0
+        return noisy.astype(np.int32), None
 
 
 # The server
