@@ -108,13 +108,18 @@ def load_examples(
     return examples
 
 
-def load_labelled(source: str | Path, classes: Sequence[str], model: str) -> Examples:
+def load_labelled(
+    source: str | Path, classes: Sequence[str], model: str, advice: str = "give the numbers of its classes"
+) -> Examples:
     """Texts with the ``classes`` of a trained ``model`` as labels. Raises ``InputError`` for labels that are text and not
-    the names of these: numbers that the file alone gives could exchange the classes."""
+    the names of these, or that have other numbers beside their names: numbers that the file alone gives could exchange
+    the classes. The message ends in ``advice``."""
     found = load_examples(source, classes=classes)
-    if not set(found.label_names or ()) <= set(classes):
+    known, given = dict(enumerate(classes)), dict(enumerate(found.label_names or ()))
+    if given and any(e.label is not None and known.get(e.label) != given[e.label] for e in found):
+        fault = "are text" if not set(given.values()) <= set(classes) else "have other numbers than their names"
         names = f"has the classes {', '.join(classes)}" if classes else "does not name its classes"
-        raise InputError(f"{source}: the labels are text, and {model} {names}; give the numbers of its classes")
+        raise InputError(f"{source}: the labels {fault}, and {model} {names}; {advice}")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,10 +128,12 @@ def agree(
     min_clients: int = MIN_CLIENTS,
     allow_few_clients: bool = False,
     identities: tuple[bytes, ...] = (),
+    classes: Sequence[str] = (),
 ) -> Agreement:
     """The agreement for training the parameters of ``model`` that require gradients.
 
-    ``model`` must be the same for all: the published weights, with a head drawn from a seed. A client refuses to open a sum
+    ``model`` must be the same for all: the published weights, with a head drawn from a seed. So must ``classes``, the names
+    of its classes in order, where labels are text: others are refused as other weights are. A client refuses to open a sum
     of fewer than ``min_clients``, and less than three are refused without ``allow_few_clients``, where a defense seals.
     With secure aggregation and ``identities`` (``read_identities``), it checks that each key of a round was signed by one
     of them. Raises ``InputError`` for a mask that clients cannot agree on, sealing without a scheme or without
@@ -162,14 +164,14 @@ def agree(
             masked = sealing.agreed_mask(settings, model, list(start), seed)
             digest = mask_digest({n: ~m for n, m in masked.items()})
             sums = (masked, min_clients, settings.noise, settings.clip, identities)
-            return Agreement(defense, start, {}, None, _digest(start), digest, *sums)
+            return Agreement(defense, start, {}, None, _digest(start, classes), digest, *sums)
         if keys is None:
             raise InputError("sealing needs keys; make them with rasura keys, and pass clients.secret or server.public")
         if keys.parameters.scheme != settings.scheme:
             raise InputError(f"the keys are for {keys.parameters.scheme}, but the defense seals with {settings.scheme}")
         sealed = sealing.agreed_mask(settings, model, list(start), seed)
     mask = mask_digest({n: ~m for n, m in sealed.items()})
-    return Agreement(defense, start, sealed, keys if wanted else None, _digest(start), mask, least=min_clients)
+    return Agreement(defense, start, sealed, keys if wanted else None, _digest(start, classes), mask, least=min_clients)
 
 
 def check_few(min_clients: int, allow_few_clients: bool) -> None:
@@ -181,8 +183,9 @@ def check_few(min_clients: int, allow_few_clients: bool) -> None:
         )
 
 
-def _digest(weights: Mapping[str, Tensor]) -> str:
-    return weights_digest(weights).hex()[:16]
+def _digest(weights: Mapping[str, Tensor], classes: Sequence[str]) -> str:
+    told = json.dumps(list(classes)).encode() if classes else b""
+    return hashlib.sha256(weights_digest(weights) + told).hexdigest()[:16]
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> bytes:
@@ -228,7 +231,8 @@ def check_sums(message: Message, agreement: Agreement) -> None:
     line."""
     told = message.header
     if told.get("start") != agreement.start_digest:
-        raise InputError(f"it starts from other weights ({told.get('start')!r}; expected {agreement.start_digest})")
+        found = f"{told.get('start')!r}; expected {agreement.start_digest}"
+        raise InputError(f"it starts from other weights, or has other names of classes ({found})")
     if agreement.sealed:
         for name, expected in (("mask", agreement.mask_digest), ("key", agreement.keys.key)):
             if told.get(name) != expected:

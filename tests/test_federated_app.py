@@ -1,0 +1,96 @@
+"""The federated app: labels that mean the same for all clients, by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federated_setting import app_modules, configured, folder, simulated
+from flower_setting import LocalGrid, app_of, flower
+from rounds_setting import FIRST, model
+
+from rasura.core.interfaces import InputError
+from rasura.data.text import load_labelled
+from rasura.integrations.flower.agreement import agree
+
+__all__ = ["app_modules", "flower", "folder"]
+
+pytestmark = pytest.mark.usefixtures("flower")
+
+
+def labels_of(place: Path, folder: Path, file: Path, **given: Any) -> list[list[int]]:
+    """The labels to train on and to evaluate with, of a client with its own ``file``."""
+    from flwr.app import Context, RecordDict
+
+    task = importlib.import_module("federated.task")
+    context = Context(1, 0, {"data": str(file)}, RecordDict(), configured(place, folder, **given))
+    return [[int(r.labels[0]) for r in rows] for rows in task.texts(context)]
+
+
+def named(folder: Path, *names: str) -> Path:
+    """A file with one text for each label."""
+    place = folder / f"{'-'.join(names)}.csv"
+    place.write_text("text,label\n" + "".join(f"w{20 + k} w{60 + k},{n}\n" for k, n in enumerate(names)))
+    return place
+
+
+def test_names_of_labels_are_the_same_classes_for_every_client(app_modules: Path, folder: Path) -> None:
+    one, other = named(folder, *["positive", "negative"] * 3), named(folder, *["negative", "positive"] * 3)
+    for file in (one, other):
+        with pytest.raises(InputError, match=r"does not name its classes; .*classes = \"negative,positive\""):
+            labels_of(app_modules, folder, file)
+    agreed = {"classes": "negative, positive"}
+    assert labels_of(app_modules, folder, one, **agreed) == [[1, 0, 1, 0, 0], [1]]
+    assert labels_of(app_modules, folder, other, **agreed, test=str(one)) == [[0, 1, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0]]
+    with pytest.raises(InputError, match="not one of the model's classes"):
+        labels_of(app_modules, folder, named(folder, "neutral", "positive"), **agreed)
+    with pytest.raises(InputError, match="has the classes negative, positive; "):
+        labels_of(app_modules, folder, other, **agreed, test=str(named(folder, "no", "yes")))
+    assert labels_of(app_modules, folder, named(folder, "1", "0", "1"), **agreed)[0] == [1, 0, 1]
+
+
+def test_a_model_that_names_its_classes_numbers_the_labels_of_all(app_modules: Path, folder: Path) -> None:
+    config = json.loads((folder / "model" / "config.json").read_text())
+    config |= {"id2label": {"0": "no", "1": "yes"}, "label2id": {"no": 0, "yes": 1}}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    file = named(folder, "yes", "no", "yes")
+    assert labels_of(app_modules, folder, file)[0] == labels_of(app_modules, folder, file, classes="no,yes")[0] == [1, 0, 1]
+    with pytest.raises(InputError, match="the model has the classes no, yes"):
+        labels_of(app_modules, folder, file, classes="yes,no")
+
+
+@pytest.mark.parametrize("classes", ["negative", "a,b,c", "a,a", "a,", "0,1"])
+def test_names_that_are_not_one_for_each_class_are_refused(classes: str, app_modules: Path, folder: Path) -> None:
+    with pytest.raises(InputError, match="expected 2 different names"):
+        labels_of(app_modules, folder, folder / "texts.jsonl", classes=classes)
+
+
+def test_what_clients_save_names_the_classes(app_modules: Path, folder: Path) -> None:
+    simulated(app_modules, folder, classes="a,b", save=str(folder / "kept" / "{client}-{round}"))
+    config = json.loads((folder / "kept" / "0-1" / "config.json").read_text())
+    assert config["id2label"] == {"0": "a", "1": "b"} and config["label2id"] == {"a": 0, "b": 1}
+
+
+def test_a_label_beside_its_name_has_the_number_of_that_class(tmp_path: Path) -> None:
+    file = tmp_path / "texts.jsonl"
+    for number in (0, 1):
+        file.write_text(json.dumps({"text": "w1", "label": number, "label_text": "positive"}))
+        if number:
+            assert load_labelled(file, ("negative", "positive"), "M")[0].label == 1
+        else:
+            with pytest.raises(InputError, match="other numbers than their names, and M has the classes negative, positive"):
+                load_labelled(file, ("negative", "positive"), "M")
+
+
+@pytest.mark.parametrize("defense", ["none", "sealing:all/by=secagg"])
+def test_a_client_with_other_names_of_classes_is_left_out(defense: str) -> None:
+    from rasura.integrations.flower import strategy
+
+    same, other = (agree(defense, model(), classes=names) for names in (("a", "b", "c"), ("b", "a", "c")))
+    apps = [app_of(same), app_of(same), app_of(same), app_of(other)]
+    made = strategy(same, first_scale=FIRST)
+    made.start(grid=LocalGrid(range(4), lambda node, message: apps[node](node, message)), num_rounds=1)
+    assert made.figures[1]["counted"] == 3
