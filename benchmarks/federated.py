@@ -29,7 +29,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from rasura.data.text import load_examples
+from rasura.data.columns import model_classes
+from rasura.data.text import load_labelled
 from rasura.integrations.flower.identities import make_identities
 from rasura.integrations.flower.new_app import new_app
 
@@ -187,7 +188,7 @@ def main() -> None:
             "identity": str(place / "identity-{client}.secret"),
         }  # fmt: skip
         if told.test:
-            rows = load_examples(told.test, limit=told.tested)
+            rows = load_labelled(told.test, model_classes(told.model), told.model)[: told.tested]
             lines = "".join(json.dumps({"text": e.text, "label": e.label}) + "\n" for e in rows)
             (place / "test.jsonl").write_text(lines, encoding="utf-8")
             common["test"] = str(place / "test.jsonl")
@@ -217,14 +218,17 @@ def show(defense: str, one: dict[str, Any]) -> None:
     """One line a round."""
     for r, figures in one["rounds"].items():
         server, sent, judged = figures["server"], figures["train"], figures["evaluate"]
+        measured = "accuracy not measured"
+        if judged:
+            measured = f"accuracy {judged['accuracy']:.4f}, loss {judged['loss']:.4f} by {server['evaluated']} clients"
+        beyond = f"{sent['rasura-beyond']:.0f} beyond, " if "rasura-beyond" in sent else ""
         up, down = server["bytes_up"] / server["counted"] / 1e6, server["bytes_down"] / 1e6
         print(
             f"{defense} round {r}: {server['counted']} counted, "
-            f"accuracy {judged['accuracy']:.4f}, loss {judged['loss']:.4f}, "
+            f"{measured}, "
             f"{server['waited_seconds']:.1f} s waited, {server['adding_cpu_seconds']:.1f} s CPU adding, "
             f"{sent['rasura-cpu-seconds']:.1f} s CPU a client protecting, {up:.2f} MB up and {down:.2f} MB down a client, "
-            f"{sent['rasura-beyond']:.0f} beyond, "
-            f"difference {one['difference'].get(r)}",
+            f"{beyond}difference {one['difference'].get(r)}",
             flush=True,
         )
 

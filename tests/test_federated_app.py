@@ -1,13 +1,17 @@
-"""The federated app: labels that mean the same for all clients, by name."""
+"""The federated app: labels that mean the same for all clients, and figures that somebody measured."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import logging
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from federated_setting import app_modules, configured, folder, simulated
 from flower_setting import LocalGrid, app_of, flower
 from rounds_setting import FIRST, model
@@ -19,6 +23,14 @@ from rasura.integrations.flower.agreement import agree
 __all__ = ["app_modules", "flower", "folder"]
 
 pytestmark = pytest.mark.usefixtures("flower")
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The lines of Flower's log, which does not propagate."""
+    logging.getLogger("flwr").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("flwr").removeHandler(caplog.handler)
 
 
 def labels_of(place: Path, folder: Path, file: Path, **given: Any) -> list[list[int]]:
@@ -94,3 +106,83 @@ def test_a_client_with_other_names_of_classes_is_left_out(defense: str) -> None:
     made = strategy(same, first_scale=FIRST)
     made.start(grid=LocalGrid(range(4), lambda node, message: apps[node](node, message)), num_rounds=1)
     assert made.figures[1]["counted"] == 3
+
+
+# Figures
+
+
+def evaluated(*told: dict[str, Any]) -> tuple[Any, dict[str, float]]:
+    """What a run says of an evaluation in which each client reports one of ``told``, and the server's figures."""
+    from flwr.app import MetricRecord
+
+    from rasura.integrations.flower import strategy
+
+    def changed(node: int, number: int, reply: Any) -> Any:
+        if not reply.content.array_records and "rasura" not in reply.content:
+            reply.content["metrics"] = MetricRecord(told[node])
+        return reply
+
+    made = strategy(agree("none", model()), first_scale=FIRST)
+    grid = LocalGrid(range(len(told)), app_of(agree("none", model()), changed))
+    return made.start(grid=grid, num_rounds=1).evaluate_metrics_clientapp.get(1), made.figures[1]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, [0.5, math.nan]])
+def test_a_figure_that_is_no_number_voids_all_of_its_client(loss: Any, said: pytest.LogCaptureFixture) -> None:
+    good, bad = {"num-examples": 2, "accuracy": 0.75, "loss": 0.25}, {"num-examples": 2, "accuracy": 0.5, "loss": loss}
+    found, server = evaluated(good, bad, good)
+    assert dict(found) == {"accuracy": 0.75, "loss": 0.25} and server["evaluated"] == 2
+    assert "round 1, evaluation: 1 of 3 clients is left out" in said.text and "not finite" in said.text
+    found, server = evaluated(bad, bad, bad)
+    assert found is None and server["evaluated"] == 0
+    assert "3 of 3 clients are left out" in said.text and "there is no figure, since no client measured any" in said.text
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        ({"num-examples": 2, "loss": 1e308}, {"num-examples": 2, "loss": 1e308}, "a mean is not finite"),
+        ({"num-examples": 1e308, "loss": 1.0}, {"num-examples": 1e308, "loss": 1.0}, "a mean is not finite"),
+        ({"num-examples": 2, "loss": 1.0}, {"num-examples": 2, "accuracy": 1.0}, "clients report none in common"),
+    ],
+)
+def test_means_that_cannot_be_are_no_figures(
+    one: dict[str, float], other: dict[str, float], why: str, said: pytest.LogCaptureFixture
+) -> None:
+    found, server = evaluated(one, one, other)
+    assert found is None and server["evaluated"] == 0
+    assert f"round 1, evaluation: there is no figure, since {why}" in said.text
+
+
+def test_the_app_measures_texts_that_were_kept_back_or_says_that_there_are_none(
+    app_modules: Path, folder: Path, said: pytest.LogCaptureFixture
+) -> None:
+    few = folder / "few.jsonl"
+    few.write_text("".join((folder / "texts.jsonl").read_text().splitlines(keepends=True)[:4]))
+    whole = {"data": str(folder / "texts.jsonl")}
+    rounds = simulated(app_modules, folder, nodes=[whole, {"data": str(few)}])
+    assert [r["server"]["evaluated"] for r in rounds.values()] == [1, 1]
+    assert all(set(r["evaluate"]) == {"accuracy", "loss"} for r in rounds.values())
+    assert "round 2, evaluation: 1 of 2 clients is left out of the reported figures (1 without a text" in said.text
+    rounds = simulated(app_modules, folder, limit=1)
+    assert [(r["evaluate"], r["server"]["evaluated"]) for r in rounds.values()] == [({}, 0)] * 2
+    assert "2 of 2 clients are left out" in said.text
+
+
+def test_the_app_has_no_accuracy_of_outputs_that_are_not_finite(app_modules: Path, folder: Path) -> None:
+    task = importlib.import_module("federated.task")
+    made = task.prepared(configured(app_modules, folder))
+    rows = task._texts(str(folder / "texts.jsonl"), 0, 1, 0, task.wanted(configured(app_modules, folder)))
+    assert all(0 <= v < 10 for v in task.accuracy(made, rows).values())
+    with torch.no_grad():
+        for parameter in made.net.parameters():
+            parameter.mul_(1e30)
+    assert [math.isnan(v) for v in task.accuracy(made, rows).values()] == [True, True]
+    assert task.accuracy(made, []) == {}
+
+
+def test_rounds_whose_training_has_no_figure_are_among_the_results(app_modules: Path, folder: Path) -> None:
+    own = app_modules / "federated" / "task.py"
+    own.write_text(own.read_text().replace("sum(losses) / len(losses)", "math.nan"))
+    rounds = simulated(app_modules, folder)
+    assert [(r["train"], r["server"]["counted"]) for r in rounds.values()] == [({}, 2)] * 2

@@ -179,14 +179,14 @@ def strategy(
     ``block_scales``. ``capture`` keeps what the server sees. ``options`` are FedAvg's. Under secure aggregation a round has
     three more exchanges with the clients, with identities four. Each ends at the latest with the ``timeout`` of ``start``.
 
-    The strategy's ``figures`` hold, by round, the number of clients asked and counted, the bytes to each client and from all
-    clients, the wall-clock seconds of waiting and the CPU seconds of adding. With noise in the sum, ``rho`` is that of all
-    rounds of this run so far (concentrated differential privacy). Its ``collector`` holds everything that the server knows.
+    The strategy's ``figures`` hold, by round, the number of clients asked, counted and ``evaluated`` (who measured),
+    the bytes to each client and from all, the seconds of waiting and the CPU seconds of adding. With noise, ``rho``
+    (concentrated differential privacy) is that of all rounds of the run so far. ``collector`` holds what the server knows.
     ``ledger`` is a file that counts each round with noise before it is opened, and in which a later run counts on; or it is
     another run's ledger (``SumLedger.read`` of ``collector.ledger.state_dict()``).
 
-    Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent.
-    ``RoundFailed`` ends a run whose round has fewer than ``min_clients`` valid updates.
+    Raises ``InputError`` for a secret context and for more clients than the keys fit, before anything is sent, and
+    ``RoundFailed`` for a round of fewer than ``min_clients`` valid updates.
     """
     _, strategies = flower()
     collector = Collector(agreement, min_clients, max_examples, first_scale, log, capture, allow_few_clients, earlier=ledger)
@@ -287,11 +287,14 @@ class _Protected(_Base):  # type: ignore[misc]  # its other base is Flower's Fed
         told["other_stages_bytes"] = self.stage_bytes
         if self.collector.ledger.rounds:
             told["rho"] = self.collector.ledger.rho
-        return record(self.collector.clear), weighed([f for m, f in sent if m.metadata.src_node_id in counted])
+        kept = [f for m, f in sent if m.metadata.src_node_id in counted]
+        return record(self.collector.clear), weighed(kept, f"round {server_round}, training")[0]
 
     def configure_evaluate(self, server_round: int, arrays: Any, config: Any, grid: Any) -> list[Any]:
         return self._ticketed(server_round, super().configure_evaluate(server_round, arrays, config, grid))
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Any]) -> Any:
         valid, _ = self._check_and_log_replies(replies, is_train=False, validate=False)
-        return weighed([sent_metrics(m) for m in valid])
+        found = [sent_metrics(m) for m in valid]
+        means, self.figures[server_round]["evaluated"] = weighed(found, f"round {server_round}, evaluation")
+        return means

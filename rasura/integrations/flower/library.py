@@ -46,20 +46,33 @@ def sent_bytes(message: Any) -> object:
 
 
 def sent_metrics(message: Any) -> dict[str, float]:
-    """The plain finite numbers of a reply's one metric record; nothing where the reply has another number of them."""
+    """The plain numbers of a reply's one metric record; nothing where the reply has another number of records. A number
+    that is not finite voids all of them but the examples: figures beside it come from the same broken model."""
     try:
         (found,) = message.content.metric_records.values()
-        return {n: float(v) for n, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+        finite = all(math.isfinite(x) for v in found.values() for x in (v if isinstance(v, list) else [v]))
+        told = {n: float(v) for n, v in found.items() if isinstance(v, int | float) and (finite or n == EXAMPLES)}
     except Exception:  # as above: without examples, the reply counts for nothing
         return {}
+    return told if math.isfinite(told.get(EXAMPLES, 0)) else {}
 
 
-def weighed(found: list[dict[str, float]]) -> Any:
-    """The means, by examples, of the metrics that all clients report; None where none does."""
-    told = [f for f in found if f.get(EXAMPLES, 0) > 0]
-    names = set.intersection(*(set(f) for f in told)) - {EXAMPLES} if told else set()
-    if not names:
-        return None
+def weighed(found: list[dict[str, float]], where: str) -> tuple[Any, int]:
+    """The means, by examples, of the metrics that all measuring clients report, and how many clients these are; None and 0
+    without any. Lines of the log say of ``where`` how many clients are left out and why, and that there is no figure."""
+    told = [f for f in found if f.get(EXAMPLES, 0) > 0 and len(f) > 1]
+    if out := len(found) - len(told):
+        empty = sum(f.get(EXAMPLES) == 0 for f in found)
+        log(
+            f"{where}: {out} of {len(found)} clients {'is' if out == 1 else 'are'} left out of the reported figures "
+            f"({empty} without a text to measure on, {out - empty} with no figures or one that is not finite)"
+        )
+    names = sorted(set.intersection(*(set(f) for f in told)) - {EXAMPLES}) if told else []
     total = sum(f[EXAMPLES] for f in told)
-    app, _ = flower()
-    return app.MetricRecord({n: float(sum(f[n] * f[EXAMPLES] for f in told) / total) for n in sorted(names)})
+    means = {n: sum(f[n] * f[EXAMPLES] for f in told) / total for n in names}
+    if names and all(map(math.isfinite, (total, *means.values()))):
+        app, _ = flower()
+        return app.MetricRecord(means), len(told)
+    why = "a mean is not finite" if names else "clients report none in common" if told else "no client measured any"
+    log(f"{where}: there is no figure, since {why}")
+    return None, 0
