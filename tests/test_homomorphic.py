@@ -275,8 +275,12 @@ def test_more_clients_than_fit_and_values_that_are_none() -> None:
         parameters_for(2, "rot13")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="1 values are not finite"):
         quantise(np.array([1.0, np.nan]), np.ones(2))
-    with pytest.raises(InputError, match="not above 0"):
-        quantise(np.ones(2), np.array([1.0, 0.0]))
+    keys = make_keys(2)
+    sealed, _ = seal(np.ones(2), np.ones(2), keys)
+    for scale in (0.0, -1.0, np.inf, np.nan):
+        for call in (lambda s: quantise(np.ones(2), s), lambda s: opened_sum(sealed, s, keys)):
+            with pytest.raises(InputError, match="not finite and above 0"):
+                call(np.array([1.0, scale]))
 
 
 def test_the_command_makes_both_files_and_never_prints_a_key(tmp_path: Path) -> None:

@@ -110,6 +110,12 @@ def test_entries_without_an_order_are_refused_and_not_left_in_the_clear() -> Non
         mask(Sealing("grad", 0.3), model, g, INPUTS, generator(0))
 
 
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_entries_without_a_size_have_no_scale_to_seal_by(value: float) -> None:
+    with pytest.raises(InputError, match="b has entries that are not finite, so no scale"):
+        agreed_scales({"a": torch.ones(3), "b": torch.tensor([0.5, value])})
+
+
 def test_embeddings_are_counted_sealed_or_clear() -> None:
     model = small()
     g = gradients(model)

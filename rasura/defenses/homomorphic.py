@@ -54,17 +54,22 @@ class Quantised:
 
 def quantise(values: NDArray[np.float64], scale: NDArray[np.float64]) -> Quantised:
     """``values`` ``(n,)`` in steps of ``scale / HALF``, where ``scale`` ``(n,)`` is the agreed maximum absolute value of
-    each. Raises ``InputError`` for values that are not finite numbers, and for scales that are not above 0.
+    each. Raises ``InputError`` for values that are not finite numbers, and for scales that are not finite and
+    above 0.
     """
     if not np.isfinite(values).all():
         raise InputError(f"{int((~np.isfinite(values)).sum())} values are not finite numbers; nothing is sealed")
-    if not (scale > 0).all():
-        raise InputError("a scale is not above 0; expected the maximum absolute value of each entry")
-    steps = values / scale
+    steps = values / _usable(scale)
     steps *= HALF
     np.rint(steps, out=steps)
     beyond = int(np.count_nonzero(np.abs(steps) > HALF))
     return Quantised(steps.clip(-HALF, HALF, out=steps).astype(np.int64), beyond)
+
+
+def _usable(scale: NDArray[np.float64]) -> NDArray[np.float64]:
+    if not (np.isfinite(scale) & (scale > 0)).all():
+        raise InputError("a scale is not finite and above 0; expected the maximum absolute value of each entry")
+    return scale
 
 
 def seal(values: NDArray[np.float64], scale: NDArray[np.float64], context: Context) -> tuple[Sealed, int]:
@@ -166,6 +171,6 @@ def opened_sum(sealed: Sealed, scale: NDArray[np.float64], context: Context) -> 
     if len(found) != len(scale):
         raise InputError(f"{len(found)} values were sealed; expected {len(scale)}")
     total = found.astype(np.float64)
-    total *= scale
+    total *= _usable(scale)
     total /= HALF
     return total

@@ -136,8 +136,10 @@ def _largest(settings: Sealing, found: Mapping[str, Tensor], embedding: set[str]
 
 def agreed_scales(gradients: Mapping[str, Tensor], margin: float = 2.0) -> dict[str, float]:
     """The largest absolute entry of each tensor times ``margin``. Clients agree on it from the previous aggregate, which all
-    of them know. A tensor of zeros has scale 1."""
+    of them know. A tensor of zeros has scale 1. Raises ``InputError`` for entries that are not finite."""
     sizes = {n: margin * float(g.abs().max()) if g.numel() else 1.0 for n, g in gradients.items()}
+    if bad := [n for n, s in sizes.items() if not math.isfinite(s)]:
+        raise InputError(f"{bad[0]} has entries that are not finite, so no scale can be agreed on; nothing is sealed")
     return {n: s if s > 0 else 1.0 for n, s in sizes.items()}
 
 
