@@ -53,7 +53,7 @@ def test_one_text_read_nearly_whole_is_a_breach_whatever_the_others_did() -> Non
 def test_verified_texts_are_read_unless_guessing_scores_as_much() -> None:
     assert of([record("span", "bf16", 0.5, confidence="verified")], "bf16").word == READS
     assert of([record("span", "bf16", GUESS, confidence="verified")], "bf16").word == NOT_MEASURED
-    assert of([record("span", "bf16", 0.5, confidence="span")], "bf16").word == NOT_MEASURED
+    assert of([record("span", "bf16", 0.4, confidence="span")], "bf16").word == NOT_MEASURED
 
 
 def test_more_than_half_by_the_interval_is_read() -> None:
@@ -72,6 +72,30 @@ def test_above_guessing_is_judged_by_the_difference_on_the_same_text() -> None:
     ]
     assert of(rows, "bf16").word == ABOVE
     assert of(rows[:4], "bf16").word == NOT_MEASURED
+
+
+def test_a_sure_guess_far_above_guessing_at_one_text_is_above_guessing() -> None:
+    def behind(value: float, confidence: str, status: str = "ok", n: int = 1) -> Verdict:
+        rows = [record("span", "fp16", value, note=k, confidence=confidence, status=status) for k in range(n)]
+        return of([*column("span", "none", [1.0] * n), *rows], "fp16")
+
+    assert [behind(0.85, word).word for word in ("verified", "span", "matched", "none")] == [
+        READS,
+        ABOVE,
+        NOT_TOLD,
+        NOT_TOLD,
+    ]
+    assert behind(0.85, "span").says == "above guessing (span: 85 %, guessing 20 %, n = 1)"
+    assert behind(GUESS + 0.2, "span").word == NOT_TOLD, "a word or two may be chance"
+    told = behind(0.85, "matched", n=2)
+    assert told.says.startswith("not told from guessing (n = 2, span read 85 %, upper bound 100 %, guessing 20 %; too few")
+    assert "read" not in behind(0.3, "matched", n=2).says
+
+
+def test_a_sure_guess_at_one_text_of_many_makes_no_yardstick() -> None:
+    rows = [record("span", "none", 0.85 if k == 0 else 0.0, note=k, confidence="span") for k in range(MANY)]
+    found = of([*rows, *column("span", "fp16", [0.0] * MANY)], "fp16")
+    assert found.word == NOT_MEASURED and not found.holds
 
 
 def test_not_told_from_guessing_needs_a_yardstick_and_says_n_and_the_bound() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from rasura.core.records import ACTIVE_THREATS
 from rasura.report.language import recorded, tell
@@ -137,7 +138,5 @@ def of_a_trained_model(parts: tuple[str, ...], records: Sequence[Record], asked:
 
 
 def _of_all(attack: str, status: str, texts: int) -> Reading:
-    none: frozenset[tuple[int, int]] = frozenset()
-    return Reading(
-        attack, texts, {}, {}, frozenset(), frozenset(), frozenset(), none, status == "ok", Counter({status: texts})
-    )
+    none: frozenset[Any] = frozenset()
+    return Reading(attack, texts, {}, {}, none, none, none, none, none, status == "ok", Counter({status: texts}))

@@ -139,9 +139,10 @@ class Reading:
 
     ``read``, ``guessed``: example -> its score, and what guessing scored on it. ``whole``: examples that were read nearly
     whole in any seed. ``mixed``: those of them that were read only among the words of others. ``proven``: those whose
-    tokens were verified, though not nearly all of their words are known to the tokenizer. ``ended``: updates of which
-    every example was measured. ``ended_as``: status -> examples. ``named``, ``named_blind``: example -> the share of the
-    tokens in the guess, and in that of guessing, that stand anywhere in the batch; without those of which it is not known.
+    tokens were verified, though not nearly all of their words are known to the tokenizer. ``sure``: those read clearly above
+    guessing by a guess that is at least ``span``. ``ended``: updates of which every example was measured. ``ended_as``:
+    status -> examples. ``named``, ``named_blind``: example -> the known shares of tokens in the guess, and in guessing's,
+    that stand anywhere in the batch.
     """
 
     attack: str
@@ -151,6 +152,7 @@ class Reading:
     whole: frozenset[int]
     mixed: frozenset[int]
     proven: frozenset[int]
+    sure: frozenset[int]
     ended: frozenset[Cell]
     complete: bool
     ended_as: Mapping[str, int]
@@ -196,8 +198,8 @@ class Reading:
 
     @property
     def works(self) -> bool:
-        """Whether the attack reads anything of these examples: one nearly whole, or more than guessing by the interval."""
-        return bool(self.whole) or self.above
+        """Whether the attack reads anything: an example nearly whole or surely, or more than guessing by the interval."""
+        return bool(self.whole or self.sure) or self.above
 
     @property
     def yardstick(self) -> bool:
@@ -223,7 +225,7 @@ class Reading:
 def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[int, ...]], metric: str) -> Reading:
     """What ``attack`` read, by its ``records`` of a column that consists of ``cells`` (``cells_of``)."""
     values: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    whole, apart, full = set[int](), set[int](), set[int]()
+    whole, apart, full, sure = set[int](), set[int](), set[int](), set[int]()
     ended: set[Cell] = set()
     statuses: dict[str, set[int]] = defaultdict(set)
     named, blind = defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
@@ -233,7 +235,7 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
         statuses[r["status"]].update(due)
         if due and len(found) == len(due):
             ended.add(cell)
-        verified = r["status"] == "ok" and r["confidence"] == "verified"
+        confidence = r["confidence"] if r["status"] == "ok" else ""
         own = dict(zip(notes, _values(r["scores"], "token_precision", len(notes))))
         here, there = _named(r, notes) if r["status"] == "ok" and not gave_up(r) else ({}, {})
         for note, value, guess in found:
@@ -241,27 +243,25 @@ def reading(attack: str, records: Iterable[Record], cells: Mapping[Cell, tuple[i
             named[note] += [here[note]] if note in here else []
             blind[note] += [there[note]] if note in there else []
             full.update({note} if value >= WHOLE else ())
-            if here.get(note, 1.0) >= OWN and (
-                (value >= WHOLE and value - guess >= CLEARLY) or (verified and value > guess)
-            ):
+            if here.get(note, 1.0) < OWN:
+                continue
+            clearly = value - guess >= CLEARLY
+            sure.update({note} if clearly and confidence in ("verified", "span") else ())
+            if (value >= WHOLE and clearly) or (confidence == "verified" and value > guess):
                 whole.add(note)
-                share_of_own = own[note]
-                if share_of_own is None or share_of_own >= OWN:
+                if (mine := own[note]) is None or mine >= OWN:
                     apart.add(note)
     return Reading(
         attack,
         len({n for notes in cells.values() for n in notes}),
         {n: sum(v for v, _ in pairs) / len(pairs) for n, pairs in values.items()},
         {n: sum(g for _, g in pairs) / len(pairs) for n, pairs in values.items()},
-        frozenset(whole),
-        frozenset(whole - apart),
-        frozenset(whole - full),
-        frozenset(ended),
+        frozenset(whole), frozenset(whole - apart), frozenset(whole - full), frozenset(sure), frozenset(ended),
         bool(cells) and ended == set(cells),
         Counter({status: len(notes) for status, notes in statuses.items()}),
         {n: sum(some) / len(some) for n, some in named.items() if some},
         {n: sum(some) / len(some) for n, some in blind.items() if some},
-    )
+    )  # fmt: skip
 
 
 def _named(record: Record, notes: Sequence[int]) -> tuple[dict[int, float], dict[int, float]]:

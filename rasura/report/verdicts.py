@@ -31,6 +31,7 @@ from rasura.report.missing import (
 )
 from rasura.report.pooled import Level
 from rasura.report.readings import (
+    CLEARLY,
     PORTFOLIO,
     Cell,
     Reading,
@@ -180,7 +181,10 @@ class Verdict:
         if self.n < texts_needed(HOLDS_WITHIN):
             few = tell("; too few to conclude that it holds, which takes {wanted}", wanted=texts_needed(HOLDS_WITHIN))
         bound = tell("upper bound {upper:.0f} %", upper=percent_above(1.0 if self.upper is None else self.upper))
-        return f"{word} (n = {self.n}, {bound}{guess}{few})"
+        read = ""
+        if self.guess is not None and (self.own.risk or 0.0) >= self.guess.mean + CLEARLY:
+            read = tell("{attack} read {read:.0f} %, ", attack=self.attack, read=percent(self.own.risk or 0.0))
+        return f"{word} (n = {self.n}, {read}{bound}{guess}{few})"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for ``summary.json``: no figure where it was not measured."""
@@ -260,9 +264,9 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
     ]
     told = [(r, r.level) for r in here.values() if r.level is not None and not r.inflated]
     guess = guessing(records, metric)
-    strongest = max(told, key=lambda one: (one[0].reads, one[0].above, one[1].mean))[0] if told else None
+    strongest = max(told, key=lambda one: (one[0].reads, one[0].works, one[1].mean))[0] if told else None
     word = NOT_MEASURED if missing else NOT_TOLD
-    if strongest is not None and (strongest.reads or strongest.above):
+    if strongest is not None and strongest.works:
         word = READS if strongest.reads else ABOVE
     highs = [level.high for level in (guess, *(level for _, level in told)) if level is not None]
     return Verdict(
