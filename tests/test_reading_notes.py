@@ -67,6 +67,21 @@ def test_a_place_that_stays_open_is_told(victim: Victim, tmp_path: Path) -> None
     assert found.notes == ("1 of 4 tokens stay open, since the embeddings of other words are equal or nearly so",)
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_file_of_a_decoder_is_read_whatever_its_sign(tmp_path: Path, family: str) -> None:
+    one = load(tokenizer_folder(tiny(family, "causal"), tmp_path / "model"), "causal")
+    inputs = dict(one.tokenizer([TEXT], return_tensors="pt"))
+    path = tmp_path / "u.safetensors"
+    capture(one.model, inputs | {"labels": inputs["input_ids"]}, path)
+    sent = load_file(path)
+    for sign in (1.0, -0.01):
+        save_file({n: sign * t for n, t in sent.items()}, path)
+        found = read_update(path, one, ReadRequest(attack="span", batch_size=1))
+        assert (found.texts, found.confidence) == ((TEXT,), "verified")
+    wrong = read_update(path, one, ReadRequest(attack="span", batch_size=1, update="fedsgd"))
+    assert wrong.confidence != "verified", "it is no gradient, whatever is stated"
+
+
 def test_fewer_texts_than_the_batch_are_told(tmp_path: Path) -> None:
     """Two equal texts of a causal model have the mean gradient of one."""
     twice = load(tokenizer_folder(tiny("gpt2", "causal"), tmp_path / "model"), "causal")

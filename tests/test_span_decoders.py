@@ -173,7 +173,7 @@ def test_the_last_token_against_every_word_tried(module: str) -> None:
     cosines = nn.functional.cosine_similarity(torch.stack(every), seen, dim=1)
     named = endings._named(model, lin, text[:-1], seen)
     best = [int(k) for k in cosines.topk(endings.OPTIONS).indices if cosines[k] > endings.ALIKE]
-    assert named == best and best[0] == 277
+    assert named[1] == best and best[0] == 277
 
 
 @pytest.mark.parametrize(("last", "noise", "clear"), [(277, 0.0, True), (277, 1.0, False), (41, 0.0, False)])

@@ -35,14 +35,19 @@ def _products(pairs: Sequence[tuple[Tensor | None, Tensor]]) -> tuple[float, flo
 
 
 def relative_error(
-    guess: Mapping[str, Tensor], observed: Mapping[str, Tensor], visible: Mapping[str, Tensor] | None = None
+    guess: Mapping[str, Tensor],
+    observed: Mapping[str, Tensor],
+    visible: Mapping[str, Tensor] | None = None,
+    *,
+    turned: bool = False,
 ) -> float:
-    """``||a * guess - observed|| / ||observed||`` over visible entries, at the best scale ``a`` (clipping rescales)."""
+    """``||a * guess - observed|| / ||observed||`` over visible entries, at the best scale ``a`` (clipping rescales). It is
+    below 0 only where ``observed`` may be ``turned`` around."""
     pairs = list(_shown(guess, observed, visible))
     inner, own, square = _products(pairs)
     if square == 0.0 or own == 0.0:
         return math.inf
-    scale = max(inner, 0.0) / own
+    scale = (inner if turned else max(inner, 0.0)) / own
     # The difference itself, not 1 - cos^2: that would vanish below the square root of the precision.
     error = sum(_inner(b, b) if a is None else _missed(a, b, scale) for a, b in pairs)
     return math.sqrt(error / square)

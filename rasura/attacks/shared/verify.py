@@ -75,7 +75,12 @@ def _fitted(
 
 def _error(seen: Observation, inputs: Mapping[str, Tensor]) -> float:
     guess, _ = changed(seen.model, inputs, list(seen.gradients), announced_update(seen))
-    return relative_error(guess, seen.gradients, seen.visible)
+    return relative_error(guess, seen.gradients, seen.visible, turned=_either(seen))
+
+
+def _either(seen: Observation) -> bool:
+    """Whether the update may have the opposite sign and nothing else tells: a classifier's labels turn around with it."""
+    return seen.task == "causal" and seen.message.sign == "unknown"
 
 
 class _Decoys:
@@ -105,7 +110,8 @@ class _Decoys:
             guess, _ = changed(self.seen.model, inputs, self.last)
             observed = {n: self.seen.gradients[n] for n in self.last}
             # At the best scale nothing is missed by more than all of it.
-            bound = min(relative_error(guess, observed, self.seen.visible), 1.0) * math.sqrt(self.held)
+            missed = relative_error(guess, observed, self.seen.visible, turned=_either(self.seen))
+            bound = min(missed, 1.0) * math.sqrt(self.held)
             if apart(error, bound):
                 return bound
         return _error(self.seen, inputs)

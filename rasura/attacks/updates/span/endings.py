@@ -118,12 +118,15 @@ def _from_output_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], i
         return None
     name = known.word_embedding if known.tied else known.head.weight
     gradient = seen.gradients.get(name)
-    if gradient is None or name in seen.visible:
+    turned = seen.message.sign == "unknown"
+    if gradient is None or name in seen.visible or (turned and known.tied):
         return None
     deltas = _last_deltas(gradient, _states(prefixes, inputs, known.head.module))
     if deltas is None:
         return None
     scores = -deltas
+    if turned:  # the next token's entry outweighs all others together
+        scores *= torch.where(-deltas.amin(1) < deltas.amax(1), -1, 1)[:, None]
     own = sorted({t for p in prefixes for t in p}) if known.tied else []
     scores[:, own] = -torch.inf
     best = scores.topk(OPTIONS)
@@ -144,13 +147,18 @@ def _from_another_layer(seen: Observation, prefixes: Sequence[tuple[int, ...]], 
             continue  # a layer of an expert, which reads some of the tokens
         deltas = _last_deltas(gradients[0], states)
         if deltas is not None:
-            return [_named(inputs.model, lin, p, delta) or n for p, delta, n in zip(prefixes, deltas, nothing)]
+            signs = (1, -1) if seen.message.sign == "unknown" else (1,)
+            named = [
+                max((_named(inputs.model, lin, p, s * delta) for s in signs), key=lambda one: one[0])
+                for p, delta in zip(prefixes, deltas)
+            ]
+            return [found or n for (_, found), n in zip(named, nothing)]
     return nothing
 
 
-def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) -> list[int]:
+def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) -> tuple[float, list[int]]:
     """Tokens whose loss behind ``tokens`` has a gradient in the direction of ``delta`` by the output of ``lin``, best first;
-    ``UNKNOWN`` before them where another one is about as good as the best.
+    ``UNKNOWN`` before them where another one is about as good as the best. With the cosine of the best.
 
     Of the whole vocabulary at once: ``<J^T (p - e_y), u>`` is ``<p, J u> - (J u)_y`` for any direction ``u``. Then exactly
     for the best.
@@ -186,7 +194,7 @@ def _named(model: nn.Module, lin: Linear, tokens: Sequence[int], delta: Tensor) 
     order = cosines.argsort(descending=True)
     off = (1 - cosines[order]).clamp_min(PRECISION).tolist()
     found = [int(nearest[k]) for k in order[:OPTIONS] if float(cosines[k]) > ALIKE]
-    return found if off[1] > CLEAR * off[0] else [UNKNOWN, *found]
+    return float(cosines[order[0]]), found if off[1] > CLEAR * off[0] else [UNKNOWN, *found]
 
 
 def _directions(delta: Tensor) -> Tensor:
