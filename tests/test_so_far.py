@@ -12,17 +12,22 @@ from audit_setting import TEXTS, model_folder, plan_for
 from span_setting import seen_by_server
 from torch import Generator
 
+from rasura.attacks.updates.best import Best
+from rasura.attacks.updates.embedding_rows import EmbeddingRows
 from rasura.core.batches import Batch
 from rasura.core.interfaces import Budget
 from rasura.core.records import MASK
 from rasura.core.rng import generator
-from rasura.core.so_far import SoFar, listening, tell
+from rasura.core.so_far import SoFar, Stage, listening, tell
 from rasura.core.values import UNKNOWN, Grant, Observation, Reconstruction, Vocabulary
 from rasura.registry import attack as make_attack
 from rasura.runs.audit import Audit
 from rasura.runs.listened import listened
+from rasura.runs.reading import ReadRequest, read_update
 from rasura.runs.scoring import recovered_so_far
-from rasura.testing.tiny import batch_of, tiny
+from rasura.testing.tiny import batch_of, tiny, tokenizer_folder
+from rasura.victims.loading import load
+from rasura.victims.step import capture
 
 __all__ = ["model_folder"]
 
@@ -39,6 +44,32 @@ def test_nothing_is_computed_where_nobody_listens() -> None:
         tell(lambda: [[1, UNKNOWN]], ordered=False)
     tell(never)
     assert heard == [SoFar(((1, UNKNOWN),), ordered=False)]
+
+
+class Interrupted:
+    """An attack during which the user presses Ctrl-C."""
+
+    name, needs, uses = "late", frozenset[Grant](), frozenset[Grant]()
+
+    def __call__(self, seen: Observation, *, rng: Generator, budget: Budget) -> Reconstruction:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_portfolio_gives_what_it_has_where_somebody_asked_for_that(tmp_path: Path) -> None:
+    victim = load(tokenizer_folder(tiny("bert", "classification"), tmp_path / "model"), "classification")
+    path, text = tmp_path / "u.safetensors", victim.tokenizer(["w40 the w41 w42", "w50 w51 w52 w53"], return_tensors="pt")
+    capture(victim.model, {**text, "labels": torch.tensor([1, 0])}, path)
+    request, begun = ReadRequest(), list[Stage]()
+    request.__dict__["method"] = Best(attacks=(EmbeddingRows, Interrupted))
+    found = read_update(path, victim, request, begun.append)
+    assert [(s.attack, s.guess is None) for s in begun] == [("embedding-rows", True), ("late", False)]
+    assert found.confidence == "span" and found.attack == "embedding-rows" and "w40" in found.texts[0]
+    assert found.notes == ("stopped during late; attacks that did not end may read more",)
+    with pytest.raises(KeyboardInterrupt):
+        read_update(path, victim, request)  # as in an audit, which is resumed
+    request.__dict__["method"] = Best(attacks=(Interrupted,))
+    with pytest.raises(KeyboardInterrupt):
+        read_update(path, victim, request, begun.append)
 
 
 def run(audit: Audit, attack: str) -> tuple[Any, Reconstruction]:

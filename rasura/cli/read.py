@@ -30,6 +30,7 @@ from rasura.cli.shared import (
 from rasura.core.errors import InputError
 
 if TYPE_CHECKING:
+    from rasura.core.so_far import Stage
     from rasura.runs.reading import ReadRequest, ReadResult
     from rasura.victims.loading import Victim
 
@@ -115,7 +116,7 @@ def read(
     if candidates is not None:
         return candidates_read(paths[0], candidates, victim, request, simulated_rounds, as_json)
     if watch is None and len(paths) == 1:
-        return _told(_one(paths[0], victim, request), as_json)
+        return _told(_one(paths[0], victim, request, stops=True), as_json)
     return _each(paths if watch is None else arriving(watch), victim, request, as_json)
 
 
@@ -133,11 +134,19 @@ def _checked(updates: list[Path], watch: Path | None, candidates: Path | None) -
     return updates
 
 
-def _one(path: Path, victim: Victim, request: ReadRequest) -> ReadResult:
+def _one(path: Path, victim: Victim, request: ReadRequest, stops: bool = False) -> ReadResult:
+    """The texts of one update. ``stops``: Ctrl-C ends with the best guess so far, and the running attack is named."""
     from rasura.runs.reading import read_update
 
-    with err.status("reading"):
-        return read_update(path, victim, request)
+    with err.status("reading") as status:
+
+        def begun(stage: Stage) -> None:
+            so_far = "" if stage.guess is None else f"; so far {stage.guess.confidence}, which Ctrl-C shows"
+            status.update(f"reading: {stage.attack}{so_far}")
+            if not err.is_terminal:
+                say(f"reading: {stage.attack}{so_far}", to=err)
+
+        return read_update(path, victim, request, begun if stops else None)
 
 
 def _each(paths: Iterable[Path], victim: Victim, request: ReadRequest, as_json: bool) -> None:

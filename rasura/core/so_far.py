@@ -9,7 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rasura.core.values import Reconstruction
 
 Tokens = Sequence[Sequence[int]]
 
@@ -26,9 +30,19 @@ class SoFar:
     ordered: bool = True
 
 
+@dataclass(frozen=True)
+class Stage:
+    """A portfolio begins its member ``attack``. ``guess``: the best of those before it, which it would return now; None
+    without any."""
+
+    attack: str
+    guess: Reconstruction | None
+
+
 Listener = Callable[[SoFar], None]
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("listener", default=None)
+_WATCHER: ContextVar[Callable[[Stage], None] | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
@@ -52,3 +66,31 @@ def tell(read: Callable[[], Tokens], *, ordered: bool = True) -> None:
     listener = _LISTENER.get()
     if listener is not None:
         listener(SoFar(tuple(tuple(map(int, text)) for text in read()), ordered))
+
+
+def interruptible(run: Callable[[], Reconstruction], begun: Callable[[Stage], None]) -> Reconstruction:
+    """What ``run`` returns. Where the user interrupts it, the best guess so far of its portfolio, whose details name the
+    attack that was ``stopped``; without one, the interruption. ``begun`` hears of every member that begins."""
+    last = Stage("", None)
+
+    def hear(stage: Stage) -> None:
+        nonlocal last
+        last = stage
+        begun(stage)
+
+    token = _WATCHER.set(hear)
+    try:
+        return run()
+    except KeyboardInterrupt:
+        if last.guess is None:
+            raise
+        return replace(last.guess, details={**last.guess.details, "stopped": last.attack})
+    finally:
+        _WATCHER.reset(token)
+
+
+def begin(attack: str, guess: Callable[[], Reconstruction | None]) -> None:
+    """Tell that the member ``attack`` of a portfolio begins, where somebody watches; ``guess`` as in ``Stage``."""
+    watcher = _WATCHER.get()
+    if watcher is not None:
+        watcher(Stage(attack, guess()))

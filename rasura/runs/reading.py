@@ -3,10 +3,10 @@ parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from rasura.core.interfaces import Attack, Budget, Defense, InputError, NotAppli
 from rasura.core.local import Local
 from rasura.core.mechanisms import Dropout, FrozenEmbeddings
 from rasura.core.rng import generator
+from rasura.core.so_far import Stage, interruptible
 from rasura.core.threat import observe_update
 from rasura.core.values import UNKNOWN, Mechanism, Message, Observation, Parameter, Reconstruction
 from rasura.data.text import load_examples
@@ -178,11 +179,14 @@ class ReadResult:
         return f"<ul>{rows}</ul>{notes}<p><b>{self.confidence}</b> by {escape(self.attack)} in {self.seconds:.1f} s</p>"
 
 
-def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = None) -> ReadResult:
+def read_update(
+    path: str | Path, victim: Victim, request: ReadRequest | None = None, begun: Callable[[Stage], None] | None = None
+) -> ReadResult:
     """Recover text from the update in the file ``path``, which was computed with the model ``victim``.
 
     ``read_update("update.safetensors", victim, ReadRequest(batch_size=2, dropout=0.1)).texts``. If the attack finds nothing
-    or is not applicable, ``status`` says so. Raises ``InputError`` for bad input.
+    or is not applicable, ``status`` says so. ``begun``: hears which attack of a portfolio begins; an interruption
+    then ends with the best guess so far. Raises ``InputError`` for bad input.
     """
     request = request or ReadRequest()
     with observed(path, victim, request) as (update, seen):
@@ -190,8 +194,8 @@ def read_update(path: str | Path, victim: Victim, request: ReadRequest | None = 
         def guess() -> Reconstruction:
             if all(n in seen.visible and not bool(seen.visible[n].any()) for n in seen.gradients):
                 raise NotApplicable("every entry of the update is hidden, so there is nothing to read")
-            made = request.method(seen, rng=generator(request.seed, "read"), budget=request.budget)
-            return trusted(made, seen, request.method)
+            run = partial(request.method, seen, rng=generator(request.seed, "read"), budget=request.budget)
+            return trusted(run() if begun is None else interruptible(run, begun), seen, request.method)
 
         outcome = attempt(guess, raises=(Exception,))
     return replace(_result(outcome, victim, request), file=update.notes)
@@ -281,6 +285,8 @@ def _notes(guess: Reconstruction, victim: Victim, request: ReadRequest) -> tuple
         out.append(f"{twins} of {of} tokens stay open, since the embeddings of other words are equal or nearly so")
     if request.batch_size is not None and len(guess.tokens) < request.batch_size:
         out.append(f"{len(guess.tokens)} of {request.batch_size} texts; equal texts are named once")
+    if stopped := guess.details.get("stopped"):
+        out.append(f"stopped during {stopped}; attacks that did not end may read more")
     by_gradient = guess.details.get("proof") == "gradient"  # that of embedding rows tells no labels, whatever the sign
     if by_gradient and guess.labels is None and victim.task != "causal":
         which = "; --update fedsgd says that it holds a gradient"

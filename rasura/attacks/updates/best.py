@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ from rasura.attacks.updates.span import Span
 from rasura.attacks.updates.span_matching import SpanMatching
 from rasura.core.interfaces import Attack, AttackFailed, Budget, NotApplicable
 from rasura.core.rng import child
+from rasura.core.so_far import begin
 from rasura.core.specs import AttackSpec, Home, Portfolio
 from rasura.core.values import UNKNOWN, Grant, Observation, Parameter, Reconstruction
 
@@ -76,12 +77,19 @@ class Best:
         winner = ""
         ended: dict[str, str] = {}
         ran: list[str] = []
+
+        def so_far() -> Reconstruction | None:
+            tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
+            told: dict[str, Parameter] = {"attack": winner, "ran": ",".join(ran), "tried": tried}
+            return None if best is None else replace(best, details={**best.details, **told})
+
         for make in (*self.attacks, matching(seen)):
             attack = make()
             own = torch.Generator().manual_seed(child(rng))
             if any(grant not in seen for grant in attack.needs):
                 ended[attack.name] = "not granted"
                 continue
+            begin(attack.name, so_far)
             try:
                 guess = attack(seen, rng=own, budget=budget)
             except NotApplicable as reason:
@@ -99,11 +107,10 @@ class Best:
             own_rank = _rank(guess, seen)
             if rank is None or own_rank > rank:
                 best, winner, rank = guess, attack.name, own_rank
-        tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
-        if best is None:
+        if (found := so_far()) is None:
+            tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
             raise AttackFailed(f"no attack of the portfolio recovered anything ({tried})", {"ran": ",".join(ran)})
-        details: Mapping[str, Parameter] = {**best.details, "attack": winner, "ran": ",".join(ran), "tried": tried}
-        return replace(best, details=details)
+        return found
 
 
 SPEC = AttackSpec(
