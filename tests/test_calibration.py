@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +276,17 @@ def test_the_command_tells_a_missed_target_from_one_that_nobody_can_judge(
     refused = CliRunner().invoke(app, [*common, "--at-most", str(TARGET), "--defense", "accumulate"])
     assert isinstance(refused.exception, InputError), "which main turns into one line and exit code 2"
     assert "No setting of accumulate keeps the upper bound" in str(refused.exception)
+
+
+def test_a_protection_under_which_nothing_was_sent_is_not_measured(model_folder: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.jsonl"
+    texts = [" ".join(some) for some in permutations(["w1", "w2", "w3", "w4"])]
+    short.write_text("".join(json.dumps({"text": text, "label": 0}) + "\n" for text in texts))
+    words = ["calibrate", str(short), "--model", str(model_folder), "--limit", "4", "--attack", "span", "--defense"]
+    words += ["accumulate", "--risk", "token_recall", "--at-most", str(TARGET), "--steps", "0", "--budget", "quick"]
+    done = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "run")])
+    said = " ".join(done.output.split())
+    assert done.exit_code == 4, said
+    assert "accumulate: at accumulate:0.12d not measured: nothing is sent: the texts hold 6 different tokens" in said
+    assert "pass more texts (--limit)" in said
+    assert "No setting" not in said and "none reached" not in said and "--attack" not in said

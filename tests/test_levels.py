@@ -72,7 +72,8 @@ def test_a_point_holds_by_its_bound() -> None:
 
 def outcome_of(bounds: Sequence[float | None], tried: bool = True) -> str:
     unjudged: list[dict[str, Any]] = [
-        {"bound": b, "risk": {} if tried else None, "unjudged": ["why"] if b is None else []} for b in bounds
+        {"setting": "none", "bound": b, "risk": {} if tried else None, "unjudged": ["why"] if b is None else []}
+        for b in bounds
     ]
     return str(not_found(unjudged, 0.5)["status"])
 
@@ -81,14 +82,22 @@ def test_a_target_is_missed_only_where_nothing_stronger_is_unknown() -> None:
     assert outcome_of([1.0, 0.6]) == "unreached"
     assert outcome_of([1.0, None]) == outcome_of([None]) == "not measured"
     assert outcome_of([None, 0.6]) == "unreached", "stronger ones are worse"
-    assert outcome_of([1.0, None], tried=False) == "unreached", "nothing was sent there"
-    assert outcome_of([None], tried=False) == "not measured"
+    assert outcome_of([1.0, None], tried=False) == outcome_of([None], tried=False) == "not measured"
     assert outcome_of([0.5, None]) == outcome_of([0.5]) == "not measured", "a bound at the target does not miss it"
     points: list[dict[str, Any]] = [
         {"bound": b, "risk": {}, "unjudged": why} for b, why in ((1.0, []), (None, ["b", "a"]), (None, ["a", "c"]))
     ]
     assert not_found(points, 0.5) == {"status": "not measured", "unjudged": ["a", "c"]}, "of the strongest"
     assert not_found([{"bound": None, "risk": {}, "unjudged": ["a"]}, *points[:1]], 0.5)["unjudged"] == []
+
+
+def test_where_no_attack_could_be_tried_the_weakest_unknown_setting_says_why() -> None:
+    missed = {"setting": "none", "bound": 1.0, "risk": {}, "unjudged": []}
+    untried = [{"setting": f"waits:{k}", "bound": None, "risk": None, "unjudged": [f"no {k}", "few"]} for k in (2, 3)]
+    assert not_found([missed, *untried], 0.5) == {"status": "not measured", "unjudged": ["at waits:2 no 2; few"]}
+    assert not_found([{**untried[0], "setting": "none"}], 0.5)["unjudged"] == ["without protection no 2; few"]
+    judged = {**untried[0], "risk": {}, "unjudged": ["few"]}
+    assert not_found([missed, judged, untried[1]], 0.5)["unjudged"] == ["few"]
 
 
 @pytest.mark.parametrize(("word", "missing", "risk", "expected"), [

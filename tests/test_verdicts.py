@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from rows import GUESS, MANY, METRIC, READ, column, of, record, runs
 
-from rasura.core.interfaces import InputError
+from rasura.core.interfaces import InputError, NotSent
 from rasura.metrics.intervals import mean_interval
 from rasura.registry import ATTACKS, DEFENSES, adversaries
 from rasura.report.findings import findings, summarise
@@ -204,6 +204,15 @@ def test_an_attack_that_does_not_apply_did_not_try() -> None:
     found = of(rows, "dp-sgd:0.01")
     assert found.word == NOT_MEASURED and "embedding-rows does not apply to 60 of 60" in found.says
     assert "against an adversary who knows it: add --attack pursuit,lamp-weighted" in found.says
+
+
+def test_where_nothing_was_sent_text_is_missing_and_no_attack() -> None:
+    why = str(NotSent("the texts hold 3 different tokens, but accumulate waits for 9"))
+    waiting = [{**r, "reason": why} for r in column("span", "accumulate:9", [None] * 2, "not_applicable")]
+    rows = [*column("span", "none", [1.0] * 2), *waiting]
+    assert of(rows, "accumulate:9").says == f"not measured: {why}; pass more texts (--limit)"
+    sent = record("span", "accumulate:9", 1.0, note=2)
+    assert of([*rows, record("span", value=1.0, note=2), sent], "accumulate:9").word == READS
 
 
 def test_noise_on_which_only_rows_were_tried_is_not_said_to_hold() -> None:

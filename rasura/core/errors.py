@@ -28,8 +28,15 @@ class NotApplicable(RuntimeError):
     """The attack cannot be tried on this observation; recorded as ``not_applicable`` with this reason."""
 
 
+UNSENT = "nothing is sent"
+"""What the reason of ``NotSent`` begins with, in every record."""
+
+
 class NotSent(RuntimeError):
     """A protection held the update back, so there is nothing to attack. Recorded as ``not_applicable`` with this reason."""
+
+    def __str__(self) -> str:
+        return f"{UNSENT}: {super().__str__()}"
 
 
 class Unavailable(RuntimeError):

@@ -42,7 +42,7 @@ def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Tra
     def apply(message: Message, state: Held, rng: Randomness) -> tuple[Message, Held]:
         held, needed = state
         if held < needed:
-            raise NotSent(f"nothing is sent: the texts hold {held} different tokens, but {NAME} waits for {needed}")
+            raise NotSent(f"the texts hold {held} different tokens, but {NAME} waits for {needed}")
         return message, state
 
     return Transform(Stage.WIRE, mechanism, init, apply)

@@ -58,26 +58,19 @@ def outcome(part: Mapping[str, Any], result: Mapping[str, Any]) -> str:
             "{name}: what held at first did not afresh; at {setting} {why}, the target is {target}.", name=name,
             setting=last["setting"], why="; ".join([*risk, *last["reasons"]]) or tell("nothing was scored"), target=target,
         )  # fmt: skip
-    measured = [p for p in part["points"] if p["risk"]]
     if part["status"] == "not measured" and part["unjudged"]:
         return f"{name}: {'; '.join(part['unjudged'])}."
+    measured = [p for p in part["points"] if p["risk"] and p["position"] is not None]  # what it reads without is no setting
     if not measured:
         reasons = sorted({r for p in part["points"] for r in p["reasons"]})
         why = "; ".join(reasons[:2]) or tell("no attack applies")
         return tell("{name}: could not be measured ({why}).", name=name, why=why)
     best = min(measured, key=lambda p: p["risk"]["high"])
-    says = tell(
+    return tell(
         "No setting of {name} keeps the upper bound of {metric} at or below {target}: {setting} reached {risk} by {by}.",
         name=name, metric=risk_name(str(result["risk"])), target=target, setting=best["setting"], risk=share(best["risk"]),
         by=_by(best),
     )  # fmt: skip
-    beyond = part["points"][-1]
-    if beyond["risk"] is None:
-        why = "; ".join(beyond["reasons"][:1])
-        says += " " + tell(
-            "At {setting} no attack could be tried ({why}): nothing is known.", setting=beyond["setting"], why=why
-        )
-    return says
 
 
 def _reached(part: Mapping[str, Any], metric: str, target: str) -> str:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from rasura.core.errors import UNSENT
 from rasura.core.records import ACTIVE_THREATS
 from rasura.report.language import recorded, tell
 from rasura.report.readings import BLIND, PORTFOLIO, Reading, Record, Setting, cells_of, readings
@@ -28,6 +29,14 @@ def seen_to_work(baseline: Sequence[Record], notes: Collection[int], metric: str
     every = readings((r for r in baseline if r["attack"] == PORTFOLIO), cells, metric)
     every |= readings([*own, *by_winner], cells, metric)
     return {a: r for a, r in every.items() if r.works}
+
+
+def nothing_sent(records: Sequence[Record]) -> list[str]:
+    """What is said of a column in which no update was sent: then no attack is missing, but text."""
+    reasons = sorted({str(r["reason"]) for r in records})
+    if not all(reason.startswith(UNSENT) for reason in reasons):
+        return []
+    return [tell("{reason}; pass more texts (--limit)", reason=reason) for reason in reasons]
 
 
 def no_yardstick(

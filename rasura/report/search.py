@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rasura.report.verdicts import READS
+from rasura.report.verdicts import READS, plain
 
 UNPROTECTED = -math.inf
 """The position of a protection without its open part."""
@@ -49,12 +49,16 @@ def holds(point: Mapping[str, Any], at_most: float) -> bool:
 
 def not_found(points: Sequence[Mapping[str, Any]], at_most: float) -> dict[str, Any]:
     """The status of a protection of which no setting was found, from weak to strong: whether the target was missed, or could
-    not be judged beyond the last setting that misses it. Why not is said of the strongest setting that was not: the reasons
-    of several would be read as those of one."""
+    not be judged beyond the last setting that misses it. Why not is said of one setting, since the reasons of several would
+    be read as those of one: of the strongest that was tried, or else of the weakest, from where a search would go on."""
     missed = [k for k, p in enumerate(points) if p["bound"] is not None and p["bound"] > at_most]
     beyond = points[missed[-1] + 1 :] if missed else points
     unjudged = next((list(p["unjudged"]) for p in reversed(beyond) if p["risk"] is not None and p["unjudged"]), [])
-    return {"status": "not measured" if unjudged or not missed else "unreached", "unjudged": unjudged}
+    first = next((p for p in beyond if p["unjudged"]), None)
+    if first is not None and not unjudged:
+        where = "without protection" if plain(first["setting"]) else f"at {first['setting']}"
+        unjudged = [f"{where} {'; '.join(first['unjudged'])}"]
+    return {"status": "not measured" if beyond else "unreached", "unjudged": unjudged}
 
 
 def why_not(again: Mapping[str, Any]) -> list[str]:

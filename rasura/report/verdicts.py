@@ -27,6 +27,7 @@ from rasura.report.missing import (
     no_yardstick,
     not_by_one_who_knows,
     not_run,
+    nothing_sent,
     seen_to_work,
 )
 from rasura.report.pooled import Level
@@ -251,7 +252,7 @@ def _of_column(defense: str, records: Sequence[Record], baseline: Sequence[Recor
     worked = seen_to_work(baseline, notes, metric)
     yardsticks = [a for a, r in worked.items() if r.yardstick and a != PORTFOLIO]
     many = recorded("images" if images else "notes")
-    missing = [
+    missing = nothing_sent(records) or [
         *(
             tell("{attack} names more words than guessing, and fewer of them are right", attack=a)
             for a, r in here.items()
