@@ -47,7 +47,6 @@ CHOSEN = {
     "not lower at the strongest setting than at the weakest",
     "other texts, other seeds", "unreached", "not verified", "most read", "median",
     "least read", "verified", "span", "matched",
-    "all at chance: this compares nothing. Train on more texts, for longer, or at another learning rate",
     "no formal guarantee", "none",
     "There are too few texts to measure how many members are found at a low false positive rate.",
 }  # fmt: skip

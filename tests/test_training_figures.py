@@ -20,8 +20,9 @@ from training_setting import RECIPE, fine_tuning, notes
 
 from rasura.cli.train import tabled
 from rasura.core.interfaces import InputError
-from rasura.metrics.learned import accuracy_interval, learned, unlearned
+from rasura.metrics.learned import accuracy_interval, learned
 from rasura.metrics.utility import causal, classification
+from rasura.report.learning import unlearned
 from rasura.report.training import LESS, NOT_LESS, UNKNOWN, UNMEASURED, render_training, sides, trainings, verdict
 from rasura.runs.calibration import Calibration
 from rasura.runs.calibration_plan import CalibrationPlan

@@ -259,7 +259,8 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
 
 def tabled(results: list[dict[str, Any]], folder: Path) -> None:
     """Print a row for each defense and seed, what is guaranteed and measured, and where the report is."""
-    from rasura.metrics.learned import accuracy_interval, has_figures, unlearned, without_figures
+    from rasura.metrics.learned import accuracy_interval, has_figures, without_figures
+    from rasura.report.learning import unlearned
     from rasura.report.page import write_report
     from rasura.report.promises import alone, stated
     from rasura.report.training import optimistic, sides
@@ -289,11 +290,7 @@ def tabled(results: list[dict[str, Any]], folder: Path) -> None:
     less = f" ({left} more are left out: repeated, or trained on)" if left else ""
     for r in (r for r in results if "canaries" in r):
         say(f"{r['defense']}, seed {r['seed']}: {r['canaries']['statement']}")
-    out.print(
-        f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}{less}; models: {folder}",
-        markup=False,
-        soft_wrap=True,
-    )
+    say(f"evaluated on {results[0]['n_test']} texts of the {results[0]['tested_on']}{less}; models: {folder}")
     try:
         say(f"report: {write_report(folder)}")
     except MissingExtra as missing:  # the trainings are stored

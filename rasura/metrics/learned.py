@@ -60,23 +60,19 @@ def learned(result: Mapping[str, Any]) -> bool | None:
     return bool(result["after"]["loss"] < result["before"]["loss"])
 
 
+def one_class(result: Mapping[str, Any]) -> bool:
+    """Whether all texts that judge a classifier have one class: then no accuracy is told from naming it."""
+    return result.get("majority") == 1.0
+
+
+def too_few(result: Mapping[str, Any]) -> bool:
+    """Whether a classifier that did not learn may have, and the texts that judge it are too few to tell: its accuracy is
+    above the most frequent class, or not even a model that is always right would be told from it."""
+    right = {**result, "after": {**result["after"], "accuracy": 1.0}}
+    return result["after"]["accuracy"] > result["majority"] or learned(right) is False
+
+
 def without_figures(results: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is to be said of trainings whose figures are not numbers, one line each."""
     why = "the model's output is not a number; lower the learning rate"
     return [f"{r['defense']}, seed {r['seed']}: not measured ({why})" for r in results if not has_figures(r)]
-
-
-def unlearned(results: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is to be said of trainings that learned nothing, one line each, or one for all."""
-    found = [r for r in results if learned(r) is False]
-    if found and len(found) == len(results):
-        return ["all at chance: this compares nothing. Train on more texts, for longer, or at another learning rate"]
-    said = []
-    for r in found:
-        why = "the loss did not fall"
-        if (ends := accuracy_interval(r) if "accuracy" in r["after"] else None) is not None:
-            low, high = ends
-            alone = f"the most frequent class alone gives {r['majority']:.2f}"
-            why = f"its accuracy may be anywhere from {low:.2f} to {high:.2f}; {alone}"
-        said.append(f"{r['defense']}, seed {r['seed']}: not told from chance ({why})")
-    return said

@@ -25,7 +25,8 @@ def classification(logits: Tensor, labels: Sequence[int]) -> dict[str, float]:
     return {
         "accuracy": float((guess == target).double().mean()),
         "f1": float(f1_score(target.tolist(), guess.tolist(), average=average, zero_division=0)),
-        "mcc": float(matthews_corrcoef(target.tolist(), guess.tolist())),
+        # 0 by definition where there is one class in all, of which the library warns.
+        "mcc": float(matthews_corrcoef(target.tolist(), guess.tolist())) if len({*labels, *guess.tolist()}) > 1 else 0.0,
         "loss": float(torch.nn.functional.cross_entropy(logits.double(), target)),
     }
 

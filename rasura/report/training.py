@@ -12,10 +12,11 @@ from typing import Any
 from rasura.core.errors import InputError
 from rasura.core.provenance import Sitting
 from rasura.core.rounding import percent_above, percent_below
-from rasura.metrics.learned import accuracy_interval, epochs_compared, has_figures, learned, unlearned
+from rasura.metrics.learned import accuracy_interval, epochs_compared, has_figures, one_class
 from rasura.report.commands import Step
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
+from rasura.report.learning import not_learned, remedy, unlearned
 from rasura.report.promises import alone, promises
 from rasura.report.template import COLOURS, filled
 from rasura.report.verdicts import plain
@@ -35,8 +36,8 @@ class Side:
 
     @property
     def at_chance(self) -> bool:
-        """Whether any of its trainings is known to have learned nothing."""
-        return any(learned(r) is False for r in self.results)
+        """Whether any of its trainings is not told from chance, or did not lower the loss."""
+        return bool(not_learned(self.results))
 
 
 def is_training(folder: str | Path) -> bool:
@@ -84,13 +85,16 @@ def verdict(side: Side, baseline: Side | None) -> tuple[str, str]:
         name = "accuracy" if all("accuracy" in r["after"] for r in side.results) else "loss"
         figure = sum(r["after"][name] for r in side.results) / len(side.results)
         if name == "loss":
-            return UNKNOWN, tell("Loss {loss:.3f}; it has no interval, so no verdict rests on it.", loss=float(figure))
+            says = tell("Loss {loss:.3f}; it has no interval, so no verdict rests on it.", loss=float(figure))
+            return UNKNOWN, f"{says} {tell('In at least one training it did not fall.')}" if side.at_chance else says
         says = tell("Accuracy {mean:.1f} %, with no interval:", mean=100 * float(figure))
         return UNKNOWN, f"{says} {tell('the run does not say among how many epochs its texts chose.')}"
     mean, low, high = (100 * x for x in side.level)
     says = tell("Accuracy {mean:.1f} % (95 %: {low:.1f} to {high:.1f}).", mean=mean, low=low, high=high)
     if side.at_chance:
-        return CHANCE, f"{says} {tell('At least one training is not told from naming the most frequent class.')}"
+        says += " " + tell("At least one training is not told from naming the most frequent class.")
+        alike = any(map(one_class, side.results))
+        return CHANCE, f"{says} {tell('The texts that judge it have one class.')}" if alike else says
     if baseline is None or baseline.level is None or baseline.at_chance:
         return UNKNOWN, f"{says} {tell('There is no training without protection that learned, to compare with.')}"
     if not _judged_alike([*side.results, *(baseline.results if baseline is not side else ())]):
@@ -190,7 +194,7 @@ def _findings(folder: Path, plan: Mapping[str, Any], results: Sequence[Mapping[s
     columns, table = _table(results)
     curves, most, epochs = _curves(found)
     return {
-        "sentence": _sentence(judged), "warning": recorded(unlearned(results)[0]) if _nothing(results) else "",
+        "sentence": _sentence(judged), "warning": unlearned(results)[0] if _nothing(results) else "",
         "rows": rows, "lines": lines, "band": band, "majority": majority, "classified": "accuracy" in first["after"],
         "columns": columns, "table": table, "curves": curves, "most": most, "epochs": epochs, "model": first["model"],
         "task": first["task"], "n_train": first["n_train"], "n_test": first["n_test"],
@@ -199,8 +203,8 @@ def _findings(folder: Path, plan: Mapping[str, Any], results: Sequence[Mapping[s
 
 
 def _nothing(results: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether every training is at chance."""
-    return all(learned(r) is False for r in results)
+    """Whether no training is told from chance, or lowered the loss."""
+    return len(not_learned(results)) == len(results)
 
 
 def _sentence(judged: Sequence[tuple[Side, str, str]]) -> str:
@@ -235,10 +239,10 @@ def _facts(side: Side) -> list[tuple[str, str]]:
 
 
 def _step(folder: Path, plan: Mapping[str, Any], side: Side, word: str) -> Step:
-    if word == CHANCE:
-        return Step(tell("Train on more texts, for longer, or at another learning rate."))
     if word == UNMEASURED:
         return Step(tell("Train at a lower learning rate."))
+    if side.at_chance:
+        return Step(remedy(not_learned(side.results)))
     saved = sorted(folder.glob(f"*-{side.results[0]['seed']}/result.json"))
     place = next((p.parent for p in saved if json.loads(p.read_text(encoding="utf-8"))["defense"] == side.name), None)
     if place is None or not (place / "model").is_dir():
