@@ -62,7 +62,7 @@ def test_a_loss_that_rose_is_said_and_calls_for_no_longer_training() -> None:
     ]
 
 
-def page_of(folder: Path, language: str = "en", **more: Any) -> str:
+def page_of(folder: Path, more: dict[str, Any], language: str = "en") -> str:
     """The page of three trainings that end alike."""
     training_folder(folder)
     for file in folder.glob("*/result.json"):
@@ -72,15 +72,15 @@ def page_of(folder: Path, language: str = "en", **more: Any) -> str:
 
 
 def test_the_page_says_why_nothing_was_learned_and_what_to_do(tmp_path: Path) -> None:
-    always = {"after": {"accuracy": 1.0}, "n_test": 4}
-    few, alike = page_of(tmp_path, **always), page_of(tmp_path, **always, majority=1.0)
+    always: dict[str, Any] = {"after": {"accuracy": 1.0}, "n_test": 4}
+    few, alike = page_of(tmp_path, always), page_of(tmp_path, {**always, "majority": 1.0})
     assert "with 4 texts to judge on" in few and "Judge on more texts" in few and "one class" not in few
     assert "The texts that judge it have one class." in alike and "Judge on texts of every class" in alike
     worse = {"task": "causal", "before": {"loss": 1.267}, "after": {"loss": 1.584}}
-    rose = page_of(tmp_path, **worse)
+    rose = page_of(tmp_path, worse)
     assert "made the model worse" in rose and "Train at a lower learning rate, or on more texts." in rose
     assert "In at least one training it did not fall." in rose and "rasura membership" not in rose
     for said in (few, alike, rose):
         assert "this compares nothing" in said and "longer" not in said
     for language in LANGUAGES:
-        assert page_of(tmp_path, language, **worse) and page_of(tmp_path, language, **always, majority=1.0)
+        assert page_of(tmp_path, worse, language) and page_of(tmp_path, {**always, "majority": 1.0}, language)

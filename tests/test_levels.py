@@ -92,8 +92,10 @@ def test_a_target_is_missed_only_where_nothing_stronger_is_unknown() -> None:
 
 
 def test_where_no_attack_could_be_tried_the_weakest_unknown_setting_says_why() -> None:
-    missed = {"setting": "none", "bound": 1.0, "risk": {}, "unjudged": []}
-    untried = [{"setting": f"waits:{k}", "bound": None, "risk": None, "unjudged": [f"no {k}", "few"]} for k in (2, 3)]
+    missed: dict[str, Any] = {"setting": "none", "bound": 1.0, "risk": {}, "unjudged": []}
+    untried: list[dict[str, Any]] = [
+        {"setting": f"waits:{k}", "bound": None, "risk": None, "unjudged": [f"no {k}", "few"]} for k in (2, 3)
+    ]
     assert not_found([missed, *untried], 0.5) == {"status": "not measured", "unjudged": ["at waits:2 no 2; few"]}
     assert not_found([{**untried[0], "setting": "none"}], 0.5)["unjudged"] == ["without protection no 2; few"]
     judged = {**untried[0], "risk": {}, "unjudged": ["few"]}
