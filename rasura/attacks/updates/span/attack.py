@@ -19,7 +19,7 @@ from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
-from rasura.attacks.updates.span.rows import RowSpace, block_spaces, visible_blocks
+from rasura.attacks.updates.span.rows import FULL, RowSpace, block_spaces, blocks_to_read
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain, tell_rows
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -70,14 +70,13 @@ class Span:
         one_text = Grant.BATCH_SIZE in seen and seen.batch_size == 1 and not known.causal
         wanted = 1 if one_text else 3
         observed, seen = seen, uncovered(seen, wanted)
-        blocks = visible_blocks(seen)
-        if not blocks:
-            raise NotApplicable("no whole query, key or value gradient is visible")
-        spaces = block_spaces(seen, blocks[:wanted])
+        spaces = block_spaces(seen, blocks_to_read(seen)[:wanted])
         if not spaces:
             rank = announced_update(seen).lora
             most = f"more tokens than adapters of rank {rank} show" if rank else f"{known.hidden} tokens or more"
-            raise AttackFailed(f"the gradients show no row space: either the batch holds {most}, or noise hides it")
+            raise AttackFailed(
+                f"the gradients show no row space: either the batch holds {most}, or rounding or noise hides it"
+            )
         inputs = Inputs(seen.model)
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(space.rank for space in spaces.values()) + 1
         ids = candidates(seen.vocabulary)
@@ -89,7 +88,9 @@ class Span:
                 return texts
             spaces = {0: spaces[0]}
         if scan is None:
-            raise NotApplicable("block 0 is hidden, so tokens cannot be tested one by one; span-matching can be tried")
+            raise NotApplicable(
+                "block 0 is hidden or zero, so tokens cannot be tested one by one; span-matching can be tried"
+            )
         return self._by_position(observed, seen, spaces, scan, dropout, rng, budget)
 
     def _decoder(
@@ -161,7 +162,6 @@ class Span:
         texts = assembled(seen, spaces, inputs, rows, size, active, rng, self.work[budget.level][2])
         if active:
             texts = [completed(text, likely, seen.vocabulary) for text in texts]
-
         if seen.task == "causal":  # the last token has no gradient
             texts = [[*text, (UNKNOWN, 0)] for text in texts]
 
@@ -226,10 +226,10 @@ class Span:
             rows += here
             tell_rows(rows, placed=placed)
             if len(here) > 2 * rank:
-                raise AttackFailed(
-                    f"the row space (rank {rank} of {scan.inputs.parts.hidden}) accepts more tokens than it can hold: "
-                    "the batch has about as many tokens as the layer has inputs"
-                )
+                width, why = scan.inputs.parts.hidden, "rounding or noise blurs it"
+                if rank >= FULL * width:
+                    why = "the batch has about as many tokens as the layer has inputs"
+                raise AttackFailed(f"the row space (rank {rank} of {width}) accepts more tokens than it can hold: {why}")
             if not here and not known_length:
                 break
         return rows

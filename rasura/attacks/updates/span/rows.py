@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rasura.core.errors import NotApplicable
 from rasura.core.values import Observation
 from rasura.victims.models import Block, Linear, parts
 
@@ -29,6 +30,9 @@ TOLERANCE = 1e-4
 
 DOUBT = 1.5
 """Tolerance relative to the expected residual: true inputs had .2 to .9 of it (bfloat16, rounded weights), rarely 1.3."""
+
+FULL = 0.9
+"""Rank relative to the layer's inputs from which a row space that takes any token is nearly full; below, it is blurred."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +151,21 @@ def masked_gradients(seen: Observation, linears: Sequence[Linear]) -> tuple[list
 
 
 def visible_blocks(seen: Observation) -> tuple[Block, ...]:
-    """Blocks with at least one wholly visible Q, K or V gradient."""
-    return tuple(b for b in parts(seen.model).blocks if visible_gradients(seen, b.qkv))
+    """Blocks with at least one wholly visible Q, K or V gradient that is not zero everywhere."""
+    return tuple(b for b in parts(seen.model).blocks if any(bool(g.any()) for g in visible_gradients(seen, b.qkv)))
+
+
+def blocks_to_read(seen: Observation) -> tuple[Block, ...]:
+    """``visible_blocks``, at least one. Raises ``NotApplicable`` and says why there is none."""
+    found = visible_blocks(seen)
+    if found:
+        return found
+    if any(visible_gradients(seen, block.qkv) for block in parts(seen.model).blocks):
+        raise NotApplicable(
+            "the visible query, key and value gradients are all zero: these layers were not trained, or they are adapters "
+            "in their first round"
+        )
+    raise NotApplicable("no whole query, key or value gradient is visible")
 
 
 def block_spaces(seen: Observation, blocks: Sequence[Block]) -> dict[int, RowSpace]:

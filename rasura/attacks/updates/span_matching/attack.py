@@ -12,12 +12,12 @@ import torch
 from rasura.attacks.shared.dummies import nearest_tokens, ordinary_ids, template, token_table
 from rasura.attacks.shared.verify import prove, verified
 from rasura.attacks.updates.span.completion import uncovered
-from rasura.attacks.updates.span.rows import RowSpace, block_spaces, visible_blocks
+from rasura.attacks.updates.span.rows import RowSpace, block_spaces, blocks_to_read
 from rasura.attacks.updates.span_matching.discrete import Beam, beam_search, fill_holes
 from rasura.attacks.updates.span_matching.guided import Guided
 from rasura.attacks.updates.span_matching.objective import Body, Objective, readout
 from rasura.attacks.updates.span_matching.states import equations
-from rasura.core.interfaces import AttackFailed, Budget, InputError, NotApplicable
+from rasura.core.interfaces import AttackFailed, Budget, InputError
 from rasura.core.specs import AttackSpec, Home
 from rasura.core.values import Grant, Observation, Parameter, Reconstruction
 from rasura.priors.ngram import Unigram
@@ -78,12 +78,11 @@ class SpanMatching:
 
     def __call__(self, seen: Observation, *, rng: torch.Generator, budget: Budget) -> Reconstruction:
         observed, seen = seen, uncovered(seen)
-        blocks = visible_blocks(seen)
-        if not blocks:
-            raise NotApplicable("no whole query, key or value gradient is visible")
-        spaces = block_spaces(seen, blocks)
+        spaces = block_spaces(seen, blocks_to_read(seen))
         if not spaces:
-            raise AttackFailed("no visible layer shows a row space: too many tokens for its width, or noise covers the gap")
+            raise AttackFailed(
+                "no visible layer shows a row space: too many tokens for its width, or rounding or noise covers the gap"
+            )
         search = _Search(self, seen, spaces, self.levels[budget.level], rng, completed=bool(observed.visible))
         found = search()
         tokens = tuple(search.objective.whole(text) for _, text in found)
