@@ -22,7 +22,7 @@ from rasura.data.columns import class_names
 from rasura.data.text import Example, encode, load_examples, load_labelled
 from rasura.metrics.intervals import pairs_interval
 from rasura.metrics.membership import Rate, auc, needed, tpr_at
-from rasura.registry.candidates import scores
+from rasura.registry.candidates import like_earlier, scores
 from rasura.runs.reading import ReadRequest, observed
 from rasura.runs.update_files import Update
 from rasura.victims.batching import joined, split
@@ -34,6 +34,9 @@ LEVEL = 0.01
 ENOUGH = needed(LEVEL) - 1
 """Minimum number of different reference texts for an answer at that level."""
 
+IN, LIKE, BEYOND = "in the round", "much like a text that scores higher", "more than the batch holds"
+"""Answers of candidates at ``LEVEL``. ``IN``: this text, or one much like it. ``LIKE``: much like a candidate with a higher
+score, which explains its own. ``BEYOND``: as many texts as the batch holds have higher scores."""
 
 Round = tuple[list[float], list[bool]]
 """The score of each text in a simulated round, and whether the round trained on it."""
@@ -42,8 +45,9 @@ Round = tuple[list[float], list[bool]]
 @dataclass(frozen=True)
 class Candidate:
     """One given text. ``score``: higher is likelier. ``p``: the fraction of texts outside the round that score as high or
-    higher, estimated from the reference texts; None without them. ``verdict``: ``in the round``, ``not told`` or ``no
-    level``.
+    higher, estimated from the reference texts; None without them. ``verdict``: ``in the round`` (this text, or one much like
+    it, which reference texts are not), ``much like a text that scores higher``, ``more than the batch holds``, ``not told``
+    or ``no level``.
     """
 
     text: str
@@ -99,11 +103,20 @@ def read_candidates(
         signed = seen.message.sign != "unknown"
         found = scores(victim.model, inputs_of(asked), sent, local, visible, signed)
         others = scores(victim.model, inputs_of(rows), sent, local, visible, signed)
-        told = tuple(Candidate(e.text, s, *judged(s, others)) for e, s in zip(given, found))
+        told = [judged(s, others) for s in found]
+        same = [key for row in asked for key in contents(row, labels=True)]
+        likeliest = [k for k in places_of_each(same) if told[k][1] == IN]
+        likeliest.sort(key=lambda k: -found[k])
+        inputs = inputs_of([asked[k] for k in likeliest])
+        alike = like_earlier(victim.model, inputs, inputs_of(rows), list(sent), visible, signed)
+        word = dict(zip((same[k] for k in likeliest), answers(alike, request.size)))
+        listed = tuple(
+            Candidate(e.text, s, p, word.get(key, verdict)) for e, s, (p, verdict), key in zip(given, found, told, same)
+        )
         if not simulated:
-            return CandidatesRead(told, len(rows), repeated=len(read) - len(rows))
+            return CandidatesRead(listed, len(rows), repeated=len(read) - len(rows))
         rounds = simulate(victim, rows, list(sent), local, request.size, simulated, request.seed, visible, signed)
-    return CandidatesRead(told, len(rows), simulated, *reliability(rounds), len(read) - len(rows))
+    return CandidatesRead(listed, len(rows), simulated, *reliability(rounds), len(read) - len(rows))
 
 
 def _labelled(file: str | Path, victim: Victim) -> list[Example]:
@@ -121,7 +134,18 @@ def judged(score: float, others: Sequence[float]) -> tuple[float | None, str]:
     p = (1 + sum(not other < score for other in others)) / (1 + len(others))
     if len(others) < ENOUGH or math.isnan(score):
         return p, "no level"
-    return p, "in the round" if p <= LEVEL else "not told"
+    return p, IN if p <= LEVEL else "not told"
+
+
+def answers(alike: Sequence[bool], size: int | None) -> list[str]:
+    """The answers for texts at ``LEVEL``, highest score first, of a round of ``size`` texts (None: unknown). ``alike``:
+    whether each is much like one before it."""
+    out, named = [], 0
+    for like in alike:
+        full = size is not None and named >= size
+        out.append(LIKE if like else BEYOND if full else IN)
+        named += out[-1] == IN
+    return out
 
 
 def not_simulated(request: ReadRequest, update: Update, seen: Observation) -> list[str]:

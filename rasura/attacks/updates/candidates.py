@@ -19,6 +19,9 @@ from rasura.core.local import FEDSGD, Local
 from rasura.core.updates import changed
 from rasura.core.values import Gradients
 
+KEPT = 2**31
+"""Bytes of gradients that are kept at once when texts are compared with each other."""
+
 
 def agreement(
     model: nn.Module, text: Mapping[str, Tensor], sent: Gradients, visible: Mapping[str, Tensor] | None = None
@@ -74,3 +77,35 @@ def scores(
         return found if signed else [abs(score) for score in found]
     after = last_weights(model, sent, local)
     return [fall(model, text, after) for text in texts]
+
+
+def like_earlier(
+    model: nn.Module,
+    texts: Sequence[Mapping[str, Tensor]],
+    others: Sequence[Mapping[str, Tensor]],
+    names: Sequence[str],
+    visible: Mapping[str, Tensor] | None = None,
+    signed: bool = True,
+) -> list[bool]:
+    """For each of ``texts``, whether it is much like one before it: that one's gradient of the parameters ``names`` agrees
+    with its own more than with the gradient of any of ``others``. Where that cannot be computed, it counts as alike.
+
+    A variant of a text in the round scores high because of that text. Texts that are unlike it are no evidence of how high
+    a variant scores.
+    """
+
+    def near(text: Mapping[str, Tensor]) -> list[float]:
+        found, _ = changed(model, _moved(text, model), names)
+        told = [cosine(found, one, visible) for one in kept]
+        return told if signed else [abs(c) for c in told]
+
+    out = [False] * len(texts)
+    size = sum(p.numel() * p.element_size() for n, p in model.named_parameters() if n in set(names))
+    block = max(1, KEPT // max(1, size))
+    for start in range(0, len(texts) - 1, block):
+        kept = [changed(model, _moved(text, model), names)[0] for text in texts[start : start + block]]
+        beside = [near(text) for text in others]
+        for k in range(start + 1, len(texts)):
+            alike = (not any(other[j] >= c for other in beside) for j, c in enumerate(near(texts[k])[: k - start]))
+            out[k] = out[k] or any(alike)
+    return out
