@@ -268,12 +268,14 @@ def test_settings_that_cannot_be_are_refused() -> None:
     }  # fmt: skip
     for name, options in numbers.items():
         for option, wrong in product(options, (-1, math.nan, math.inf)):
+            given: dict[str, Any] = {option: wrong}
             with pytest.raises(InputError, match="expected"):
-                service(name, **{option: wrong})
+                service(name, **given)
     zero = (("santext+", "epsilon"), ("custext+", "size"), ("dp-forward", "clip"), ("cape", "epsilon"))
     for name, option in (*zero, ("sentinellms", "times")):
+        given = {option: 0}
         with pytest.raises(InputError, match="expected"):
-            service(name, **{option: 0})
+            service(name, **given)
 
 
 class Overflow(Change):

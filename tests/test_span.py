@@ -17,6 +17,7 @@ from rasura.attacks.updates.span.grouping import cluster, dealt, projections
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.rows import block_spaces, row_space, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
+from rasura.attacks.updates.span.tokens import candidates, clearest
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
 from rasura.core.rng import generator
 from rasura.core.threat import HONEST_SERVER, observe
@@ -281,6 +282,19 @@ def test_a_text_comes_back_whose_inputs_moved_more_than_the_noise_of_the_basis_s
     assert bool((space.residual(true) > space.tolerance(true)).any())
     guess = attack(seen)
     assert guess.tokens == (ids[0],) and guess.confidence == "verified"
+
+
+def test_tokens_before_a_clear_gap_are_named_and_without_one_none(minilm_path: Path) -> None:
+    texts = ["mary is here now", "he lost it , again"]
+    seen, ids = seen_of_minilm(minilm_path, texts, [0, 1], "fedavg-sgd:4:0.02", "none")
+    space, inputs = block_spaces(seen, visible_blocks(seen)[:1])[0], Inputs(seen.model)
+    scan = Scan(space, inputs, candidates(seen.vocabulary), 12)
+    for place in range(1, 5):
+        named = clearest(scan, place)
+        residuals = [row.residual for row in named]
+        assert {text[place] for text in ids} <= {row.token for row in named} and residuals == sorted(residuals)
+        assert all(row.position == place and row.residual < 0.02 for row in named)
+    assert clearest(scan, 11) == [], "behind the texts"
 
 
 def test_copies_of_a_text_with_opposite_labels_come_back(minilm_path: Path) -> None:

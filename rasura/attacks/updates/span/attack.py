@@ -74,9 +74,8 @@ class Span:
         if not spaces:
             rank = announced_update(seen).lora
             most = f"more tokens than adapters of rank {rank} show" if rank else f"{known.hidden} tokens or more"
-            raise AttackFailed(
-                f"the gradients show no row space: either the batch holds {most}, or rounding or noise hides it"
-            )
+            why = f"either the batch holds {most}, or rounding or noise hides it"
+            raise AttackFailed(f"the gradients show no row space: {why}")
         inputs = Inputs(seen.model)
         longest = max(seen.lengths) if Grant.LENGTHS in seen else max(space.rank for space in spaces.values()) + 1
         ids = candidates(seen.vocabulary)
@@ -144,7 +143,8 @@ class Span:
         likely: list[list[int]] = []
         owed, active = 0, dropout > 0
         if not active or not positional:  # of most decoders without positions, dropout leaves the embeddings as they are
-            rows = self._plain(scan, longest, known_length, placed=positional and size == 1)
+            steps = announced_update(seen).kind != "fedsgd"
+            rows = self._plain(scan, longest, known_length, placed=positional and size == 1, several=steps)
         named = any(row.token not in seen.vocabulary.special_ids for row in rows)
         if not named and self.adaptive:  # dropout was active: somebody said so, or no word lies in the span as it is
             active = True
@@ -216,13 +216,13 @@ class Span:
         named: Sentences = [[(t, 0) for t in text] for text in texts]
         return self._judged(observed, named, order.residual, spaces, believed, order.active)
 
-    def _plain(self, scan: Scan, longest: int, known_length: bool, *, placed: bool) -> list[Row]:
-        rows: list[Row] = []
-        rank = scan.space.rank
+    def _plain(self, scan: Scan, longest: int, known_length: bool, *, placed: bool, several: bool) -> list[Row]:
+        """The rows that the plain test names. Of ``several`` steps of a client, those before a clear gap, too."""
+        rows, rank = list[Row](), scan.space.rank
         for position in range(longest):
             here = plain(scan, position)
-            if self.adaptive and not here and rows and len(rows) < rank:
-                here = clearest(scan, position)
+            if self.adaptive and rows and (several or (not here and len(rows) < rank)):
+                here = max(here, clearest(scan, position), key=len)
             rows += here
             tell_rows(rows, placed=placed)
             if len(here) > 2 * rank:
