@@ -49,6 +49,18 @@ def test_blocks_whose_gradients_are_zero_do_not_stand_in_the_way_of_others() -> 
         Span()(zeroed(of_bert(), "layer.0."), rng=generator(0, "attack"), budget=Budget("quick"))
 
 
+def test_a_first_block_in_noise_is_not_said_to_be_hidden() -> None:
+    clear = seen_by_server(tiny("bert", "classification", blocks=2), batch_of(TEXTS[:2], "classification"), "classification")
+    noise = {
+        n: torch.randn(g.shape, generator=generator(0)) if "layer.0.attention.self" in n else g
+        for n, g in clear.gradients.items()
+    }
+    with pytest.raises(AttackFailed, match="block 0 shows no row space: rounding or noise hides it"):
+        Span(adaptive=False)(
+            replace(clear, message=replace(clear.message, gradients=noise)), rng=generator(0), budget=Budget("quick")
+        )
+
+
 @pytest.mark.parametrize(("rank", "why"), [(12, "rounding or noise"), (15, "about as many tokens as the layer has inputs")])
 def test_only_a_row_space_near_the_width_is_said_to_be_full(rank: int, why: str) -> None:
     seen = seen_by_server(tiny("llama", "causal", hidden=16), batch_of([BARE], "causal"), "causal")
@@ -56,4 +68,4 @@ def test_only_a_row_space_near_the_width_is_said_to_be_full(rank: int, why: str)
     vague = replace(block_spaces(seen, visible_blocks(seen))[0], basis=basis, noise=torch.ones(rank, dtype=torch.double))
     scan = Scan(vague, Inputs(seen.model), torch.arange(WORDS), 1)
     with pytest.raises(AttackFailed, match=why):
-        Span()._plain(scan, 1, False, placed=False)
+        Span()._plain(scan, 1, False, placed=False, several=False)

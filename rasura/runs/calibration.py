@@ -268,7 +268,7 @@ class Calibration:
                 why = next((r for r in f["chosen"]["reasons"] if r.startswith(f"{name}: ")), name)
                 out.append(f"{f['setting']}: an attack could not be run there; {why}.")
         if not any(y["well_behaved"] for f in found for y in f["yardsticks"]):
-            out.append("No attack is a reliable measure of any of these protections; see the reasons below.")
+            out.append("No attack is a reliable measure of any of these protections; each protection says why.")
         return out
 
 

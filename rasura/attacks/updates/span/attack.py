@@ -19,7 +19,7 @@ from rasura.attacks.updates.span.endings import finish
 from rasura.attacks.updates.span.inputs import Inputs
 from rasura.attacks.updates.span.null import each_once, prefixes_believed, rows_believed, tokens_believed
 from rasura.attacks.updates.span.prefixes import Prefix, grow
-from rasura.attacks.updates.span.rows import FULL, RowSpace, block_spaces, blocks_to_read
+from rasura.attacks.updates.span.rows import FULL, RowSpace, block_spaces, blocks_to_read, visible_blocks
 from rasura.attacks.updates.span.scan import Scan
 from rasura.attacks.updates.span.tokens import Row, Search, candidates, clearest, plain, tell_rows
 from rasura.core.interfaces import AttackFailed, Budget, NotApplicable
@@ -87,9 +87,9 @@ class Span:
                 return texts
             spaces = {0: spaces[0]}
         if scan is None:
-            raise NotApplicable(
-                "block 0 is hidden or zero, so tokens cannot be tested one by one; span-matching can be tried"
-            )
+            if visible_blocks(seen)[0].index == 0:
+                raise AttackFailed("block 0 shows no row space: rounding or noise hides it")
+            raise NotApplicable("block 0 is hidden or zero, so tokens cannot be tested one by one; try span-matching")
         return self._by_position(observed, seen, spaces, scan, dropout, rng, budget)
 
     def _decoder(
