@@ -161,3 +161,11 @@ def test_what_is_wrong_is_refused(tmp_path: Path, model_folder: Path) -> None:
         ("--epsilon", ("--epsilon", "nan")),
     ):
         assert words in refused("canaries", "measure", tmp_path / "out", "--model", model_folder, *arguments)
+
+
+def test_canaries_are_not_drawn_into_texts_whose_tokens_a_protection_chose(tmp_path: Path, model_folder: Path) -> None:
+    data = tmp_path / "hidden.jsonl"
+    data.write_text(json.dumps({"text": "Alpha met Bravo .", "label": 0, "input_ids": [1, 5, 6, 2]}) + "\n")
+    with pytest.raises(InputError, match="input_ids that a protection chose"):
+        draw(str(model_folder), str(data), 20, tmp_path / "drawn", task="classification")
+    assert not (tmp_path / "drawn").exists()

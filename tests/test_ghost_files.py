@@ -46,6 +46,16 @@ def test_a_table_of_other_settings_is_refused_and_its_own_are_taken(tmp_path: Pa
     assert not (tmp_path / "c.jsonl.part").exists()
 
 
+@pytest.mark.parametrize("beside", ["report.jsonl", "card.md"])
+def test_no_file_beside_the_target_is_written_over(tmp_path: Path, model_folder: Path, beside: str) -> None:
+    kept = written(tmp_path / f"notes.{beside}", [{"text": t, "label": 0} for t in TEXTS])
+    text = kept.read_bytes()
+    source = kept if beside.endswith("jsonl") else written(tmp_path / "source.jsonl", [{"text": t} for t in TEXTS])
+    with pytest.raises(InputError, match=f"notes.{beside} already exists"):
+        ghost_file.obfuscate_file(source, tmp_path / "notes.jsonl", model=str(model_folder), shadows=SETTINGS)
+    assert kept.read_bytes() == text and not (tmp_path / "notes.jsonl").exists()
+
+
 def test_a_damaged_table_is_refused(tmp_path: Path, model_folder: Path) -> None:
     victim = load(model_folder, "classification")
     path = tmp_path / "table.safetensors"

@@ -65,8 +65,12 @@ def test_too_few_examples_and_an_empty_run_do_not_pass(tmp_path: Path) -> None:
 
 def test_a_tracker_keeps_figures_and_no_texts() -> None:
     words, figures = tracked(findings(ROWS), {"texts": ["a secret"], "attacks": ["blind", "span"], "data": None, "seed": 0})
-    assert words["attacks"] == "blind,span" and words["verdict bf16"] == "reads" and words["seed"] == "0"
-    assert "texts" not in words and "data" not in words
+    assert words["attacks"] == "blind,span" and words["seed"] == "0" and "texts" not in words and "data" not in words
+    assert words["verdict bf16"] == findings(ROWS).verdicts["bf16"].says != "reads", "with what it rests on"
+    private = {"data": "/home/anna/hiv_clinic/notes.csv", "model": "/srv/anna/model", "reference": "news.csv"}
+    assert {n: tracked(findings(ROWS), private)[0][n] for n in private} == {
+        "data": "notes.csv", "model": "model", "reference": "news.csv"
+    }  # fmt: skip
     assert figures["risk bf16"] == 1.0 and figures["examples bf16"] == MANY
 
 

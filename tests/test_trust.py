@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Generator
 
 import rasura
+from rasura.attacks.updates.best import Best
 from rasura.attacks.updates.span import Span
 from rasura.core.interfaces import Budget
 from rasura.core.rng import generator
@@ -65,6 +67,14 @@ def test_what_ours_say_stays(seen: Observation) -> None:
 
     again = trusted(replace(guess, labels=(2,)), seen, Mine())
     assert again.confidence == "verified" and again.labels == (1,)
+
+
+def test_our_portfolio_of_anothers_attacks_is_not_ours(seen: Observation) -> None:
+    mine = Best(attacks=(partial(Says, (CLS, 40, 3, 41, 9, 43, SEP)),))
+    guess = mine(seen, rng=generator(0), budget=Budget("quick"))
+    assert guess.confidence == "verified" and trusted(guess, seen, mine).confidence == "matched"
+    ours = Best()(seen, rng=generator(0), budget=Budget("quick"))
+    assert trusted(ours, seen, Best()) is ours and ours.confidence == "verified"
 
 
 @pytest.mark.parametrize("confidence", ["verified", "span", "matched", "none"])

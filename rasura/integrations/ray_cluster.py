@@ -32,9 +32,9 @@ class Worker:
         torch.set_num_threads(threads)
         self.prepared = prepared
 
-    def records(self, cells: Sequence[Cell]) -> list[Record]:
-        """The Records of ``cells``, which share a step."""
-        return list(self.prepared.records(cells))
+    def records(self, cells: Sequence[Cell]) -> tuple[list[Record], dict[str, str]]:
+        """The Records of ``cells``, which share a step; and the metrics that this machine lacks, with the reason."""
+        return list(self.prepared.records(cells)), self.prepared.unavailable
 
 
 def _ray() -> Any:
@@ -102,7 +102,7 @@ def spread(
             (ready,), _ = ray.wait(list(running), num_returns=1)
             worker, cells, lost = running.pop(ready)
             try:
-                found = ray.get(ready)
+                found, unavailable = ray.get(ready)
             except ray.exceptions.RayActorError as error:
                 if lost + 1 == LOSSES:
                     raise InputError(
@@ -113,6 +113,7 @@ def spread(
                 idle.append(make.remote(held, threads))
                 continue
             idle.append(worker)
+            prepared.unavailable.update(unavailable)
             for record in found:
                 store.add(record)
                 yield record

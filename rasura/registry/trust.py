@@ -11,12 +11,13 @@ from rasura.core.values import Observation, Reconstruction
 def trusted(guess: Reconstruction, seen: Observation, attack: object) -> Reconstruction:
     """``guess``; of an ``attack`` that is not Rasura's, ``verified`` only where the update proves it here, else ``matched``.
 
-    Anybody can build a ``Proof``, and a verdict rests on it. Where all that is seen of the update is zero, nothing supports
-    a guess, ours or not: any text explains such an update.
+    Anybody can build a ``Proof``, and a verdict rests on it. A portfolio is Rasura's only if all of its members are. Where
+    all that is seen of the update is zero, nothing supports a guess, ours or not: any text explains such an update.
     """
     if not any(bool(gradient.any()) for gradient in seen.gradients.values()):
         return guess if guess.confidence == "none" else replace(guess, confidence="none", proof=None)
-    ours = type(attack).__module__.split(".")[0] == __name__.split(".")[0]
+    made_of = (type(attack), *getattr(attack, "attacks", ()))
+    ours = all(str(getattr(one, "__module__", "")).split(".")[0] == __name__.split(".")[0] for one in made_of)
     if ours or guess.confidence not in ("verified", "span"):
         return guess
     proof = prove(seen, guess.tokens) if guess.confidence == "verified" and guess.images is None else None

@@ -88,14 +88,20 @@ def write_sarif(path: Path, f: Findings, limit: float | None, plan: Mapping[str,
     write_whole(path, json.dumps(whole, indent=2, ensure_ascii=False) + "\n")
 
 
+FILES = ("data", "reference", "language_model", "model")
+"""Settings that may name a file or a folder."""
+
+
 def tracked(f: Findings, plan: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, float]]:
-    """What a tracker keeps of a run: the settings and verdicts as text, and the figures of every column. No texts.
+    """What a tracker keeps of a run: the settings and verdicts as text, and the figures of every column. No texts, and of
+    files and folders the names alone: where they lie may say whose they are.
 
     A figure that the run does not have, or that rests on less than was to be measured, is left out.
     """
     kept = {k: v for k, v in plan.items() if k not in ("texts", "label_names") and v not in (None, (), [], "")}
     words = {k: ",".join(map(str, v)) if isinstance(v, list | tuple) else str(v) for k, v in kept.items()}
-    words |= {f"verdict {name}": v.word for name, v in f.verdicts.items()}
+    words |= {name: Path(words[name]).name for name in FILES if name in words}
+    words |= {f"verdict {name}": v.says for name, v in f.verdicts.items()}
     figures: dict[str, float] = {}
     for name, v in f.verdicts.items():
         values = {"risk": v.read, "upper": v.bound, "guessing": None if v.guess is None else v.guess.mean, "examples": v.n}

@@ -59,8 +59,14 @@ def draw(
         texts.add(" ".join(secrets.choice(words) for _ in range(LENGTH)))
     labels = [None if task == "causal" else secrets.randbelow(num_labels) for _ in texts]
     canaries = tuple(Canary(text, label, bool(secrets.randbits(1))) for text, label in zip(sorted(texts), labels))
+    given = load_examples(data, model=model) if data else []
+    if any(e.input_ids is not None for e in given):
+        raise InputError(
+            f"{data} holds input_ids that a protection chose, which would be lost; draw canaries into the original texts "
+            "and protect the mixed file"
+        )
     rows = [
-        *(load_examples(data, model=model) if data else ()),
+        *given,
         *(Example(c.text, label=c.label) for c in canaries if c.included),
     ]
     secrets.SystemRandom().shuffle(rows)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rasura.core.files import write_whole
 from rasura.core.interfaces import InputError
 from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
@@ -73,8 +74,11 @@ def obfuscate_file(
         raise InputError(f"{path}: unknown file type {path.suffix or '(none)'}; expected {', '.join(FORMATS)}")
     if path.suffix == ".parquet":
         check_installed()
-    if path.exists():
-        raise InputError(f"{path} already exists; remove it or choose another name")
+    part, report, card = (path.with_suffix(end) for end in (f"{path.suffix}.part", ".report.jsonl", ".card.md"))
+    for file in (path, report, card):
+        # It may be the source, or belong to another target; an interrupted run may have written all but the target.
+        if file.exists() and (file == path or not part.exists()):
+            raise InputError(f"{file} already exists; remove it or choose another name")
     examples = load_examples(source, columns=columns)
     obfuscator = GhostObfuscator(load(model, "classification", attacked=False), table=table, shadows=shadows, beam=beam)
     obfuscator.check(examples)
@@ -82,7 +86,6 @@ def obfuscate_file(
         "model": model, "embedding": obfuscator.table.model, "shadows": asdict(obfuscator.table.settings), "beam": beam,
         "seed": seed, "data": _digest(examples), "places": PLACES,
     }  # fmt: skip
-    part = path.with_suffix(path.suffix + ".part")
     done = _resumed(part, about)
     resumed = len(done)
     if progress is not None:
@@ -95,15 +98,13 @@ def obfuscate_file(
             done += rows
             if progress is not None:
                 progress(len(done), len(examples))
-    _write(path, done)
-    report = path.with_suffix(".report.jsonl")
-    report.write_text("".join(json.dumps(_reported(n, row)) + "\n" for n, row in enumerate(done)), encoding="utf-8")
-    card = path.with_suffix(".card.md")
+    write_whole(report, "".join(json.dumps(_reported(n, row)) + "\n" for n, row in enumerate(done)))
     found = Protected(
         len(done), sum(r["tokens"] for r in done), _count(done, "weak"), _count(done, "unchanged"),
         _count(done, "kept"), resumed, sum(r["error"] for r in done) / len(done), path, card, _criteria(about),
     )  # fmt: skip
-    card.write_text(_card(found, about), encoding="utf-8")
+    write_whole(card, _card(found, about))
+    _write(path, done)  # last: where it is, all is
     part.unlink()
     return found
 
