@@ -20,11 +20,12 @@ from audit_setting import TEXTS, model_folder
 import rasura
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Attack
+from rasura.core.specs import DefenseSpec
 from rasura.core.values import Reconstruction
 from rasura.defenses.dropout import dropout
 from rasura.defenses.noise import gaussian_noise
 from rasura.metrics.text import jaccard
-from rasura.registry import ATTACKS, DEFENSES, METRICS, Methods, named_attacks, named_defenses, named_metrics
+from rasura.registry import ATTACKS, DEFENSES, METRICS, Methods, adversaries, named_attacks, named_defenses, named_metrics
 from rasura.report.page import write_report
 
 __all__ = ["model_folder"]
@@ -99,6 +100,16 @@ def test_objects_that_are_no_methods_are_refused_with_what_was_expected() -> Non
     with pytest.raises(InputError, match="two of the methods are called 'my-rows'"):
         named_attacks([Rows(), Rows()])
     assert isinstance(Rows(), Attack)
+
+
+def test_a_plug_in_cannot_say_that_nobody_needs_to_know_it() -> None:
+    for known_by in (None, (), ("span",)):
+        own = DefenseSpec(
+            name="rolled", about="rolls", source="own", make=lambda: dropout(0.2), example="rolled", known_by=known_by
+        )
+        found = adversaries("rolled", defenses={**DEFENSES, "rolled": own})
+        assert (found.attacks, found.unknown) == ((("span",), ()) if known_by else ((), ("rolled",)))
+    assert adversaries("fp16").unknown == adversaries("none").unknown == ()
 
 
 def test_nothing_given_stands_for_a_method_of_the_registry() -> None:
