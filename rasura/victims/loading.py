@@ -158,8 +158,8 @@ def _victim(
     config: Any = model.config
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
-    if config.get_text_config().pad_token_id is None:
-        config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    # A decoder's head reads the last token that is not the config's padding: it must be the one that texts are padded with.
+    config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id or 0
     size = int(model.get_input_embeddings().num_embeddings)  # type: ignore[operator]  # a Hugging Face model
     if len(tokenizer) > size:
         raise InputError(
