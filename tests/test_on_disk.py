@@ -169,12 +169,58 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
         ({QUERY: torch.full((64, 64), float("nan"), dtype=torch.bfloat16)}, "NaN or infinity"),
         ({"model.embed_tokens.weight": torch.full((300, 64), float("inf"), dtype=torch.bfloat16)}, "NaN or infinity"),
         ({QUERY: None}, "lacks 1 of the model's weights"),
-        ({QUERY: torch.zeros(64, 32, dtype=torch.bfloat16)}, r"has the shape \(64, 32\)"),
+        ({QUERY: torch.zeros(64, 32, dtype=torch.bfloat16)}, r"is \(64, 32\); config.json says \(64, 64\)"),
+        ({QUERY.replace(".1.", ".2."): torch.zeros(64, 64)}, "blocks that config.json does not describe"),
+        ({QUERY.replace("q_proj", "gate"): torch.zeros(64, 64)}, "blocks that config.json does not describe"),
+        ({QUERY.replace("weight", "bias"): torch.ones(64)}, "blocks that config.json does not describe"),
     ],
 )
-def test_weights_that_are_wrong_are_refused(tmp_path: Path, change: dict[str, Tensor | None], says: str) -> None:
+def test_weights_that_are_wrong_are_refused_on_disk_as_in_memory(
+    tmp_path: Path, change: dict[str, Tensor | None], says: str
+) -> None:
     shards(saved(tmp_path), change)
-    with pytest.raises(InputError, match=says):
+    for on_disk in (True, False):
+        with pytest.raises(InputError, match=says):
+            load(tmp_path, "causal", on_disk=on_disk)
+
+
+def change_config(place: Path, **new: Any) -> None:
+    path = place / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **new}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma"])
+def test_a_config_with_fewer_layers_is_refused_on_disk_as_in_memory(tmp_path: Path, family: str) -> None:
+    change_config(saved(tmp_path, family=family), **{"n_layer" if family == "gpt2" else "num_hidden_layers": 1})
+    for on_disk in (True, False):
+        with pytest.raises(InputError, match=r"blocks that config\.json does not describe"):
+            load(tmp_path, "causal", on_disk=on_disk)
+
+
+def test_other_weights_in_the_folder_are_not_read(tmp_path: Path) -> None:
+    place = saved(tmp_path)
+    weights = load_file(place / "model.safetensors")
+    wrong = {n: torch.zeros_like(t) for n, t in weights.items()}
+    save_file(wrong, place / "old_checkpoint.safetensors", metadata={"format": "pt"})
+    save_file(wrong, place / "shard.safetensors", metadata={"format": "pt"})
+    index = {"weight_map": dict.fromkeys(weights, "shard.safetensors")}
+    (place / "model.safetensors.index.json").write_text(json.dumps(index))
+    for on_disk in (True, False):
+        model = load(place, "causal", on_disk=on_disk).model
+        assert torch.equal(model.get_parameter(QUERY).float(), weights[QUERY].float())
+
+
+def test_weights_under_another_name_are_not_the_models(tmp_path: Path) -> None:
+    place = saved(tmp_path)
+    (place / "model.safetensors").rename(place / "old_checkpoint.safetensors")
+    for on_disk in (True, False):
+        with pytest.raises(InputError, match=r"model\.safetensors"):
+            load(place, "causal", on_disk=on_disk)
+
+
+def test_a_config_that_names_its_weights_file_is_refused_on_disk(tmp_path: Path) -> None:
+    change_config(saved(tmp_path), transformers_weights="other.safetensors")
+    with pytest.raises(InputError, match="transformers_weights"):
         load(tmp_path, "causal", on_disk=True)
 
 

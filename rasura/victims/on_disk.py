@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rasura.core.interfaces import InputError
-from rasura.victims.weights import some
+from rasura.victims.weights import fresh_weights, some
 
 PART = 1 << 22
 """Number of a layer's weights that are in float32 at once: 16 MiB, which fits a processor's cache."""
@@ -89,13 +90,17 @@ def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     """The model that ``make`` makes, with the weights in ``folder``. Those of linear layers and embeddings stay on disk;
     others are in memory in float32. All are frozen.
 
-    Raises ``InputError`` if a weight is missing, has another shape, or is not in a safetensors file.
+    Raises ``InputError`` if a weight is missing, has another shape, or is not in a safetensors file, and for weights of
+    blocks that the config does not describe.
     """
     with _without_weights():
         model = make()
+    if getattr(getattr(model, "config", None), "transformers_weights", None) is not None:
+        raise InputError(f"{folder}: config.json names its file (transformers_weights); expected model.safetensors")
     files = _files(folder)
     held: dict[int, nn.Parameter] = {}
-    lacking = []
+    lacking: list[tuple[str, int]] = []
+    mismatched: list[tuple[str, Any, Any]] = []
     for name, module in model.named_modules():
         kind = {nn.Linear: StoredLinear, nn.Embedding: StoredEmbedding}.get(type(module))
         for key, parameter in list(module._parameters.items()):
@@ -108,8 +113,7 @@ def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
                     lacking.append((whole, id(parameter)))
                     continue
                 if found.shape != parameter.shape:
-                    shapes = f"{tuple(found.shape)}; config.json says {tuple(parameter.shape)}"
-                    raise InputError(f"{folder}: {whole} has the shape {shapes}")
+                    mismatched.append((whole, found.shape, parameter.shape))
                 stays = kind is not None and key == "weight" and found.dtype in (*HALF, torch.float32)
                 held[id(parameter)] = nn.Parameter(found if stays else found.float(), requires_grad=False)
         if kind is not None:
@@ -123,7 +127,10 @@ def stored_model(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 module._parameters[key] = held[id(parameter)]
-    return model.eval()
+    model.eval()
+    info = {"mismatched_keys": mismatched, "unexpected_keys": _not_read(files, model)}
+    fresh_weights(model, info, str(folder), head=False)
+    return model
 
 
 def is_stored(model: nn.Module) -> bool:
@@ -162,18 +169,18 @@ def check_stored(model: nn.Module, name: str) -> bool:
 
 
 def _files(folder: Path) -> Mapping[str, Any]:
-    """Every tensor's name with the opened file that holds it."""
+    """Every tensor's name with the opened file that holds it: ``model.safetensors``, or else the files that its index names,
+    as transformers chooses them. Other files of the folder may hold other weights."""
     from safetensors import SafetensorError, safe_open
 
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    paths = [whole]
+    if not whole.is_file() and index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
             paths = [folder / Path(str(n)).name for n in names]
         except (ValueError, LookupError, TypeError, AttributeError):
             raise InputError(f"{index} is not an index of shards") from None
-    else:
-        paths = sorted(folder.glob("*.safetensors"))
     out: dict[str, Any] = {}
     for path in paths:
         try:
@@ -186,9 +193,21 @@ def _files(folder: Path) -> Mapping[str, Any]:
 
 def _tensor(files: Mapping[str, Any], name: str, model: nn.Module) -> Tensor | None:
     """The memory-mapped tensor with this name in the model, or with this name without the prefix of the model's body."""
-    body = f"{getattr(model, 'base_model_prefix', '')}."
-    for key in (name, name.removeprefix(body)):
+    for key in (name, name.removeprefix(_body(model))):
         if key in files:
             found: Tensor = files[key].get_tensor(key)
             return found
     return None
+
+
+def _not_read(files: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """The tensors that ``_tensor`` finds under no name of ``model``, without those that its class says to leave out."""
+    known, body = set(model.state_dict()), _body(model)
+    read = {name if name in files else name.removeprefix(body) for name in known}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return [key for key in files if key not in read and not any(re.search(pattern, key) for pattern in ignored)]
+
+
+def _body(model: nn.Module) -> str:
+    """The prefix of the names of the model's body."""
+    return f"{getattr(model, 'base_model_prefix', '')}."

@@ -199,7 +199,10 @@ def fresh_weights(model: nn.Module, info: Mapping[str, Any], name: str, *, head:
 
 
 def _of_unknown_blocks(model: nn.Module, unexpected: Iterable[str]) -> list[str]:
-    """Unexpected keys that belong to blocks: the saved model had different or more blocks."""
+    """Unexpected weights, and biases of layers, that belong to blocks: the saved model had different or more blocks.
+
+    Older files hold constants under the names ``attn.bias`` or ``inv_freq``, which belong to no layer with a weight.
+    """
     try:
         known = parts(model).blocks
     except InputError:
@@ -209,7 +212,13 @@ def _of_unknown_blocks(model: nn.Module, unexpected: Iterable[str]) -> list[str]
     module = known[0].module
     body = f"{getattr(model, 'base_model_prefix', '')}."
     blocks = module.removeprefix(body).rsplit(".", 1)[0] + "."
-    return sorted(k for k in unexpected if k.removeprefix(body).startswith(blocks) and k.endswith(".weight"))
+    extra = {k: k.removeprefix(body) for k in unexpected}
+    weights = {n.removeprefix(body) for n, _ in model.named_parameters(remove_duplicate=False)} | set(extra.values())
+
+    def is_weight(key: str) -> bool:
+        return key.endswith(".weight") or (key.endswith(".bias") and f"{key.removesuffix('bias')}weight" in weights)
+
+    return sorted(k for k, short in extra.items() if short.startswith(blocks) and is_weight(short))
 
 
 def check_finite(model: nn.Module, name: str) -> None:
