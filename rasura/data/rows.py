@@ -30,6 +30,15 @@ SAMPLE = 64
 SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 
+class _Twice(dict[str, Any]):
+    """A JSON object with a key that is given more than once, so that what it says depends on the reader."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _Twice(found)
+
+
 class Source:
     """The source of rows. ``taken``: how the file was read, if this was not given (filled in while rows are read).
     ``wanted(names)``: the needed columns of a table, the text column first. Raises ``InputError`` for files that do not
@@ -78,15 +87,20 @@ class Source:
 
     def _object(self, text: str, place: str) -> Mapping[str, Any]:
         try:
-            row = json.loads(text)
+            row = json.loads(text, object_pairs_hook=_unique)
         except json.JSONDecodeError as error:
             raise InputError(f"{place}: not valid JSON ({error.msg[:60]}); expected one object per line") from None
         except (RecursionError, ValueError):
             raise InputError(
                 f"{place}: JSON is nested too deeply or has a number that is too long; expected one flat object"
             ) from None
+        return self._row(row, place)
+
+    def _row(self, row: Any, place: str) -> Mapping[str, Any]:
+        if isinstance(row, _Twice):
+            raise InputError(f"{place}: a key is given twice (columns: {shown(row)}); expected each once")
         if not isinstance(row, dict):
-            raise InputError(f"{place}: found {type(row).__name__}; expected one object per line")
+            raise InputError(f"{place}: found {type(row).__name__}; expected one object")
         return row
 
     def _jsonl(self) -> Iterator[Row]:
@@ -104,15 +118,13 @@ class Source:
         if self.path.stat().st_size > MAX_JSON:
             raise InputError(f"{self.path}: a list above {MAX_JSON >> 20} MiB; expected .jsonl, one object per line")
         try:
-            rows = json.loads("".join(chain([first], lines)))
+            rows = json.loads("".join(chain([first], lines)), object_pairs_hook=_unique)
         except json.JSONDecodeError as error:
             raise InputError(f"{self.path}, line {error.lineno}: not valid JSON; expected one list of objects") from None
         except (RecursionError, ValueError):
             raise InputError(f"{self.path}: JSON is nested too deeply or has a number that is too long") from None
         for number, row in enumerate(rows, 1):
-            if not isinstance(row, dict):
-                raise InputError(f"{self.path}, row {number}: found {type(row).__name__}, expected an object")
-            yield number, row
+            yield number, self._row(row, f"{self.path}, row {number}")
 
     def _csv(self) -> Iterator[Row]:
         csv.field_size_limit(max(MAX_CELL, csv.field_size_limit()))
@@ -204,8 +216,15 @@ class Source:
         except Exception as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise InputError(f"{self.name} is neither a file nor a data set that can be loaded here ({first})") from None
-        split = next(iter(found.values())) if hasattr(found, "values") else found
-        yield from enumerate(split, 1)
+        if hasattr(found, "values"):
+            name = "train" if "train" in found else next(iter(found))
+            if len(found) > 1 and name != "train":
+                raise InputError(
+                    f"{self.name} has the splits {shown(found)}, and none is called train; save the one to read as a file"
+                )
+            self.taken.append(f"split {name}")
+            found = found[name]
+        yield from enumerate(found, 1)
 
 
 READERS: Mapping[str, Callable[[Source], Iterator[Row]]] = {

@@ -146,7 +146,9 @@ def _example(row: Mapping[str, Any], number: int, chosen: Chosen, labels: Labels
     text, pair = row[chosen.text], row.get(chosen.pair) if chosen.pair else None
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{place}: the text is empty or not a text; remove the row or fill it")
-    pair = pair if isinstance(pair, str) and pair else None
+    if pair is not None and not isinstance(pair, str):
+        raise InputError(f"{place}: the second text is not a text; expected text, or nothing where there is no pair")
+    pair = pair or None
     for one in (text, pair or ""):
         if len(one) > MAX_CELL:
             raise InputError(f"{place}: the text has {len(one)} characters; expected at most {MAX_CELL}. Split it")

@@ -1,0 +1,60 @@
+"""No text is left out silently: odd pairs, keys given twice, and the splits of a data set."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rasura.core.interfaces import InputError
+from rasura.data.text import load_examples
+
+
+@pytest.mark.parametrize("pair", [["a secret"], 7, 0, 1.5, True, False, [], {}, {"text": "a secret"}])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_pair_that_is_not_text_is_refused_by_its_row(tmp_path: Path, pair: Any, suffix: str) -> None:
+    rows = [{"text": "one", "text_pair": "two"}, {"text": "three", "text_pair": pair}]
+    path = tmp_path / f"notes{suffix}"
+    path.write_text("\n".join(map(json.dumps, rows)) if suffix == ".jsonl" else json.dumps(rows))
+    with pytest.raises(InputError, match="row 2: the second text is not a text") as caught:
+        load_examples(path)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("row", [{}, {"text_pair": None}, {"text_pair": ""}])
+def test_an_empty_pair_is_no_pair(tmp_path: Path, row: dict[str, Any]) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text("\n".join(json.dumps(r) for r in ({"text": "one", "text_pair": "two"}, {"text": "three", **row})))
+    assert [e.text_pair for e in load_examples(path)] == ["two", None]
+
+
+@pytest.mark.parametrize("key", ["text", "label", "text_pair"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
+def test_a_key_given_twice_is_refused_by_its_row(tmp_path: Path, key: str, suffix: str) -> None:
+    rows = ['{"text": "one", "label": 0}', f'{{"text": "two", "label": 1, "{key}": 0, "{key}": "a secret"}}']
+    path = tmp_path / f"notes{suffix}"
+    path.write_text("\n".join(rows) if suffix == ".jsonl" else f"[{', '.join(rows)}]")
+    with pytest.raises(InputError, match=r"(line|row) 2: a key is given twice") as caught:
+        load_examples(path)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("splits", "read"), [(["test", "train"], "train"), (["train"], "train"), (["test"], "test"), (["dev", "test"], None)]
+)
+def test_the_split_of_a_data_set_is_named(
+    splits: list[str], read: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    found = datasets.DatasetDict({s: datasets.Dataset.from_dict({"text": [f"a text of {s}"]}) for s in splits})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: found)  # the download
+    caplog.set_level(logging.INFO, "rasura.data")
+    if read is None:
+        with pytest.raises(InputError, match="has the splits dev, test, and none is called train"):
+            load_examples("someone/notes")
+        return
+    assert [e.text for e in load_examples("someone/notes")] == [f"a text of {read}"]
+    assert caplog.messages == [f"someone/notes: split {read}"]
