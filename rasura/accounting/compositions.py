@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rasura.core.values import Mechanism
+from rasura.core.values import OWN, Mechanism
 
 POISSON = ("dp-sgd", "normalised")
 """Mechanisms whose guarantee assumes that every text joins a batch independently at random."""
@@ -69,6 +69,9 @@ def composition(defense: Sequence[Mechanism]) -> Composition:
     it."""
     carriers = [m for m in defense if m.name in FORMAL]
     names = " + ".join(m.name for m in defense) or "none"
+    if own := [m.name for m in defense if m.name.startswith(OWN)]:
+        why = f"{own[0]} is a method of your own or of a plug-in, whatever its mechanism says"
+        return Composition("no formal guarantee", f"nothing is proven for {names}: {why}")
     if not carriers:
         return Composition("no formal guarantee", f"nothing is proven for {names}")
     if len(carriers) > 1:

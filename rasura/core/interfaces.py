@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Generator, Tensor, nn
 
 from rasura.core.answers import Membership, ModelObservation, ServiceObservation, ServiceTranscript, TokenReading
 from rasura.core.errors import AttackFailed, InputError, MissingExtra, NotApplicable, NotSent, Unavailable
 from rasura.core.rng import Randomness
-from rasura.core.values import Grant, Mechanism, Observation, Stage, Task, Transcript, Vocabulary
+from rasura.core.values import OWN, Grant, Mechanism, Observation, Stage, Task, Transcript, Vocabulary
 
 __all__ = [
     "ActiveAttack", "Attack", "AttackFailed", "Budget", "Defense", "InputError", "MembershipAttack", "Metric",
     "MissingExtra", "ModelService", "NotApplicable", "NotSent", "Prior", "ServiceAttack", "ServiceMetric", "Transform",
-    "Unavailable",
+    "Unavailable", "made",
 ]  # fmt: skip
 
 G_co = TypeVar("G_co", covariant=True)
@@ -111,6 +111,35 @@ class Transform(Generic[X, Y, S]):
     init: Callable[[Any], S]
     apply: Callable[[X, S, Randomness], tuple[Y, S]]
     undo: Callable[[Y, S], X] | None = None
+    _ours: ClassVar[bool] = False
+
+    @property
+    def counted(self) -> Mechanism:
+        """The mechanism that a guarantee counts: ``mechanism`` where Rasura made this transform, and it is unchanged.
+
+        Any other transform may do anything, whatever its mechanism says. It counts as ``own-NAME``, for which nothing is
+        proven.
+        """
+        known = self.mechanism
+        if self._ours:
+            return known
+        return Mechanism(f"{OWN}{known.name.removeprefix(OWN)}", known.stage, known.parameters)
+
+
+def made(
+    stage: Stage,
+    mechanism: Mechanism,
+    init: Callable[[Any], S],
+    apply: Callable[[X, S, Randomness], tuple[Y, S]],
+    undo: Callable[[Y, S], X] | None = None,
+) -> Transform[X, Y, S]:
+    """A transform of Rasura itself: only for functions that do what ``mechanism`` says, since a guarantee rests on it.
+
+    The mark belongs to this object: ``dataclasses.replace`` returns a transform without it.
+    """
+    found = Transform(stage, mechanism, init, apply, undo)
+    object.__setattr__(found, "_ours", True)
+    return found
 
 
 Defense = tuple[Transform[Any, Any, Any], ...]

@@ -54,6 +54,10 @@ class Stage(enum.Enum):
     WIRE = "wire"
 
 
+OWN = "own-"
+"""Begins the name of a method that is not Rasura's own, where it could be taken for one."""
+
+
 @dataclass(frozen=True)
 class Mechanism:
     """The public description of one protection (Kerckhoffs: never a key)."""

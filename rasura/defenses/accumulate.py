@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from rasura.core.accumulation import NAME, needed_tokens, tokens_in
-from rasura.core.interfaces import InputError, NotSent, Transform
+from rasura.core.interfaces import InputError, NotSent, Transform, made
 from rasura.core.mechanisms import Accumulate
 from rasura.core.rng import Randomness
 from rasura.core.specs import TEXT, DefenseSpec, Strength
@@ -45,7 +45,7 @@ def accumulate(*, tokens: int | None = None, widths: float | None = None) -> Tra
             raise NotSent(f"the texts hold {held} different tokens, but {NAME} waits for {needed}")
         return message, state
 
-    return Transform(Stage.WIRE, mechanism, init, apply)
+    return made(Stage.WIRE, mechanism, init, apply)
 
 
 def described(text: str) -> Transform[Message, Message, Held]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from rasura.core.interfaces import Defense, InputError, Transform
+from rasura.core.interfaces import Defense, InputError, Transform, made
 from rasura.core.mechanisms import Mean
 from rasura.core.rng import Randomness
 from rasura.core.specs import DefenseSpec
@@ -31,7 +31,7 @@ def mean() -> Transform[PerExample, Gradients, None]:
     def apply(examples: PerExample, state: None, rng: Randomness) -> tuple[Gradients, None]:
         return examples.mean(), None
 
-    return Transform(Stage.AGGREGATE, Mean(), stateless, apply)
+    return made(Stage.AGGREGATE, Mean(), stateless, apply)
 
 
 def chain(*parts: Transform[Any, Any, Any] | Defense) -> Defense:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rasura.core.interfaces import Transform
+from rasura.core.interfaces import Transform, made
 from rasura.core.mechanisms import Bf16, Fp16, Sign
 from rasura.core.protection import Protection
 from rasura.core.rng import Randomness
@@ -23,7 +23,7 @@ def _each(told: Protection, change: Callable[[Tensor], Tensor]) -> Transform[Mes
         changed = {n: change(g) for n, g in message.gradients.items()}
         return replace(message, gradients=changed), None
 
-    return Transform(Stage.WIRE, told, stateless, apply)
+    return made(Stage.WIRE, told, stateless, apply)
 
 
 def fp16() -> Transform[Message, Message, None]:

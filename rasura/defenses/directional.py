@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rasura.core.exact import widened
-from rasura.core.interfaces import InputError, Transform
+from rasura.core.interfaces import InputError, Transform, made
 from rasura.core.mechanisms import Directional
 from rasura.core.options import options
 from rasura.core.rng import Randomness
@@ -75,7 +75,7 @@ def directional(kappa: float, blocks: str = "whole") -> Transform[PerExample, Gr
         cut = torch.split(joined, [shape.numel() for shape, _ in first.values()])
         return {n: part.reshape(shape).to(dtype) for (n, (shape, dtype)), part in zip(first.items(), cut)}, None
 
-    return Transform(Stage.AGGREGATE, Directional(concentration, blocks), stateless, apply)
+    return made(Stage.AGGREGATE, Directional(concentration, blocks), stateless, apply)
 
 
 def _again(head: list[Tensor], rest: Iterator[list[Tensor]]) -> Iterator[list[Tensor]]:

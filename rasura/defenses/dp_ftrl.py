@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from rasura.core.interfaces import InputError, Transform
+from rasura.core.interfaces import InputError, Transform, made
 from rasura.core.mechanisms import DpFtrl
 from rasura.core.options import options
 from rasura.core.rng import Randomness, normal
@@ -52,7 +52,7 @@ def dp_ftrl(sigma: float, band: int, clip: float = 1.0) -> Transform[PerExample,
             out[name] = ((gradient.double() + noise) / divisor).to(gradient.dtype)
         return out, state
 
-    return Transform(Stage.AGGREGATE, DpFtrl(sigma, band, clip), stateless, apply)
+    return made(Stage.AGGREGATE, DpFtrl(sigma, band, clip), stateless, apply)
 
 
 def described(text: str) -> Transform[PerExample, Gradients, Noise | None]:

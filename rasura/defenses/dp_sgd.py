@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rasura.core.exact import half
 from rasura.core.following import of_count, of_sum
-from rasura.core.interfaces import InputError, Transform
+from rasura.core.interfaces import InputError, Transform, made
 from rasura.core.mechanisms import DpSgd, Normalised
 from rasura.core.options import options
 from rasura.core.rng import Randomness, laplace, normal
@@ -113,7 +113,7 @@ def _following(known: DpSgd) -> Transform[PerExample, Gradients, float]:
         noisy = counted[0] - counted[1] / 2 + of_count(known.sigma, texts) * float(normal((1,), rng))
         return found, clip * math.exp(-RATE * (noisy / texts + 0.5 - quantile))
 
-    return Transform(Stage.AGGREGATE, known, lambda model: known.clip, apply)
+    return made(Stage.AGGREGATE, known, lambda model: known.clip, apply)
 
 
 def dp_sgd(
@@ -148,7 +148,7 @@ def dp_sgd(
             total = _clipped_absolutely(examples.each(), clip)
         return _released(total, examples, width, noise, rng), None
 
-    return Transform(Stage.AGGREGATE, known, stateless, apply)
+    return made(Stage.AGGREGATE, known, stateless, apply)
 
 
 def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
@@ -164,7 +164,7 @@ def normalised_gaussian(sigma: float) -> Transform[PerExample, Gradients, None]:
         total = examples.weighted(lambda norms: torch.where(norms > LEAST, 1 / norms.clamp_min(LEAST), 0.0))
         return _released(total, examples, width, "gaussian", rng), None
 
-    return Transform(Stage.AGGREGATE, Normalised(sigma), stateless, apply)
+    return made(Stage.AGGREGATE, Normalised(sigma), stateless, apply)
 
 
 def described(text: str) -> Transform[PerExample, Gradients, None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from rasura.core.interfaces import InputError, Transform
+from rasura.core.interfaces import InputError, Transform, made
 from rasura.core.mechanisms import Dropout
 from rasura.core.rng import Randomness
 from rasura.core.specs import TEXT, DefenseSpec, Strength
@@ -64,7 +64,7 @@ def dropout(p: float) -> Transform[nn.Module, nn.Module, Rates | None]:
                 module.training = mode
         return model
 
-    return Transform(Stage.MODEL, Dropout(p), stateless, apply, undo)
+    return made(Stage.MODEL, Dropout(p), stateless, apply, undo)
 
 
 SPEC = DefenseSpec(

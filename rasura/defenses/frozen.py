@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from rasura.core.interfaces import InputError, Transform
+from rasura.core.interfaces import InputError, Transform, made
 from rasura.core.mechanisms import FrozenBlocks, FrozenEmbeddings
 from rasura.core.rng import Randomness
 from rasura.core.specs import TEXT, DefenseSpec
@@ -39,7 +39,7 @@ def _freeze(
             p.requires_grad_(True)
         return model
 
-    return Transform(Stage.MODEL, told, stateless, apply, undo)
+    return made(Stage.MODEL, told, stateless, apply, undo)
 
 
 def frozen_embeddings() -> Transform[nn.Module, nn.Module, Frozen]:

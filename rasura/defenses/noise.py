@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rasura.core.exact import norm
-from rasura.core.interfaces import InputError, Transform
+from rasura.core.interfaces import InputError, Transform, made
 from rasura.core.mechanisms import Gaussian, Laplace
 from rasura.core.rng import Randomness, laplace, normal
 from rasura.core.specs import DefenseSpec, Strength
@@ -52,7 +52,7 @@ def _noise(name: str, knob: str, width: float, clip: float, draw: Draw) -> Trans
         return replace(message, gradients=noisy), None
 
     told = Gaussian(width, clip) if name == "gaussian" else Laplace(width, clip)
-    return Transform(Stage.WIRE, told, stateless, apply)
+    return made(Stage.WIRE, told, stateless, apply)
 
 
 def gaussian_noise(sigma: float, clip: float = 1.0) -> Transform[Message, Message, None]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rasura.core.interfaces import InputError, Transform
+from rasura.core.interfaces import InputError, Transform, made
 from rasura.core.mechanisms import mechanism
 from rasura.core.rng import Randomness, uniform
 from rasura.core.specs import DefenseSpec, Strength
@@ -52,7 +52,7 @@ def _prune(name: str, ratio: float, score: Callable[[Tensor, Randomness], Tensor
             gradients[key], visible[key] = gradient * mask, mask
         return replace(message, gradients=gradients, visible=visible), None
 
-    return Transform(Stage.WIRE, mechanism(name, {"ratio": ratio}), stateless, apply)
+    return made(Stage.WIRE, mechanism(name, {"ratio": ratio}), stateless, apply)
 
 
 def magnitude_pruning(ratio: float) -> Transform[Message, Message, None]:

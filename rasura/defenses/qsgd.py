@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rasura.core.checked import whole
-from rasura.core.interfaces import Transform
+from rasura.core.interfaces import Transform, made
 from rasura.core.protection import Protection
 from rasura.core.rng import Randomness, uniform
 from rasura.core.specs import DefenseSpec, Strength
@@ -54,7 +54,7 @@ def qsgd(levels: int) -> Transform[Message, Message, None]:
     def apply(message: Message, state: None, rng: Randomness) -> tuple[Message, None]:
         return replace(message, gradients={n: _rounded(g, told.levels, rng) for n, g in message.gradients.items()}), None
 
-    return Transform(Stage.WIRE, told, stateless, apply)
+    return made(Stage.WIRE, told, stateless, apply)
 
 
 SPEC = DefenseSpec(

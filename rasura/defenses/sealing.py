@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rasura.core.interfaces import InputError, Transform
+from rasura.core.interfaces import InputError, Transform, made
 from rasura.core.mechanisms import mechanism
 from rasura.core.options import options
 from rasura.core.rng import Randomness, generator
@@ -216,7 +216,7 @@ def sealing(
     if settings.scheme == "bfv" or settings.scheme == "ckks":
         budget = parameters_for(settings.clients, settings.scheme).noise_budget(settings.clients)
         told |= {} if budget is None else {"noise_budget_bits": round(budget, 1)}
-    return Transform(Stage.WIRE, mechanism("sealing", told), init, apply)
+    return made(Stage.WIRE, mechanism("sealing", told), init, apply)
 
 
 def flattened(

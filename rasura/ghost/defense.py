@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rasura.core.batches import Batch
-from rasura.core.interfaces import Transform
+from rasura.core.interfaces import Transform, made
 from rasura.core.mechanisms import mechanism
 from rasura.core.options import options
 from rasura.core.rng import Randomness
@@ -63,7 +63,7 @@ def ghost(
     if table is None and settings.language is not None:
         lemmatizer()  # What is missing is said now, not when the first text comes.
     known = {**asdict(settings), **asdict(selection)}
-    return Transform(Stage.DATA, mechanism("ghost", known), init, apply)
+    return made(Stage.DATA, mechanism("ghost", known), init, apply)
 
 
 def described(text: str = "") -> Transform[Batch, Batch, Selector]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from rasura.core.errors import InputError
 from rasura.core.interfaces import Attack, Defense, Metric, Transform
 from rasura.core.specs import IMAGES, TEXT, AttackSpec, DefenseSpec, MethodSpec, MetricSpec
-from rasura.core.values import Reconstruction
+from rasura.core.values import OWN, Reconstruction
 from rasura.defenses.compose import chain
 from rasura.registry.tables import ATTACKS, DEFENSES, METRICS
 
@@ -62,8 +62,8 @@ def _named(
         spec = one if isinstance(one, kind) else made(one)
         if spec.name in registered and registered[spec.name] is not spec:
             # It must not count as what Rasura has under this name.
-            given_as = {"example": f"own-{spec.name}"} if isinstance(spec, DefenseSpec) else {}
-            spec = replace(spec, name=f"own-{spec.name}", **given_as)
+            given_as = {"example": f"{OWN}{spec.name}"} if isinstance(spec, DefenseSpec) else {}
+            spec = replace(spec, name=f"{OWN}{spec.name}", **given_as)
         if spec.name in names:
             raise InputError(f"two of the methods are called {spec.name!r}; give one of them another name")
         names.append(spec.name)

@@ -203,7 +203,7 @@ class Calibration:
         """The setting's guarantee for the texts of a training with the plan's recipe and secure noise, as the command that
         ``applied`` names runs it."""
         parts = self.defenses[setting]
-        mechanisms, recipe, plan = [p.mechanism for p in parts], self.wanted.recipe, self._train_plan()
+        mechanisms, recipe, plan = [p.counted for p in parts], self.wanted.recipe, self._train_plan()
         source, examples = self.wanted.train or self.plan.data, self.n_texts
         if self.training is not None:
             examples = len(self.training.rows)

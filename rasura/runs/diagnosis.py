@@ -84,9 +84,9 @@ def diagnose_training(
     if target_epsilon is not None:
         defense = solved(defense, target_epsilon, run)
     parts = loop_defense(defense)
-    carrier = formal([p.mechanism for p in parts])
+    carrier = formal([p.counted for p in parts])
     if carrier is None or carrier.name not in SAMPLED:
-        names = " + ".join(p.mechanism.name for p in parts)
+        names = " + ".join(p.counted.name for p in parts)
         raise InputError(f"a diagnosis needs {' or '.join(SAMPLED)} with a guarantee; found {names}")
     if carrier.parameters.get("per") is not None:
         raise InputError("a diagnosis looks at clips of whole gradients; leave per=layer out of what is diagnosed")

@@ -24,9 +24,12 @@ PERSONS = "a guarantee for persons needs dp-sgd or normalised, and batches drawn
 
 
 def loop_defense(defense: str | Defense, physical: int | None = None) -> Defense:
-    """The parts of ``defense``. Raises ``InputError`` for one that acts on data, or that holds updates back, and for a
-    ``physical`` batch size without a part that aggregates texts."""
+    """The parts of ``defense``. Raises ``InputError`` for one that acts on data, or that holds updates back, for
+    two that aggregate, and for a ``physical`` batch size without a part that aggregates texts."""
     parts = local(parse_defense(defense) if isinstance(defense, str) else defense)
+    together = [p.mechanism.name for p in parts if p.stage is Stage.AGGREGATE]
+    if len(together) > 1:
+        raise InputError(f"{' and '.join(together)} both aggregate the batch; keep one of them")
     if any(p.stage is Stage.DATA for p in parts):
         raise InputError(
             "a protection of the data is applied before training; obfuscate the texts with rasura protect ghost first"

@@ -239,7 +239,7 @@ def protect_training(
         defense = solved(defense, target_epsilon, planned("poisson" if poisson else "shuffled"))
     parts = loop_defense(defense, physical_batch_size)
     check_trainable(model, optimizer)
-    mechanisms = [p.mechanism for p in parts]
+    mechanisms = [p.counted for p in parts]
     run = Run(1, 1, epochs) if formal(mechanisms) is None else planned(batching(mechanisms, poisson))
     ledger = Ledger(mechanisms, run, sizes=[math.prod(s) for s in _shapes(model, parts).values()], secure=seed is None)
     if target_epsilon is not None:

@@ -101,7 +101,7 @@ class TrainPlan:
         known("task", self.task, [t for t in get_args(Task) if t != "vision"])
         _ = self.protections
         for parts in self.parts.values():
-            check_ordered([p.mechanism for p in parts])
+            check_ordered([p.counted for p in parts])
         if not 0 < self.holdout < 1:
             raise InputError(f"holdout is {self.holdout}; expected a fraction of the training texts between 0 and 1")
         for name in ("limit", "seeds", "max_length"):
@@ -149,5 +149,5 @@ class TrainPlan:
 
 def by_chance(parts: Defense) -> bool:
     """Whether ``parts`` have a guarantee for batches drawn by Poisson sampling, of texts or of persons."""
-    mechanisms = [part.mechanism for part in parts]
+    mechanisms = [part.counted for part in parts]
     return formal(mechanisms) is not None and assumes_poisson(mechanisms)

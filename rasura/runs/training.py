@@ -90,7 +90,7 @@ class Training:
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
         """A ledger for a training under ``parts``, planned for the maximum number of epochs."""
-        known, owners = [p.mechanism for p in parts], self._owners(parts)
+        known, owners = [p.counted for p in parts], self._owners(parts)
         count = len(self.rows) if owners is None else len(set(owners))
         run = self.plan.run(count, sampling_for(known))
         return Ledger(known, run, sizes=sizes, secure=self.plan.recipe.noise == "secure")
@@ -193,8 +193,8 @@ class Training:
         run = FineTuning(
             model, rows, parts, replace(plan.recipe, seed=seed), place, task=victim.task, vocabulary=vocabulary,
             evaluate=lambda m: self._figures(m, held), watched=watched, higher=HIGHER_IS_BETTER[watched],
-            poisson=assumes_poisson(mechanisms), secret=plan.recipe.noise == "secure" and carries(mechanisms), ledger=ledger,
-            owners=self._owners(parts), canaries=canaries,
+            poisson=assumes_poisson(ledger.defense), secret=plan.recipe.noise == "secure" and carries(mechanisms),
+            ledger=ledger, owners=self._owners(parts), canaries=canaries,
         )  # fmt: skip
         history = run.run(
             None if progress is None else lambda done, total, told: progress(f"{defense}: epoch", done, total, told)

@@ -67,7 +67,7 @@ class FineTuning:
         self.optimizer = recipe.course.optimizing(self.trained.values(), fused=True)
         self.history = History(epochs=[])
         self.kept: Kept = {}
-        self.order = self._fixed_order() if ordered([p.mechanism for p in defense]) else None
+        self.order = self._fixed_order() if ordered([p.counted for p in defense]) else None
         self.min_tokens = enough(defense, model, rows)
         folder.mkdir(parents=True, exist_ok=True)
 
