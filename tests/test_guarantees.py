@@ -85,7 +85,7 @@ def test_a_seed_and_a_loader_that_shuffles_void_it() -> None:
         )  # fmt: skip
     one_seeded = after((DP_SGD, 3), (replace(DP_SGD, secret=False), 1))
     assert one_seeded.epsilon is None and one_seeded.warnings == (SEEDED,) and one_seeded.steps == 4
-    unknown = after((DP_SGD, 3), (replace(DP_SGD, sampling="unknown", rate=None), 2))
+    unknown = after((DP_SGD, 3), (replace(DP_SGD, sampling="unknown"), 2))
     assert unknown.warnings == (LOADER,) and unknown.otherwise == (figures(steps=5)[0], 1e-5)
     assert unknown.to_dict()["otherwise"] == list(unknown.otherwise) and unknown.to_dict()["warnings"] == [LOADER]
 

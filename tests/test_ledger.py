@@ -340,6 +340,34 @@ def test_a_ledger_is_kept_and_gone_on_with(tmp_path: Path) -> None:
     assert counted(path, 1e-7).epsilon > first.epsilon and counted(path, 1e-7).delta == 1e-7  # type: ignore[operator]
 
 
+SHUFFLED = Run(100, 50, 4, sampling="shuffled")
+
+
+def test_a_smaller_batch_does_not_lower_what_larger_ones_spent() -> None:
+    """Of a loader that shuffles: all releases were counted at the rate of the last plan."""
+    first, second = ledger("dp-sgd:1.0", SHUFFLED), ledger("dp-sgd:1.0", replace(SHUFFLED, batch_size=1))
+    for _ in range(8):
+        first.made(Draw(), [10], secret=True)
+    before = first.spent().otherwise
+    assert before is not None and before == first.planned.otherwise
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    second.made(Draw(), [10], secret=True)
+    after = second.spent().otherwise
+    assert after is not None and after[0] >= before[0] and after[1] == before[1]
+
+
+def test_a_release_whose_rate_was_not_kept_counts_as_one_of_all_texts() -> None:
+    first, second = ledger("dp-sgd:1.0", SHUFFLED), ledger("dp-sgd:1.0", SHUFFLED)
+    first.made(Draw(), [10], secret=True)
+    state = first.state_dict()
+    state["runs"][0]["release"]["rate"] = None
+    second.load_state_dict(state)
+    every = Ledger(mechanisms("dp-sgd:1.0"), replace(SHUFFLED, batch_size=100))
+    every.made(Draw(), [10], secret=True)
+    known, unknown, largest = (one.spent().otherwise for one in (first, second, every))
+    assert known is not None and unknown is not None and known[0] < unknown[0] and unknown == largest
+
+
 @pytest.mark.parametrize(
     "changed",
     [

@@ -145,7 +145,7 @@ def guarantee(defense: Sequence[Mechanism], run: Run, *, sizes: Sequence[int] = 
         # Batches that a loader shuffles are disjoint within a pass; otherwise every step counts.
         draws = [(Draw("disjoint", number=k), 1) for k in range(1, run.epochs + 1)]
     else:
-        draws = [(Draw(), run.steps)]
+        draws = [(Draw(rate=run.rate), run.steps)]
     # Without sizes nothing depends on them, but on whether there are several.
     runs = [(Release.of(part, draw, sizes or [1, 1], secret=secure), count) for draw, count in draws]
     return stated(runs, run, carrier=part.name, planned=True, sized=bool(sizes))
@@ -179,7 +179,7 @@ def stated(
         if carrier == DIRECTIONAL:
             return Guarantee(f"{NONE}: it is not known how its batches were drawn", warnings=(*voids, *notes))
         voids.append(SHUFFLES)
-        runs = [(_by_chance(release, run.rate), count) for release, count in runs]
+        runs = [(_by_chance(release), count) for release, count in runs]
     found = spent(runs, run.fails)
     if carrier == DIRECTIONAL:
         return _directional(found, runs, run, (planned, sized, made), notes, voids)
@@ -233,8 +233,9 @@ def _unproven(why: str) -> Guarantee:
     return Guarantee(f"{NONE}: {why}; only an audit can show what it stops")
 
 
-def _by_chance(release: Release, rate: float) -> Release:
-    return Release(**{**vars(release), "sampling": "poisson", "rate": rate})
+def _by_chance(release: Release) -> Release:
+    """``release`` as if Poisson sampling had drawn its batch: at its own rate, and if that is not known with every text."""
+    return Release(**{**vars(release), "sampling": "poisson", "rate": release.rate or 1.0})
 
 
 def _directional(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,13 @@ class Ledger:
             )
 
     def append(self, release: Release) -> None:
-        """Count a release that is made now. Raises ``InputError`` beyond the plan, and for a release of another
-        mechanism."""
+        """Count a release that is made now. Of an unknown draw, the larger rate counts, its own or the plan's. Raises
+        ``InputError`` beyond the plan, and for a release of another mechanism."""
         expected = UNPROVEN if self.formal is None else self.formal.name
         if release.mechanism != expected:
             raise InputError(f"this ledger counts releases of {expected}, but this is a release of {release.mechanism}")
+        if self.formal is not None and release.sampling == "unknown":
+            release = replace(release, rate=max(release.rate or 0.0, self.run.rate))
         self.room(Draw(release.sampling, release.rate, release.number, release.separation))
         if release.sampling == "fixed" and release.number is not None:
             self._passes = release.number  # a pass begins with its first release: a look at a batch is none

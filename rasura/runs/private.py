@@ -176,7 +176,7 @@ class _Protected:
     def _draw(self, inputs: Mapping[str, Tensor], numbers: Tensor | None, owners: Tensor | None) -> Draw:
         """How the batch was drawn that is trained on now. Raises ``InputError`` for another one than the next."""
         if self.loader is None or numbers is None:
-            return Draw()
+            return Draw(rate=min(1.0, len(inputs["labels"]) / self.ledger.run.examples) or None)
         if self.order is None and self.last is not None and not self.last.done:
             raise InputError(
                 f"the batch before had no backward pass: its loss was computed, and nothing was released; {ONCE}"
