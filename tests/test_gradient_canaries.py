@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import rasura
 from rasura.accounting import Draw
 from rasura.accounting.one_run import LowerBound
 from rasura.core.errors import InputError
+from rasura.core.interfaces import made
 from rasura.core.mechanisms import DpSgd
 from rasura.core.rng import generator
 from rasura.core.values import PerExample
@@ -60,7 +60,8 @@ def test_a_whole_training_keeps_its_claim_and_something_is_shown(defense: str) -
 @pytest.mark.parametrize("width", [0.2, 1e-6])
 def test_less_noise_than_is_counted_is_refuted(width: float) -> None:
     """The protection says a multiplier of 8.548, for an epsilon of 1, and draws far less."""
-    broken = replace(dp_sgd(width), mechanism=DpSgd(8.548))
+    less = dp_sgd(width)
+    broken = made(less.stage, DpSgd(8.548), less.init, less.apply)
     canaries = rasura.GradientCanaries(1000)
     found = canaries.measure(trained((broken,), canaries))
     assert found.stated is not None and found.stated < 1 and found.refuted and found.statement.endswith("it is refuted.")
@@ -77,7 +78,7 @@ def test_noise_that_is_repeated_is_refuted() -> None:
         found, _ = own.apply(examples, state, rng)
         return {n: g + noise[n] for n, g in found.items()}, None
 
-    broken = replace(own, mechanism=DpSgd(8.548), apply=apply)
+    broken = made(own.stage, DpSgd(8.548), own.init, apply)
     canaries = rasura.GradientCanaries(1000)
     assert canaries.measure(trained((broken,), canaries)).refuted
 

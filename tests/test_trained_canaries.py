@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from training_setting import fine_tuning, notes
 import rasura
 from rasura.accounting import Ledger, Run
 from rasura.core.errors import InputError
+from rasura.core.interfaces import made
 from rasura.core.mechanisms import DpSgd
 from rasura.core.rounding import above
 from rasura.defenses.dp_sgd import dp_sgd
@@ -57,7 +57,8 @@ def test_the_bound_stands_beside_what_was_stated(tmp_path: Path, model_folder: P
 def test_a_guarantee_that_is_false_is_refuted_in_every_place(
     tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = (replace(dp_sgd(1e-6), mechanism=DpSgd(8.0)),)  # says a multiplier of 8, and draws next to no noise
+    less = dp_sgd(1e-6)
+    wrong = (made(less.stage, DpSgd(8.0), less.init, less.apply),)  # says a multiplier of 8, and draws next to no noise
     monkeypatch.setattr(TrainPlan, "parts", property(lambda self: {"dp-sgd:8": wrong}))
     words = [
         "train", notes(tmp_path), "--model", model_folder, "--defense", "dp-sgd:8", "--gradient-canaries", "400", "--delta",
