@@ -75,10 +75,10 @@ def obfuscate_file(
     if path.suffix == ".parquet":
         check_installed()
     part, report, card = (path.with_suffix(end) for end in (f"{path.suffix}.part", ".report.jsonl", ".card.md"))
-    for file in (path, report, card):
+    for taken in (path, report, card):
         # It may be the source, or belong to another target; an interrupted run may have written all but the target.
-        if file.exists() and (file == path or not part.exists()):
-            raise InputError(f"{file} already exists; remove it or choose another name")
+        if taken.exists() and (taken == path or not part.exists()):
+            raise InputError(f"{taken} already exists; remove it or choose another name")
     examples = load_examples(source, columns=columns)
     obfuscator = GhostObfuscator(load(model, "classification", attacked=False), table=table, shadows=shadows, beam=beam)
     obfuscator.check(examples)
