@@ -169,7 +169,9 @@ def test_values_are_rounded_to_steps_and_cut_at_the_scale() -> None:
     with pytest.raises(InputError, match=r"^2 values are not finite numbers; nothing is sealed$"):
         quantise(np.array([1.0, np.inf, np.nan]), np.ones(3))
     for wrong in (0.0, -1.0, np.nan):
-        with pytest.raises(InputError, match=r"^a scale is not above 0; expected the maximum absolute value of each entry$"):
+        with pytest.raises(
+            InputError, match=r"^a scale is not finite and above 0; expected the maximum absolute value of each entry$"
+        ):
             quantise(np.ones(2), np.array([wrong, 1.0]))
     assert quantise(np.ones(1), np.full(1, 0.5)).steps.tolist() == [HALF]
 

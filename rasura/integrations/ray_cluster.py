@@ -96,8 +96,7 @@ def spread(
         while waiting or running:
             while waiting and idle:
                 worker, (cells, lost) = idle.pop(), waiting.pop(0)
-                if progress is not None:
-                    progress(cells[0])
+                (progress or (lambda cell: None))(cells[0])
                 running[worker.records.remote(cells)] = worker, cells, lost
             (ready,), _ = ray.wait(list(running), num_returns=1)
             worker, cells, lost = running.pop(ready)
