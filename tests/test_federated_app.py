@@ -183,6 +183,6 @@ def test_the_app_has_no_accuracy_of_outputs_that_are_not_finite(app_modules: Pat
 
 def test_rounds_whose_training_has_no_figure_are_among_the_results(app_modules: Path, folder: Path) -> None:
     own = app_modules / "federated" / "task.py"
-    own.write_text(own.read_text().replace("sum(losses) / len(losses)", "math.nan"))
+    own.write_text(own.read_text().replace("sum(losses) / len(losses)", "float('nan')"))
     rounds = simulated(app_modules, folder)
     assert [(r["train"], r["server"]["counted"]) for r in rounds.values()] == [({}, 2)] * 2

@@ -31,9 +31,9 @@ UNPROVEN = "unproven"
 
 @dataclass(frozen=True)
 class Draw:
-    """How one batch was drawn: ``rate``, the probability of each text to be in it (poisson; unknown: the
-    fraction of all texts that it holds), or ``number``, the pass over
-    the texts that it belongs to (disjoint, fixed), counted from 1; ``separation``, the batches of a pass (fixed)."""
+    """How one batch was drawn: ``rate``, the probability of each text to be in it (poisson; unknown: the fraction of all
+    texts that it holds), or ``number``, the pass over the texts that it belongs to (disjoint, fixed), counted from 1;
+    ``separation``, the batches of a pass (fixed)."""
 
     sampling: Sampling = "unknown"
     rate: float | None = None

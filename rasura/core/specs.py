@@ -139,8 +139,8 @@ class DefenseSpec(MethodSpec):
     ``neutral`` builds it at a setting without effect, if there is one. ``guarantee``: the formal guarantee, or ``none``.
     ``known_by``: the attacks that know how it works; a run must include all of them before a verdict says that the
     protection stops anything. None means that no attack knows it; so does an empty tuple of a protection that is not
-    Rasura's. ``known_by_on_images``: the same for images. ``waits``: it
-    acts by sending nothing. ``draws``: it is random, so two updates of the same texts differ.
+    Rasura's. ``known_by_on_images``: the same for images. ``waits``: it acts by sending nothing. ``draws``: it is random, so
+    two updates of the same texts differ.
     """
 
     make: Callable[..., Any]

@@ -54,8 +54,8 @@ class Quantised:
 
 def quantise(values: NDArray[np.float64], scale: NDArray[np.float64]) -> Quantised:
     """``values`` ``(n,)`` in steps of ``scale / HALF``, where ``scale`` ``(n,)`` is the agreed maximum absolute value of
-    each. Raises ``InputError`` for values that are not finite numbers, and for scales that are not finite and
-    above 0.
+    each. Raises ``InputError`` for values that are not finite numbers, and for scales that are not finite and above
+    0.
     """
     if not np.isfinite(values).all():
         raise InputError(f"{int((~np.isfinite(values)).sum())} values are not finite numbers; nothing is sealed")

@@ -58,6 +58,17 @@ def _answers(address: str | None) -> None:
         raise InputError(f"no Ray cluster at {address} ({why}); start one with ray start --head") from None
 
 
+def _joined(ray: Any, address: str | None) -> None:
+    """Join the cluster at ``address``, or start one. Raises ``InputError`` if no cluster answers."""
+    _answers(address)
+    try:
+        # A cluster of our own holds what the audit holds, private texts too: it listens on this machine alone.
+        own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        ray.init(address=address, log_to_driver=False, logging_level="error", **own)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise InputError(f"no Ray cluster at {address or 'this machine'} ({str(error).splitlines()[0]})") from None
+
+
 def spread(
     prepared: Audit,
     store: RunStore,
@@ -79,13 +90,7 @@ def spread(
     prepared.describe(store)
     if not (left := prepared.left(store)):
         return
-    _answers(address)
-    try:
-        # A cluster of our own holds what the audit holds, private texts too: it listens on this machine alone.
-        own = {} if address else {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-        ray.init(address=address, log_to_driver=False, logging_level="error", **own)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise InputError(f"no Ray cluster at {address or 'this machine'} ({str(error).splitlines()[0]})") from None
+    _joined(ray, address)
     try:
         count = min(len(left), workers or max(1, int(ray.cluster_resources().get("CPU", 1)) // threads))
         held = ray.put(prepared)
@@ -96,7 +101,8 @@ def spread(
         while waiting or running:
             while waiting and idle:
                 worker, (cells, lost) = idle.pop(), waiting.pop(0)
-                (progress or (lambda cell: None))(cells[0])
+                if progress is not None:
+                    progress(cells[0])
                 running[worker.records.remote(cells)] = worker, cells, lost
             (ready,), _ = ray.wait(list(running), num_returns=1)
             worker, cells, lost = running.pop(ready)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rasura.core.specs import AttackSpec, DefenseSpec
 from rasura.core.values import Grant
+from rasura.registry.collect import ours
 from rasura.registry.parsing import parts
 from rasura.registry.tables import ATTACKS, DEFENSES, MEMBERSHIP
 
@@ -39,17 +40,13 @@ def adversaries(
         spec = defenses.get(name)
         known_by = None if spec is None else spec.known_by_on_images if images else spec.known_by
         # That nobody needs to know it is true of rounding and of no protection, and no other package can say it.
-        if spec is None or known_by is None or not (known_by or _ours(spec)):
+        if spec is None or known_by is None or not (known_by or ours(spec.make)):
             unknown.append(name)
         else:
             wanted |= dict.fromkeys(known_by)
     if "frozen-embeddings" in names:  # no gradient of the embeddings is sent
         wanted = {a: None for a in wanted if not attacks[a].embedding}
     return Adversaries(tuple(wanted), tuple(unknown), tuple(a for a in wanted if attacks[a].protection))
-
-
-def _ours(spec: DefenseSpec) -> bool:
-    return str(getattr(spec.make, "__module__", "")).split(".")[0] == __name__.split(".")[0]
 
 
 def membership_adversaries(defense: str) -> Adversaries:

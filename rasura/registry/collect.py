@@ -18,6 +18,13 @@ from rasura.core.options import known
 from rasura.core.specs import MethodSpec
 
 S = TypeVar("S", bound=MethodSpec)
+
+
+def ours(made: object) -> bool:
+    """Whether a class or a function is Rasura's own, by the package that defines it; what names none is not."""
+    return str(getattr(made, "__module__", "")).split(".")[0] == __name__.split(".")[0]
+
+
 BASELINES = ("none", "blind")
 """Names that come first wherever methods are listed."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rasura.attacks.shared.verify import prove, verified
 from rasura.core.values import Observation, Reconstruction
+from rasura.registry.collect import ours
 
 
 def trusted(guess: Reconstruction, seen: Observation, attack: object) -> Reconstruction:
@@ -16,9 +17,8 @@ def trusted(guess: Reconstruction, seen: Observation, attack: object) -> Reconst
     """
     if not any(bool(gradient.any()) for gradient in seen.gradients.values()):
         return guess if guess.confidence == "none" else replace(guess, confidence="none", proof=None)
-    made_of = (type(attack), *getattr(attack, "attacks", ()))
-    ours = all(str(getattr(one, "__module__", "")).split(".")[0] == __name__.split(".")[0] for one in made_of)
-    if ours or guess.confidence not in ("verified", "span"):
+    believed = all(map(ours, (type(attack), *getattr(attack, "attacks", ()))))
+    if believed or guess.confidence not in ("verified", "span"):
         return guess
     proof = prove(seen, guess.tokens) if guess.confidence == "verified" and guess.images is None else None
     return replace(guess, confidence="matched", proof=None) if proof is None else verified(proof, guess.details)

@@ -78,9 +78,11 @@ class Best:
         ended: dict[str, str] = {}
         ran: list[str] = []
 
+        def tried() -> str:
+            return "; ".join(f"{name}: {end}" for name, end in ended.items())
+
         def so_far() -> Reconstruction | None:
-            tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
-            told: dict[str, Parameter] = {"attack": winner, "ran": ",".join(ran), "tried": tried}
+            told: dict[str, Parameter] = {"attack": winner, "ran": ",".join(ran), "tried": tried()}
             return None if best is None else replace(best, details={**best.details, **told})
 
         for make in (*self.attacks, matching(seen)):
@@ -108,8 +110,7 @@ class Best:
             if rank is None or own_rank > rank:
                 best, winner, rank = guess, attack.name, own_rank
         if (found := so_far()) is None:
-            tried = "; ".join(f"{name}: {end}" for name, end in ended.items())
-            raise AttackFailed(f"no attack of the portfolio recovered anything ({tried})", {"ran": ",".join(ran)})
+            raise AttackFailed(f"no attack of the portfolio recovered anything ({tried()})", {"ran": ",".join(ran)})
         return found
 
 
