@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from rasura.core.exact import exact
+from rasura.core.exact import CACHED, exact, norm
 from rasura.core.interfaces import InputError
 from rasura.core.rng import generator
 from rasura.core.values import PerExample
@@ -229,3 +229,21 @@ def test_a_direction_has_norm_one_whatever_the_gradient(numbers: list[float], dt
     assert torch.allclose(found, vector / vector.max() / (vector / vector.max()).norm(), atol=1e-6), "and its direction"
     tiny_one = unit(torch.tensor([1e-320, 0.0], dtype=torch.float64), generator(0))
     assert tiny_one.tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (CACHED - 1,), (CACHED,), (2 * CACHED + 3,), (2, CACHED), (301, 700)])
+def test_a_norm_in_pieces_is_that_of_all_entries(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    whole = torch.randn(shape, generator=generator(0), dtype=torch.float64).to(dtype)
+    for tensor in (whole, whole.mT if whole.ndim > 1 else whole[..., None].expand(*shape, 2)):
+        expected = tensor.double().square().sum().sqrt()
+        assert float(norm([tensor])) == pytest.approx(float(expected), rel=1e-13)
+        assert float(norm([tensor, 3 * tensor.double()])) == pytest.approx(math.sqrt(10) * float(expected), rel=1e-13)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_keeps_what_is_not_finite(value: float) -> None:
+    tensor = torch.zeros(CACHED + 2)
+    tensor[-1] = value
+    assert not math.isfinite(float(norm([tensor])))
+    assert float(norm([torch.full((CACHED + 2,), 1e-30)])) == pytest.approx(1e-30 * math.sqrt(CACHED + 2))

@@ -48,7 +48,21 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.float() if half(tensor) else tensor
 
 
+CACHED = 2**16
+"""Entries of a tensor in main memory that are widened at once, so that their float64 copy never leaves the cache."""
+
+
+def squared(tensor: Tensor) -> Tensor:
+    """The sum of the squares of all entries, ``()`` float64, taken in float64: those of float32 numbers do not underflow."""
+    total = torch.zeros((), dtype=torch.float64, device=tensor.device)
+    entries = tensor.reshape(-1)
+    for part in entries.split(CACHED) if entries.device.type == "cpu" else (entries,):
+        wide = part.double()
+        total += torch.dot(wide, wide)
+    return total
+
+
 def norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The Euclidean norm of all entries of ``tensors`` together, ``()`` float64. Squares are taken in float64, where those
-    of float32 numbers do not underflow; those of float64 numbers below 1e-154 count as zero."""
-    return sum((tensor.double().square().sum() for tensor in tensors), torch.zeros((), dtype=torch.float64)).sqrt()
+    """The Euclidean norm of all entries of ``tensors`` together, ``()`` float64. Squares of float64 numbers below 1e-154
+    count as zero."""
+    return sum((squared(tensor) for tensor in tensors), torch.zeros((), dtype=torch.float64)).sqrt()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rasura.core.checked import whole
+from rasura.core.exact import norm
 from rasura.core.interfaces import Transform, made
 from rasura.core.protection import Protection
 from rasura.core.rng import Randomness, uniform
@@ -32,12 +33,12 @@ class Qsgd(Protection, named="qsgd", at=Stage.WIRE):
 
 
 def _rounded(gradient: Tensor, levels: int, rng: Randomness) -> Tensor:
-    norm = gradient.double().norm()
-    if not bool(norm > 0):
+    length = norm([gradient])
+    if not bool(length > 0):
         return gradient
-    scaled = gradient.double().abs() * (levels / norm)
+    scaled = gradient.double().abs() * (levels / length)
     up = uniform(gradient.shape, rng).to(gradient.device) < scaled.frac()
-    size: Tensor = (scaled.floor() + up) * (norm / levels)
+    size: Tensor = (scaled.floor() + up) * (length / levels)
     return (size * gradient.sign()).to(gradient.dtype)
 
 

@@ -10,9 +10,9 @@ from statistics import linear_regression, mean
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rasura.core.batches import Batch
+from rasura.core.exact import norm
 from rasura.core.rng import generator
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.trained import folder_of
@@ -88,12 +88,8 @@ def _deviation(victim: Victim, text: Batch, substitutes: Batch) -> Deviation:
     model, known = victim.model, victim.vocabulary
     taken = [step(model, one, task=victim.task, vocabulary=known, rng=generator(0)) for one in (text, substitutes)]
     first, second = (t.message.gradients for t in taken)
-    losses, norms = (taken[0].loss, taken[1].loss), (_norm(first), _norm(second))
-    return Deviation(losses, norms, _norm({n: g - second[n] for n, g in first.items()}))
-
-
-def _norm(gradients: Mapping[str, Tensor]) -> float:
-    return float(torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt())
+    losses, norms = (taken[0].loss, taken[1].loss), (float(norm(first.values())), float(norm(second.values())))
+    return Deviation(losses, norms, float(norm(g - second[n] for n, g in first.items())))
 
 
 def deviations_section(study: Study, plan: TrainPlan, found: Deviations) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from rasura.core.exact import half, widened
+from rasura.core.exact import half, squared, widened
 from rasura.core.interfaces import InputError
 from rasura.victims.weights import first_line
 
@@ -110,7 +110,7 @@ def _product_squares(taken: Tensor, back: Tensor) -> Tensor:
         grams = (taken @ taken.transpose(1, 2)) * (back @ back.transpose(1, 2))
         # Rounding alone makes it negative.
         return grams.sum((1, 2)).clamp_min(0)
-    return torch.stack([(b.T @ t).double().square().sum() for t, b in zip(taken, back)])
+    return torch.stack([squared(b.T @ t) for t, b in zip(taken, back)])
 
 
 def _row_squares(ids: Tensor, back: Tensor, size: int) -> Tensor:

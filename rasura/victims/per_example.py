@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rasura.core.exact import exact, full_products, half, norm, widened
+from rasura.core.exact import exact, full_products, half, norm, squared, widened
 from rasura.core.interfaces import InputError
 from rasura.core.layers import layers_of
 from rasura.core.rng import WithoutDropout
@@ -88,7 +88,7 @@ class Together:
             # The parts of a shared weight are not orthogonal, so their sum is needed.
             for k in range(self.size):
                 for p, g in self.row(k, shared).items():
-                    total[self.places[p], k] += g.double().square().sum()
+                    total[self.places[p], k] += squared(g)
         return total.sqrt() if by_layer else total.sum(0).sqrt()
 
     def weighted(self, weigh: Weigh, by_layer: bool = False) -> Gradients:
