@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -181,11 +181,11 @@ LONG = 1800.0
 def run_audit(
     plan: Any, folder: Path, device: str, ending: Ending, engine: str = "local", address: str | None = None,
     workers: int | None = None, *, baseline: bool = True, seconds: float | None = None,
-    known: Callable[[str], Iterable[Any]] | None = None,
+    known: Callable[[str, Container[str]], Iterable[Any]] | None = None,
 ) -> None:  # fmt: skip
     """Run ``plan`` into ``folder`` and print the results. ``baseline``: as in ``Audit``. ``seconds``: stop when they are
-    over; cells of the widest intervals first (``studies.filling``). ``known``: the Records that other runs left for a model
-    of this fingerprint; those of the plan's cells count as run."""
+    over; cells of the widest intervals first (``studies.filling``). ``known``: the Records of these cells that other runs
+    left for a model of this fingerprint; they count as run."""
     _check_run(engine, address, workers, device)
     from rasura.cli.progress import cells_watched
     from rasura.report.head import duration
@@ -237,7 +237,7 @@ def _prepared(
     device: str,
     workers: int | None,
     baseline: bool,
-    known: Callable[[str], Iterable[Any]] | None,
+    known: Callable[[str, Container[str]], Iterable[Any]] | None,
 ) -> tuple[Any, Any, dict[str, float], int, Any]:
     """The audit, its store, the CPU seconds estimated for each cell that is left, the number of processes, and a context
     with them, None if one does it all. They are forked here, before a progress bar starts a thread."""
@@ -257,8 +257,9 @@ def _prepared(
         if known is not None:
             prepared.describe(store)
             cells = {cell.key: cell for cell in prepared.cells}
-            for record in known(store.about["model"]):
-                if record.key not in store and (cell := cells.get(record.key)) is not None:
+            for record in known(store.about["model"], cells):
+                if record.key not in store:
+                    cell = cells[record.key]
                     numbers = prepared.examples_in[cell.defense, cell.batch_size][cell.batch]
                     store.add(replace(record, data=prepared.data_name, examples=numbers))
         count = fitting(len(prepared.left(store)), plan.max_memory, workers, threads, device)

@@ -56,7 +56,7 @@ def squared(tensor: Tensor) -> Tensor:
     """The sum of the squares of all entries, ``()`` float64, taken in float64: those of float32 numbers do not underflow."""
     total = torch.zeros((), dtype=torch.float64, device=tensor.device)
     entries = tensor.reshape(-1)
-    for part in entries.split(CACHED) if entries.device.type == "cpu" else (entries,):
+    for part in torch.split(entries, CACHED) if entries.device.type == "cpu" else (entries,):
         wide = part.double()
         total += torch.dot(wide, wide)
     return total

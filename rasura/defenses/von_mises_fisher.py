@@ -52,13 +52,19 @@ def one_minus_cosine(kappa: float, dimension: int, count: int, rng: Randomness) 
 def unit(vector: Tensor, rng: Randomness) -> Tensor:
     """The direction of ``vector``. A vector that is zero or holds a number that is not finite has none, so one is drawn
     uniformly: the guarantee holds for every gradient."""
-    largest = vector.abs().max()
+    largest = _largest(vector)
     if not 0 < float(largest) < math.inf:
         vector = normal(vector.shape, rng, vector.dtype)
-        largest = vector.abs().max()
+        largest = _largest(vector)
     # Divided by its largest entry first: neither the squares nor the norm underflow.
     vector = vector / largest
-    return vector / norm([vector])
+    return vector.div_(norm([vector]))
+
+
+def _largest(vector: Tensor) -> Tensor:
+    """The largest absolute value; without the vector of all of them, NaN where there is one."""
+    low, high = vector.aminmax()
+    return torch.maximum(-low, high)
 
 
 def summed_by_draws(units: Iterable[Tensor], kappa: float, rng: Randomness) -> Tensor | None:

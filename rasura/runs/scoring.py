@@ -7,6 +7,7 @@ import platform
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import compress, groupby
 from typing import Any
@@ -85,9 +86,13 @@ def no_value(metric: Metric[Reconstruction], why: str, n: int) -> dict[str, Any]
     return {**score_of([math.nan] * n, metric.unit, metric.higher_is, metric.bounds), "reason": f"no value: {why}"}
 
 
+_interval = lru_cache(maxsize=4096)(mean_or_interval)
+"""Kept: cells of one text have few values, and an interval costs more than many attacks' scores."""
+
+
 def score_of(values: list[float], unit: str, higher_is: str, bounds: tuple[float, float] | None) -> dict[str, Any]:
     """The same of the ``values`` of a metric."""
-    mean, low, high = mean_or_interval(values, bounds)
+    mean, low, high = _interval(tuple(values), bounds and (bounds[0], bounds[1]))
     there = [v for v in values if v == v]
     worst = (max if higher_is == "worse" else min)(there, default=float("nan"))
     return {

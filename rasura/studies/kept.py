@@ -7,7 +7,7 @@ and what all cells have in common, then the finished cells. A cell has what the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from math import nan
 from pathlib import Path
@@ -62,16 +62,16 @@ def _rounded(value: Any) -> Any:
     return round(value, DIGITS) if isinstance(value, float) else value
 
 
-def beside(path: Path, results: Path, model: str, metrics: Sequence[str] = ()) -> Iterator[Record]:
+def beside(path: Path, results: Path, model: str, cells: Container[str], metrics: Sequence[str] = ()) -> Iterator[Record]:
     """As ``kept``, of every study beside ``results``: two tables of a paper share cells. Those in ``path`` come first."""
     others = sorted({*(results.parent / FOLDER).rglob("*.jsonl")} - {path})
     for one in (path, *others):
-        yield from kept(one, model, metrics)
+        yield from kept(one, model, metrics, cells)
 
 
-def kept(path: Path, model: str, metrics: Sequence[str] = ()) -> Iterator[Record]:
+def kept(path: Path, model: str, metrics: Sequence[str] = (), cells: Container[str] | None = None) -> Iterator[Record]:
     """The Records in ``path`` with values of all ``metrics``, or without a guess; none if there is no such file, or if it is
-    of other weights than ``model``.
+    of other weights than ``model``. ``cells``: the keys of those that are wanted; None, all.
 
     Raises ``InputError`` for a damaged file.
     """
@@ -83,6 +83,8 @@ def kept(path: Path, model: str, metrics: Sequence[str] = ()) -> Iterator[Record
             return  # of other weights
         for row in rows:
             whole, ranges = {**head["common"], **row}, head["metrics"]
+            if cells is not None and whole["key"] not in cells:
+                continue
             made = {side: {m: _score(v, **ranges[m]) for m, v in whole.get(side, {}).items()} for side in SIDES}
             record = Record(**{**whole, **made})
             if wrong := wrong_in(record.to_dict()):
