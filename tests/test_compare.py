@@ -11,6 +11,7 @@ from rasura.core.errors import InputError
 from rasura.report.compare import CHANGED, NOISE, SAME, UNKNOWN, Run, compared
 from rasura.report.findings import findings
 from rasura.report.head import Made
+from rasura.report.verdicts import READS
 
 
 def run(rows: list[dict[str, Any]], data: str = "d", model: str | None = "m", **plan: Any) -> Run:
@@ -148,6 +149,33 @@ def test_a_verdict_that_became_worse_is_never_called_no_change() -> None:
         assert back.worse == () and back.exit in (0, 4)
     (one,) = [c for c in compared(run(quiet), run(read)).changes if c.column == "bf16"]
     assert one.word == NOISE, "one text in sixty is within the noise of the mean; the verdict is not"
+
+
+def test_a_rise_is_never_passed_where_the_verdict_stays_the_same() -> None:
+    first, second = (run([*READ, *column("span", "bf16", [v] * MANY)]) for v in (0.65, 0.95))
+    found = compared(first, second)
+    assert found.worse == () and {one.found.verdicts["bf16"].word for one in (first, second)} == {READS}
+    assert found.more == ("bf16",) and found.exit == 3 and found.says.startswith("More was read than before on bf16. ")
+    back = compared(second, first)
+    assert back.more == () and back.exit == 0
+    guessed = compared(*(run([*READ, *column("blind", "bf16", [v] * MANY)]) for v in (0.1, 0.9)))
+    assert guessed.more == (), "guessing reads nothing"
+    held = compared(*(run([*READ, *column("span", "bf16", [v] * MANY)]) for v in (0.02, GUESS)))
+    assert held.changes[-1].word == CHANGED and held.more == () and held.exit == 0, "up to the level of guessing, it holds"
+
+
+def test_of_many_comparisons_few_runs_that_are_alike_are_said_to_read_more() -> None:
+    """Twenty attacks in each of a hundred pairs: a rise by chance in at most 5 % of the pairs, not of the attacks."""
+    import random
+
+    draw, called = random.Random(0), 0
+    for _ in range(100):
+        first, second = (
+            run([r for k in range(20) for r in column(f"own{k}", "bf16", [float(draw.random() < 0.5) for _ in range(16)])])
+            for _ in range(2)
+        )
+        called += bool(compared(first, second).more)
+    assert called <= 5
 
 
 def test_an_attack_that_did_not_end_on_every_text_is_not_compared() -> None:

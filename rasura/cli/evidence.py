@@ -25,8 +25,9 @@ Json = Annotated[bool, typer.Option("--json", help="print the result as JSON")]
 def compare(first: Folder, second: Folder, as_json: Json = False) -> None:
     """Say what changed between two audits of the same kind, beyond noise.
 
-    If both audits read the same texts, each text is compared with itself. Exit code 3: a verdict became worse. 4: a
-    comparison could not be made, as where an attack crashed or was not run in one of the audits, or of too few texts.
+    If both audits read the same texts, each text is compared with itself. Exit code 3: a verdict became worse, or more was
+    read. 4: a comparison could not be made, as where an attack crashed or was not run in one of the audits, or of too few
+    texts.
 
     Example: rasura compare runs/before runs/after
     """

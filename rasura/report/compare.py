@@ -58,13 +58,15 @@ class Change:
 class Comparison:
     """``settings``: what differs between the runs, in words. ``paired``: both read the same texts, so that each text is
     compared with itself. ``verdicts``: column, verdict before, verdict after; None where a run lacks the column. ``worse``:
-    the columns whose verdict says less for the protection than before."""
+    the columns whose verdict says less for the protection than before. ``more``: those of which an attack read more, by
+    intervals that hold for all comparisons together at 95 %, and whose protection cannot be said to hold."""
 
     settings: tuple[str, ...]
     paired: bool
     verdicts: tuple[tuple[str, str | None, str | None], ...]
     changes: tuple[Change, ...]
     worse: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
 
     def count(self, word: str) -> int:
         """How many attacks under a protection have this ``word``."""
@@ -77,15 +79,16 @@ class Comparison:
 
     @property
     def exit(self) -> int:
-        """The exit code: that of ``gate`` for what is above a limit, where a verdict became worse; else that for what could
-        not be judged, where a comparison or all of them are missing."""
-        if self.worse:
+        """The exit code: that of ``gate`` for what is above a limit, where a verdict became worse or more was read; else
+        that for what could not be judged, where a comparison or all of them are missing."""
+        if self.worse or self.more:
             return ABOVE_LIMIT
         return NOT_JUDGED if self.count(UNKNOWN) or not self.measured else PASSED
 
     @property
     def says(self) -> str:
-        """Which verdicts became worse, what changed beyond noise, and how many comparisons could not be made."""
+        """Which verdicts became worse, where more was read, what changed beyond noise, and how many comparisons could not be
+        made."""
         changed, unknown, n = self.count(CHANGED), self.count(UNKNOWN), len(self.changes)
         told = f"{changed} of {n} comparisons changed beyond noise" if changed or self.exit else "No change is shown"
         if unknown:
@@ -93,7 +96,9 @@ class Comparison:
         elif not self.measured:
             told += "; the runs have no figures to compare"
         worse = f"The verdict became worse on {', '.join(self.worse)}. " if self.worse else ""
-        return f"{worse}{told}, by the 95 % interval of each difference. By chance, about one in twenty is called changed."
+        more = f"More was read than before on {', '.join(self.more)}. " if self.more else ""
+        told += ", by the 95 % interval of each difference. By chance, about one in twenty is called changed."
+        return worse + more + told
 
 
 @cache
@@ -105,12 +110,12 @@ def enough(paired: bool) -> int:
     return n
 
 
-def _difference(a: Sequence[float], b: Sequence[float], paired: bool) -> tuple[float, float]:
-    """The 95 % interval of the mean of ``b`` less that of ``a``."""
+def _difference(a: Sequence[float], b: Sequence[float], paired: bool, missed: float = 0.05) -> tuple[float, float]:
+    """The interval of the mean of ``b`` less that of ``a``, at level ``1 - missed``."""
     if paired:
-        return mean_interval([y - x for x, y in zip(a, b)], low=-1.0, high=1.0)[1:]
-    # each at 97.5 %, so that both hold together at 95 %
-    (_, a_low, a_high), (_, b_low, b_high) = (mean_interval(v, level=0.975) for v in (a, b))
+        return mean_interval([y - x for x, y in zip(a, b)], low=-1.0, high=1.0, level=1 - missed)[1:]
+    # each misses half as often, so that both hold together
+    (_, a_low, a_high), (_, b_low, b_high) = (mean_interval(v, level=1 - missed / 2) for v in (a, b))
     return b_low - a_high, b_high - a_low
 
 
@@ -133,7 +138,13 @@ def compared(first: Run, second: Run) -> Comparison:
     one, two = first.found.verdicts, second.found.verdicts
     worse = tuple(c for c in order if c in one and c in two and _rank(two[c]) < _rank(one[c]))
     changes = tuple(replace(_change(*key[:2], before.get(key), after.get(key), paired), where=key[2]) for key in keys)
-    return Comparison(_settings(first, second), paired, verdicts, changes, worse)
+    shown = {key: c for key, c in zip(keys, changes) if c.attack != BLIND and c.low is not None}
+    risen = {
+        key[1] for key, c in shown.items()
+        if c.word == CHANGED and _difference(*_values_of(before[key], after[key]), paired, 0.05 / len(shown))[0] > 0
+    }  # fmt: skip
+    more = tuple(c for c in order if c in risen and not two[c].holds)
+    return Comparison(_settings(first, second), paired, verdicts, changes, worse, more)
 
 
 def _values(run: Run, apart: bool) -> dict[tuple[str, str, str], Reading]:
@@ -161,8 +172,14 @@ def _change(attack: str, column: str, first: Reading | None, second: Reading | N
         return Change(attack, column, UNKNOWN, before, after, n=n, why=why)
     if paired and dict(a) == dict(b):
         return Change(attack, column, SAME, before, after, 0.0, 0.0, n)
-    low, high = _difference([a[k] for k in sorted(a)], [b[k] for k in sorted(b)], paired)
+    assert first is not None and second is not None
+    low, high = _difference(*_values_of(first, second), paired)
     return Change(attack, column, CHANGED if low > 0 or high < 0 else NOISE, before, after, low, high, n)
+
+
+def _values_of(first: Reading, second: Reading) -> tuple[list[float], list[float]]:
+    """What was read of each text, in the order of the texts."""
+    return [first.read[k] for k in sorted(first.read)], [second.read[k] for k in sorted(second.read)]
 
 
 def _incomparable(first: Reading | None, second: Reading | None, paired: bool) -> str:
