@@ -6,8 +6,8 @@ W* in another order. The other axis of those weights stays as it was: neurons, h
 tokens their rows. So public and served weights are equations A x = y, thousands for the hidden dimension's few hundred
 unknowns a row: least squares gives A, without a guess at clusters, noise or permutation.
 
-Training moves the weights, and the equations hold no longer. But who trains a model has it as it was uploaded, too, and A is
-the same: it is computed from those weights, and undone in the trained ones.
+Training moves the weights, so the equations no longer hold. But the server also has the model as it was uploaded, and A is
+the same. It is computed from those weights, and undone in the trained ones.
 """
 
 from __future__ import annotations
