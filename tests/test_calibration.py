@@ -56,9 +56,12 @@ def wanted(folder: Path, notes: Path, **more: Any) -> CalibrationPlan:
 # --- the open figure
 
 
-@pytest.mark.parametrize("name", strengths())
-def test_every_figure_goes_from_weak_to_strong_and_is_a_defense(name: str) -> None:
-    one = family(f"frozen-embeddings+{name}", 23_000_000)
+@pytest.mark.parametrize(
+    "opened", [*strengths(), *(f"{name}:{key}" for name, one in strengths().items() for key in one.keys)]
+)
+def test_every_figure_goes_from_weak_to_strong_and_is_a_defense(opened: str) -> None:
+    name = opened.partition(":")[0]
+    one = family(f"frozen-embeddings+{opened}", 23_000_000)
     values = [one.strength.value(t, one.entries) for t in one.strength.positions()]
     falls = one.strength.weakest > one.strength.strongest
     assert values == sorted(values, reverse=falls) and len(set(values)) == len(values)

@@ -52,7 +52,9 @@ Utility = Annotated[
     str | None, typer.Option(help="also measure this utility at the setting found: accuracy, f1, mcc, loss or perplexity")
 ]
 TrainBatch = Annotated[int, typer.Option(help="examples per step, for training and for the formal guarantee")]
-Attacked = Annotated[int | None, typer.Option(help="number of examples to attack; as many others are used to verify")]
+Attacked = Annotated[
+    int | None, typer.Option(help="number of examples to attack; up to twice as many others are read to verify")
+]
 
 
 @app.command()

@@ -284,8 +284,6 @@ SPEC = DefenseSpec(
     parameter=str,
     guarantee="security of the encryption scheme for the sealed entries; none for the others",
     known_by=("span", "mask-positions"),
-    strength=Strength(
-        name="fraction", weakest=0.01, strongest=1.0, points=5, keys=("grad", "param", "sensitivity", "random")
-    ),
+    strength=Strength(name="fraction", weakest=0.01, strongest=1.0, points=5, keys=SCORED),
     draws=True,
 )
