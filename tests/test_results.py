@@ -65,6 +65,19 @@ def test_the_results_read_as_plans_and_lists_say() -> None:
     assert results.mended(RESULTS, ROOT) == RESULTS, "out of date; run: python -m tools.results --write"
 
 
+def test_every_link_of_what_is_covered_leads_to_a_section() -> None:
+    top, *rest = re.split(r"(?m)^## ", RESULTS)
+    # GitHub's rule for the place of a heading: letters, digits, hyphens and underscores stay, a space is a hyphen.
+    places = ["".join(c if c != " " else "-" for c in h.lower() if c.isalnum() or c in " -_") for h in map(first_line, rest)]
+    assert len({*places}) == len(places)
+    told = re.findall(r"\]\(#([^)]*)\)", top)
+    assert told and {*told} <= {*places}
+
+
+def first_line(text: str) -> str:
+    return text.partition("\n")[0]
+
+
 def test_a_value_of_the_results_that_is_not_the_paper_s_is_put_right(tmp_path: Path) -> None:
     wrong = RESULTS.replace("| 48.6 / -0.58 |", "| 48.6 / 0.58 |")
     assert wrong != RESULTS and results.mended(wrong, ROOT) == RESULTS

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ TITLE = "# Results of the studies\n"
 MEASURED = dict(zip(COMPARED, ("weights moved", "deviation of the loss", "deviation of the gradient")))
 """Columns of a study of deviations, by the paper's."""
 
-COLUMNS = ["printed", "what", "cells", "n", "seeds", "keys", "model", "inside", "ours differs in", "studies", "why not all"]
+PAPERS = ["paper", "tables and figures", "cells", "inside"]
+COLUMNS = ["printed", "what", "cells", "n", "seeds", "keys", "model", "inside", "sections", "why not all"]
 
 
 @dataclass(frozen=True)
@@ -179,23 +180,41 @@ def coverage(found: Sequence[Section], folder: Path = ROOT) -> str:
     lines = [
         "What of each paper is reproduced, counted from the plans and the sections below by "
         "`python -m tools.results --write`. A cell is one printed value. Ours is a cell of the same row on a stand-in, so "
-        "the two need not agree. `n` counts texts. *Inside* counts the paper's values that lie in our 95 % interval, or in "
-        "the range over seeds of a training, of all that have one.",
+        "the two need not agree: each section says first in what ours differs. `n` counts texts. *Inside* counts the "
+        "paper's values that lie in our 95 % interval, or in the range over seeds of a training, of all that have one.",
         "",
     ]
+    papers, parts = [], []
     missing = [n for n in names(folder) if n not in {s.study.name for s in found}]
     for name in sorted(p.stem for p in (folder / LISTS).glob("*.toml")):
         paper = load_paper(name, folder)
         some = [s for s in found if s.study.name.startswith(f"{name}/")]
         rows = [_row(paper, table, some) for table in paper.printed.values() if not table.nothing]
-        cells = {(c.table, c.row, c.column) for s in some for c in s.cells}
-        done = sum(row[9] != "–" for row in rows)
+        cells = {(c.table, c.row, c.column): c for s in some for c in s.cells}
+        done = sum(row[COLUMNS.index("sections")] != "–" for row in rows)
         whole = sum(_count(table) for table in paper.printed.values())
         nothing = [f"{t.name} ({t.nothing})" for t in paper.printed.values() if t.nothing]
-        lines += [f"**{paper.title}.** {done} of {len(rows)} tables and figures, {len(cells)} of {whole} cells.", ""]
-        lines += [row_of(COLUMNS), "|" + "---|" * len(COLUMNS), *map(row_of, rows), ""]
-        lines += [f"Nothing to measure: {', '.join(nothing)}.", ""] if nothing else []
-    return "\n".join([*lines, f"Plans that have no section yet: {', '.join(missing) or 'none'}.", ""])
+        papers.append([paper.title, f"{done} of {len(rows)}", f"{len(cells)} of {whole}", _inside(cells.values(), paper)])
+        parts += [f"**{paper.title}**", "", *_table(COLUMNS, rows)]
+        parts += [f"Nothing to measure: {', '.join(nothing)}.", ""] if nothing else []
+    return "\n".join(
+        [*lines, *_table(PAPERS, papers), *parts, f"Plans that have no section yet: {', '.join(missing) or 'none'}.", ""]
+    )
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return [row_of(heads), "|" + "---|" * len(heads), *map(row_of, rows), ""]
+
+
+def _inside(cells: Iterable[Cell], paper: Paper) -> str:
+    known = [v for v in (c.inside(paper) for c in cells) if v is not None]
+    return f"{sum(known)} of {len(known)}" if known else "–"
+
+
+def _link(study: Study) -> str:
+    """A link to the section of ``study``, as GitHub and others name the place of a heading."""
+    place = re.sub(r"[^\w\- ]", "", f"{study.name}: {study.title}".lower()).replace(" ", "-")
+    return f"[{study.name.partition('/')[2]}](#{place})"
 
 
 def _count(table: Printed) -> int:
@@ -206,16 +225,12 @@ def _row(paper: Paper, table: Printed, found: Sequence[Section]) -> list[str]:
     cells = {(c.row, c.column): c for s in found for c in s.cells if c.table == table.name}
     used = [s for s in found if table.name in s.study.covers or any(c.table == table.name for c in s.cells)]
     many = f"{len(cells)} of {_count(table)}" if table.rows else "plot"
-    judged = [c.inside(paper) for c in cells.values()]
-    known = [v for v in judged if v is not None]
     sizes = [c.n for c in cells.values()] or sorted({n for s in used for n in s.sizes if n})
     seeds = [c.seeds for c in cells.values()] or [1] * bool(used)
     keys = _range([s.keys for s in used if isinstance(s.study.plan, ServicePlan)])
-    inside = f"{sum(known)} of {len(known)}" if known else "–"
-    where = ", ".join(s.study.name.partition("/")[2] for s in used)
+    where = ", ".join(_link(s.study) for s in used)
     models = ", ".join(dict.fromkeys(s.model for s in used))
-    apart = "; ".join(dict.fromkeys(s.study.differs[0] for s in used))
-    shown = [many, _range(sizes), _range(seeds), keys, models or "–", inside, apart or "–", where or "–"]
+    shown = [many, _range(sizes), _range(seeds), keys, models or "–", _inside(cells.values(), paper), where or "–"]
     return [table.name, table.about, *shown, table.left or "–"]
 
 
