@@ -46,6 +46,7 @@ Round = Annotated[
 ForService = Annotated[
     bool, typer.Option("--service", help="treat --defense as protections of a model service: none,obfuslm:k=10")
 ]
+Unit = Annotated[str | None, typer.Option(help="column that says whose each text is: dp-sgd then protects persons")]
 Models = Annotated[Path, typer.Option("--out", help="folder for the models; the same command resumes the run")]
 one_of: Any = known  # whose answers a recipe takes for its literals
 
@@ -82,9 +83,7 @@ def train(
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="noise from the seed, without a guarantee")] = False,
     physical_batch_size: Annotated[int | None, typer.Option(help="texts in memory at once, under dp-sgd")] = None,
     gradient_canaries: Annotated[int, typer.Option(help="gradients that measure a lower bound of epsilon; 0: none")] = 0,
-    unit: Annotated[
-        str | None, typer.Option(help="column that says whose each text is: dp-sgd then protects persons")
-    ] = None,
+    unit: Unit = None,
     device: Device = "auto",
     folder: Models = Path("runs/train"),
     text_column: TextColumn = None,
@@ -111,9 +110,14 @@ def train(
         delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon, unit=unit,
         gradient_canaries=gradient_canaries,
     )  # fmt: skip
-    sources = {n: context.get_parameter_source(n) for n in context.params}
-    given = [n for n, source in sources.items() if source is not None and source.name != "DEFAULT"]
-    trained(prepared(plan if update is None else following(plan, update, given), folder, training_device(device)), as_json)
+    plan = plan if update is None else following(plan, update, _given(context))
+    trained(prepared(plan, folder, training_device(device)), as_json)
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The parameters that the user set."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
 
 OF_A_ROUND = (

@@ -106,15 +106,16 @@ def obfuscate_file(
         len(done), sum(r["tokens"] for r in done), _count(done, "weak"), _count(done, "unchanged"),
         _count(done, "kept"), resumed, sum(r["error"] for r in done) / len(done), path, card, _criteria(about),
     )  # fmt: skip
-    named = columns or Columns()
-    audit = {
-        "data": str(source), "model": model, "text_column": named.text, "pair_column": named.pair,
-        "label_column": named.label,
-    }  # fmt: skip
-    write_whole(card, _card(found, about, audit))
+    write_whole(card, _card(found, about, _audited(source, model, columns or Columns())))
     _write(path, done)  # last: where it is, all is
     part.unlink()
     return found
+
+
+def _audited(source: str | Path, model: str, named: Columns) -> dict[str, Any]:
+    """The plan of an audit of the file, as far as a command names it."""
+    columns = {"text_column": named.text, "pair_column": named.pair, "label_column": named.label}
+    return {"data": str(source), "model": model, **columns}
 
 
 def _count(rows: Sequence[Mapping[str, Any]], what: str) -> int:

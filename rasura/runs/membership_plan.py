@@ -74,7 +74,7 @@ class MembershipPlan:
         told = trained_under(self.model)
         if told is None or told == self.defense:
             return
-        if [p.mechanism for p in parse_defense(told)] != [p.mechanism for p in self.parts]:
+        if [p.mechanism for p in replace(self, defense=told).parts] != [p.mechanism for p in self.parts]:
             raise InputError(
                 f"{self.model} was trained under {told}, so that shadow models under {self.defense} would say nothing "
                 f"of it; pass --defense {told}"
