@@ -140,6 +140,25 @@ def test_a_classifier_without_its_head_is_not_measured(tmp_path: Path, model_fol
         measure(tmp_path, str(model_folder), base=None, delta=1e-5)
 
 
+def test_canaries_have_the_classes_of_the_texts_and_are_measured_on_the_head_that_was_trained(
+    tmp_path: Path, model_folder: Path
+) -> None:
+    """Texts of four classes got canaries of two, and what was trained on them was refused: "holds no head of 2 classes"."""
+    base, data = tmp_path / "base", tmp_path / "notes.jsonl"
+    transformers.AutoTokenizer.from_pretrained(model_folder).save_pretrained(base)
+    tiny("bert", "classification").bert.save_pretrained(base)
+    data.write_text("".join(json.dumps({"text": f"alpha w{k}", "label": k % 4}) + "\n" for k in range(8)))
+    canaries = draw(str(base), str(data), 60, tmp_path / "out", task="classification")
+    assert {one.label for one in canaries} == {0, 1, 2, 3}
+    for labels in (4, 6):
+        out = trained(base, tmp_path / "out" / "train.jsonl", tmp_path / f"model{labels}", 1, num_labels=labels)
+        assert measure(tmp_path / "out", str(out), base=str(base), delta=1e-5).bound.guesses == 12
+    data.write_text('{"text": "alpha", "label": 0}\n')
+    fewer = trained(base, data, tmp_path / "fewer", 0, num_labels=2)
+    with pytest.raises(InputError, match="holds no head of 4 classes"):
+        measure(tmp_path / "out", str(fewer), base=None, delta=1e-5)
+
+
 def test_training_texts_are_mixed_in(tmp_path: Path, model_folder: Path) -> None:
     data = tmp_path / "notes.jsonl"
     data.write_text('{"text": "alpha met bravo", "label": 1}\n', encoding="utf-8")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,10 +16,13 @@ from audit_setting import TEXTS, model_folder
 from commands import refused
 from safetensors.torch import load_file, save_file
 
-from rasura.cli.train import Rate
+from rasura.cli.ghost import Rate
 from rasura.core.interfaces import InputError
+from rasura.data.columns import Columns
 from rasura.data.text import encode, load_examples
+from rasura.ghost.selection_settings import Selection
 from rasura.ghost.table import ShadowSettings, ShadowTable
+from rasura.registry import parse_defense
 from rasura.runs import ghost_file
 from rasura.runs.ghost_obfuscator import GhostObfuscator
 from rasura.victims.loading import load
@@ -44,6 +49,35 @@ def test_a_table_of_other_settings_is_refused_and_its_own_are_taken(tmp_path: Pa
     with pytest.raises(InputError, match=r"k 12, requested 70.*language None, requested en"):
         ghost_file.obfuscate_file(source, tmp_path / "c.jsonl", model=model, table=table, shadows=ShadowSettings())
     assert not (tmp_path / "c.jsonl.part").exists()
+
+
+def test_the_card_names_the_audit_of_this_file_and_figures_of_no_other_settings(tmp_path: Path, model_folder: Path) -> None:
+    """A file in groups of two had the figures of groups of eight, and the command audited another model without groups."""
+    source = written(tmp_path / "my notes.jsonl", [{"Satz": t, "Art": 0} for t in TEXTS])
+    for group, others in ((2, ("groups of 8", " 13 %")), (8, ())):
+        shadows = ShadowSettings(k=12, overlap=0.5, language=None, group=group, keep_numbers=True)
+        made = ghost_file.obfuscate_file(
+            source, tmp_path / f"{group}.jsonl", model=str(model_folder), shadows=shadows, beam=2,
+            columns=Columns("Satz", label="Art"),
+        )  # fmt: skip
+        card = made.card.read_text()
+        assert "was not measured with these settings" in card and not any(figure in card for figure in others)
+        (line,) = [line.strip() for line in card.splitlines() if line.strip().startswith("rasura audit")]
+        words = shlex.split(line)
+        told = dict(zip(words[3::2], words[4::2], strict=True))
+        assert words[2] == str(source) and told["--model"] == str(model_folder) and told["--text-column"] == "Satz"
+        assert told["--attack"] == "ghost-lattice,ghost-generation" and "--reference" in told
+        (part,) = parse_defense(told["--defense"])
+        assert part.mechanism.parameters == {**asdict(shadows), **asdict(Selection(beam=2))}
+    shadows = ShadowSettings(language=None)
+    assert "was not measured with these settings" in "".join(ghost_file._risk(ghost_file._defense(asdict(shadows), 1)))
+    for published, figures in (
+        (ShadowSettings(), "52 %"),
+        (ShadowSettings(group=8), "13 %"),
+        (ShadowSettings(group=16), "8 %"),
+    ):
+        said = "".join(ghost_file._risk(ghost_file._defense(asdict(published), 1)))
+        assert figures in said and "not measured" not in said
 
 
 @pytest.mark.parametrize("beside", ["report.jsonl", "card.md"])
@@ -132,7 +166,7 @@ def test_names_of_labels_go_along(tmp_path: Path, model_folder: Path) -> None:
 
 def test_the_rate_is_told_from_the_first_rows_on(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 110.0])
-    monkeypatch.setattr("rasura.cli.train.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("rasura.cli.ghost.time.monotonic", lambda: next(clock))
     rate = Rate()
     assert rate(32, 100) == "starting"
     assert rate(52, 100) == "2.00 rows/s, 0.4 minutes left"

@@ -71,6 +71,15 @@ def page_of(folder: Path, more: dict[str, Any], language: str = "en") -> str:
         return sentences(render_training(folder))
 
 
+def test_the_command_of_the_page_attacks_the_model_as_it_was_trained(tmp_path: Path) -> None:
+    told = json.loads((training_folder(tmp_path) / "plan.json").read_text())
+    told["plan"] |= {"text_column": "Notiz", "pair_column": "none", "label_column": None}
+    (tmp_path / "plan.json").write_text(json.dumps(told))
+    page = sentences(render_training(tmp_path))
+    where = f"{tmp_path}/gaussian-0.001-0/model --text-column Notiz --pair-column none --members train.jsonl"
+    assert f"rasura membership {where} --rows {tmp_path}/rows.json --defense gaussian:0.001" in page
+
+
 def test_the_page_says_why_nothing_was_learned_and_what_to_do(tmp_path: Path) -> None:
     always: dict[str, Any] = {"after": {"accuracy": 1.0}, "n_test": 4}
     few, alike = page_of(tmp_path, always), page_of(tmp_path, {**always, "majority": 1.0})

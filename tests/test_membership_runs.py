@@ -25,6 +25,7 @@ from rasura.core.values import Grant
 from rasura.metrics.membership import auc, coin_level
 from rasura.report.page import write_report
 from rasura.runs.membership import MembershipAudit, infer_membership
+from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.membership_rows import learned
 from rasura.runs.train_plan import TrainPlan
 from rasura.runs.training import Training
@@ -78,6 +79,8 @@ def test_a_training_tells_on_what_it_began_and_how_it_learned(tmp_path: Path, mo
     found = learned(str(model), str(data), rows, 9, {"batch_size": 8})
     assert found == Recipe(3, 8, 2e-3, patience=3, optimizer="sgd", momentum=0.5, keep="last", seed=9)
     assert learned("m", "d", None, 0, {}) == Recipe(epochs=5, patience=5)
+    in_python = MembershipPlan(str(model), str(data), rows=rows)
+    assert MembershipAudit(in_python, tmp_path / "run").plan.recipe == learned(str(model), str(data), rows, 0, {})
     told = json.loads(Path(rows).read_text())
     Path(rows).write_text(json.dumps({**told, "recipe": {**told["recipe"], "keep": "best"}}))
     assert learned(str(model), str(data), rows, 0, {}).epochs == result["best_epoch"] < 3
@@ -87,6 +90,61 @@ def test_a_training_tells_on_what_it_began_and_how_it_learned(tmp_path: Path, mo
         Path(rows).write_text(json.dumps({**told, "recipe": wrong}))
         with pytest.raises(InputError, match="does not list rows"):
             learned(str(model), str(data), rows, 0, {})
+
+
+def test_texts_are_cut_as_the_training_cut_them(tmp_path: Path, model_folder: Path) -> None:
+    """A model that saw four tokens of each text knows nothing of the fifth, and texts that are equal to there are one."""
+    data = write(tmp_path / "notes.jsonl", 162, 10)  # the same first words as the next ten
+    lines = data.read_text()
+    data.write_text(lines + write(tmp_path / "notes.jsonl", 0, 30).read_text())
+    told = TrainPlan(str(data), model=str(model_folder), holdout=0.5, truncate=True, max_length=4, recipe=Recipe(epochs=1))
+    training = Training(told, tmp_path / "train")
+    assert max(row.lengths[0] for row in training.rows) == 4
+    rows = str(tmp_path / "train" / "rows.json")
+    plan = MembershipPlan(str(model_folder), str(data), rows=rows, base=str(model_folder))
+    prepared = MembershipAudit(plan, tmp_path / "run")
+    assert max(row.lengths[0] for row in prepared.rows) == 4 and prepared.identity["n_repeated"] > 0
+    assert (prepared.plan.truncate, prepared.plan.max_length) == (True, 4), "the page says so, too"
+    with pytest.raises(InputError, match=r"saw at most 4 tokens of each text.*leave --max-length out"):
+        MembershipAudit(replace(plan, max_length=5), tmp_path / "run")
+    Training(replace(told, truncate=False, max_length=None), tmp_path / "whole")
+    whole = replace(plan, rows=str(tmp_path / "whole" / "rows.json"))
+    assert MembershipAudit(whole, tmp_path / "run").identity.get("n_repeated", 0) == 0
+    with pytest.raises(InputError, match=r"saw whole texts.*leave --max-length out"):
+        MembershipAudit(replace(whole, truncate=True, max_length=4), tmp_path / "run")
+
+
+@pytest.mark.parametrize("named", ["none", "dropout:0.2"])
+def test_shadow_models_are_not_trained_under_another_protection(tmp_path: Path, model_folder: Path, named: str) -> None:
+    data = write(tmp_path / "notes.jsonl", 0, 16)
+    plan = TrainPlan(
+        str(data), model=str(model_folder), defenses=("dropout:0.1",), holdout=0.5, recipe=Recipe(epochs=1, batch_size=8)
+    )
+    list(Training(plan, tmp_path / "train").run())
+    model = str(tmp_path / "train" / "dropout-0.1-0" / "model")
+    attacked = MembershipPlan(model, str(data), rows=str(tmp_path / "train" / "rows.json"), defense=named)
+    with pytest.raises(InputError, match=r"was trained under dropout:0\.1.*pass --defense dropout:0\.1"):
+        attacked.checked()
+    assert replace(attacked, defense="dropout:0.10").checked().parts[0].mechanism.parameters["p"] == 0.1
+
+
+def test_shadow_models_of_an_adapter_train_such_an_adapter(tmp_path: Path, model_folder: Path) -> None:
+    """Whole models at an adapter's learning rate tell nothing about it."""
+    data = write(tmp_path / "notes.jsonl", 0, 16)
+    plan = TrainPlan(
+        str(data), model=str(model_folder), lora=2, targets="all", adapter_dropout=0.1, holdout=0.5,
+        recipe=Recipe(epochs=1, batch_size=8),
+    )  # fmt: skip
+    list(Training(plan, tmp_path / "train").run())
+    model, rows = tmp_path / "train" / "none-0" / "model", str(tmp_path / "train" / "rows.json")
+    attacked = MembershipPlan(str(model), str(data), rows=rows, attacks=("lira",), shadow_models=2)
+    prepared = MembershipAudit(attacked, tmp_path / "run")
+    adapted = prepared.models.learning(prepared.models.fresh(1), 1)
+    weights = {n: tuple(w.shape) for n, w in adapted.named_parameters() if w.requires_grad}
+    audited = {n: tuple(w.shape) for n, w in prepared.victim.model.named_parameters() if w.requires_grad}
+    assert weights == audited and any("lora_B" in name for name in weights) and any("classifier" in name for name in weights)
+    (record,) = infer_membership(attacked, out=tmp_path / "run")
+    assert record.status == "ok", record.reason
 
 
 def test_a_training_tells_who_its_members_are(tmp_path: Path, model_folder: Path) -> None:

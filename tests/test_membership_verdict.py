@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from membership_setting import PLAN, row
+from rows import sentences
 
 from rasura.registry import membership_adversaries
 from rasura.report.membership import Found, membership_findings, render_membership
@@ -48,6 +49,16 @@ def test_what_is_above_guessing_is_said_whoever_is_missing() -> None:
     told = found(row("loss", auc=0.8), row("lira", "crashed"))
     assert any(s.startswith("Above guessing: loss separates") for s in told.sentences)
     assert told.missing
+
+
+def test_the_next_training_is_of_the_model_on_which_the_audited_one_began() -> None:
+    plan = {
+        **PLAN, "attacks": ["loss"], "base": "smollm2", "task": "causal", "text_column": "Notiz", "truncate": True,
+        "max_length": 64, "members": "my notes.jsonl",
+    }  # fmt: skip
+    page = sentences(render_membership([row("loss", auc=0.9)], plan))
+    words = "--model smollm2 --task causal --truncate --text-column Notiz --defense none,dp-sgd:1.0 --max-length 64"
+    assert f"rasura train 'my notes.jsonl' {words}" in page
 
 
 def test_the_headline_names_an_attack_that_the_verdict_names() -> None:

@@ -13,6 +13,7 @@ from rasura.cli import (
     check_dp,
     diagnose,
     evidence,
+    ghost,
     keys,
     membership,
     new,
@@ -28,7 +29,7 @@ from rasura.cli.shared import app, err, say
 from rasura.core.errors import InputError
 
 __all__ = [
-    "about", "account", "app", "audit", "calibrate", "canaries", "check_dp", "diagnose", "evidence", "keys", "main",
+    "about", "account", "app", "audit", "calibrate", "canaries", "check_dp", "diagnose", "evidence", "ghost", "keys", "main",
     "membership", "new", "obfuslm", "playground", "read", "service", "study", "train",
 ]  # fmt: skip
 

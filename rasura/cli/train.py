@@ -1,10 +1,10 @@
-"""``rasura protect ghost`` and ``train``: apply protections and measure their cost."""
+"""``rasura train``: measure what protections cost."""
 
 from __future__ import annotations
 
 import json
 import sys
-import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +12,6 @@ import typer
 from rich.table import Column, Table
 
 from rasura.cli.shared import (
-    AsJson,
     Device,
     FirstSeed,
     FreshLabels,
@@ -27,7 +26,6 @@ from rasura.cli.shared import (
     app,
     err,
     out,
-    protect,
     say,
     split,
     task_named,
@@ -37,100 +35,6 @@ from rasura.cli.shared import (
 from rasura.core.errors import InputError, MissingExtra
 from rasura.core.options import known
 from rasura.core.rounding import above
-
-
-class Rate:
-    """Rows per second since the first call, and the remaining time."""
-
-    def __init__(self) -> None:
-        self.first: tuple[int, float] | None = None
-
-    def __call__(self, done: int, total: int) -> str:
-        now = time.monotonic()
-        if self.first is None:
-            self.first = (done, now)
-        rows, seconds = done - self.first[0], now - self.first[1]
-        if not rows or seconds <= 0:
-            return "starting"
-        left = (total - done) * seconds / rows
-        return f"{rows / seconds:.2f} rows/s, {left / 60:.1f} minutes left"
-
-
-Overlap = Annotated[
-    float | None, typer.Option(help="largest fraction of neighbours that a token and its substitute may share")
-]
-RoundTrip = Annotated[
-    bool,
-    typer.Option(
-        "--round-trip", help="use only whole-word substitutes that survive a round trip through text and tokenizer"
-    ),
-]
-Language = Annotated[
-    str | None, typer.Option(help="language of the lemmas, as in simplemma: en, de ...; none turns lemmas off")
-]
-
-
-@protect.command()
-def ghost(
-    source: Annotated[str, typer.Argument(help="JSONL, CSV or Parquet file, or data set id")],
-    target: Annotated[Path, typer.Argument(help="file to write: .jsonl, .csv or .parquet")],
-    model: Annotated[str, typer.Option(help="the model that will be trained: folder or hub id")] = "minilm",
-    k: Annotated[int | None, typer.Option(help="nearest tokens to search for a substitute")] = None,
-    overlap: Overlap = None,
-    group: Annotated[int | None, typer.Option(help="tokens that share substitutes; 1: as published, 8: balanced")] = None,
-    beam: Annotated[int, typer.Option(help="beam width of the substitute search")] = 1,
-    keep_punctuation: Annotated[bool, typer.Option("--keep-punctuation", help="leave punctuation unchanged")] = False,
-    keep_numbers: Annotated[bool, typer.Option("--keep-numbers", help="leave numbers unchanged")] = False,
-    round_trip: RoundTrip = False,
-    language: Language = None,
-    table: Annotated[Path | None, typer.Option(help="file that caches the search; written if it does not exist")] = None,
-    seed: Annotated[int, typer.Option(help="seed for the initial substitutes")] = 0,
-    text_column: TextColumn = None,
-    pair_column: PairColumn = None,
-    label_column: LabelColumn = None,
-    as_json: AsJson = False,
-) -> None:
-    """Obfuscate a data set before training: replace tokens by nearby tokens with a different meaning.
-
-    The same command resumes an interrupted run.
-
-    Example: rasura protect ghost notes.jsonl hidden.jsonl --model minilm
-    """
-    from dataclasses import asdict
-
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-
-    from rasura.data.columns import Columns
-    from rasura.ghost.table import ShadowSettings
-    from rasura.runs.ghost_file import obfuscate_file
-
-    given = {"k": k, "overlap": overlap, "group": group}
-    asked: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    if k is not None:
-        asked["max_k"] = max(k, ShadowSettings.max_k)
-    if language is not None:
-        asked["language"] = None if language == "none" else language
-    flags = {"keep_punctuation": keep_punctuation, "keep_numbers": keep_numbers, "round_trip": round_trip}
-    asked |= {name: True for name, value in flags.items() if value}
-    there = table is not None and table.exists()
-    with watched(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()) as bar:
-        task = bar.add_task("loading the model and searching for substitutes", total=None)
-        rate = Rate()
-        found = obfuscate_file(
-            source, target, model=model, table=table, shadows=asked, beam=beam, seed=seed,
-            columns=Columns(text_column, pair_column, label_column),
-            progress=lambda done, total: bar.update(task, completed=done, total=total, description=rate(done, total)),
-        )  # fmt: skip
-    if there:
-        say(f"settings of {table}: {found.settings}", to=err)
-    if as_json:
-        sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
-        return
-    out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.unchanged} unchanged")
-    if found.unchanged:
-        say(f"unchanged: {found.kept} have no substitute, the settings keep the others; the report says which")
-    say(f"data: {found.path}\ncard: {found.card}")
-
 
 Schedule = Annotated[str, typer.Option(help="learning rate schedule: constant, linear or cosine; the last two decay to 0")]
 Round = Annotated[
@@ -142,12 +46,14 @@ Round = Annotated[
 ForService = Annotated[
     bool, typer.Option("--service", help="treat --defense as protections of a model service: none,obfuslm:k=10")
 ]
+Unit = Annotated[str | None, typer.Option(help="column that says whose each text is: dp-sgd then protects persons")]
 Models = Annotated[Path, typer.Option("--out", help="folder for the models; the same command resumes the run")]
 one_of: Any = known  # whose answers a recipe takes for its literals
 
 
 @app.command()
 def train(
+    context: typer.Context,
     data: Annotated[str, typer.Argument(help="training texts: JSONL, CSV or Parquet file, or data set id")],
     test: Annotated[str | None, typer.Option(help="original texts to evaluate the trained model on")] = None,
     model: Annotated[str, typer.Option(help="model folder or hub id")] = "minilm",
@@ -177,9 +83,7 @@ def train(
     seeded_noise: Annotated[bool, typer.Option("--seeded-noise", help="noise from the seed, without a guarantee")] = False,
     physical_batch_size: Annotated[int | None, typer.Option(help="texts in memory at once, under dp-sgd")] = None,
     gradient_canaries: Annotated[int, typer.Option(help="gradients that measure a lower bound of epsilon; 0: none")] = 0,
-    unit: Annotated[
-        str | None, typer.Option(help="column that says whose each text is: dp-sgd then protects persons")
-    ] = None,
+    unit: Unit = None,
     device: Device = "auto",
     folder: Models = Path("runs/train"),
     text_column: TextColumn = None,
@@ -206,11 +110,25 @@ def train(
         delta, recipe, service, text_column, pair_column, label_column, target_epsilon=target_epsilon, unit=unit,
         gradient_canaries=gradient_canaries,
     )  # fmt: skip
-    trained(prepared(plan if update is None else following(plan, update), folder, training_device(device)), as_json)
+    plan = plan if update is None else following(plan, update, _given(context))
+    trained(prepared(plan, folder, training_device(device)), as_json)
 
 
-def following(plan: Any, update: str) -> Any:
-    """``plan``, a ``TrainPlan``, with the local training of ``update``. Raises ``InputError`` for other kinds of update."""
+def _given(context: typer.Context) -> list[str]:
+    """The parameters that the user set."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+
+
+OF_A_ROUND = (
+    "epochs", "patience", "keep", "batch_size", "learning_rate", "schedule", "warmup", "optimizer", "lora", "precision",
+)  # fmt: skip
+"""Parameters of ``train`` that a client's round sets."""
+
+
+def following(plan: Any, update: str, given: Collection[str] = ()) -> Any:
+    """``plan``, a ``TrainPlan``, with the local training of ``update``. Raises ``InputError`` for other kinds of update, and
+    where what it sets was ``given`` as an option, too."""
     from dataclasses import replace
 
     from rasura.registry import parse_update
@@ -220,8 +138,15 @@ def following(plan: Any, update: str) -> Any:
     course = local.plan
     if course is None or wire:
         raise InputError(f"update is {update!r}; expected a full local training, such as local:epochs=1/batch=8/lora=16")
+    for name in (*OF_A_ROUND, *(("limit",) if course.examples else ())):
+        if name in given:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(f"--update says how the client trains, and {option} would be ignored; leave one of the two out")
     old = plan.recipe
-    recipe = Recipe.following(course, patience=course.epochs, keep="last", seed=old.seed, noise=old.noise)
+    recipe = Recipe.following(
+        course, patience=course.epochs, keep="last", seed=old.seed, noise=old.noise,
+        physical_batch_size=old.physical_batch_size,
+    )  # fmt: skip
     return replace(
         plan, recipe=recipe, lora=course.lora, targets=course.targets, adapter_dropout=course.dropout,
         limit=course.examples or plan.limit,

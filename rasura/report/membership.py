@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rasura.core.rounding import percent, percent_above, percent_below
 from rasura.metrics.membership import auc_bound
-from rasura.report.commands import Step
+from rasura.report.commands import OF_TRAINING, Step, command
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
 from rasura.report.missing import of_a_trained_model
@@ -289,8 +288,10 @@ def _step(records: Sequence[Mapping[str, Any]], plan: Mapping[str, Any], missing
     if _off(real):
         return Step(tell("Draw members and others at random from the same source, and measure again."))
     if any(_above(r) for r in real):
-        words = ("rasura", "train", str(plan["members"]), "--defense", "none,dp-sgd:1.0")
-        return Step(tell("Train with a formal guarantee, and measure the trained model again."), shlex.join(words))
+        told = {**plan, "data": plan["members"], "model": plan.get("base") or plan["model"]}
+        cut = {"max-length": plan.get("max_length")}
+        again = command("train", told, OF_TRAINING, defenses=["none", "dp-sgd:1.0"], **cut)
+        return Step(tell("Train with a formal guarantee, and measure the trained model again."), again)
     if any(r["status"] != "ok" for r in records):
         return Step(tell("Read below why an attack has no result."))
     if missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from rasura.core.errors import InputError
 from rasura.core.provenance import Sitting
 from rasura.core.rounding import percent_above, percent_below
 from rasura.metrics.learned import accuracy_interval, epochs_compared, has_figures, one_class
-from rasura.report.commands import Step
+from rasura.report.commands import Step, command
 from rasura.report.head import Made, duration, machine, origin, settings
 from rasura.report.language import number, recorded, tell
 from rasura.report.learning import not_learned, remedy, unlearned
@@ -247,18 +246,12 @@ def _step(folder: Path, plan: Mapping[str, Any], side: Side, word: str) -> Step:
     place = next((p.parent for p in saved if json.loads(p.read_text(encoding="utf-8"))["defense"] == side.name), None)
     if place is None or not (place / "model").is_dir():
         return Step(tell("Measure what it prevents with rasura audit."))
-    words = [
-        "rasura",
-        "membership",
-        str(place / "model"),
-        "--members",
-        str(plan["data"]),
-        "--rows",
-        str(folder / "rows.json"),
-    ]
-    words += ["--defense", side.name] if not plain(side.name) else []
-    words += ["--task", plan["task"]] if plan["task"] != "classification" else []
-    return Step(tell("Measure what the trained model reveals about its training texts."), shlex.join(words))
+    attacked = {**plan, "data": place / "model", "task": None if plan["task"] == "classification" else plan["task"]}
+    trained = {"members": plan["data"], "rows": folder / "rows.json", "defense": None if plain(side.name) else side.name}
+    return Step(
+        tell("Measure what the trained model reveals about its training texts."),
+        command("membership", attacked, ("task", "text_column", "pair_column", "label_column"), **trained),
+    )
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:

@@ -22,6 +22,7 @@ from rasura.data.text import Example, load_examples
 from rasura.runs.training import encoded
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
+from rasura.victims.weights import classes_for
 
 COINS, MIXED = "canaries.json", "train.jsonl"
 """The canaries with their coins, which must stay secret; and the texts to train on."""
@@ -45,12 +46,19 @@ def draw(
     texts of ``data`` together with the canaries that are in, in random order.
 
     A canary is ``LENGTH`` random words of the model's vocabulary, each one token. Coins, words, labels and order come from
-    the operating system. ``num_labels``: None for the classes that the folder states, or two. Raises ``InputError`` for
-    fewer than 20 canaries, for existing files, and for a vocabulary with too
-    few words.
+    the operating system. ``num_labels``: None for the classes of the folder's head, or as many as ``data`` needs. Raises
+    ``InputError`` for fewer than 20 canaries, for existing files, and for a vocabulary with too few words.
     """
     if number < 20:
         raise InputError(f"{number} canaries; expected at least 20, and some hundreds for a bound that says something")
+    given = load_examples(data, model=model) if data else []
+    if any(e.input_ids is not None for e in given):
+        raise InputError(
+            f"{data} holds input_ids that a protection chose, which would be lost; draw canaries into the original texts "
+            "and protect the mixed file"
+        )
+    if task == "classification":
+        num_labels = num_labels or classes_for(model, 1 + max((e.label or 0 for e in given), default=0))
     victim = with_one_label(load(model, task, num_labels=num_labels, attacked=False))
     num_labels = victim.num_labels or 2
     words = _words(victim, 400)
@@ -59,16 +67,7 @@ def draw(
         texts.add(" ".join(secrets.choice(words) for _ in range(LENGTH)))
     labels = [None if task == "causal" else secrets.randbelow(num_labels) for _ in texts]
     canaries = tuple(Canary(text, label, bool(secrets.randbits(1))) for text, label in zip(sorted(texts), labels))
-    given = load_examples(data, model=model) if data else []
-    if any(e.input_ids is not None for e in given):
-        raise InputError(
-            f"{data} holds input_ids that a protection chose, which would be lost; draw canaries into the original texts "
-            "and protect the mixed file"
-        )
-    rows = [
-        *given,
-        *(Example(c.text, label=c.label) for c in canaries if c.included),
-    ]
+    rows = [*given, *(Example(c.text, label=c.label) for c in canaries if c.included)]
     secrets.SystemRandom().shuffle(rows)
     told = {"version": VERSION, "task": task, "num_labels": num_labels, "canaries": [vars(c) for c in canaries]}
     write_new(folder, {COINS: json.dumps(told, ensure_ascii=False), MIXED: "".join(_row(one) for one in rows)})
@@ -169,6 +168,7 @@ def measure(
     ``InputError`` for invalid files and values, for a classifier without its head, and for losses that are not finite.
     """
     task, labels, canaries = read_canaries(folder)
+    labels = labels if task == "causal" else classes_for(model, labels)  # the training may have had more
     examples = [Example(one.text, label=one.label) for one in canaries]
     trained = with_one_label(with_own_head(load(model, task, num_labels=labels, attacked=False)))
     said = _answers(trained, task, examples)

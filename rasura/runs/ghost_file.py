@@ -15,7 +15,10 @@ from rasura.core.interfaces import InputError
 from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
 from rasura.data.text import Example, load_examples
-from rasura.ghost.table import ShadowSettings
+from rasura.ghost.selection_settings import DEFAULT
+from rasura.ghost.table import PAPER, ShadowSettings
+from rasura.registry import adversaries
+from rasura.report.commands import PUBLIC, command
 from rasura.runs.ghost_obfuscator import PLACES, GhostObfuscator
 from rasura.victims.loading import load
 
@@ -103,10 +106,16 @@ def obfuscate_file(
         len(done), sum(r["tokens"] for r in done), _count(done, "weak"), _count(done, "unchanged"),
         _count(done, "kept"), resumed, sum(r["error"] for r in done) / len(done), path, card, _criteria(about),
     )  # fmt: skip
-    write_whole(card, _card(found, about))
+    write_whole(card, _card(found, about, _audited(source, model, columns or Columns())))
     _write(path, done)  # last: where it is, all is
     part.unlink()
     return found
+
+
+def _audited(source: str | Path, model: str, named: Columns) -> dict[str, Any]:
+    """The plan of an audit of the file, as far as a command names it."""
+    columns = {"text_column": named.text, "pair_column": named.pair, "label_column": named.label}
+    return {"data": str(source), "model": model, **columns}
 
 
 def _count(rows: Sequence[Mapping[str, Any]], what: str) -> int:
@@ -184,12 +193,36 @@ def _criteria(about: Mapping[str, Any]) -> str:
     return criteria + "".join(f", {name.replace('_', ' ')}" for name in POLICIES if shadows[name])
 
 
-def _card(found: Protected, about: Mapping[str, Any]) -> str:
-    return "\n".join(_lines(found, about)) + "\n"
+def _defense(shadows: Mapping[str, Any], beam: int) -> str:
+    """The protection as an audit takes it."""
+    usual = {**asdict(PAPER), **asdict(DEFAULT)}
+    others = {name: value for name, value in {**shadows, "beam": beam}.items() if value != usual[name]}
+    words = {None: "none", True: "true", False: "false"}
+    said = "/".join(f"{name}={words.get(v, v) if v is None or isinstance(v, bool) else v}" for name, v in others.items())
+    return f"ghost:{said}" if said else "ghost"
 
 
-def _lines(found: Protected, about: Mapping[str, Any]) -> Iterator[str]:
-    shadows = about["shadows"]
+MEASURED = {"ghost": ("as published", 52, 72), "ghost:group=8": ("in groups of 8", 13, 42),
+            "ghost:group=16": ("in groups of 16", 8, 34)}  # fmt: skip
+"""Settings of which docs/ghost.md says how many percent of the tokens came back: by word frequencies, and with text of the
+same kind."""
+
+
+def _risk(defense: str) -> Iterator[str]:
+    """What was measured of ``defense``; of other settings than the measured ones, that it was not."""
+    how, words, same_kind = MEASURED.get(defense, MEASURED["ghost"])
+    yield "which tokens a substitute may stand for, and choose by word order."
+    if defense not in MEASURED:
+        yield "How much comes back so was not measured with these settings."
+    yield f"With GHOST {how}, of 64 sentences on this package's default model {words} % of the tokens came back by word"
+    yield f"frequencies, {same_kind} % with text of the same kind."
+
+
+def _card(found: Protected, about: Mapping[str, Any], audit: Mapping[str, Any]) -> str:
+    return "\n".join(_lines(found, about, audit)) + "\n"
+
+
+def _lines(found: Protected, about: Mapping[str, Any], audit: Mapping[str, Any]) -> Iterator[str]:
     yield f"# {found.path.name}: training text obfuscated with GHOST"
     yield ""
     yield f"{found.rows} texts, {found.tokens} tokens, only for training the model `{about['model']}`."
@@ -208,13 +241,13 @@ def _lines(found: Protected, about: Mapping[str, Any]) -> Iterator[str]:
         yield f"Protects {replaced}: an attack on the gradient recovers the substitutes, if the adversary does no more."
     yield ""
     yield "Does not protect: the substitution is not secret. Anyone who knows the method and the public model can compute"
-    yield "which tokens a substitute may stand for, and choose by word order: of 64 sentences on this package's default"
-    words, same_kind = (13, 42) if shadows["group"] > 1 else (52, 72)
-    balanced = ", balanced in groups of 8," if shadows["group"] > 1 else ""
-    yield f"model{balanced} {words} % of the tokens came back by word frequencies, {same_kind} % with text of the same kind."
-    yield (
-        "To measure this on your texts, run `rasura audit --defense ghost --attack ghost-lattice --reference "
-        "TEXTS`. Labels and lengths"
-    )
-    yield "are unchanged. No formal guarantee."
+    defense = _defense(about["shadows"], about["beam"])
+    yield from _risk(defense)
+    yield "Labels and lengths are unchanged. No formal guarantee."
+    yield ""
+    yield f"To measure this on your texts, put public texts of the same kind into `{PUBLIC}`, and run:"
+    yield ""
+    attacks = list(adversaries(defense).attacks)
+    yield f"    {command('audit', audit, attacks=attacks, defenses=[defense], reference=PUBLIC)}"
+    yield ""
     yield "Train on `input_ids`: tokenizing the text again may give different ids."

@@ -73,7 +73,7 @@ class MembershipAudit:
         self._measurable(len(inside), len(outside))
         everything = [*inside, *outside]
         # Members stand first in the files: shuffled, a candidate's place says nothing.
-        order = torch.randperm(len(everything), generator=generator(plan.recipe.seed, "candidates")).tolist()
+        order = torch.randperm(len(everything), generator=generator(plan.learning.seed, "candidates")).tolist()
         self.examples, self.rows = [everything[k][0] for k in order], tuple(everything[k][1] for k in order)
         self.members = torch.tensor([k < len(inside) for k in order])
         self.reference = tuple(row for _, row in beside)
@@ -106,7 +106,7 @@ class MembershipAudit:
             for number in range(self.plan.shadow_models):
                 if progress is not None:
                     progress("shadow models", number, self.plan.shadow_models)
-                order = torch.randperm(len(pool), generator=generator(self.plan.recipe.seed, "own", number // 2))
+                order = torch.randperm(len(pool), generator=generator(self.plan.learning.seed, "own", number // 2))
                 half = order[: len(pool) // 2] if number % 2 == 0 else order[len(pool) // 2 :]
                 inside = torch.zeros(len(pool), dtype=torch.bool)
                 inside[half] = True
@@ -123,16 +123,17 @@ class MembershipAudit:
         place = self.folder / "shadow_models" / f"{number:03d}"
         path = place / "answers.safetensors"
         if not path.exists():
-            seed = self.plan.recipe.seed + 1 + number
+            seed = self.plan.learning.seed + 1 + number
             victim, defense = self.models.fresh(seed), self.plan.parts
             behind = protected(rows, defense, victim.model, victim.vocabulary, place / "protected", seed)
             # No text is held out: an shadow model ends where its recipe ends, or where nothing more is learned.
+            model = self.models.learning(victim, seed)
             run = FineTuning(
-                victim.model, behind, defense, replace(self.plan.recipe, seed=seed), place, task=victim.task,
+                model, behind, defense, replace(self.plan.learning, seed=seed), place, task=victim.task,
                 vocabulary=victim.vocabulary, evaluate=lambda model: {}, watched="train_loss", higher=False,
             )  # fmt: skip
             run.run()
-            said = answers(victim.model, pool, self.models.pad)
+            said = answers(model, pool, self.models.pad)
             kept = {k: getattr(said, k).contiguous() for k in ("losses", "margins", "logits")}
             make_private(path, partial(save_file, kept))
             run.finish({"epochs": run.history.epoch, "train_loss": run.history.best})
@@ -161,7 +162,7 @@ class MembershipAudit:
         """The baselines beside every figure: the blind attack, and how well words alone separate members from others."""
         told = self._attempt("blind", None).guess
         texts = [f"{e.text} {e.text_pair or ''}" for e in self.examples]
-        words = split_check(texts, self.members.tolist(), self.plan.recipe.seed)
+        words = split_check(texts, self.members.tolist(), self.plan.learning.seed)
         return {"words": asdict(words)} | ({} if told is None else {"auc": told.scores["auc"]})
 
     def _one(
@@ -173,7 +174,7 @@ class MembershipAudit:
         told = outcome.guess
         return Record(
             key=key, attack=name, defense=plan.defense, threat=MODEL_USER.name, model=Path(plan.model).name, data=self.data,
-            batch_size=len(self.rows), seed=plan.recipe.seed, batch=0, status=outcome.status, update="model",
+            batch_size=len(self.rows), seed=plan.learning.seed, batch=0, status=outcome.status, update="model",
             reason=outcome.reason, known_by=asdict(membership_adversaries(plan.defense)),
             scores={} if told is None else told.scores, blind=beside, details={} if told is None else told.details,
             n_tokens=sum(row.lengths[0] for row in self.rows), threat_plain=MODEL_USER.plain,
@@ -198,7 +199,7 @@ class MembershipAudit:
             self.shadow_models(progress)
 
         def told() -> Told:
-            guess = attack(seen, rng=generator(self.plan.recipe.seed, "membership", name))
+            guess = attack(seen, rng=generator(self.plan.learning.seed, "membership", name))
             return Told(self.scores(guess), {**guess.details, "roc": self._curve(guess)})
 
         rows = [*self.rows, *self.reference]

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from rasura.core.answers import Answers
 from rasura.core.batches import Batch
 from rasura.core.errors import InputError, NotApplicable
 from rasura.runs.membership_plan import MembershipPlan
 from rasura.runs.membership_rows import body, told_by
-from rasura.victims.adapters import base_of, turns_off
+from rasura.victims.adapters import base_of, turns_off, with_adapter_like
 from rasura.victims.loading import Victim, load, with_one_label, with_own_head
 from rasura.victims.outputs import answers
 from rasura.victims.weights import is_adapter
@@ -35,7 +36,7 @@ class QueriedModels:
         here = is_adapter(plan.model)
         moved = here and plan.base != base_of_or_none(plan.model)
         audited = load(
-            str(plan.base) if moved else plan.model, task, num_labels=num_labels, seed=plan.recipe.seed, device=device,
+            str(plan.base) if moved else plan.model, task, num_labels=num_labels, seed=plan.learning.seed, device=device,
             attacked=False, adapter=plan.model if moved else None,
         )  # fmt: skip
         self.victim = with_one_label(with_own_head(audited))
@@ -61,13 +62,18 @@ class QueriedModels:
     @cached_property
     def base(self) -> Victim:
         """The public model from which training started, with a head drawn from the plan's seed."""
-        return self.fresh(self.plan.recipe.seed)
+        return self.fresh(self.plan.learning.seed)
 
     def fresh(self, seed: int) -> Victim:
         """The public model, with a head drawn from ``seed``."""
         task: Any = self.plan.task
         labels = self.victim.num_labels or 2
         return load(str(self.plan.base), task, num_labels=labels, seed=seed, device=self.device, attacked=False)
+
+    def learning(self, victim: Victim, seed: int) -> nn.Module:
+        """The model of ``victim`` as a shadow model trains it: with fresh adapters where the audited model has adapters."""
+        here = Path(self.plan.model)
+        return with_adapter_like(victim.model, here, seed) if is_adapter(here) else victim.model
 
     def ask(self, rows: Sequence[Batch]) -> Answers:
         """The audited model's answers."""

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from rasura.core.interfaces import Defense, InputError
 from rasura.core.options import known
 from rasura.core.values import Task
 from rasura.metrics.membership import auc_bound, needed
 from rasura.registry import MEMBERSHIP, parse_defense, usual_membership
-from rasura.runs.membership_rows import EPOCHS, told_by
+from rasura.runs.membership_rows import cut, learned, told_by, trained_under
 from rasura.victims.adapters import base_of
 from rasura.victims.recipe import Recipe
 from rasura.victims.weights import is_adapter, task_of
@@ -25,10 +25,11 @@ class MembershipPlan:
     ``rows``: the ``rows.json`` of a training run, which lists the rows of ``members`` that were used. If ``non_members`` is
     None, the rows held out are the non-members. ``base``: the public model from which training started; None for the base of
     an adapter, or the one that ``rows`` name. ``task``: None for what the model's folder says, otherwise classification.
-    ``attacks``: None for the usual ones of the task. ``defense``, ``recipe``: how the model was trained. The adversary
-    trains ``shadow_models`` models in the same way, each on a random half of the candidates and of ``reference``, a file of
-    other texts. ``fprs``: false positive rates; empty for 1 % and 0.1 %, if there are enough texts. ``epsilon``, ``delta``:
-    a guarantee with which the figures are compared. ``limit``: maximum number of texts on each side. ``text_column``,
+    ``attacks``: None for the usual ones of the task. ``defense``, ``recipe``: how the model was trained; without ``recipe``
+    as ``rows`` say, or for five epochs. The adversary trains ``shadow_models`` models in the same way, each on a random half
+    of the candidates and of ``reference``, a file of other texts. Texts are cut as ``rows`` say. ``fprs``: false positive
+    rates; empty for 1 % and 0.1 %, if there are enough texts. ``epsilon``, ``delta``: a guarantee with which the figures are
+    compared. ``limit``: maximum number of texts on each side. ``text_column``,
     ``pair_column``, ``label_column``: unusual column names of the files. Labels that are text stand for the model's classes
     of the same names.
     """
@@ -53,16 +54,35 @@ class MembershipPlan:
     text_column: str | None = None
     pair_column: str | None = None
     label_column: str | None = None
-    recipe: Recipe = field(default_factory=lambda: Recipe(epochs=EPOCHS))
+    recipe: Recipe | None = None
 
     @cached_property
     def parts(self) -> Defense:
         """The parts of ``defense`` in training, parsed once."""
         return parse_defense(self.defense)
 
+    @cached_property
+    def learning(self) -> Recipe:
+        """How shadow models learn."""
+        return self.recipe or learned(self.model, self.members, self.rows, 0, {})
+
+    def _told(self) -> dict[str, Any]:
+        return {} if self.rows is None else told_by(self.rows, self.members)
+
+    def _check_protection(self) -> None:
+        """Raises ``InputError`` where shadow models would be trained under another protection than the model was."""
+        told = trained_under(self.model)
+        if told is None or told == self.defense:
+            return
+        if [p.mechanism for p in replace(self, defense=told).parts] != [p.mechanism for p in self.parts]:
+            raise InputError(
+                f"{self.model} was trained under {told}, so that shadow models under {self.defense} would say nothing "
+                f"of it; pass --defense {told}"
+            )
+
     def _named_by_rows(self) -> str | None:
         """The model on which the training of ``rows`` began."""
-        found = None if self.rows is None else told_by(self.rows, self.members).get("base")
+        found = self._told().get("base")
         return found if isinstance(found, str) and found else None
 
     def checked(self) -> MembershipPlan:
@@ -71,6 +91,8 @@ class MembershipPlan:
         known("task", task, [t for t in get_args(Task) if t != "vision"])
         attacks = usual_membership(task) if self.attacks is None else self.attacks
         _ = self.parts
+        self._check_protection()
+        truncate, max_length = cut(self._told(), str(self.rows), self.truncate, self.max_length)
         if self.non_members is None and self.rows is None:
             raise InputError(
                 "there are no texts that the model was not trained on; pass --non-members, or --rows of a training run"
@@ -97,4 +119,6 @@ class MembershipPlan:
         base = self.base or (base_of(Path(self.model)) if is_adapter(self.model) else self._named_by_rows())
         if base is None:  # shadow models and comparisons from another model would make the attacks look weak
             raise InputError(f"{self.model} does not say on which model its training began; pass that model as --base")
-        return replace(self, task=task, attacks=attacks, base=base)
+        return replace(
+            self, task=task, attacks=attacks, base=base, recipe=self.learning, truncate=truncate, max_length=max_length
+        )

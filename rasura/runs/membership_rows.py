@@ -1,4 +1,5 @@
-"""What the ``rows.json`` of a training says beside its rows: the model that it began on, and how it learned."""
+"""What a training says beside its rows: the model that it began on, how it learned, under which protection, and how much of
+each text it saw."""
 
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ EPOCHS = 5
 """Epochs of shadow models where nothing says how long the audited model learned."""
 
 
-def began(victim: Victim, model: str, recipe: Recipe) -> dict[str, Any]:
-    """What ``rows.json`` says of a training with ``recipe`` that begins on ``victim``, the model called ``model``."""
-    return {"base": model, "base_weights": body(victim), "recipe": {n: asdict(recipe)[n] for n in LEARNED}}
+def began(victim: Victim, model: str, recipe: Recipe, cut: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``rows.json`` says of a training with ``recipe`` that begins on ``victim``, the model called ``model``. ``cut``:
+    its ``truncate`` and ``max_length``."""
+    learned = {n: asdict(recipe)[n] for n in LEARNED}
+    return {"base": model, "base_weights": body(victim), "recipe": learned, "cut": dict(cut)}
 
 
 def body(victim: Victim) -> str:
@@ -67,11 +70,35 @@ def learned(model: str, members: str, rows: str | None, seed: int, given: Mappin
         raise no_rows(str(rows), members) from None
 
 
+def cut(told: Mapping[str, Any], rows: str, truncate: bool, max_length: int | None) -> tuple[bool, int | None]:
+    """Whether texts are cut, and to how many tokens: as in the training whose ``rows`` said ``told``, which saw no more of
+    them. Raises ``InputError`` where another length was asked for."""
+    found = told.get("cut")
+    if not isinstance(found, dict):  # written by an earlier version
+        return truncate, max_length
+    length = found.get("max_length")
+    if max_length not in (None, length):
+        saw = "whole texts" if length is None else f"at most {length} tokens of each text"
+        raise InputError(f"the training of {rows} saw {saw}, not {max_length} tokens; leave --max-length out")
+    return truncate or found.get("truncate") is True, length
+
+
+def trained_under(model: str) -> str | None:
+    """The protection of the training whose result lies beside ``model``; None where none does."""
+    found = _result(Path(model).parent / "result.json").get("defense")
+    return found if isinstance(found, str) and found else None
+
+
+def _result(path: Path) -> Mapping[str, Any]:
+    """The result of a training; empty where it cannot be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _kept(result: Path, recipe: Mapping[str, Any]) -> int | None:
     """The epoch whose weights a training kept by its ``recipe``; None where its ``result`` does not say."""
-    try:
-        found = json.loads(result.read_text(encoding="utf-8"))
-        epoch = found["epochs" if recipe.get("keep") == "last" else "best_epoch"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
+    epoch = _result(result).get("epochs" if recipe.get("keep") == "last" else "best_epoch")
     return epoch if type(epoch) is int and epoch > 0 else None

@@ -86,7 +86,8 @@ class Training:
             planned = self._ledger(parts, ()).planned
             if text not in asked.defenses and asked.target_epsilon is not None:
                 check_target(planned, asked.target_epsilon)
-        self._claim(began(victim, plan.model, plan.recipe))
+        cut = {"truncate": plan.truncate, "max_length": plan.max_length}
+        self._claim(began(victim, plan.model, plan.recipe, cut))
 
     def _ledger(self, parts: Defense, sizes: Sequence[int]) -> Ledger:
         """A ledger for a training under ``parts``, planned for the maximum number of epochs."""

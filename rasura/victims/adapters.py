@@ -111,6 +111,17 @@ def with_fresh_adapter(model: nn.Module, task: Task, adapter: Adapter | int, see
     return out.eval()
 
 
+def with_adapter_like(model: nn.Module, folder: Path, seed: int) -> nn.Module:
+    """A copy of ``model`` with fresh adapters of the kind that ``folder`` holds, drawn from ``seed``, in evaluation mode."""
+    from peft import PeftConfig, get_peft_model
+
+    config = PeftConfig.from_pretrained(str(folder))
+    config.inference_mode = False  # as it is stored
+    with seeded(seed):
+        out: nn.Module = get_peft_model(copied(model), config)  # type: ignore[arg-type]  # a Hugging Face model
+    return out.eval()
+
+
 def with_partial_adapter(model: nn.Module, task: Task, rank: int, alpha: int, seed: int) -> nn.Module:
     """``model`` with the first two blocks, the last one and a classifier's head trained whole, the other blocks by LoRA
     adapters of ``rank`` and ``alpha`` on every linear layer (ObfusLM, appendix C.3); the embeddings are frozen.
