@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import errno
 import json
 import random
 import shlex
@@ -187,3 +189,23 @@ def test_every_sixteen_rows_are_kept(tmp_path: Path, model_folder: Path) -> None
     assert seen == [(0, 40), (16, 40), (32, 40)]
     again = ghost_file.obfuscate_file(source, tmp_path / "h.jsonl", model=str(model_folder), shadows=SETTINGS)
     assert (again.resumed, again.rows) == (32, 40)
+
+
+def test_a_target_is_there_whole_or_not_at_all(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fills while the target is written; with more room, the same command goes on."""
+    source, target = written(tmp_path / "notes.jsonl", [{"text": t, "label": 0} for t in TEXTS]), tmp_path / "out.csv"
+
+    def full(self: csv.DictWriter[str], row: Mapping[str, object]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run() -> ghost_file.Protected:
+        return ghost_file.obfuscate_file(source, target, model=str(model_folder), shadows=SETTINGS)
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space"):
+        patched.setattr(csv.DictWriter, "writerow", full)
+        run()
+    assert not target.exists()
+    found = run()
+    assert found.rows == len(TEXTS) == len(target.read_text().splitlines()) - 1
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes.jsonl", "out.card.md", "out.csv", "out.report.jsonl"]

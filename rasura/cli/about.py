@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Annotated, Any
@@ -16,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from rasura import __version__
-from rasura.cli.shared import app, err, out, say
+from rasura.cli.shared import app, err, out, say, say_json
 from rasura.core.errors import MissingExtra
 
 
@@ -75,7 +73,7 @@ def list_names(
         rows = (_models() if kind == "models" else {}) | {_written(s): (s.about, s.source) for s in methods.values()}
         unusable = methods.unusable
     if as_json:
-        sys.stdout.write(json.dumps({n: about for n, (about, _) in rows.items()}, ensure_ascii=False) + "\n")
+        say_json({n: about for n, (about, _) in rows.items()})
         return
     table = Table(show_header=False, box=None, padding=(0, 2))
     for name, (about, source) in rows.items():
@@ -108,7 +106,7 @@ def _kinds(kinds: Mapping[str, Mapping[str, Any]], as_json: bool) -> None:
     """Print what ``rasura list`` can list, with the names of each kind."""
     names = {kind: [*_models(), *some] if kind == "models" else list(some) for kind, some in kinds.items()}
     if as_json:
-        sys.stdout.write(json.dumps(names, ensure_ascii=False) + "\n")
+        say_json(names)
         return
     for kind, some in names.items():
         out.print(f"[bold]rasura list {kind}[/bold]", highlight=False)
@@ -157,7 +155,7 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="print the resul
         rows["model minilm"] = str(embedded_model_path())
     rows["cores"] = str(os.cpu_count())
     if as_json:
-        sys.stdout.write(json.dumps(rows) + "\n")
+        say_json(rows)
         return
     for name, value in rows.items():
         say(f"{name:20} {value}")

@@ -4,9 +4,7 @@ spent.
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import app, err, numbers, out, say, split
+from rasura.cli.shared import app, err, numbers, out, say, say_json, split
 from rasura.core.errors import InputError
 from rasura.core.rounding import above
 
@@ -144,7 +142,7 @@ def _planned(about: dict[str, Any], rows: list[dict[str, Any]], accountants: tup
     if fails >= 1 / examples:
         warnings.append(f"delta {fails:g} is not below 1 / {examples}: publishing one example in full would satisfy it")
     if as_json:
-        sys.stdout.write(json.dumps({**about, "rows": rows, "warnings": warnings}) + "\n")
+        say_json({**about, "rows": rows, "warnings": warnings})
         return
     _print(rows, accountants)
     if any("band" in row for row in rows):
@@ -168,7 +166,7 @@ def _spent(path: Path, delta: float | None, as_json: bool) -> None:
 
     found = counted(path, delta)
     if as_json:
-        sys.stdout.write(json.dumps(found.to_dict()) + "\n")
+        say_json(found.to_dict())
         return
     for line in (found.statement, *found.warnings):
         say(line)

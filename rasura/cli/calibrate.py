@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,6 +32,7 @@ from rasura.cli.shared import (
     err,
     out,
     say,
+    say_json,
     split,
     task_named,
     watched,
@@ -164,7 +163,7 @@ def run_calibration(wanted: Any, folder: Path, device: str, as_json: bool, langu
     found = [f["setting"] for f in result["families"] if f["status"] in REACHED]
     apply = {setting: applied(setting, wanted.plan.canonical(), result["training"]) for setting in found}
     if as_json:
-        sys.stdout.write(json.dumps({**result, "apply": apply, "report": str(path)}, ensure_ascii=False) + "\n")
+        say_json({**result, "apply": apply, "report": str(path)})
     else:
         _print(result, path)
         for setting, lines in apply.items():

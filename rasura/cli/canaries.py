@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import AsJson, TextTask, app, err, out, say, starting, text_task
+from rasura.cli.shared import AsJson, TextTask, app, err, out, say, say_json, starting, text_task
 from rasura.core.errors import InputError
 from rasura.core.rounding import below
 
@@ -42,7 +40,7 @@ def draw(
     inside = sum(one.included for one in made)
     if as_json:
         about = {"canaries": len(made), "included": inside, "train": str(folder / MIXED), "coins": str(folder / COINS)}
-        sys.stdout.write(json.dumps(about) + "\n")
+        say_json(about)
         return
     out.print(f"{len(made)} canaries, {inside} of them in the training texts")
     for what, name in (("train on all of", MIXED), ("keep secret", COINS)):
@@ -79,7 +77,7 @@ def measure(
         found = measured(folder, model, base=base, delta=1e-5 if delta is None else delta, guesses=guesses)
     bound, refuted = found.bound, epsilon is not None and found.bound.epsilon > epsilon
     if as_json:
-        sys.stdout.write(json.dumps({**found.to_dict(), "stated": epsilon, "refuted": refuted}) + "\n")
+        say_json({**found.to_dict(), "stated": epsilon, "refuted": refuted})
     else:
         out.print(
             f"{bound.right} of {bound.guesses} guesses right, on {bound.canaries} canaries (chance: {bound.guesses / 2:g})"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import err, out, say
+from rasura.cli.shared import err, out, say, say_json
 
 Candidates = Annotated[
     Path | None, typer.Option(help="file with texts; prints for each whether it was in the round (see --reference)")
@@ -26,7 +24,7 @@ def candidates_read(update: Path, candidates: Path, victim: Any, request: Any, s
     with err.status("scoring"):
         found = read_candidates(update, candidates, victim, request, simulated)
     if as_json:
-        sys.stdout.write(json.dumps(found.to_dict(), ensure_ascii=False) + "\n")
+        say_json(found.to_dict())
         return
     for one in found.candidates:
         p = "" if one.p is None else f" p {one.p:.3f}"

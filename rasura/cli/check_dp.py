@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rasura.cli.shared import Out, app, err, say, split
+from rasura.cli.shared import Out, app, err, say, say_json, split
 from rasura.core.errors import InputError
 from rasura.core.rounding import above
 
@@ -89,7 +87,7 @@ def check_dp(
     with err.status("accounting"):
         found = checked_files(config, facts, stated)
     if as_json:
-        sys.stdout.write(json.dumps(found.to_dict(), ensure_ascii=False) + "\n")
+        say_json(found.to_dict())
     else:
         _told(found)
     if model is not None and data is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -22,6 +20,7 @@ from rasura.cli.shared import (
     app,
     out,
     say,
+    say_json,
     starting,
     text_task,
 )
@@ -69,7 +68,7 @@ def diagnose(
             truncate=truncate, max_length=max_length, columns=Columns(text_column, pair_column, label_column),
         )  # fmt: skip
     if as_json:
-        sys.stdout.write(json.dumps(asdict(found)) + "\n")
+        say_json(asdict(found))
         return
     for number, finding in enumerate(found.findings, 1):
         say(f"{number}. {finding}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from rasura.cli.shared import StepDevice, app, device_named, err, out, say
+from rasura.cli.shared import StepDevice, app, device_named, err, out, say, say_json
 from rasura.core.rounding import percent
 
 if TYPE_CHECKING:
@@ -37,7 +35,7 @@ def compare(first: Folder, second: Folder, as_json: Json = False) -> None:
     found = compared(opened(first), opened(second))
     if as_json:
         told = asdict(found) | {"says": found.says, "exit": found.exit}
-        sys.stdout.write(json.dumps(told, ensure_ascii=False) + "\n")
+        say_json(told)
     else:
         _print(found)
     if found.exit:
@@ -115,7 +113,7 @@ def reproduce(
     compared = len(found) - empty
     if as_json:
         told = {"cells": [asdict(one) for one in found], "unchecked": list(again.unchecked), "different": lost}
-        sys.stdout.write(json.dumps({**told, "compared": compared}, ensure_ascii=False) + "\n")
+        say_json({**told, "compared": compared})
     else:
         without = f"; {empty} more have no score, so there is nothing to compare" if empty else ""
         out.print(f"{compared - lost} of {compared} cells came back{without}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import AsJson, LabelColumn, PairColumn, TextColumn, err, out, protect, say, watched
+from rasura.cli.shared import AsJson, LabelColumn, PairColumn, TextColumn, err, out, protect, say, say_json, watched
 
 
 class Rate:
@@ -98,7 +96,7 @@ def ghost(
     if there:
         say(f"settings of {table}: {found.settings}", to=err)
     if as_json:
-        sys.stdout.write(json.dumps({**asdict(found), "path": str(found.path), "card": str(found.card)}) + "\n")
+        say_json({**asdict(found), "path": str(found.path), "card": str(found.card)})
         return
     out.print(f"{found.rows} texts, {found.tokens} tokens: {found.weak} with a weak substitute, {found.unchanged} unchanged")
     if found.unchanged:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import app, out, say
+from rasura.cli.shared import app, out, say, say_json
 
 
 @app.command()
@@ -38,7 +36,7 @@ def keys(
     secret, public = made.save_both(folder)
     if as_json:
         about = {"key": made.key, "secret": str(secret), "public": str(public), "clients": made.parameters.max_clients}
-        sys.stdout.write(json.dumps(about) + "\n")
+        say_json(about)
         return
     out.print(f"key {made.key}, for up to {made.parameters.max_clients} clients")
     out.print(
@@ -59,7 +57,7 @@ def _identities(folder: Path, clients: int, as_json: bool) -> None:
     *own, listed = make_identities(folder, clients)
     secret = [str(path) for path in own]
     if as_json:
-        sys.stdout.write(json.dumps({"secret": secret, "public": str(listed)}) + "\n")
+        say_json({"secret": secret, "public": str(listed)})
         return
     say(f"each client only its own: {', '.join(secret)}")
     say(f"all clients and the server: {listed}")

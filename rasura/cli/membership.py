@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +21,7 @@ from rasura.cli.shared import (
     err,
     out,
     say,
+    say_json,
     split,
     training_device,
     watched,
@@ -117,7 +116,7 @@ def told(plan: Any, folder: Path, device: str, as_json: bool, language: str = "e
     identity, records = judged(plan, folder, device)
     path = write_report(folder, language=language)
     if as_json:
-        sys.stdout.write(json.dumps(records, ensure_ascii=False) + "\n")
+        say_json(records)
         return
     found = membership_findings(records, identity)
     for sentence in found.sentences:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import FreshLabels, TextTask, err, out, protect, say, text_task
+from rasura.cli.shared import FreshLabels, TextTask, err, out, protect, say, say_json, text_task
 from rasura.core.rounding import above
 
 
@@ -60,7 +58,7 @@ def obfuslm(
         made = obfuscate_model(model, folder, key, settings, passphrase=secret, task=kind, num_labels=num_labels)
     if as_json:
         told = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(made).items()}
-        sys.stdout.write(json.dumps(told) + "\n")
+        say_json(told)
         return
     merged = "were in clusters that were too small and were merged"
     out.print(f"{made.tokens} tokens in {made.clusters} clusters; {made.merged} {merged}")

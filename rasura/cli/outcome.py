@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import err, out, say
+from rasura.cli.shared import err, out, say, say_json
 from rasura.core.errors import InputError
 
 Junit = Annotated[Path | None, typer.Option(help="also write the verdicts as JUnit XML to this file")]
@@ -75,7 +73,7 @@ def conclude(records: list[dict[str, Any]], plan: dict[str, Any], folder: Path, 
     if ending.as_json:
         told = {} if judged is None else {"gate": asdict(judged)}
         whole = {**summary_of(found), **told, "report": str(path)}
-        sys.stdout.write(json.dumps(whole, ensure_ascii=False) + "\n")
+        say_json(whole)
     else:
         out.print(summary(found))
         say(f"\nreport: {path}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +22,7 @@ from rasura.cli.shared import (
     numbers,
     out,
     say,
+    say_json,
     starting,
     task_named,
 )
@@ -159,16 +158,11 @@ def _each(paths: Iterable[Path], victim: Victim, request: ReadRequest, as_json: 
             refused += 1
             say(f"rasura: {path}: {error}", to=err, style="bold")
             if as_json:
-                _line({"update": str(path), "refused": str(error)})
+                say_json({"update": str(path), "refused": str(error)})
             continue
         _told(found, as_json, path)
     if refused:
         raise typer.Exit(2)
-
-
-def _line(about: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(about, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
 
 
 def _text_task(task: str | None, model: str, num_labels: int | None) -> Any:
@@ -187,7 +181,7 @@ def _told(found: ReadResult, as_json: bool, path: Path | None = None) -> None:
     for line in found.file:
         say(line, to=err)
     if as_json:
-        _line(found.to_dict() if path is None else {"update": str(path), **found.to_dict()})
+        say_json(found.to_dict() if path is None else {"update": str(path), **found.to_dict()})
         return
     for line in found.lines:
         out.print(line, markup=False, highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rasura.cli.shared import Device, app, err, say, training_device
+from rasura.cli.shared import Device, app, err, say, say_json, training_device
 from rasura.core.errors import InputError
 from rasura.core.rounding import above, below
 
@@ -80,7 +79,7 @@ def _client(url: str, token_file: Path | None, allow_http: bool, key: Path | Non
 
 def _print(found: Any, as_json: bool, line: str) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(found) + "\n")
+        say_json(found)
     else:
         say(line)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from rich.console import Console
 
 from rasura.core.errors import InputError
+from rasura.core.strict_json import strict_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -142,6 +144,12 @@ def device_named(name: str) -> str:
 def say(text: object, *, to: Console = out, style: str | None = None) -> None:
     """Print ``text`` as it is: no markup, no colours of its own, and no line of it is broken."""
     to.print(text, markup=False, highlight=False, soft_wrap=True, style=style)
+
+
+def say_json(value: object) -> None:
+    """Print ``value`` as one line of JSON."""
+    sys.stdout.write(strict_json(value) + "\n")
+    sys.stdout.flush()
 
 
 EVERY = 60.0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from rasura.cli.audit import run_audit
 from rasura.cli.membership import judged
 from rasura.cli.outcome import Ending
 from rasura.cli.services import serve_and_read
-from rasura.cli.shared import Device, Limit, app, device_named, err, numbers, say, split, training_device, watched
+from rasura.cli.shared import Device, Limit, app, device_named, err, numbers, say, say_json, split, training_device, watched
 from rasura.cli.train import prepared, trained
 from rasura.core.errors import InputError, MissingExtra
 
@@ -161,7 +159,7 @@ def served(
         beside = keys > 1 and "trained" in part.weights  # of one key, and not among those of all
         records += [{**r, "update": SAME_KEY} if beside and r["update"] == "uploaded" else r for r in read]
     if as_json:
-        sys.stdout.write(json.dumps(records) + "\n")
+        say_json(records)
     return worth, records
 
 

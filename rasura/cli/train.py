@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +25,7 @@ from rasura.cli.shared import (
     err,
     out,
     say,
+    say_json,
     split,
     task_named,
     training_device,
@@ -174,7 +173,7 @@ def trained(training: Any, as_json: bool) -> list[dict[str, Any]]:
 
         results = list(training.run(told))
     if as_json:
-        sys.stdout.write(json.dumps(results) + "\n")
+        say_json(results)
     else:
         tabled(results, training.folder)
     if any(r["canaries"]["refuted"] for r in results if "canaries" in r):

@@ -16,6 +16,7 @@ from rasura.core.errors import InputError
 from rasura.core.files import write_whole
 from rasura.core.provenance import Sitting, sitting
 from rasura.core.records import SCHEMA, Record, canonical, wrong_in
+from rasura.core.strict_json import strict_json
 
 LONGEST = 1 << 28
 """Maximum bytes of one stored value."""
@@ -130,7 +131,7 @@ class RunStore:
 
     def add(self, record: Record) -> None:
         """Store a finished cell. Raises ``InputError`` if it cannot be written to disk."""
-        text = json.dumps(_finite(record.to_dict()), sort_keys=True, ensure_ascii=False, allow_nan=False)
+        text = strict_json(record.to_dict(), sort=True)
         try:
             with self._db:
                 if self._sitting is not None:
@@ -200,7 +201,7 @@ class RunStore:
         """Write ``records.jsonl`` and ``summary.json`` beside the store, each completely or not at all."""
         lines = "".join(json.dumps(r, sort_keys=True, ensure_ascii=False) + "\n" for r in self)
         write_whole(self.folder / "records.jsonl", lines)
-        write_whole(self.folder / "summary.json", json.dumps(_finite(dict(summary)), indent=2, ensure_ascii=False) + "\n")
+        write_whole(self.folder / "summary.json", strict_json(dict(summary), indent=2) + "\n")
 
     def close(self) -> None:
         """Close the store."""
@@ -236,14 +237,3 @@ def _parsed(text: object) -> Any:
     except (ValueError, RecursionError):
         return None
     return found
-
-
-def _finite(value: Any) -> Any:
-    """Replaces NaN, which JSON does not have, by null."""
-    if isinstance(value, float):
-        return value if value == value and abs(value) != float("inf") else None
-    if isinstance(value, Mapping):
-        return {k: _finite(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value

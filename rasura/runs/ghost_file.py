@@ -7,10 +7,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rasura.core.files import write_whole
+from rasura.core.files import make_private, write_whole
 from rasura.core.interfaces import InputError
 from rasura.data.columns import NAMES, Columns
 from rasura.data.parquet import check_installed, write_rows
@@ -107,7 +108,7 @@ def obfuscate_file(
         _count(done, "kept"), resumed, sum(r["error"] for r in done) / len(done), path, card, _criteria(about),
     )  # fmt: skip
     write_whole(card, _card(found, about, _audited(source, model, columns or Columns())))
-    _write(path, done)  # last: where it is, all is
+    make_private(path, partial(_write, done, path.suffix))  # last: where it is, all is
     part.unlink()
     return found
 
@@ -167,15 +168,15 @@ def _reported(number: int, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"row": number, **{name: row[name] for name in told if name in row}}
 
 
-def _write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+def _write(rows: Sequence[Mapping[str, Any]], suffix: str, path: Path) -> None:
     columns = [_columns(row) for row in rows]
     names = [name for name in COLUMNS if any(name in row for row in columns)]
     columns = [{name: row.get(name) for name in names} for row in columns]
     if "token_type_ids" in names:  # texts alone stand in the first segment
         columns = [{**row, "token_type_ids": row["token_type_ids"] or [0] * len(row["input_ids"])} for row in columns]
-    if path.suffix == ".jsonl":
+    if suffix == ".jsonl":
         path.write_text("".join(json.dumps(_filled(row), ensure_ascii=False) + "\n" for row in columns), encoding="utf-8")
-    elif path.suffix == ".csv":
+    elif suffix == ".csv":
         with path.open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, names)
             writer.writeheader()

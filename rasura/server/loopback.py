@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from rasura.core.errors import InputError
+from rasura.core.strict_json import strict_json
 
 LONGEST = 100_000
 """Bytes of a question."""
@@ -92,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _tell(self, answer: Mapping[str, Any]) -> None:
-        self.wfile.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        self.wfile.write(strict_json(answer).encode() + b"\n")
         self.wfile.flush()
 
     def log_message(self, format: str, *args: Any) -> None:
