@@ -249,6 +249,14 @@ def test_the_command_that_applies_a_setting_has_the_guarantee_that_was_stated(
     assert behind["privacy"]["delta"] == stated["delta"]
 
 
+def test_utility_is_that_of_texts_cut_as_the_audited_ones(model_folder: Path, notes: Path, tmp_path: Path) -> None:
+    plan = wanted(model_folder, notes, train_limit=8)
+    prepared = Calibration(replace(plan, plan=replace(plan.plan, truncate=True, max_length=6)), tmp_path / "found")
+    training = prepared._train_plan()
+    prepared.close()
+    assert (training.truncate, training.max_length) == (True, 6)
+
+
 def test_what_applies_a_setting_is_what_can_take_it() -> None:
     plan = {**CalibrationPlan(Plan(data="notes.jsonl")).plan.canonical(), "attacks": ["span"]}
     train, line, audit = applied("gaussian:0.01", plan, {})

@@ -20,7 +20,7 @@ from rasura.cli import app
 from rasura.core.records import MASK
 from rasura.core.run_store import RunStore
 from rasura.registry import DEFENSES, family
-from rasura.report.commands import OPTIONS, USUAL, command, next_step
+from rasura.report.commands import OF_CALIBRATION, OF_TRAINING, OPTIONS, USUAL, command, next_step
 from rasura.report.findings import findings
 from rasura.report.head import UNKNOWN, Made, duration, head, settings
 from rasura.report.notes import attempts, masked, notes_in
@@ -66,6 +66,21 @@ def test_a_command_gives_the_command_line_what_the_plan_holds() -> None:
     )
     assert (took["seeds"], took["batch_size"], took["truncate"], took["entries"]) == (2, "1,4", True, 0.5)
     assert took["text_column"] == "note text" and Path(took["folder"]) == Path("runs/next")
+
+
+@pytest.mark.parametrize(
+    ("verb", "told", "others"),
+    [
+        ("train", OF_TRAINING, {"defenses", "limit", "seeds", "seed", "updates", "batch_sizes"}),
+        ("calibrate", OF_CALIBRATION, {"defenses", "limit"}),
+    ],
+)
+def test_the_next_command_is_told_all_of_the_plan_that_it_takes(verb: str, told: Sequence[str], others: set[str]) -> None:
+    """Else it would measure other texts: a training behind an audit of texts of 16 tokens took whole ones. ``others``: what
+    the next command chooses itself."""
+    options = {o for p in typer.main.get_command(app).commands[verb].params for o in p.opts}  # type: ignore[attr-defined]
+    able = {name for name, option in OPTIONS.items() if f"--{option}" in options}
+    assert able - others == {*told}
 
 
 def test_what_a_command_leaves_out_is_the_default() -> None:

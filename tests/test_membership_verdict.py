@@ -57,7 +57,7 @@ def test_the_next_training_is_of_the_model_on_which_the_audited_one_began() -> N
         "max_length": 64, "members": "my notes.jsonl",
     }  # fmt: skip
     page = sentences(render_membership([row("loss", auc=0.9)], plan))
-    words = "--model smollm2 --task causal --truncate --text-column Notiz --defense none,dp-sgd:1.0 --max-length 64"
+    words = "--model smollm2 --task causal --truncate --max-length 64 --text-column Notiz --defense none,dp-sgd:1.0"
     assert f"rasura train 'my notes.jsonl' {words}" in page
 
 

@@ -18,6 +18,7 @@ from rasura.cli.shared import (
     FreshLabels,
     LabelColumn,
     LanguageModel,
+    MaxLength,
     Out,
     PairColumn,
     Reference,
@@ -87,6 +88,7 @@ def calibrate(
     entries: Entries = None,
     num_labels: FreshLabels = None,
     truncate: TruncateAll = False,
+    max_length: MaxLength = None,
     folder: Out = Path("runs/calibrate"),
     device: StepDevice = "auto",
     text_column: TextColumn = None,
@@ -111,7 +113,7 @@ def calibrate(
         model or Plan.model, kind, file, _one_source(file, text), reference, language_model, _attacks(attack, defense, kind),
         split(defense) or (), (update,), (threat,), (batch_size,), limit=limit or (len(text) if text else 8), seeds=seeds,
         seed=seed, budget=budget, truncate=truncate, num_labels=num_labels, max_memory=max_memory, entries=entries,
-        text_column=text_column, pair_column=pair_column, label_column=label_column,
+        max_length=max_length, text_column=text_column, pair_column=pair_column, label_column=label_column,
     )  # fmt: skip
     recipe = Recipe(epochs, train_batch_size, learning_rate, patience=epochs, seed=seed)
     metric = risk or ("ssim" if kind == "vision" else "rougeL")

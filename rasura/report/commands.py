@@ -29,7 +29,7 @@ USUAL: Mapping[str, Any] = {
 }  # fmt: skip
 """Defaults of an audit of updates, which a command leaves out."""
 
-OF_TRAINING = ("model", "task", "num_labels", "truncate", "text_column", "pair_column", "label_column")
+OF_TRAINING = ("model", "task", "num_labels", "truncate", "max_length", "text_column", "pair_column", "label_column")
 OF_CALIBRATION = (
     "reference", "language_model", "entries", "attacks", "updates", "threats", "batch_sizes", "seeds", "seed", "budget",
     *OF_TRAINING,

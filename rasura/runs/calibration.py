@@ -88,8 +88,8 @@ class Calibration:
         w, p = self.wanted, self.plan
         return TrainPlan(
             str(w.train or p.data), w.test, p.model, p.task, defenses, w.train_limit, num_labels=self.victim.num_labels
-            if p.task == "classification" else None, lora=self.adapter.rank, truncate=p.truncate, recipe=w.recipe,
-            targets=self.adapter.targets, adapter_dropout=self.adapter.dropout,
+            if p.task == "classification" else None, lora=self.adapter.rank, truncate=p.truncate,
+            max_length=p.max_length, recipe=w.recipe, targets=self.adapter.targets, adapter_dropout=self.adapter.dropout,
             **{name: getattr(p, name) for name in COLUMNS},
         )  # fmt: skip
 
